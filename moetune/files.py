@@ -54,6 +54,26 @@ def expanded(path: Path | str) -> Path:
         raise UserError(f"{shown(str(path))} cannot be a path: {error}") from None
 
 
+def cache_folder(kind: str) -> Path:
+    """Return the folder for files that can be made again; it need not exist.
+
+    `$MOETUNE_CACHE`, which holds all kinds, or else `moetune/<kind>` under `$XDG_CACHE_HOME` or `~/.cache`.
+
+    Args:
+        kind: what the files hold, such as `closed_form`.
+
+    Raises:
+        UserError: `MOETUNE_CACHE` is set to something that cannot be a path, or there is no home folder.
+    """
+    own = os.environ.get("MOETUNE_CACHE")
+    try:
+        if own:
+            return check_path(own)
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetune" / kind
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"MOETUNE_CACHE: {own!r} cannot be a path: {error}; set it to a folder") from None
+
+
 def names_in(folder: Path) -> list[str]:
     """Return the names of the entries of a folder; an empty list if the folder cannot be read."""
     try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs what needs a CUDA build of torch on a machine without a card: tests/nullcuda and the tests marked gpu that need no
-# values, on a device that computes nothing (tests/nullcuda/device.c).
+# values, on a device that computes nothing (tests/nullcuda/device.c), and tests/ptx, which executes kernels itself.
 #
 #     bash scripts/test_cuda.sh [--all] [OPTIONS OF PYTEST]
 #
@@ -58,8 +58,8 @@ export TRITON_LIBCUDA_PATH=$folder TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$(realpa
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH=$PWD
 echo "==> pytest on the null device"
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True LD_PRELOAD=$folder/libcuda.so.1 \
-  "$python" -m pytest "${options[@]}" -m "gpu or nullcuda" tests/gpu tests/nullcuda "$@"
+  "$python" -m pytest "${options[@]}" -m "gpu or nullcuda or ptx" tests/gpu tests/nullcuda tests/ptx "$@"
 if [ -n "$all" ]; then
   echo "==> pytest on the CPU"
-  "$python" -m pytest -n "$workers" --dist worksteal "$@"
+  "$python" -m pytest -n "$workers" --dist worksteal -m "not ptx" "$@"
 fi

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from moetune.config.schema import RunConfig
+from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.measure import Measured
 from moetune.memory.predict import predict
-from moetune.memory.routing import BALANCED
 from moetune.run.resolve import resolve
 
 FOLDER = Path(__file__).parents[1] / "scripts/bench"

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from moetune.compat.transformers import attention_of, fix_rotary_length, has_flash_interface, set_attention
+from moetune.compat.transformers import attention_name, fix_rotary_length, has_flash_interface, set_attention
 from moetune.config.schema import RunConfig
 from moetune.models.moe import is_experts
 from moetune.models.stack import decoder_layers, decoder_stack
@@ -49,7 +49,6 @@ def attention_for(
     """Return the name of the attention function that a run's model is built with.
 
     Args:
-        plain: the model as transformers builds it, on the meta device.
         device: the device on which the model is built; may be meta.
         capability: CUDA compute capability of the GPU that the model runs on; None for a CPU.
     """
@@ -67,7 +66,6 @@ def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability) -> bool:
     heads that need more shared memory than the GPU has. It needs a GPU of compute capability 8.0 or later and 16 bits.
 
     Args:
-        plain: the model as transformers builds it, on the meta device.
         capability: CUDA compute capability of the GPU.
     """
     return (
@@ -165,7 +163,7 @@ def has_little_shared_memory(capability: Capability) -> bool:
 
 def wants_cu_seqlens(model: PreTrainedModel) -> bool:
     """Return whether a model's attention separates packed documents by `cu_seqlens` and not by a mask."""
-    return attention_of(model) in (VARLEN, "flash_attention_2")
+    return attention_name(model) in (VARLEN, "flash_attention_2")
 
 
 def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from moetune.adapt.attention import Capability, attention_for
 from moetune.adapt.checkpointing import checkpoint_layers
 from moetune.adapt.lora import add_lora
 from moetune.adapt.norms import fuse_norms
+from moetune.adapt.rotary import fuse_rotary
 from moetune.adapt.validate import refuse_misplaced, refuse_unquantized
-from moetune.adapt.weights.checkpoint import read_checkpoint
+from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
 from moetune.adapt.weights.random import fill_randomly
 from moetune.adapt.weights.target import LoadTarget
@@ -31,7 +32,7 @@ from moetune.models.structure import ModelStructure
 from moetune.parallel.dispatch import TokenDispatcher
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run.dtypes import kind_of
+from moetune.run.dtypes import device_kind
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 
@@ -43,7 +44,6 @@ class Adapted:
     dtype in which transformers loads them.
 
     Attributes:
-        run: the resolved run that the model was built for.
         model: the model, or the part of it that this rank holds.
         ranks: the ranks of the run, as seen by this one.
         expert_context: settings and hooks that the model's expert banks share.
@@ -114,14 +114,14 @@ def build(
         on_read: called repeatedly while weights are read, with the fraction that has been read (0 to 1).
         ranks: the ranks of the run, as seen by this one.
         capability: with the device `meta`, the CUDA compute capability of the GPU that the model is built for; None for
-            a CPU. Ignored on a GPU, which is asked itself.
+            a CPU. Ignored on a GPU, whose own capability is read.
 
     Raises:
         UserError: the run cannot be resolved, the weights cannot be read or do not fit the model, or a tensor is not in
             the precision or on the device that the run file sets.
     """
     device = torch.device(device)
-    run = resolve(run, kind_of(device))
+    run = resolve(run, device_kind(device))
     config, structure, selection = run.config, run.structure, run.selection
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -149,12 +149,13 @@ def build(
     if is_drawn:
         fill_randomly(target)
     elif is_checkpoint:
-        read_checkpoint(target, run.model)
+        read_published(target, run.model)
     else:
         read_quantized_base(target, run, ranks, on_read)
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # its signature is that of the function it wraps
     fuse_norms(model)
+    fuse_rotary(model)
 
     trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]
     assert len(trained) == len(selection.full), "a selected parameter is not in the built model"
@@ -186,7 +187,6 @@ def build(
 
 
 def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseWeights | None) -> ExpertContext:
-    """Return the context that the model's expert banks share."""
     selection, dispatcher = run.selection, None
     if ranks.expert is not None and ranks.dense is not None:
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}

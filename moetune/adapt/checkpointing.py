@@ -165,7 +165,7 @@ _REPLAY: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
 # --- Inputs that wait on the host ---------------------------------------------------------------------------------
 
 
-class _Kept:
+class _KeptInput:
     """A layer's input in host memory, and its copy on the device from shortly before the recomputation."""
 
     def __init__(self, left: AsyncCopy) -> None:
@@ -182,13 +182,12 @@ class InputsOnHost:
 
     def __init__(self, device: torch.device, contexts: Callable[[], tuple[Any, Any]]) -> None:
         self._out, self._back, self._contexts = CopyStream(device), CopyStream(device), contexts
-        self._kept: list[weakref.ref[_Kept]] = []  # in forward order; dead once their graph is freed
+        self._kept: list[weakref.ref[_KeptInput]] = []  # in forward order; dead once their graph is freed
 
     def checkpoint(self, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
         """Replacement for `torch.utils.checkpoint.checkpoint`, for layers whose first argument is the hidden states.
 
         Args:
-            function: the layer.
             hidden: the layer's input, which is kept on the host. A leaf of the graph stays on the device, because
                 autograd holds it anyway.
             args: further arguments of the layer, which stay on the device.
@@ -199,16 +198,16 @@ class InputsOnHost:
         left: list[AsyncCopy] = []
         storage = id(hidden.untyped_storage())  # an id, because the graph would keep any tensor that `pack` refers to
 
-        def pack(tensor: Tensor) -> Tensor | _Kept:
+        def pack(tensor: Tensor) -> Tensor | _KeptInput:
             if id(tensor.untyped_storage()) != storage:
                 return tensor  # for example a mask, which all layers share
-            kept = _Kept(self._out.to_host(tensor))
+            kept = _KeptInput(self._out.to_host(tensor))
             left.append(kept.left)
             self._kept = [*(ref for ref in self._kept if ref() is not None), weakref.ref(kept)]
             return kept
 
-        def unpack(packed: Tensor | _Kept) -> Tensor:
-            return self._bring(packed) if isinstance(packed, _Kept) else packed
+        def unpack(packed: Tensor | _KeptInput) -> Tensor:
+            return self._bring(packed) if isinstance(packed, _KeptInput) else packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             output = recomputed(hidden, *args)
@@ -216,8 +215,8 @@ class InputsOnHost:
             copy.wait()  # the input may be freed after this layer, but not before it is copied
         return output
 
-    def _bring(self, kept: _Kept) -> Tensor:
-        before: _Kept | None = None
+    def _bring(self, kept: _KeptInput) -> Tensor:
+        before: _KeptInput | None = None
         while self._kept:
             last = self._kept.pop()()
             if last is kept:

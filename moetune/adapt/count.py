@@ -17,8 +17,6 @@ class Count:
     """Numbers of parameters.
 
     Attributes:
-        model: the model's name or path.
-        parameter_count: all parameters of the model.
         trainable: number of parameters that the run would train, `total` and by part (`router`, `experts`, `lora`,
             `other`); None if a model was counted and not a run.
     """

@@ -32,7 +32,6 @@ def build_fake(
     """Build the adapted model on the meta device with `build`, and replace every meta tensor by a fake one.
 
     Args:
-        mode: the fake tensor mode that creates the tensors; it need not be active.
         ranks: the ranks of the run, as seen by one of them. Several ranks need an initialized process group, for
             example torch's `fake` backend, which sends nothing.
         capability: CUDA compute capability of the GPU that is predicted; None for a CPU.

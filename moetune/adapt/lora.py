@@ -37,7 +37,6 @@ def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -
     all other parameters of the model.
 
     Args:
-        paths: paths of the linear modules in the model.
         lora: rank, alpha, scaling and dropout.
 
     Raises:

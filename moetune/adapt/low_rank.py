@@ -34,7 +34,6 @@ def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float
     """Return base(x) + scale·B(A(x)), [..., q], as one autograd function; gradients flow to x, A and B.
 
     Args:
-        base: the frozen linear layer.
         x: input [..., p].
         A: linear layer with the factor [r, p].
         B: linear layer with the factor [q, r].

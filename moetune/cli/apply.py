@@ -27,9 +27,9 @@ def apply(
     is_occupied(expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.apply import apply_delta
-        from moetune.report.progress import reading
+        from moetune.report.progress import loading_progress
 
-    with reading(terminal(stderr=True), to, passes=2) as on_read:
+    with loading_progress(terminal(stderr=True), to, passes=2) as on_read:
         result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)
     for text in result.notes:
         note(text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from moetune.cli.options import Json, Overrides, answer, argument, heavy_imports, option, read_run, refuse_set
 from moetune.errors import UserError, counted
-from moetune.report.view import Section, Table
+from moetune.report.view import Table, ViewSection
 
 if TYPE_CHECKING:
     from moetune.models.parameter_count import ParameterCount
@@ -40,9 +40,9 @@ def count(
         overrides = [*(set_ or ()), *([f"model.path={json.dumps(model)}"] if model else [])]
         found = count_parameters(resolve(read_run(run, overrides), this_device()))
     parameters = found.parameter_count
-    shown = [Section(f"{found.model} ({parameters.model_type})", _components(parameters)), *_facts(parameters)]
+    shown = [ViewSection(f"{found.model} ({parameters.model_type})", _components(parameters)), *_facts(parameters)]
     if found.trainable is not None:
-        shown.append(Section("trained by this run file", trainable_table(found.trainable, parameters.total)))
+        shown.append(ViewSection("trained by this run file", trainable_table(found.trainable, parameters.total)))
     answer(json_, found.to_json(), *shown)
 
 

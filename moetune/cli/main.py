@@ -133,8 +133,7 @@ def _run() -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Print the exception that ended the command, and return its exit code: 2 for bad input, 70 for an internal
-    error."""
+    """Print the exception that ended the command; return its exit code: 2 for bad input, 70 for an internal error."""
     system = error if isinstance(error, UserError) else _of_system(error)
     trace = printable("".join(traceback.format_exception(error))) if _debug or system is None else ""
     if system is None:
@@ -179,7 +178,7 @@ def _note_failure(message: str) -> bool:
     """
     if "WORLD_SIZE" not in os.environ and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
-    from moetune.parallel.launch import is_quiet, note_failure
+    from moetune.parallel.start_ranks import is_quiet, note_failure
 
     note_failure(message)
     return is_quiet()

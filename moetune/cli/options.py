@@ -1,4 +1,4 @@
-"""What all commands share: options and their checks, reading a run file, opening a model, printing an answer."""
+"""Shared by all commands: options and their checks, reading a run file, opening a model, printing an answer."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
 
 
 def known_gpu(value: str | None) -> str | None:
-    """Return the name of a GPU in the catalog, a size such as `44GiB`, or None; raise `UserError` for any other
-    value."""
+    """Return the name of a GPU in the catalog, a size such as `44GiB`, or None; else raise `UserError`."""
     from moetune.models.catalog.gpus import find_gpu
 
     if value is not None:

@@ -69,7 +69,7 @@ def plan(
         if html or figure or write or tokens:
             raise UserError("--html, --figure, --write and --tokens are of a plan for a model; --solve finds one value")
         with heavy_imports():
-            from moetune.memory.routing import parse_routing
+            from moetune.memory.assumed_routing import parse_routing
             from moetune.planning.predictor import Predictor
             from moetune.planning.solve import solve as solve_for
 
@@ -83,7 +83,7 @@ def plan(
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB")
     refuse_set(set_, "a plan chooses settings itself")
     from moetune.config.load import refuse_missing
-    from moetune.config.sizes import HOW_TO_WRITE_A_SIZE, parse_size
+    from moetune.config.memory_size import HOW_TO_WRITE_A_SIZE, parse_size
 
     most = None if host is None else parse_size(host)
     if host is not None and most is None:

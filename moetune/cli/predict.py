@@ -61,8 +61,8 @@ def predict(
     config = within_memory(config)
     speed = None if measured is None else speed_of(measured)
     with heavy_imports():
+        from moetune.memory.assumed_routing import parse_routing
         from moetune.memory.predict import predict as predict_run
-        from moetune.memory.routing import parse_routing
         from moetune.report.memory import memory_view
 
     chosen: Any = {"method": method, "allocator": allocator}

@@ -23,15 +23,15 @@ def quantize(
     with heavy_imports():
         from moetune.adapt.weights.quantize import quantize as write_base
         from moetune.config.load import read_run_config
-        from moetune.report.progress import reading
+        from moetune.report.progress import loading_progress
         from moetune.run.resolve import resolve_model
 
-    # Weights are rounded to bf16 before they are quantized, as in a run that computes in bf16; others keep their dtype.
+    # All weights are read in the checkpoint's own dtype; what it publishes quantized is rounded to bf16.
     how: dict[str, object] = {"path": model, "base": base, "dtype": "bf16", "attention": "eager"}
     if double_quant is not None:
         how["double_quant"] = double_quant
     resolved = resolve_model(read_run_config({"model": how, "adapt": {}}, (), "quantize").model)
-    with reading(terminal(stderr=True), model) as on_read:
+    with loading_progress(terminal(stderr=True), model) as on_read:
         written = write_base(resolved, out, on_read)
     files = counted(written["files"], "file")
     answer(json_, {"schema": 1, "out": str(out), **written}, f"{out}: {written['bytes']:,} bytes in {files}")

@@ -21,7 +21,7 @@ from moetune.cli.options import (
 )
 from moetune.config.load import load_run_config, read_run_config, refuse_missing
 from moetune.errors import UserError
-from moetune.report.view import Section, Table
+from moetune.report.view import Table, ViewSection
 
 if TYPE_CHECKING:
     from moetune.run.scores import Scores
@@ -42,7 +42,7 @@ def score(
 ) -> None:
     """Count what each expert of a model receives from data, by layer: tokens, gate weight, REAP score, expert pairs.
     Exit code 1, with --predict only: scoring does not fit."""
-    from moetune.cli.ranks import on_ranks, starts_ranks
+    from moetune.cli.start_on_ranks import on_ranks, starts_ranks
 
     if model.endswith((".yaml", ".yml")):
         config = load_run_config(model, set_ or ())
@@ -57,10 +57,10 @@ def score(
     if predict or not starts_ranks(config.parallel):
         with heavy_imports():
             from moetune.report.memory import memory_view
+            from moetune.routing.data_sets import names_of
             from moetune.routing.memory import predict_score
             from moetune.routing.score import score as score_run
             from moetune.routing.score import to_score
-            from moetune.routing.sources import names_of
             from moetune.run.dtypes import this_device
             from moetune.run.resolve import resolve
     if predict:
@@ -74,7 +74,7 @@ def score(
         answer(
             json_,
             {"out": str(out), **scores.model_dump(mode="json", by_alias=True)},
-            Section(f"experts of {scores.model}, by tokens that carry loss", _table(scores)),
+            ViewSection(f"experts of {scores.model}, by tokens that carry loss", _table(scores)),
             f"{scores.tokens:,} tokens, {scores.loss_tokens:,} of them carry loss",
             f"written to {out}; moetune select {out} --k 2 says which experts to train",
         )

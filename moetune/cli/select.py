@@ -21,7 +21,7 @@ from moetune.cli.options import (
 from moetune.errors import UserError
 from moetune.files import write_output
 from moetune.report.console import terminal
-from moetune.report.view import Section, Table
+from moetune.report.view import Table, ViewSection
 
 if TYPE_CHECKING:
     from moetune.config.fields import IdsByLayer
@@ -82,7 +82,7 @@ def select(
     text = _yaml(config.but(adapt=adapt), part, chosen)
     if out is not None:
         write_output(out, text)
-    table = Section("share of the routed tokens that carry loss", _table(chosen, covers))
+    table = ViewSection("share of the routed tokens that carry loss", _table(chosen, covers))
     if out is None and not json_:
         show(table, terminal(stderr=True))
         print(text, end="")

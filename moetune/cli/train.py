@@ -38,8 +38,8 @@ def train(
 ) -> None:
     """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout. Exit code 1:
     memory ran out."""
-    from moetune.cli.ranks import on_ranks, starts_ranks
-    from moetune.parallel.launch import was_launched
+    from moetune.cli.start_on_ranks import on_ranks, starts_ranks
+    from moetune.parallel.start_ranks import was_launched
 
     config = read_run(run, set_)
     refuse_missing_files(config, run)

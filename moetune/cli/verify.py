@@ -7,7 +7,7 @@ from typing import Annotated
 
 from moetune.cli.options import Json, Overrides, RunFile, answer, heavy_imports, number, option, output_file, read_run
 from moetune.report.console import note
-from moetune.report.view import Section
+from moetune.report.view import ViewSection
 
 
 def verify(
@@ -26,8 +26,8 @@ def verify(
     """Take real steps with random weights; print predicted beside measured memory. Exit code 1: more than 5 % apart."""
     config = read_run(run, set_)
     with heavy_imports():
+        from moetune.memory.assumed_routing import parse_routing
         from moetune.memory.profile import profile_step
-        from moetune.memory.routing import parse_routing
         from moetune.memory.verify import verify as verify_run
         from moetune.report.profile import profile_sections
         from moetune.report.run import memory_table
@@ -39,7 +39,7 @@ def verify(
     found = outcome.to_json()
     table = memory_table(outcome.predicted, outcome.measured)
     speed = f"{outcome.tokens_per_second:,.0f} tokens/s; routing: {outcome.routing}"
-    shown: list[Section | str] = [Section(f"{config.model.path} on {outcome.device}", table), speed]
+    shown: list[ViewSection | str] = [ViewSection(f"{config.model.path} on {outcome.device}", table), speed]
     if profile is not None:
         profiled = profile_step(resolved, resolved.device(None), profile)
         note(f"{profile} written")

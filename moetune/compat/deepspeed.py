@@ -61,8 +61,7 @@ def without_others() -> Iterator[None]:
 
 
 def _send_ints(ints: list[int]) -> None:
-    """Send what DeepSpeed's `assert_ints_same_as_other_ranks` sends, the integers and their count, without checking
-    an answer."""
+    """Send the integers and their count, as `assert_ints_same_as_other_ranks` does, without checking an answer."""
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 

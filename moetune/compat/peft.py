@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
-class Factor(nn.Linear):
+class LoraFactor(nn.Linear):
     """A low-rank factor with a float32 weight, cast to the dtype of the input in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.to(x.dtype))
 
 
-AtOnce = Callable[[nn.Module, Tensor, Factor, Factor, float], Tensor | None]
+AtOnce = Callable[[nn.Module, Tensor, LoraFactor, LoraFactor, float], Tensor | None]
 """Function of (base layer, input x, A, B, scale) that returns base(x) + scale·B(A(x)), or None if it cannot
 compute this base layer."""
 
@@ -31,7 +31,7 @@ def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
     match. Here the narrow rows A·x are scaled instead.
 
     Args:
-        layer: a PEFT linear layer with the adapter "default". Its factors become `Factor`.
+        layer: a PEFT linear layer with the adapter "default". Its factors become `LoraFactor`.
         at_once: computes the adapted layer as a whole; called if gradients are enabled and there is no dropout.
 
     Raises:
@@ -39,13 +39,12 @@ def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
     """
     for factors in (layer.lora_A, layer.lora_B):
         assert type(factors["default"]) is nn.Linear
-        factors["default"].__class__ = Factor
+        factors["default"].__class__ = LoraFactor
     layer.forward = partial(_forward, layer, at_once)
 
 
 def _forward(layer: Any, at_once: AtOnce, x: Tensor) -> Tensor:
-    """Forward of an adapted layer: base(x) + B(scale · A(dropout(x))), or base(x) if adapters are disabled or
-    merged."""
+    """Forward: base(x) + B(scale · A(dropout(x))), or base(x) if adapters are disabled or merged."""
     base, scale = layer.base_layer, layer.scaling["default"]
     if layer.disable_adapters or layer.merged:
         return base(x)

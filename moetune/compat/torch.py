@@ -205,8 +205,7 @@ class QuickFakeMode(FakeTensorMode):
         return type(value), value  # 1, 1.0 and True are equal but give different dtypes
 
     def _device_of(self, args: Any) -> torch.device | None:
-        """Return the device that all tensors in `args` share; None if there is none, or if a tensor has a constant
-        value."""
+        """Return the device that all tensors in `args` share; None without one, or if a tensor has a constant value."""
         device = None
         for value in args:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
@@ -271,8 +270,7 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 
 def is_observed(tensor: Tensor) -> bool:
-    """Return whether a dispatch mode, a profiler or the tensor's subclass must see the operators that run on a
-    tensor."""
+    """Return whether a dispatch mode, profiler or tensor subclass must see the operators that run on a tensor."""
     return (
         type(tensor) not in (Tensor, nn.Parameter)
         or torch._C._len_torch_dispatch_stack() > 0

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 from transformers.quantizers import HfQuantizer
 from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -45,7 +47,7 @@ def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     model._set_gradient_checkpointing = switch_to  # type: ignore[method-assign]
 
 
-def attention_of(model: PreTrainedModel) -> str:
+def attention_name(model: PreTrainedModel) -> str:
     """Return the name of the attention function that a model's decoder runs, such as "sdpa"."""
     return str(model.config.get_text_config()._attn_implementation)
 
@@ -194,12 +196,14 @@ def activation_of(experts: nn.Module, *, has_gate: bool) -> Callable[[Tensor], T
 
 
 def _code_of(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return the bytecode, constants and names of a function, to compare it with others."""
+    """Return the bytecode, constants and names of a function, to compare it with others; without its docstring."""
     code = function.__code__
-    return code.co_code, code.co_consts, code.co_names
+    return code.co_code, tuple(value for value in code.co_consts if value != function.__doc__), code.co_names
 
 
-_RMS_NORMS = tuple(_code_of(norm.forward) for norm in (LlamaRMSNorm, GptOssRMSNorm))
+_RMS_NORMS = tuple(_code_of(norm.forward) for norm in (llama.LlamaRMSNorm, GptOssRMSNorm))
+_ROTARY = {name: _code_of(getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half")}
+_NORMS_HEADS = _code_of(Qwen3MoeAttention.forward)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -210,6 +214,39 @@ def is_rms_norm(module: nn.Module) -> bool:
     """
     forward = type(module).forward
     return hasattr(forward, "__code__") and _code_of(forward) in _RMS_NORMS
+
+
+def with_rotary(attention: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any] | None:
+    """Return a module's forward method with `rotate` in the place of `apply_rotary_pos_emb`; None if it calls none.
+
+    Each model file in transformers has its own functions, which its modules find among the globals of the file. Code is
+    compared, so None is returned too for a function that is not Llama's, such as one that rotates other pairs.
+
+    Args:
+        attention: the module.
+        rotate: called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and with whatever else the module passes.
+    """
+    forward: Any = type(attention).forward
+    if not isinstance(forward, FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
+        return None
+    found: dict[str, Any] = {name: forward.__globals__.get(name) for name in _ROTARY}
+    if any(not isinstance(found[name], FunctionType) or _code_of(found[name]) != _ROTARY[name] for name in found):
+        return None
+    replaced = {"apply_rotary_pos_emb": functools.partial(rotate, found["apply_rotary_pos_emb"])}
+    copied = FunctionType(
+        forward.__code__, forward.__globals__ | replaced, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(copied, attention)
+
+
+def norms_heads(attention: nn.Module) -> bool:
+    """Return whether a module's forward has the code of Qwen3-MoE's attention.
+
+    It passes the results of `q_norm` and `k_norm`, RMS norms of each head, to `apply_rotary_pos_emb` and nothing else.
+    """
+    forward = type(attention).forward
+    return hasattr(forward, "__code__") and _code_of(forward) == _NORMS_HEADS
 
 
 _BY_LENGTH = ("dynamic", "longrope")  # types whose frequencies depend on the largest position

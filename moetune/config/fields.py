@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from moetune.config.sizes import HOW_TO_WRITE_A_SIZE, parse_size
+from moetune.config.memory_size import HOW_TO_WRITE_A_SIZE, parse_size
 from moetune.errors import shown
 from moetune.files import check_path
 

@@ -37,15 +37,16 @@ class Activation(Protocol):
     def backward(
         self, gate_up_NO: Tensor, dact_NI: Tensor, weights: RowWeights, dweights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return (act, weighted gradient of gate_up): [N, I] and [N, O].
+        """Return act [N, I], without routing weights, and the gradient of gate_up [N, O], multiplied by them.
 
         The caller must not use either input tensor afterwards: both may be overwritten, or become the results.
 
         Args:
-            gate_up_NO: the input rows of forward.
-            dact_NI: gradients of act before the routing weights are applied.
-            weights: routing weights, by which the gradients of the rows are multiplied.
-            dweights: [T·K], in which ⟨dact, act⟩ of each row is written at the row's flat position; None to skip.
+            gate_up_NO: gate_up rows, as passed to `forward`; a row is one token for one of its experts.
+            dact_NI: gradient of act, not yet multiplied by the routing weights.
+            weights: routing weights of the rows.
+            dweights: [T·K], gradient of the routing weights of T tokens for K experts each; ⟨dact, act⟩ of each row is
+                written at token · K + k. None to skip.
         """
 
 

@@ -15,9 +15,9 @@ from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write
 from moetune.exporting.merged import copy_checkpoint
 from moetune.files import expanded
 from moetune.models.hub.delta_folder import Delta, read_delta
+from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import Base, take_fingerprint
-from moetune.models.hub.quantized import open_checkpoint
-from moetune.models.hub.tensor_files import Stored, read_checkpoint
+from moetune.models.hub.tensor_files import Stored, read_headers
 from moetune.models.source import find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
 
@@ -27,11 +27,8 @@ class Applied:
     """The result of `apply_delta`.
 
     Attributes:
-        out: the folder that was written.
-        tensors: the number of tensors in the delta.
         bytes: the size of these tensors in the written checkpoint, each counted whole.
         forced: how the base differs from the base that the delta was made for; None if both are the same.
-        notes: messages for the user.
     """
 
     out: str
@@ -56,7 +53,6 @@ def apply_delta(
     """Write a copy of a base checkpoint with a delta's tensors in place of the base's, converted to the base's dtypes.
 
     Args:
-        delta: the folder of the delta.
         to: the base: a folder, or a catalog name or hub id whose weights are on this machine.
         out: the folder to write. It appears under this name only when it is complete.
         force: apply the delta to a base other than the one it was made for. To take effect, this must be the base's
@@ -76,7 +72,7 @@ def apply_delta(
     base, name = _find_base(str(to))
     keep_apart(out, "read", delta, base)
     read, places = read_delta(delta), open_checkpoint(base)
-    size, done = sum(tensor.nbytes for tensor in read_checkpoint(base).values()), 0
+    size, done = sum(tensor.nbytes for tensor in read_headers(base).values()), 0
     needed = sum(tensor.nbytes for tensor in places.values())
     refuse_unfit(out, overwrite, needed)
 

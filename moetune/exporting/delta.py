@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 
 from moetune.errors import UserError
-from moetune.exporting.finished_run import FinishedRun, about, base_folder, confirmed_base
+from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_manifest
 from moetune.exporting.updates import new_rows, placed, updates
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT
+from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import digest
-from moetune.models.hub.quantized import open_checkpoint
 from moetune.models.hub.tensor_files import create_file
 
 
@@ -27,10 +27,6 @@ def write_delta(run: FinishedRun, out: Path) -> Written:
     tensor that stacks the experts of a layer, only the rows of the trained experts are written; `slices` in the
     manifest lists them. LoRA factors are left out, with a note. The whole base is read once to compute its fingerprint,
     the SHA-256 of its files.
-
-    Args:
-        run: the run to export.
-        out: an existing, empty folder.
 
     Returns:
         The number of tensors written, their bytes, and notes for the user.
@@ -64,6 +60,6 @@ def write_delta(run: FinishedRun, out: Path) -> Written:
         for key, start, rows in new_rows(update, mapping, base):
             written[key].write(rows, slices[key].index(start) if key in slices else start)
     manifest = {"format": FORMAT, "base": of_base.to_json(), "sha256": digest(out / DELTA_FILE), "slices": slices}
-    write_manifest(out, about(run) | manifest)
+    write_manifest(out, manifest_entries(run) | manifest)
     notes = () if len(full) == len(every) else ("LoRA factors are not in the delta; --format peft or merged has them",)
     return Written(len(written), sum(tensor.nbytes for tensor in written.values()), notes)

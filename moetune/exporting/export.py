@@ -21,11 +21,8 @@ class ExportResult:
 
     Attributes:
         format: `delta`, `peft`, `merged` or `vllm`.
-        out: the folder that was written.
         step: the step of the exported checkpoint; None for a model in memory.
         tensors: the number of tensors that hold trained values. Unchanged tensors of a merged checkpoint do not count.
-        bytes: the size of these tensors.
-        notes: messages for the user.
     """
 
     format: str

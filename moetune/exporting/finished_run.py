@@ -11,7 +11,7 @@ import torch
 
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.weights.base import refuse_changed_base
-from moetune.adapt.weights.checkpoint import WEIGHTS
+from moetune.adapt.weights.published import WEIGHTS
 from moetune.config.load import load_run_config
 from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
@@ -30,7 +30,6 @@ class FinishedRun:
 
     Attributes:
         path: the run folder; None for a model in memory.
-        config: the run file.
         step: the step of the newest complete checkpoint; None for a model in memory.
         adapted: the adapted model. For a run folder it is on the meta device, without values.
         trained: the trained tensors, by their names in a training checkpoint.
@@ -74,7 +73,7 @@ def open_run(path: Path) -> FinishedRun:
             changed; or the checkpoint is damaged, holds NaN or infinite values, or holds other tensors than the run
             file trains.
     """
-    config = config_of(path)
+    config = read_run_config(path)
     folder = RunFolder(path)
     path = folder.path
     checkpoint = folder.newest_whole(hold=True)
@@ -111,7 +110,7 @@ def open_run(path: Path) -> FinishedRun:
     return FinishedRun(path, config, step_of(checkpoint), adapted, trained, base, (*damaged, *notes), folder)
 
 
-def config_of(path: Path) -> RunConfig:
+def read_run_config(path: Path) -> RunConfig:
     """Read the run file in the run folder `path`.
 
     Raises:
@@ -129,7 +128,6 @@ def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
     """Compare the model's configuration and tokenizer with those that the run recorded.
 
     Args:
-        folder: the run folder.
         model: the model that `model.path` of the run file leads to now.
 
     Returns:
@@ -181,7 +179,6 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = N
 
     Args:
         run: the run. If it recorded no base, any base is accepted.
-        folder: the folder of the base checkpoint.
         found: the fingerprint of `folder`, if it is already known; by default the whole folder is read to compute it.
 
     Returns:
@@ -197,7 +194,7 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = N
     return run.base
 
 
-def about(run: FinishedRun) -> dict[str, Any]:
+def manifest_entries(run: FinishedRun) -> dict[str, Any]:
     """Return the entries of a manifest that describe the run: name, step, run file and trained parameters."""
     selection = run.adapted.selection
     return {

@@ -30,7 +30,6 @@ class Written(NamedTuple):
 
     Attributes:
         tensors: the number of tensors that hold trained values.
-        bytes: the size of these tensors.
         notes: messages for the user.
     """
 
@@ -48,7 +47,6 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
     first; if such an export had moved an older export aside, the older one is moved back.
 
     Args:
-        out: the folder to write.
         overwrite: replace `out` if it holds an earlier export.
         needed: bytes that will be written, to check the free space of the disk.
 
@@ -151,8 +149,7 @@ def _clear_leftovers(out: Path) -> None:
 
 
 def _clear(ours: Path, out: Path) -> None:
-    """Remove the temporary folder `ours`, its marker last; first move an older export in it back if `out` is
-    missing."""
+    """Remove the temporary folder `ours`, marker last; if `out` is missing, first restore the older export in it."""
     if (ours / _OLD).exists() and not out.exists():
         (ours / _OLD).rename(out)
     for name in (_NEW, _OLD):

@@ -12,22 +12,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moetune.documents import read_json
-from moetune.exporting.finished_run import FinishedRun, about, base_folder, confirmed_base
+from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_manifest
 from moetune.exporting.updates import new_rows, placed, updates
+from moetune.json_files import read_json
+from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
-from moetune.models.hub.quantized import Quantized, open_checkpoint
 from moetune.models.hub.snapshot import copy_small_file, small_files
 from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
 
 
 def write_merged(run: FinishedRun, out: Path) -> Written:
     """Write the base checkpoint with the trained values in it; LoRA is added as W + scale·B·A, in float32.
-
-    Args:
-        run: the run to export.
-        out: an existing, empty folder.
 
     Returns:
         The number of changed tensors, their bytes, and notes for the user.
@@ -50,7 +46,7 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     if any(isinstance(tensor, Quantized) for tensor in base.values()):
         method = run.adapted.run.model.source.quantization.method
         notes = (f"the base is published quantized ({method}); all weights are in 16 bits here",)
-    write_manifest(out, about(run) | {"format": "merged", "base": of_base.to_json()})
+    write_manifest(out, manifest_entries(run) | {"format": "merged", "base": of_base.to_json()})
     return Written(len(changed), sum(base[key].nbytes for key in changed), notes)
 
 
@@ -65,8 +61,6 @@ def copy_checkpoint(
     """Copy a checkpoint into the empty folder `out`, block by block. A quantized checkpoint is copied dequantized.
 
     Args:
-        folder: the checkpoint to copy.
-        out: an existing, empty folder.
         on_read: called with the number of bytes of each block of weights that was read.
 
     Returns:

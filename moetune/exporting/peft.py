@@ -34,8 +34,8 @@ from moetune.config.schema import LoraConfig
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Written
-from moetune.models.hub.names import key_mappings
-from moetune.models.hub.quantized import open_checkpoint
+from moetune.models.hub.dequantize import open_checkpoint
+from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 
@@ -50,10 +50,6 @@ def write_peft(run: FinishedRun, out: Path) -> Written:
 
     Loaded by PEFT onto the plain, unquantized model in the run's `model.path`, the adapter computes what the trained
     model computes.
-
-    Args:
-        run: the run to export.
-        out: an existing, empty folder.
 
     Returns:
         The number of tensors written and their bytes.
@@ -79,7 +75,6 @@ def write_adapter(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> W
     """Write the two files of a PEFT adapter: its weights and its configuration.
 
     Args:
-        folder: an existing folder.
         tensors: the adapter's tensors by name, without PEFT's prefix `base_model.model.`.
         settings: the content of `adapter_config.json`.
 
@@ -102,8 +97,6 @@ def joined_factors(adapted: Adapted, layer: MoeLayer, projection: str, trained: 
     """Return the LoRA factors of all experts of a layer as PEFT stacks them.
 
     Args:
-        adapted: the adapted model.
-        layer: the MoE layer, with E experts.
         projection: `gate_up` or `down`.
         trained: the trained tensors, by their names in a training checkpoint.
 

@@ -22,7 +22,6 @@ def model_card(run: Path, format: str) -> ModelCard:
     The card names no path of this machine: a base in a local folder appears by the folder's name.
 
     Args:
-        run: the run folder.
         format: the export format: `delta`, `peft`, `merged` or `vllm`.
     """
     config, folder = load_run_config(run / RUN_FILE), RunFolder(run)

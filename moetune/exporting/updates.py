@@ -13,7 +13,7 @@ from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank, ExpertLora
 from moetune.exporting.finished_run import FinishedRun
-from moetune.models.hub.names import KeyMapping, key_mappings
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import Held, Stored
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors, matrix_of, stacks, trained_name, whole_name
@@ -26,14 +26,12 @@ class Update:
     """The new value of a parameter of the plain transformers model, or of one expert's row of a stacked parameter.
 
     Attributes:
-        parameter: the parameter's name in the plain model.
         expert: the number of the expert; None if the whole parameter is updated.
         is_added: whether the new value is computed from the base's value, as for LoRA; otherwise it replaces the base's
             value.
         rows: a function of (the base's rows in float32, or None if not `is_added`; the first row; the row after the
             last) that returns the new rows in the plain model's layout. For an expert these are its one row [1, ...].
             The function may overwrite the rows that it is given.
-        dtype: the dtype of the new rows.
     """
 
     parameter: str
@@ -116,8 +114,6 @@ def placed(run: FinishedRun, chosen: Iterable[Update], base: Mapping[str, Stored
     """Pair each update with the base checkpoint's tensors that store its parameter.
 
     Args:
-        run: the run that the updates are from.
-        chosen: the updates to pair.
         base: the tensors of the base checkpoint by name.
 
     Returns:
@@ -143,7 +139,6 @@ def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) ->
     converts on loading is computed whole.
 
     Args:
-        update: the update of a parameter.
         mapping: the checkpoint's tensors that store the parameter, as `placed` returns it.
         base: the tensors of the base checkpoint by name.
 

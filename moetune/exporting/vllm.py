@@ -28,9 +28,9 @@ from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Written
 from moetune.exporting.peft import joined_factors, write_adapter
+from moetune.models.hub.dequantize import weights_of
 from moetune.models.hub.fingerprint import headers
-from moetune.models.hub.names import KeyMapping, key_mappings
-from moetune.models.hub.quantized import weights_of
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 
@@ -40,10 +40,6 @@ Factors = tuple[Tensor, Tensor]
 
 def write_vllm(run: FinishedRun, out: Path) -> Written:
     """Write the LoRA factors of a run as an adapter for vLLM.
-
-    Args:
-        run: the run to export.
-        out: an existing, empty folder.
 
     Returns:
         The number of tensors written and their bytes.
@@ -135,7 +131,6 @@ def _projections(layer: MoeLayer, fused: Factors, parts: int) -> Iterator[Factor
     """Yield the factors of gate and of up, from one expert's factors of the fused projection.
 
     Args:
-        layer: the MoE layer.
         fused: A [parts·r, in] and B [out, parts·r] of the expert.
         parts: 2 if gate and up have an A each; 1 if they share A, which is then yielded twice.
     """

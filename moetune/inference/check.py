@@ -23,7 +23,6 @@ class LossCheck:
     """The losses of a trained model and of its export on the same rows.
 
     Attributes:
-        rows: the number of rows.
         of: where the rows are from: `held-out data`, `training data` or `random tokens`.
         tokens: the number of predicted tokens.
         trained_loss: mean cross-entropy of the trained model, in nats.

@@ -30,9 +30,7 @@ class Evaluation:
     """The loss of a model on a data set.
 
     Attributes:
-        model: the model's name as given.
         kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
-        data: the name of the data set.
         records: the number of sequences, one for each record.
         tokens: the number of predicted tokens.
         loss: mean cross-entropy over the predicted tokens, in nats.

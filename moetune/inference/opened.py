@@ -20,7 +20,7 @@ from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.peft_adapter import read_adapter
 from moetune.adapt.start_from.peft_layout import CONFIG_FILE
 from moetune.adapt.weights.base import build_noting, refuse_changed_base
-from moetune.adapt.weights.checkpoint import refuse_misfit
+from moetune.adapt.weights.published import refuse_misfit
 from moetune.adapt.weights.stock import load_stock
 from moetune.config.schema import AdaptConfig, HardwareConfig, ModelConfig, ParallelConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError, reading, time_limit
@@ -42,7 +42,6 @@ class Opened:
     Attributes:
         name: the name or path that was opened.
         kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
-        model: the model.
         folder: the folder of its tokenizer.
         config: the run file, for a run; else None.
         step: the step of the checkpoint, for a run; else None.
@@ -59,8 +58,7 @@ class Opened:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with the run file's chat template if it sets one; raises `UserError` if there is no
-        tokenizer."""
+        """The tokenizer, with the run file's chat template if it sets one; `UserError` if there is no tokenizer."""
         tokenizer, data = tokenizer_of(self.name, self.folder), None if self.config is None else self.config.data
         if data is not None and data.chat_template is not None:
             tokenizer.chat_template = chat_template(data.chat_template)
@@ -93,7 +91,7 @@ def open_model(
     device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
         if base is not None:
-            raise UserError(f"{what!r} is a run, on a base that is packed as it was in training; leave --base out")
+            raise UserError(f"{what!r} is a run, on a base that is quantized as in training; leave --base out")
         return _open_run(what, open_run(path), device, dtype)
     if (path / "adapter_config.json").is_file():
         if base is not None:
@@ -141,8 +139,6 @@ def _built(
     """Build the adapted model of a run file on one device, for inference.
 
     Args:
-        config: the run file.
-        device: `cuda` or `cpu`.
         dtype: the dtype of computation; None for that of the run file.
         notes: whether to compute the fingerprint of the base while it is read.
 

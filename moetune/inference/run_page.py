@@ -12,15 +12,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moetune.adapt.count import count
-from moetune.documents import read_json
 from moetune.errors import counted
-from moetune.exporting.finished_run import config_of, refuse_other_model
+from moetune.exporting.finished_run import read_run_config, refuse_other_model
+from moetune.json_files import read_json
 from moetune.report.charts import COLOURS, Chart
 from moetune.report.console import note
 from moetune.report.run import drift_chart, drift_section, heatmaps, memory_table, trainable_table
-from moetune.report.view import Section, View
+from moetune.report.view import View, ViewSection
 from moetune.run.dtypes import this_device
-from moetune.run.records import DriftFile, MemoryFile
+from moetune.run.folder_files import DriftFile, MemoryFile
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training.run_folder import DRIFT_FILE, MEMORY_FILE, RUN_FILE, RunFolder
 
@@ -34,7 +34,7 @@ def run_of(path: Path) -> ResolvedRun:
     Raises:
         UserError: `path` is no run folder, or its model is missing or has changed.
     """
-    run = resolve(config_of(path), this_device())
+    run = resolve(read_run_config(path), this_device())
     for text in refuse_other_model(RunFolder(path), run.model):
         note(text)
     return run
@@ -42,10 +42,6 @@ def run_of(path: Path) -> ResolvedRun:
 
 def run_page(path: Path, run: ResolvedRun) -> tuple[View, list[Chart]]:
     """Return the content of a run's page, from what the run folder holds now: a view, and charts.
-
-    Args:
-        path: the run folder.
-        run: its resolved run.
 
     Raises:
         UserError: `memory.json` or `drift.json` is damaged.
@@ -71,7 +67,6 @@ def _words(metrics: Metrics, steps: int) -> Iterator[str]:
     """Yield the headline and the summary lines: steps, losses, speed, skipped steps.
 
     Args:
-        metrics: the lines of `metrics.jsonl`.
         steps: the number of steps of the whole run.
     """
     evaluations = [line for line in metrics if "eval_loss" in line]
@@ -90,18 +85,18 @@ def _words(metrics: Metrics, steps: int) -> Iterator[str]:
         yield f"{counted(skipped, 'step')} skipped: a gradient was not finite"
 
 
-def _sections(path: Path, run: ResolvedRun, memory: Any) -> Iterator[Section]:
+def _sections(path: Path, run: ResolvedRun, memory: Any) -> Iterator[ViewSection]:
     """Yield the sections of the page: memory, trained parameters, package versions, run file."""
     if memory is None:
-        yield Section("memory", "Nothing has been measured yet.")
+        yield ViewSection("memory", "Nothing has been measured yet.")
     else:
         measured = f"memory of the first {counted(memory['steps'], 'step')}, on {memory['device']}"
-        yield Section(measured, memory_table(memory["predicted"], memory["measured"]))
+        yield ViewSection(measured, memory_table(memory["predicted"], memory["measured"]))
     parameters = count(run)
     assert parameters.trainable is not None
-    yield Section("what trains", trainable_table(parameters.trainable, parameters.parameter_count.total))
-    yield Section("versions", ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES))
-    yield Section("the resolved run file", (path / RUN_FILE).read_text(encoding="utf-8"))
+    yield ViewSection("what trains", trainable_table(parameters.trainable, parameters.parameter_count.total))
+    yield ViewSection("versions", ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES))
+    yield ViewSection("the resolved run file", (path / RUN_FILE).read_text(encoding="utf-8"))
 
 
 def _draw_curves(figure: Figure, metrics: Metrics) -> None:
@@ -121,8 +116,7 @@ def _draw_curves(figure: Figure, metrics: Metrics) -> None:
 
 
 def _line(axes: Axes, lines: Metrics, key: str, label: str, colour: str) -> None:
-    """Draw one metric over the steps, leaving out lines that lack it; with markers if there are fewer than 30
-    points."""
+    """Draw one metric over the steps that have it; with markers if there are fewer than 30 points."""
     points = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     marker = "." if len(points) < 30 else None
     axes.plot([x for x, _ in points], [y for _, y in points], color=colour, label=label, marker=marker)

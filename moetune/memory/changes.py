@@ -40,9 +40,7 @@ class Remedy:
     """Settings with which a run fits, and the prediction of the run with them.
 
     Attributes:
-        settings: dotted run-file key -> new value.
         why: one explanation for each saving that was applied.
-        report: the prediction with these settings.
     """
 
     settings: dict[str, object]
@@ -66,7 +64,6 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict) -> Iterat
     Yields nothing if `report` has no GPU, or if the memory outside torch's allocator alone fills that GPU.
 
     Args:
-        config: the run file.
         report: the prediction for `config`, which does not fit.
         predict: returns the prediction for a changed run file on the GPU of `report`.
     """
@@ -164,7 +161,7 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         why = "as full, and the layers' inputs wait in host memory"
         yield Saving({"train.checkpointing": "offload"}, why, _ACTIVATIONS)
     if model.experts_on != "host":
-        why = "packed experts come from host memory in time; wants many tokens a step"
+        why = "quantized experts are kept in host memory; needs many tokens a step"
         yield Saving({"model.experts_on": "host"}, why, ("frozen_weights",))
     if single and single.master_weights == "fp32" and not single.offload:
         why = "no master weights: updates are rounded stochastically"

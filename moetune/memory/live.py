@@ -33,7 +33,6 @@ class Storage(NamedTuple):
     """A storage that was alive.
 
     Attributes:
-        bytes: its size.
         made_by: on a CPU the operation and module that made it, such as `mm.default in <module path>`; on CUDA the
             shape and dtype of a tensor on it; empty if unknown.
     """
@@ -131,7 +130,6 @@ class Owned(NamedTuple):
         part: the part of the memory report to which they belong.
         name: the owner, such as a component of the model, `optimizer states`, or the operation of a temporary.
         storages: how many there are.
-        bytes: their total size.
     """
 
     part: PartName
@@ -183,8 +181,6 @@ class Process(NamedTuple):
     """A process that uses a GPU.
 
     Attributes:
-        pid: process id.
-        name: name of the executable.
         bytes: GPU memory that the process uses.
     """
 
@@ -197,9 +193,6 @@ def processes_on(device: torch.device) -> list[Process]:
     """Return the processes on a GPU, this one included, as listed by `nvidia-smi`.
 
     Returns an empty list if `nvidia-smi` is missing, fails, or sees no processes, as in most containers.
-
-    Args:
-        device: a CUDA device.
     """
     if shutil.which("nvidia-smi") is None:
         return []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moetune.adapt.build import build
 from moetune.experts.context import read_received, read_rows
-from moetune.memory.routing import Replayed
+from moetune.memory.assumed_routing import Replayed
 from moetune.memory.trace import Steps, Trace, batches_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
@@ -60,7 +60,6 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
     """Take real steps on `device` with random weights and random tokens, and measure them.
 
     Args:
-        steps: number of optimizer steps, at least 1.
         ranks: the ranks of a distributed run, as this process sees them. Every rank must call `measure`.
 
     Raises:

@@ -12,13 +12,13 @@ from typing import Any, Literal
 from moetune.config.schema import RunConfig
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.changes import fitting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
+from moetune.memory.equal_ranks import by_kind
 from moetune.memory.outside_allocator import outside_allocator
-from moetune.memory.ranks import by_kind
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
-from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.rows import rows_of, settled
 from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
@@ -44,7 +44,7 @@ def predict(
     *,
     method: Method | None = None,
     gpu: str | Gpu | None = None,
-    routing: Routing = BALANCED,
+    routing: AssumedRouting = BALANCED,
     allocator: Allocator | None = None,
     depths: Depths | None = None,
     advise: bool = True,
@@ -58,7 +58,6 @@ def predict(
             sizes, which is faster but does not simulate the allocator. None: `trace`.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
             the report has no verdict, and memory outside the allocator is that of an L40S.
-        routing: assumption about the rows that each expert receives.
         allocator: for traces, the configuration of torch's allocator that is simulated. None: what the environment
             variables set, else `expandable`, as in `moetune train`.
         depths: cache of recorded closed forms, to be shared by predictions of similar runs. None: a new cache.
@@ -152,7 +151,7 @@ def _reported(
     ranks = []
     for rank, one in found.items():
         if id(one) not in seen:
-            seen[id(one)] = _rank(one, card, outside, allocator, largest_packed(run), capacity)
+            seen[id(one)] = _rank(one, card, outside, allocator, largest_quantized(run), capacity)
         ranks.append(replace(seen[id(one)], rank=rank))
     fullest = found[max(ranks, key=lambda rank: rank.peak_process).rank]
     assert fullest.load is not None
@@ -175,7 +174,6 @@ def _reported(
 
 
 def _assuming(report: MemoryReport, *more: str) -> MemoryReport:
-    """Return the report with more assumptions."""
     return replace(report, assumptions=(*report.assumptions, *more))
 
 
@@ -189,7 +187,7 @@ def _rank(
     Args:
         outside: bytes outside the allocator: context and NCCL buffers.
         allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
-        matrix: bytes of the largest matrix that was in transit while weights were loaded, as from `largest_packed`.
+        matrix: bytes of the largest matrix that was in transit while weights were loaded, as from `largest_quantized`.
         capacity: bytes of GPU memory that the allocator may hold; None for no limit.
     """
     parts = found.parts()
@@ -244,7 +242,7 @@ def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
     return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives))
 
 
-def largest_packed(run: ResolvedRun) -> int:
+def largest_quantized(run: ResolvedRun) -> int:
     """Return the bytes, at 16 bits per weight, of the largest linear layer that is quantized on load; 0 if none."""
     sizes = (run.model.plain.get_parameter(f"{path}.weight").numel() for path in run.quantized_linears)
     return 2 * max(sizes, default=0)

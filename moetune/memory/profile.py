@@ -67,10 +67,8 @@ class Profile:
     """Profile of one optimizer step.
 
     Attributes:
-        device: `cpu` or the GPU's name.
         dtype: the model's dtype, such as `bfloat16`.
         seconds: wall-clock time of the profiled step. Profiling makes the step slower.
-        tokens: tokens of the step.
         parts: part of the step (`WorkPart`) -> its time and work, longest first.
         launches: kernel launches that the profiler recorded; if it recorded none (on a CPU, or without permission to
             profile the GPU), launches counted from the operations.

@@ -95,7 +95,6 @@ class Allocation:
         phase: the phase in which they were made.
         op: name of the operation, or a label of the tensors.
         count: number of storages.
-        bytes: their total size.
     """
 
     part: PartName
@@ -179,7 +178,6 @@ class Collective:
     """Communication of one kind in one step.
 
     Attributes:
-        kind: the collective operation.
         axis: the axis of the layout along which the ranks communicate, such as `fsdp`.
         what: the phase of the step, such as `in backward`.
         calls: number of calls in the step.
@@ -209,7 +207,6 @@ class Change:
         settings: `key=value` strings, in the form that `--set` takes.
         saves: bytes by which `MemoryReport.required` decreases.
         peak_process: bytes required with the change (`MemoryReport.required`, without the allocator's cache).
-        fits: whether the run then fits.
         why: how the change saves memory, in a few words.
     """
 
@@ -248,17 +245,14 @@ class MemoryReport:
     """A whole prediction.
 
     Attributes:
-        model: `model.path` of the run.
         method: how it was predicted: by trace or by closed form (`formula`).
         gpu: None if no GPU was named; then there is no verdict.
-        ranks: memory of each rank, in rank order.
         assumptions: what the prediction assumes, one sentence each.
         load: peaks while weights are loaded.
         moment: when the peak of the fullest rank occurs, and its largest allocations.
         timeline: live bytes of the fullest rank during the last traced step; empty by closed form.
         collectives: communication of a step; empty by closed form or without other ranks.
         changes: changes with which a run that does not fit would fit, mildest first.
-        notes: further remarks for the user.
         about: (label, text) pairs that describe the run.
         time: estimated time of a step; None by closed form or if the GPU's speed is unknown.
         rows: rows of gate_up that are kept; None where their number cannot be chosen.

@@ -1,7 +1,7 @@
 """Lines of a report that explain the predicted peak: what is alive, its bytes, and their formula.
 
 For stored weights and optimizer states the formulas are those of papers (docs/concepts/weights.md,
-optimizer-states.md). They only explain the bytes; no prediction is computed from them. Sources:
+optimizers.md). They only explain the bytes; no prediction is computed from them. Sources:
 
 - Mixed-precision Adam: 2 + 2 + 4 + 4 + 4 = 16 bytes per parameter, for weight, gradient, and in float32 the master copy
   and two moments (ZeRO, arXiv 1910.02054, section 3.1).
@@ -24,9 +24,9 @@ from moetune.memory.trace.views import Trace
 _PAGES: dict[PartName, str] = {
     "frozen_weights": "weights",
     "trainable_weights": "weights",
-    "gradients": "optimizer-states",
-    "optimizer_states": "optimizer-states",
-    "master_weights": "optimizer-states",
+    "gradients": "optimizers",
+    "optimizer_states": "optimizers",
+    "master_weights": "optimizers",
     "saved_activations": "activations",
     "transient_peak": "activations",
 }

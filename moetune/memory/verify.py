@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from moetune.errors import UserError
+from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.measure import measure
 from moetune.memory.predict import allocator_here, predict, quick
-from moetune.memory.routing import Routing
 from moetune.memory.rows import settled
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
-from moetune.run.dtypes import kind_of
+from moetune.run.dtypes import device_kind
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 TOLERANCE = 0.05
@@ -29,8 +29,6 @@ class Outcome:
         predicted, measured: name -> bytes, with the names `peak_allocated`, `peak_reserved`, `peak_process` and
             `host_bytes`. None where there is no number: `peak_reserved` and `peak_process` on a CPU, measured
             `host_bytes` on CUDA.
-        tokens_per_second: measured.
-        device: `cpu` or the GPU's name.
         routing: name of the assumption that the prediction used.
     """
 
@@ -54,20 +52,19 @@ class Outcome:
 
 
 def verify(
-    run: AnyRun, steps: int, routing: Routing | None = None, device: torch.device | str | None = None
+    run: AnyRun, steps: int, routing: AssumedRouting | None = None, device: torch.device | str | None = None
 ) -> Outcome:
     """Take real steps with random weights, and predict the memory of the same steps.
 
     Args:
         run: a resolved run must have been resolved for the kind of `device`.
-        steps: number of optimizer steps.
         routing: assumption of the prediction; None: replay the rows that the experts received in the real steps.
         device: None: the first device of the kind for which the run is resolved.
 
     Raises:
         UserError: as `measure`; the run has several ranks; or the device does not exist.
     """
-    run = resolve(run, kind_of(device))
+    run = resolve(run, device_kind(device))
     if run.config.parallel.ranks > 1:
         raise UserError(
             f"parallel: makes {run.config.parallel.ranks} ranks, and verify measures one process; train with them for "

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 Component = Literal[
     "embedding", "attention", "router", "experts", "shared_experts", "dense_mlp", "norm", "lm_head", "other"
 ]
-"""What a parameter belongs to; every parameter is of exactly one component."""
+"""Components of a model; every parameter belongs to exactly one."""
 COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 _NORM_CLASS = re.compile(r"norm(gated|alization|\dd)?$", re.IGNORECASE)
@@ -34,11 +34,9 @@ class Landmarks:
     """The modules of one model that its parameters are classified by, such as the decoder layers and the LM head.
 
     Args:
-        model: a model as transformers builds it; the meta device will do.
         marked: parameter name -> component, for parameters whose component is known already: routers and experts.
 
     Attributes:
-        modules: path -> module.
         base: prefix of the base model's parameter names (`model.`), empty if the model is its own base.
         head: prefix of the LM head's parameter names; None without a head.
         stacks: prefixes of the outermost module lists (`model.layers.`), those of vision towers included.

@@ -77,10 +77,6 @@ class MoeLayer:
     """One decoder layer with routed experts.
 
     Attributes:
-        index: index of the decoder layer.
-        block: module path of the feed-forward block that holds router and experts.
-        experts: module path of the experts.
-        router: module path of the router.
         top_k: experts per token; the maximum, if the router may also choose none.
     """
 
@@ -99,10 +95,6 @@ def is_experts(module: nn.Module) -> bool:
 
 def read_shape(experts: nn.Module, where: str) -> ExpertShape:
     """Read the sizes and the layout of a module of experts from its flags and parameters.
-
-    Args:
-        experts: a module for which `is_experts` is True.
-        where: the module's path, for messages.
 
     Raises:
         UserError: the parameters contradict the flags.
@@ -136,9 +128,6 @@ def find_router(model: PreTrainedModel, block: str, num_experts: int) -> str | N
 
     The router is a child module named `gate` or `router`, else of a class named `*Router*`, else a linear layer with
     one output for each expert.
-
-    Args:
-        block: module path of the block.
     """
     children = {
         name: child
@@ -163,8 +152,6 @@ def read_top_k(model: PreTrainedModel, router: str, block: str, layer: int) -> i
     The number is looked up in the router, then in its block, then in the config, under the names that models use.
 
     Args:
-        router: module path of the router.
-        block: module path of the block around the router.
         layer: index of the decoder layer, for configs with a number for each layer.
     """
     config = model.config.get_text_config()

@@ -17,7 +17,6 @@ class LayerCount:
         total: all parameters of the layer.
         active: parameters that one token uses: all but the experts that it is not routed to.
         num_experts: None in a layer without experts.
-        top_k: experts per token; None in a layer without experts.
     """
 
     index: int

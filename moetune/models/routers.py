@@ -23,9 +23,6 @@ def logits_module(model: nn.Module, path: str, num_experts: int) -> nn.Module:
 
     This is a linear layer with one output per expert inside the router, if there is one, because Gemma 4's router
     itself returns probabilities; else the router.
-
-    Args:
-        path: module path of the router.
     """
     router = model.get_submodule(path)
     inside = (module for module in router.modules() if module is not router and isinstance(module, nn.Linear))

@@ -16,7 +16,9 @@ from moetune.models.structure import ModelStructure, ParameterInfo
 
 @dataclass(frozen=True)
 class Selection:
-    """What trains in one model. The plain model is the one that transformers builds, before any adaptation.
+    """The parameters and experts of a model that train.
+
+    The plain model is the one that transformers builds, before any adaptation.
 
     Attributes:
         full: names, in the plain model, of the parameters that train in full precision, without those of experts.
@@ -36,12 +38,7 @@ class Selection:
     left_out: tuple[str, ...] = ()
 
     def without(self, layers: Collection[int], structure: ModelStructure) -> Selection:
-        """Return the selection without the given decoder layers.
-
-        Args:
-            layers: indices of the layers to leave out.
-            structure: the structure of the whole model.
-        """
+        """Return the selection without the given decoder layers."""
         rest = structure.without(layers)
         return Selection(
             self.full & {one.name for one in rest.parameters},

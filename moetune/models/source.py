@@ -12,9 +12,9 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moetune.documents import read_json
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
+from moetune.json_files import read_json
 from moetune.models.catalog import CatalogModel, find_model, model_names
 from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
 from moetune.models.hub.snapshot import download, downloaded

@@ -1,6 +1,6 @@
 """The storage format of a published checkpoint (16 bits, NF4, MXFP4, FP8), which decides `model.base: auto`.
 
-Only the configuration and the manifest are read here; hub/quantized.py reads the quantized tensors.
+Only the configuration and the manifest are read here; hub/dequantize.py reads the quantized tensors.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pydantic import AfterValidator, BeforeValidator
 from transformers import PretrainedConfig
 
 from moetune.config.schema import ModelConfig, QuantizedDtype, Storage
-from moetune.documents import Amount, read_json
 from moetune.errors import UserError
 from moetune.files import check_path
+from moetune.json_files import Amount, read_json
 from moetune.models.hub.fingerprint import Base, Fingerprint
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST
 from moetune.models.hub.tensor_files import is_name_of_weights

@@ -33,7 +33,6 @@ class ParameterInfo:
 
     Attributes:
         component: what the parameter belongs to, such as `attention` (components.py).
-        layer: index of the decoder layer; None for embeddings, LM head and final norm.
         numel: number of elements.
         has_gradient: False if no gradient can reach the parameter, because it is only used to choose tokens or experts
             by comparison.
@@ -52,7 +51,6 @@ class LinearInfo(NamedTuple):
 
     Attributes:
         component: what the layer belongs to, such as `attention` (components.py).
-        layer: index of the decoder layer; None outside of the decoder layers.
         has_gradient: False if no gradient can reach the weight, so that LoRA has no effect.
     """
 
@@ -169,7 +167,6 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
 
 
 def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
-    """Return the layers with routed experts, in order; raise `UserError` as `read_structure`."""
     model_type, landmarks = model.config.model_type, Landmarks(model)
     layers: dict[int, MoeLayer] = {}
     for path, module in landmarks.modules.items():

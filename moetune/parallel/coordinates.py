@@ -55,6 +55,15 @@ def data_ranks(parallel: ParallelConfig) -> int:
     return parallel.replicate * parallel.fsdp
 
 
+def token_shares(parallel: ParallelConfig) -> int:
+    """Return how many ranks hold the same tokens and each dispatch an equal share of them to experts.
+
+    Tensor-parallel ranks hold the same tokens. With expert parallelism each dispatches a share, so the result is tp;
+    without it, each runs the experts of all its tokens, so the result is 1.
+    """
+    return parallel.tp if parallel.ep > 1 else 1
+
+
 def expert_shards(parallel: ParallelConfig) -> int:
     """Return the number of ranks that share one copy of the same experts.
 

@@ -59,7 +59,6 @@ class Engine:
     Attributes:
         engine: DeepSpeed's engine.
         stage: ZeRO stage, 1 to 3.
-        ranks: number of ranks.
 
     Raises:
         UserError: the deepspeed package is not installed.
@@ -88,8 +87,7 @@ class Engine:
         self.engine.backward(loss * (self.ranks + 0 * loss.detach()), scale_wrt_gas=False)
 
     def norm(self) -> Tensor:
-        """Return the L2 norm of all ranks' gradients before clipping, as a scalar tensor; infinite if a gradient is
-        not finite."""
+        """Return the L2 norm of all ranks' gradients before clipping, a scalar tensor; inf if one is not finite."""
         return patches.norm_of_all(self.engine, self.stage)
 
     def step(self) -> None:

@@ -94,8 +94,7 @@ def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def _shard_bank(bank: ExpertBank, ranks: Ranks, reshard: bool) -> None:
-    """Shard an expert bank over the ranks that store the same experts; do nothing if there is one, or nothing
-    trains."""
+    """Shard an expert bank over ranks that store the same experts; no-op for one such rank, or if nothing trains."""
     assert ranks.expert is not None
     if ranks.expert.size(1) == 1 or not any(True for _ in bank.parameters()):
         return

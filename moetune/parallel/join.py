@@ -18,8 +18,8 @@ from moetune.compat.torch import fake_process_group
 from moetune.config.schema import ParallelConfig
 from moetune.errors import UserError, counted, reading
 from moetune.parallel.deepspeed import without_others
-from moetune.parallel.launch import PARENT, number_in_environment
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.parallel.start_ranks import PARENT, number_in_environment
 
 _ABOUT_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 
@@ -55,10 +55,6 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
     With several ranks, torch.distributed is initialized with NCCL on "cuda", else with Gloo, and the launcher's
     environment variables (`RANK`, `WORLD_SIZE`, …) are removed, because libraries that find them would distribute the
     model again. At the end of the block all ranks wait for each other.
-
-    Args:
-        parallel: the run file's `parallel:` section.
-        device_type: "cuda" or "cpu".
 
     Raises:
         UserError: as `check_launch`, or the other ranks cannot be reached with the launcher's variables.
@@ -98,8 +94,7 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
 
 
 def _die_with_parent() -> None:
-    """On Linux, let the kernel kill this rank if `start_ranks` is killed, so that it does not wait for the other
-    ranks."""
+    """On Linux, let the kernel kill this rank if `start_ranks` is killed, so that it does not wait for others."""
     if PARENT in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != int(os.environ[PARENT]):

@@ -17,12 +17,11 @@ _SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_
 
 @dataclass(frozen=True)
 class Message:
-    """What this rank sends in one collective operation.
+    """The bytes that this rank sends in one collective operation.
 
     Attributes:
         kind: a `Kind`, or the schema name of an operation that this file does not cover.
         group: torch's name of the process group; empty for an unknown operation.
-        ranks: number of ranks in the group.
         bytes: bytes that this rank sends, with n ranks and a ring algorithm: (n - 1)/n of the whole tensor, twice that
             for all-reduce; for all-to-all the rows for other ranks; for reduce and broadcast the whole tensor, and 0 on
             the last rank of the ring. 0 for an unknown operation.
@@ -44,7 +43,6 @@ def message(func: Any, args: Any) -> Message | None:
 
     Args:
         func: operator overload whose namespace is one of `NAMESPACES`.
-        args: its positional arguments.
     """
     match func._schema.name:
         case "c10d::allreduce_":

@@ -26,7 +26,6 @@ class Ranks:
     The sums over ranks do nothing in a run of one rank. All ranks must make the same calls.
 
     Attributes:
-        parallel: the run file's `parallel:` section.
         rank: number of this rank, from 0.
         placement: the experts that this rank stores.
         dense: device mesh with dimensions (replicate, fsdp, tp); None for a single rank.
@@ -46,10 +45,6 @@ class Ranks:
     @classmethod
     def join(cls, parallel: ParallelConfig, device_type: str) -> Ranks:
         """Return the ranks of this process, with meshes made by torch.distributed, which must be initialized.
-
-        Args:
-            parallel: the run's layout.
-            device_type: "cuda" or "cpu".
 
         Raises:
             AssertionError: the number of processes is not `parallel.ranks`.

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moetune.config.schema import RunConfig
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.predict import predict, quick
 from moetune.memory.report import MemoryReport
-from moetune.memory.routing import BALANCED, Routing
 from moetune.models.catalog.gpus import Gpu
 from moetune.run.dtypes import DeviceType
 from moetune.run.resolve import ResolvedRun, resolve
@@ -30,7 +30,7 @@ class Predictor:
     """
 
     gpu: str | Gpu | None = None
-    routing: Routing = BALANCED
+    routing: AssumedRouting = BALANCED
     device_type: DeviceType = "cuda"
     _depths: Depths = field(default_factory=Depths)
     _like: ResolvedRun | None = None

@@ -12,7 +12,7 @@ from moetune.planning.plan import Plan
 from moetune.planning.search import Candidate
 from moetune.planning.solve import headroom
 from moetune.report.units import between, gib, hours, named
-from moetune.report.view import Section, Table, View
+from moetune.report.view import Table, View, ViewSection
 
 
 def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
@@ -40,7 +40,7 @@ def plan_view(plan: Plan) -> View:
     """Return a view of a plan: the best candidate, a table of all, and what the next larger runs would need."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
-    notes = [Section("notes", plan.notes)] * bool(plan.notes)
+    notes = [ViewSection("notes", plan.notes)] * bool(plan.notes)
     if not plan.candidates:
         verdict, *lines = missed(plan)
         return View(title, verdict, "no", lines, sections=notes)
@@ -63,8 +63,8 @@ def plan_view(plan: Plan) -> View:
         best.report.verdict,
         sections=[
             *notes,
-            Section("what fits", Table(headings, rows)),
-            Section("why no more of each fits", reasons, True),
+            ViewSection("what fits", Table(headings, rows)),
+            ViewSection("why no more of each fits", reasons, True),
         ],
     )
 

@@ -27,7 +27,6 @@ class _Stream:
     """A wrapper of a standard stream that escapes control characters.
 
     Args:
-        stream: the stream to write to.
         shown: returns the text to write in place of a given text.
     """
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moetune.errors import counted
-from moetune.report.view import Records, Section, Table, View
+from moetune.report.view import Records, Table, View, ViewSection
 
 _BAR = 40  # width of the longest histogram bar, in characters
 
@@ -23,8 +23,8 @@ def data_view(name: str, found: dict[str, Any]) -> View:
     tallest = max(count for *_, count in bins)
     rows = [(f"{low:,} – {high:,}", f"{count:,}", "█" * -(-_BAR * count // tallest)) for low, high, count in bins]
     sections = [
-        Section("first records", Records(found["first"])),
-        Section("tokens a document", Table((">tokens", ">documents", ""), rows)),
+        ViewSection("first records", Records(found["first"])),
+        ViewSection("tokens a document", Table((">tokens", ">documents", ""), rows)),
     ]
     return View(name, verdict, None, lines, sections=sections)
 

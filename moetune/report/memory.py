@@ -10,7 +10,7 @@ from moetune.memory.time.roofline import Duration
 from moetune.memory.time.work import Work
 from moetune.models.selection import ranges
 from moetune.report.units import between, gib, hours, named, percent
-from moetune.report.view import Section, Table, View
+from moetune.report.view import Table, View, ViewSection
 
 METHODS = {
     "trace": "traced: what runs, on tensors without storage",
@@ -43,28 +43,28 @@ def memory_view(report: MemoryReport, tokens: int | None = None) -> View:
     )
 
 
-def _sections(report: MemoryReport) -> Iterator[Section]:
+def _sections(report: MemoryReport) -> Iterator[ViewSection]:
     if report.fits is False:
         changes = [f"{flags(change)}\n{effect(change)}" for change in report.changes]
-        yield Section("what makes it fit, the mildest change first", changes)
-    yield Section(peak(report), _parts(report.fullest))
+        yield ViewSection("what makes it fit, the mildest change first", changes)
+    yield ViewSection(peak(report), _parts(report.fullest))
     if len(report.ranks) > 1:
-        yield Section(f"{len(report.ranks)} ranks", _ranks(report))
+        yield ViewSection(f"{len(report.ranks)} ranks", _ranks(report))
     if report.moment is not None and report.moment.largest:
-        yield Section("largest allocations alive at the peak", _largest(report.moment), True)
+        yield ViewSection("largest allocations alive at the peak", _largest(report.moment), True)
     if report.terms:
-        yield Section("formula terms", _terms(report.terms), True)
+        yield ViewSection("formula terms", _terms(report.terms), True)
     load = report.load
     at_load = [f"host: {gib(load.host)}", f"GPU: {gib(load.gpu)}, and what is outside the allocator"]
-    yield Section("loading, before the first step", at_load, True)
+    yield ViewSection("loading, before the first step", at_load, True)
     if report.collectives:
         rows = [(one.what, one.kind, one.axis, f"{one.calls:,}", gib(one.bytes)) for one in report.collectives]
         table = Table(("what", "kind", "axis", ">calls", ">bytes"), rows)
-        yield Section("communication of one step, leaving each rank", table, True)
-    yield Section("assumed", report.assumptions, True)
+        yield ViewSection("communication of one step, leaving each rank", table, True)
+    yield ViewSection("assumed", report.assumptions, True)
     if report.time is not None:
-        yield Section("time of a step, if each part were alone", _times(report.time), True)
-    yield Section("notes", report.notes)
+        yield ViewSection("time of a step, if each part were alone", _times(report.time), True)
+    yield ViewSection("notes", report.notes)
 
 
 # --- Words --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ def write_page(view: View, path: Path, charts: Sequence[Chart] = (), *, refresh:
     """Write a view and charts as an HTML page. If writing fails, no partial file is left.
 
     Args:
-        path: the file to write.
         refresh: seconds after which a browser reloads the page; None: never.
 
     Raises:

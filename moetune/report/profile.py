@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from moetune.memory.profile import Profile
 from moetune.report.units import named
-from moetune.report.view import Section, Table
+from moetune.report.view import Table, ViewSection
 
 
-def profile_sections(profile: Profile) -> Iterator[Section]:
+def profile_sections(profile: Profile) -> Iterator[ViewSection]:
     """Yield a table of the parts of a profiled step, and notes on the limits to which it is compared."""
 
     def rate(per_second: float | None, limit: float) -> tuple[str, str]:
@@ -28,9 +28,9 @@ def profile_sections(profile: Profile) -> Iterator[Section]:
     ]
     headings = ("part", ">ms", *((">host, ms",) * has_host), ">launches", ">GFLOP/s", ">share", ">GB/s", ">share")
     title = f"a step on {profile.device}, profiled: {profile.seconds:.3g} s, {profile.tokens:,} tokens"
-    yield Section(title, Table(headings, rows))
+    yield ViewSection(title, Table(headings, rows))
     waits = profile.synchronizations
-    yield Section(
+    yield ViewSection(
         "what it is compared with",
         [
             *(["The profiler may not look at this GPU: its times are missing."] if waits is None else []),

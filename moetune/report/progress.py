@@ -16,7 +16,7 @@ from moetune.report.units import gib
 
 
 @contextmanager
-def reading(console: Console, folder: str | None, passes: int = 1) -> Iterator[Callable[[float], None] | None]:
+def loading_progress(console: Console, folder: str | None, passes: int = 1) -> Iterator[Callable[[float], None] | None]:
     """Show a progress bar of the bytes read from a checkpoint.
 
     Yields a function to be called with the share read so far (0 to 1); None if the console is no terminal or `folder`
@@ -41,8 +41,6 @@ def counting(console: Console, what: str, total: int, done: int) -> Iterator[Cal
 
     Args:
         what: label of the bar.
-        total: number of items.
-        done: number of items that are finished already.
     """
     columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from moetune.report.charts import Chart
 from moetune.report.units import gib, named, percent
-from moetune.report.view import Section, Table
+from moetune.report.view import Table, ViewSection
 
 Load = Mapping[Any, Sequence[float]]
 """Layer -> load of each expert of the layer."""
@@ -41,7 +41,7 @@ def trainable_table(trainable: Mapping[str, int], parameters: int) -> Table:
     return Table(("part", ">parameters", ">of the model"), [row for row in rows if row not in total], total)
 
 
-def drift_section(drift: Mapping[str, Any]) -> Section:
+def drift_section(drift: Mapping[str, Any]) -> ViewSection:
     """Return a table of the change of routing in each layer; `drift` is the content of `drift.json`."""
     rows = [
         (str(index), f"{layer['distance']:.3f}", percent(layer["changed"], 1), _ids(layer["died"]), _ids(layer["came"]))
@@ -49,7 +49,7 @@ def drift_section(drift: Mapping[str, Any]) -> Section:
     ]
     headings = (">layer", ">Jensen-Shannon distance", ">tokens with other experts", "died", "came")
     title = f"routing of {drift['tokens']:,} tokens, before and after step {drift['step']}"
-    return Section(title, Table(headings, rows))
+    return ViewSection(title, Table(headings, rows))
 
 
 def _ids(experts: Sequence[int]) -> str:
@@ -67,7 +67,6 @@ def heatmaps(title: str, loads: Mapping[str, Load]) -> Chart:
     """Return heat maps of expert load, layers by experts, side by side on one colour scale (1 = an even share).
 
     Args:
-        title: title of the chart.
         loads: title of a heat map -> layer -> tokens of each expert, on any scale; all with the same layers.
     """
     layers = [*next(iter(loads.values()))]

@@ -8,12 +8,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from moetune.report.view import Records, Section, Table, View
+from moetune.report.view import Records, Table, View, ViewSection
 
 STYLES = {"yes": "bold green", "tight": "bold yellow", "no": "bold red", None: "bold"}
 
 
-def show(what: View | Section | Table | RenderableType, console: Console, *, verbose: bool = False) -> None:
+def show(what: View | ViewSection | Table | RenderableType, console: Console, *, verbose: bool = False) -> None:
     """Print a view, section, table or str. A view's verdict is printed first and last; a str is not wrapped.
 
     Args:
@@ -44,10 +44,10 @@ def _whole(view: View, verbose: bool) -> Iterator[RenderableType]:
     yield verdict
 
 
-def _part(part: Section | Table | RenderableType) -> RenderableType:
+def _part(part: ViewSection | Table | RenderableType) -> RenderableType:
     if isinstance(part, Table):
         return _table(part)
-    if not isinstance(part, Section):
+    if not isinstance(part, ViewSection):
         return part
     body = part.body
     if isinstance(body, Table):

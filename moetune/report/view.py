@@ -1,4 +1,4 @@
-"""`View`, `Section`, `Table`: a command's answer as data, which terminal.py prints and page.py writes as HTML."""
+"""`View`, `ViewSection`, `Table`: a command's answer as data, which terminal.py prints and page.py writes as HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ class Table:
 
     Attributes:
         headings: headings of the columns. A leading `>` marks a column of numbers, right-aligned and never wrapped.
-        rows: cells, [rows][columns].
         totals: further rows, printed bold below the others.
     """
 
@@ -34,7 +33,7 @@ class Records:
 
 
 @dataclass(frozen=True)
-class Section:
+class ViewSection:
     """A titled part of a view.
 
     Attributes:
@@ -53,7 +52,6 @@ class View:
     """The answer of a command.
 
     Attributes:
-        title: heading of a page.
         verdict: the answer in one line.
         outcome: whether the answer is good, which selects the verdict's colour; None: neither good nor bad, no colour.
         lines: sentences below the verdict.
@@ -66,4 +64,4 @@ class View:
     outcome: Literal["yes", "tight", "no"] | None = None
     lines: Sequence[str] = ()
     about: Sequence[tuple[str, str]] = ()
-    sections: Sequence[Section] = ()
+    sections: Sequence[ViewSection] = ()

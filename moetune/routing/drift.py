@@ -22,9 +22,9 @@ from moetune.errors import UserError
 from moetune.exporting.finished_run import fill_trained, open_run
 from moetune.files import write_output
 from moetune.report.console import terminal
+from moetune.routing.data_sets import read_sources
 from moetune.routing.recorder import Recorder
-from moetune.routing.score import load_base, record, refuse_dense, to_score
-from moetune.routing.sources import read_sources
+from moetune.routing.score import load_base, record_batches, refuse_dense, to_score
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 from moetune.training.run_folder import DRIFT_FILE
@@ -58,9 +58,6 @@ class Drift:
     """How the routing of a model changed in a run.
 
     Attributes:
-        run: the run folder.
-        step: the step of the checkpoint.
-        data: the name of the data set.
         tokens: the number of tokens that were compared.
         changed: the share of tokens whose experts changed in at least one layer, from 0 to 1.
         layers: the drift of each MoE layer, by its number.
@@ -88,7 +85,6 @@ def drift(
     """Route held-out data through the model before and after a run, and compare the experts that are chosen.
 
     Args:
-        path: the run folder.
         data: the data set: a file or a name as under `data.train`; by default the run's held-out data.
         tokens: the number of tokens to read, padding not counted; whole rows are read.
         device: by default the GPU, or the CPU if there is none.
@@ -119,7 +115,7 @@ def drift(
             fill_trained(adapted, finished)
         recorder = Recorder(adapted)
         recorder.choices = {}
-        record(recorder, adapted, sources, padding, console)
+        record_batches(recorder, adapted, sources, padding, console)
         passes.append(recorder)
     return _compared(passes, str(path), finished.step or 0, sources[0].name)
 
@@ -164,10 +160,6 @@ def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
 
 def write_drift(found: Drift, run: Path) -> None:
     """Write a drift to `drift.json` in the run folder, where `moetune report` reads it.
-
-    Args:
-        found: the drift.
-        run: the run folder.
 
     Raises:
         UserError: the file cannot be written.

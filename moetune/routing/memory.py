@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from moetune.experts.context import CountRows
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.predict import Allocator, predict
 from moetune.memory.report import MemoryReport
-from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace import Trace, vocabulary_of
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.log import Log
@@ -19,7 +19,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.routing.recorder import Recorder, layer_of
-from moetune.routing.score import read, refuse_dense
+from moetune.routing.score import record_batch, refuse_dense
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.batch import random_rows
 
@@ -54,7 +54,7 @@ def predict_score(
 
 def trace_score(
     run: ResolvedRun,
-    routing: Routing | CountRows = BALANCED,
+    routing: AssumedRouting | CountRows = BALANCED,
     *,
     sources: int = 1,
     rank: int = 0,
@@ -64,9 +64,7 @@ def trace_score(
     """Trace the memory of scoring on fake tensors, as `trace` does for training.
 
     Args:
-        run: the resolved run.
         routing: how many tokens each expert receives, or a function that counts them.
-        sources: the number of data sets.
         rank: the number of the rank in `parallel:`.
         gpu: the GPU whose kernels run; None for the CPU's kernels.
         shortened: run only a few of the layers that are alike, which gives the same result sooner; ignored if `routing`
@@ -75,8 +73,8 @@ def trace_score(
     Raises:
         UserError: as `trace`.
     """
-    is_even = isinstance(routing, Routing) and not routing.load
-    count_rows = routing.count_rows if isinstance(routing, Routing) else routing
+    is_even = isinstance(routing, AssumedRouting) and not routing.load
+    count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
     with faked(run, rank, gpu, shortened=shortened and is_even) as (adapted, short, mode):
         watched = Watched(adapted, None if short is None else short.kept, gpu)
         with mode, adapted.expert_context.hooks.using(count_rows=count_rows):
@@ -93,8 +91,7 @@ def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bo
 
     Args:
         watched: the adapted model, on fake tensors or on a real device.
-        tracker: records the births and deaths of storages.
-        sources: the number of data sets.
+        tracker: records allocations and releases of storages.
         tracking: False to note only where layers and experts begin and end.
     """
     adapted = watched.adapted
@@ -107,7 +104,7 @@ def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bo
             tracker.step = number
             tracker.enter("forward")
             rows = random_rows(train.micro_batch, train.sequence_length, vocabulary, packing=adapted.run.config.packs)
-            read(recorder, adapted, rows, 0, source, number, at_least=train.sequence_length)
+            record_batch(recorder, adapted, rows, 0, source, number, at_least=train.sequence_length)
             for name, tensor in recorder.sums.items():
                 layer = layer_of(name)
                 if layer is not None:

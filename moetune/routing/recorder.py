@@ -40,7 +40,6 @@ class Recorder:
     in float64. The constructor registers hooks on the model; `remove` removes them.
 
     Args:
-        adapted: the model.
         sums: sums of an interrupted pass, to continue from; by default none.
 
     Attributes:
@@ -92,7 +91,6 @@ class Recorder:
         If the body raises, the sums stay as they were before the batch.
 
         Args:
-            batch: the batch that the body runs.
             documents: the number of documents in the batch (`documents_of`).
             source: the number of the data set that the rows are from.
             number: the number of the batch in the whole pass; with `source` it seeds the bootstrap.
@@ -138,7 +136,6 @@ class Recorder:
         """Add the statistics of a layer once its experts have run.
 
         Args:
-            layer: the number of the layer.
             norms_TK: the L2 norms of the experts' outputs.
         """
         if self._batch is not None:
@@ -149,7 +146,6 @@ class Recorder:
         """Add the statistics of one layer on one batch to the sums of this batch.
 
         Args:
-            layer: the layer.
             tokens: which tokens belong to which scope and document.
             ids_TK: the chosen experts of each token.
             weights_TK: their gate weights.

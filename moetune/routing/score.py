@@ -33,11 +33,11 @@ from moetune.files import write_output
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
-from moetune.report.progress import counting, reading
+from moetune.report.progress import counting, loading_progress
+from moetune.routing.data_sets import RoutedData, read_sources
 from moetune.routing.recorder import Recorder, Sums, documents_of
-from moetune.routing.sources import Source, read_sources
 from moetune.run import validation
-from moetune.run.dtypes import kind_of
+from moetune.run.dtypes import device_kind
 from moetune.run.resolve import AnyRun, ResolvedRun, raise_problems, resolve
 from moetune.run.scores import Scored, Scores, read_scores
 from moetune.training.isolation import refuse_leaky_packing
@@ -108,7 +108,7 @@ def score(
     console = console or terminal(stderr=True, quiet=not ranks.is_first)
     if not isinstance(run, ResolvedRun):
         config = run if isinstance(run, RunConfig) else load_run_config(run)
-        run = resolve(to_score(config), kind_of(device))
+        run = resolve(to_score(config), device_kind(device))
     config = run.config
     raise_problems(validation.untrainable_settings(config))
     if config.parallel.ranks != ranks.parallel.ranks:
@@ -124,7 +124,7 @@ def score(
     adapted, base = load_base(run, run.device(device), console, ranks)
     content = None if base is None else base.fingerprint.content
     settings = _settings(config)
-    kept = _Kept(out, {"base": content, "data": [source.digest for source in sources], "run": settings})
+    kept = _PartialSums(out, {"base": content, "data": [source.digest for source in sources], "run": settings})
     recorder = Recorder(adapted, kept.read(adapted.model.device) if ranks.is_first else None)
     saved = time.monotonic()
 
@@ -138,7 +138,7 @@ def score(
         on_batch(done)
 
     try:
-        record(recorder, adapted, sources, padding, console, save)
+        record_batches(recorder, adapted, sources, padding, console, save)
     except KeyboardInterrupt:
         if ranks.is_single:  # other ranks may be at other batches; the sums saved last stay
             kept.write(recorder.sums)
@@ -165,7 +165,7 @@ def load_base(
     config = run.config
     start = open_start(build(run, "meta")) if config.adapt.start_from is not None else None
     weights = run.model.source.folder if config.model.weights == "pretrained" else None
-    with reading(console, weights) as on_read:
+    with loading_progress(console, weights) as on_read:
         adapted, base = build_noting(run, device, on_read, ranks)
     for note in start.load(adapted, base) if start is not None else ():
         console.print(f"{config.adapt.start_from}: {note}", highlight=False, soft_wrap=True)
@@ -174,10 +174,10 @@ def load_base(
     return adapted, base
 
 
-def record(
+def record_batches(
     recorder: Recorder,
     adapted: Adapted,
-    sources: Sequence[Source],
+    sources: Sequence[RoutedData],
     padding: int,
     console: Console,
     on_batch: Callable[[int], None] = lambda done: None,
@@ -188,11 +188,7 @@ def record(
     it.
 
     Args:
-        recorder: records the batches.
-        adapted: the model; put into eval mode.
-        sources: the rows to read.
         padding: the token id that pads rows.
-        console: where progress is shown.
         on_batch: called after each batch with the number of batches that all ranks have read.
     """
     ranks, size = adapted.ranks, adapted.run.config.train.micro_batch
@@ -208,7 +204,7 @@ def record(
                 number, at = plan[min(mine, len(plan) - 1)]
                 source = sources[number]
                 rows = [source.row(index) for index in range(at, min(at + size, len(source.rows)))]
-                read(recorder, adapted, rows, padding, number, mine, counts=mine < len(plan))
+                record_batch(recorder, adapted, rows, padding, number, mine, counts=mine < len(plan))
                 ended = min(first + ranks.data_size, len(plan))
                 advance(ended - first)
                 on_batch(ended)
@@ -216,7 +212,7 @@ def record(
         recorder.remove()
 
 
-def read(
+def record_batch(
     recorder: Recorder,
     adapted: Adapted,
     rows: Sequence[Row],
@@ -230,12 +226,7 @@ def read(
     """Run one batch of rows through the decoder stack, and record it.
 
     Args:
-        recorder: records the batch.
-        adapted: the model.
-        rows: the rows of the batch.
-        padding: the token id that pads rows.
         source: the number of the data set that the rows are from.
-        number: the number of the batch in the whole pass.
         counts: False to run the batch without recording it.
         at_least: the length, in tokens, to which rows are padded at least.
     """
@@ -248,7 +239,7 @@ def read(
 
 
 def _scores(
-    recorder: Recorder, sources: Sequence[Source], model: str, base: str | None, settings: dict[str, Any]
+    recorder: Recorder, sources: Sequence[RoutedData], model: str, base: str | None, settings: dict[str, Any]
 ) -> Scores:
     """Return the content of `scores.json`."""
     numbers = list(range(len(sources)))
@@ -303,7 +294,7 @@ def _refuse_output(out: Path, overwrite: bool) -> None:
         raise UserError(f"--out {str(out)!r}: there is no folder {str(out.absolute().parent)!r}")
 
 
-class _Kept:
+class _PartialSums:
     """The file with the sums of an interrupted pass, beside the output: safetensors, with a description as metadata.
 
     Args:

@@ -48,7 +48,6 @@ def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part
     Args:
         config: the run file to add the choice to; None to make one that trains nothing else.
         model: the model of a new run file.
-        choice: the rule that chooses experts.
         part: `experts` to train them whole, `lora` to train LoRA on them.
     """
     config = config or read_run_config({"model": {"path": model}, "adapt": {}}, (), "select")

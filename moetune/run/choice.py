@@ -82,7 +82,6 @@ def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | 
     """Return the ids of all experts of a layer, best first; of experts with equal scores, the lower id first.
 
     Args:
-        layer: index of the layer.
         background: scores of a second data set, whose shares are subtracted; None for all rules but `foreground`.
     """
     of_layer = scores.layers[layer]

@@ -9,9 +9,9 @@ import json
 from typing import Any
 
 from moetune.config.schema import ParallelConfig, RunConfig
-from moetune.documents import read_json
 from moetune.errors import UserError
 from moetune.files import expanded
+from moetune.json_files import read_json
 
 _BUCKET = 2**26
 """Largest number of gradient elements that are reduced at a time.
@@ -128,7 +128,7 @@ def _problems(config: RunConfig) -> list[str]:
         problems.append("parallel.reshard: false is FSDP2's; set parallel.zero: 2")
     if parallel.zero == 3 and model.base in ("nf4", "int8", "mxfp4"):
         problems.append(
-            f"parallel.zero 3 and model.base {model.base}: DeepSpeed cannot share packed experts and linears; set "
+            f"parallel.zero 3 and model.base {model.base}: DeepSpeed cannot shard quantized experts and linears; set "
             "parallel.zero: 2, or use engine: fsdp2"
         )
     if model.experts_on == "host":
@@ -186,7 +186,6 @@ def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = ""
 
 
 def _has(tree: Any, key: str) -> bool:
-    """Return whether nested dicts have a key, with its levels separated by dots."""
     for word in key.split("."):
         if not isinstance(tree, dict) or word not in tree:
             return False

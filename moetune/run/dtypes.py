@@ -22,7 +22,7 @@ def this_device() -> DeviceType:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def kind_of(device: torch.device | str | None) -> DeviceType:
+def device_kind(device: torch.device | str | None) -> DeviceType:
     """Return the kind of a device; None stands for the device that this machine trains on.
 
     Every device other than a CPU counts as `cuda`.

@@ -38,7 +38,6 @@ def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = Fal
     """Return whether the parent module's code uses a linear layer's weight without calling the layer.
 
     Args:
-        path: module path of the linear layer.
         or_its_dtype: return True as well if the code reads the dtype of the weight.
     """
     parent, _, name = path.rpartition(".")

@@ -80,7 +80,6 @@ def balance_experts(
 
 
 def _trained_parameters(layer: MoeLayer, selection: Selection) -> list[int]:
-    """Return the number of trained parameters of each expert of a layer."""
     counts = [0] * layer.shape.num_experts
     for expert in selection.lora_experts.get(layer.index, ()):
         counts[expert] = layer.shape.trained_parameters(selection.lora)

@@ -18,10 +18,10 @@ from moetune.models.structure import meta_model, read_structure
 from moetune.run import validation
 from moetune.run.choice import resolve_choices, scores_of
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
+from moetune.run.folder_files import read_expert_load
 from moetune.run.linears import read_directly
 from moetune.run.names import parts_by_name
 from moetune.run.placement import balance_experts
-from moetune.run.records import read_load
 from moetune.run.resolved import ResolvedModel, ResolvedRun, layers_keeping_rows, raise_problems
 
 AnyRun = ResolvedRun | RunConfig | Path | str
@@ -91,7 +91,7 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     parallel = config.parallel
     if parallel.ep > 1 and not [*validation.indivisible_sizes(result)]:
         try:
-            load = None if parallel.load is None else read_load(expanded(parallel.load), "parallel.load")
+            load = None if parallel.load is None else read_expert_load(expanded(parallel.load), "parallel.load")
             result = replace(result, placement=balance_experts(structure, selection, parallel.ep, load))
         except UserError as error:
             problems.append(str(error))

@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from moetune.config.memory_size import parse_size
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
 from moetune.config.schema import OptimizerConfig, Part, TrainConfig
-from moetune.config.sizes import parse_size
 from moetune.errors import UserError
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection

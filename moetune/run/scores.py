@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from moetune.documents import Amount, read_json
 from moetune.errors import UserError
 from moetune.files import expanded
+from moetune.json_files import Amount, read_json
 from moetune.models.structure import ModelStructure
 
 SCHEMA: Literal[1] = 1
@@ -81,7 +81,6 @@ class Scored(BaseModel):
     Attributes:
         digest: SHA-256 of the token ids, labels and positions of the data set's rows.
         tokens: number of tokens without padding.
-        loss_tokens: number of tokens that carry loss.
         layers: layer index -> statistics of this data set alone; None if it is the only one.
     """
 
@@ -139,11 +138,7 @@ def read_scores(file: str | Path, where: str) -> Scores:
 
 
 def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) -> None:
-    """Raise `UserError` unless the scores have the same expert layers, with as many experts each, as the model.
-
-    Args:
-        where: the key of the run file, for messages.
-    """
+    """Raise `UserError` unless the scores have the same expert layers, with as many experts each, as the model."""
     found = {index: layer.num_experts for index, layer in scores.layers.items()}
     expected = {layer.index: layer.shape.num_experts for layer in structure.moe_layers}
     for index in sorted(found.keys() | expected.keys()):
@@ -160,7 +155,6 @@ def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) 
     Args:
         model: `model.path`, for the message.
         base: digest of the checkpoint's files (`Fingerprint.content`); None for random weights.
-        where: the key of the run file, for the message.
     """
     if scores.base != base:
         there, here = (f"base {one[:12]}" if one else "random weights" for one in (scores.base, base))

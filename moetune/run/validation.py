@@ -47,7 +47,6 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
     keep.
 
     Args:
-        published: how the checkpoint is stored.
         model: the `model:` section as written.
     """
     if not published.is_read and model.weights == "pretrained":
@@ -59,7 +58,7 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
     if kept and model.double_quant != published.double_quant:
         yield (
             f"model.double_quant: {str(model.double_quant).lower()}, but {model.path!r} is published with "
-            f"{str(published.double_quant).lower()}; leave it out to keep that, or set base: nf4 to pack it anew"
+            f"{str(published.double_quant).lower()}; leave it out to keep that, or set base: nf4 to quantize it again"
         )
 
 
@@ -150,11 +149,7 @@ def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
-    """Yield a line if `train.router_bias_rate` is set and no correction bias can be updated.
-
-    Args:
-        routers: number of layers whose router trains.
-    """
+    """Yield a line if `train.router_bias_rate` is set and no correction bias can be updated."""
     option = "train.router_bias_rate"
     if not routers:
         yield f"{option}: a bias is updated with its router, and no router trains; set adapt.router, or leave it out"
@@ -263,7 +258,7 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
     if run.config.parallel.tp == 1:
         return
     plan, structure, selection = tensor_plan(run.model.plain), run.structure, run.selection
-    packed = run.quantized_linears if run.config.model.base in ("nf4", "int8") else ()
+    quantized = run.quantized_linears if run.config.model.base in ("nf4", "int8") else ()
     for path in structure.linears("attention"):
         if style_of(path, plan) not in SPLIT:
             yield (
@@ -271,10 +266,10 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
                 "training; set parallel.tp: 1"
             )
             return
-        if path in packed:
+        if path in quantized:
             yield (
-                f"parallel.tp: {path} is packed (model.base), and packed matrices cannot be split; set parallel.tp: 1, "
-                "or model.base to the precision of compute"
+                f"parallel.tp: {path} is quantized (model.base), and quantized matrices cannot be split; set "
+                "parallel.tp: 1, or model.base to the precision of compute"
             )
             return
     alone = [name for name in sorted(selection.full) if style_of(name.rpartition(".")[0], plan) in LEFT_ALONE]
@@ -283,7 +278,6 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
 
 
 def _deepspeed_problems(run: ResolvedRun) -> Iterator[str]:
-    """Yield the problems that `deepspeed_json` finds, if the engine is DeepSpeed."""
     if run.config.parallel.engine == "deepspeed":
         try:
             deepspeed_json(run.config)

@@ -34,9 +34,9 @@ from typing_extensions import TypedDict
 
 from moetune.adapt.build import Adapted
 from moetune.compat.torch import consolidate, shard_place
-from moetune.documents import Amount, T, read_json
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
+from moetune.json_files import Amount, T, read_json
 from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import Ranks, local_tensor
@@ -52,11 +52,9 @@ _BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # states of bitsandbytes: one 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that is saved under one name: a whole parameter, or the row of one expert in a stack of low-rank
-    factors.
+    """A tensor saved under one name: a whole parameter, or one expert's row of stacked LoRA factors.
 
     Attributes:
-        name: the name in the checkpoint.
         parameter: the parameter, of which this rank may hold a part.
         row: index of the expert's row in this rank's part of the stack; None for a whole parameter.
     """
@@ -66,8 +64,7 @@ class Part:
     row: int | None = None
 
     def of(self, tensor: Tensor, *, like: bool = True) -> Tensor:
-        """Return what belongs to this `Part` in a local tensor of its parameter, such as the weight or an optimizer
-        state.
+        """Return this `Part` of a local tensor of its parameter, such as the weight or an optimizer state.
 
         Args:
             tensor: this rank's weight or state, for all rows of the parameter.
@@ -123,9 +120,6 @@ def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: in
     """Write trained weights, optimizer states and `optimizer.json` into a checkpoint folder; every rank must call this.
 
     Args:
-        folder: an existing folder.
-        adapted: the model, whose trained weights and router biases are written.
-        optimizer: the optimizers, whose states are written.
         step: number of updates since the run began.
     """
     parts, ranks = parts_of(adapted), adapted.ranks
@@ -157,8 +151,7 @@ def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> Non
 
 
 def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Write tensors as safetensors of about `_FILE_BYTES` each; every rank must call this, and DTensors are written in
-    parts."""
+    """Write tensors, DTensors in parts, as safetensors of about `_FILE_BYTES` each; every rank must call this."""
     sizes = dict(ChainMap(*ranks.gather({name: local_tensor(tensor).nbytes for name, tensor in tensors.items()})))
     if not sizes:  # lomo has no states
         return
@@ -264,11 +257,9 @@ class _Optimizer(TypedDict):
 
 
 def read_part(folder: Path, name: str, kind: Callable[..., T]) -> T:
-    """Read a JSON file of a checkpoint folder, as a value of type `kind` (`documents.read_json`).
+    """Read a JSON file of a checkpoint folder, as a value of type `kind` (`json_files.read_json`).
 
     Args:
-        folder: the checkpoint folder.
-        name: the name of the file in it.
         kind: a TypedDict or another type that pydantic can validate.
 
     Raises:
@@ -390,7 +381,6 @@ def _joined(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbers
     """Return the states of a parameter, joined from the states of its `Part`s; empty if this rank holds no part.
 
     Args:
-        parts: the `Part`s of the parameter.
         tensors: name of a `Part` -> state -> tensor.
         numbers: `numbers` of `optimizer.json`.
     """
@@ -424,8 +414,7 @@ def _load(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's warning about saving with a single process, and unwrap the errors of
-    torch.distributed.checkpoint.
+    """Silence torch's warning about saving with one process; unwrap errors of torch.distributed.checkpoint.
 
     Raises:
         BaseException: the wrapped one, if it is not an `Exception`: `KeyboardInterrupt`, for example.

@@ -48,7 +48,6 @@ class Loop:
     """Train an adapted model; write checkpoints and `metrics.jsonl`.
 
     Args:
-        folder: the run folder, locked and created.
         pad_token_id: the token that fills rows shorter than the longest of their batch.
         warnings: the run's warnings, after `about_data`.
         resume: the checkpoint to continue from; None to begin at step 0.
@@ -178,9 +177,6 @@ class Loop:
 
         When memory runs out and `train.on_oom` allows it, the whole step is repeated with a smaller micro-batch and the
         same random numbers.
-
-        Args:
-            batches: the rows of each micro-batch, with their indices.
         """
         drawn = generator_states(self.device)
         while True:
@@ -242,8 +238,7 @@ class Loop:
         )
 
     def smaller_run(self) -> ResolvedRun:
-        """Return the resolved run with the current micro-batch, and `train.accumulate` increased so that a step has the
-        same rows."""
+        """Return the resolved run with the current micro-batch, and `train.accumulate` for the same rows per step."""
         train = self.config.train
         accumulate = train.accumulate * train.micro_batch // self.micro_batch
         smaller = {"micro_batch": self.micro_batch, "accumulate": accumulate}
@@ -251,8 +246,7 @@ class Loop:
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
-        """Prefix a `UserError` of the body with the step. At the first step, if a weight of the base is not finite,
-        raise that."""
+        """Prefix a `UserError` with the step; at the first, raise one for a weight of the base that is not finite."""
         try:
             yield
         except UserError as error:
@@ -338,12 +332,11 @@ class Loop:
         return interrupted
 
     def _restore_weights(self, folder: Path) -> None:
-        """Restore the trained weights, the counters and the expert load from a checkpoint folder."""
         with refusing_damage(folder):
             checkpoint.read_trained(folder, self.adapted)
             losses = (line["loss"] for line in self.folder.metrics() if line.get("loss") is not None)
             self.warnings.begin(next(losses, None))
-            self.total_load.update(trainer_state.read_load(folder, self.adapted))
+            self.total_load.update(trainer_state.read_total_load(folder, self.adapted))
             self.step, micro_batch, self.tokens = trainer_state.read_state(folder)
             self.micro_batch = micro_batch or self.micro_batch
         if not self.tokens:
@@ -353,7 +346,6 @@ class Loop:
             )
 
     def _restore_generators(self, folder: Path) -> None:
-        """Restore the states of the random generators from a checkpoint folder."""
         with refusing_damage(folder):
             trainer_state.read_generators(folder, self.ranks.data_index, self.device)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from typing_extensions import TypedDict
 
-from moetune.documents import Amount, read_sealed, sealed
 from moetune.errors import UserError, one_line
+from moetune.json_files import Amount, read_sealed, sealed
 
 MANIFEST = "manifest.json"
 
@@ -27,7 +27,6 @@ def write_manifest(folder: Path, step: int) -> None:
     """Write `manifest.json` of a complete checkpoint, with a seal (a digest of the manifest itself).
 
     Args:
-        folder: the checkpoint folder.
         step: the number of updates after which the checkpoint was written.
     """
     files = {

@@ -34,12 +34,10 @@ class Pace:
     limit: int | None = None
 
     def metrics(self, updates: int, seconds: float, left: int) -> dict[str, float | None]:
-        """Return `flops`, `share_of_limit` (measured speed over `limit`, 0 to 1) and `seconds_left` for a line of
-        metrics.
+        """Return `flops`, `share_of_limit` (speed over `limit`, 0 to 1) and `seconds_left` for a line of metrics.
 
         Args:
             updates: number of steps that were measured.
-            seconds: the time that these steps took.
             left: number of steps until the end of the run.
         """
         share = None
@@ -104,8 +102,7 @@ class Interval:
             self.losses.append(reduced.loss)
 
     def restart_clock(self) -> None:
-        """Measure `tokens_per_second` from now on, so that the time of an evaluation does not count; other sums are
-        kept."""
+        """Measure `tokens_per_second` from now on, so that evaluation time does not count; other sums are kept."""
         self.since, self.sums.positions, self.timed_updates = time.perf_counter(), 0, 0
 
     def line(
@@ -123,14 +120,9 @@ class Interval:
         """Return the line of metrics for this interval, over all ranks; every rank must call this.
 
         Args:
-            step: number of updates since the run began.
-            left: number of updates until the end of the run.
-            lr: learning rate of the last update.
             norm: gradient norm of the last step before clipping, a tensor of one element.
             moves: the learning rate was above 0 and past the warmup, so that weights should have changed.
             total_load: expert load since the run began; the load of this interval is added in place.
-            ranks: the ranks of the run.
-            pace: predicted operations of a step and the card's limit.
             warnings: the run's warnings; the entries that `about_step` returns are added to the line.
         """
         loss = torch.stack(self.losses).mean().item() if self.losses else None

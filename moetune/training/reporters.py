@@ -28,7 +28,6 @@ class Reporters:
     """The trackers of `train.report_to`; made on the first rank only.
 
     Args:
-        config: the run file.
         output: the run folder; trackers that write files get its subfolder `runs`.
     """
 

@@ -95,13 +95,9 @@ def train(
     Args:
         run: the run file, resolved for the kind of `device`. Its problems are reported together with those of data and
             output.
-        watcher: observes the run.
-        console: where messages are printed.
-        device: the device to train on.
         resume: `never`, `auto` (the newest checkpoint, if there is one) or the path of a checkpoint folder.
         overwrite: replace a run that is in the run folder.
         dry_run: check run file, data and output, count what would train, and return without loading weights.
-        ranks: the ranks of the run, as this process sees them.
 
     Raises:
         UserError: bad input, found before any file is written; or an error of `Loop.train`.
@@ -272,7 +268,6 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
 
 
 def _with_steps(run: ResolvedRun, steps: int) -> ResolvedRun:
-    """Return the run with `train.steps` set and `train.epochs` unset."""
     return replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
 
 
@@ -347,8 +342,7 @@ def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, say: Cal
 
 
 def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None) -> None:
-    """Raise `UserError` if ranks differ in run file, data, weights or torch version: their gradients could not be
-    summed."""
+    """Raise `UserError` if ranks differ in run file, data, weights or torch version: gradients cannot be summed."""
     ranks, config = adapted.ranks, adapted.run.config
     drawn = b"".join(state.numpy().tobytes() for state in generator_states(adapted.model.device))
     mine = {
@@ -366,8 +360,7 @@ def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None)
 
 
 def _checkpoint_bytes(adapted: Adapted) -> int:
-    """Return the size of a checkpoint in bytes: trained weights, float32 copies and optimizer states, over all
-    ranks."""
+    """Return the bytes of a checkpoint: trained weights, float32 copies and optimizer states, over all ranks."""
     optimizers, ranks, experts = adapted.run.optimizers, adapted.ranks, set(adapted.of_experts())
     mine = sum(
         saved_bytes(optimizers[adapted.part_of(name)], tuple(local_tensor(p).shape), p.itemsize)

@@ -18,11 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from moetune.documents import read_sealed
 from moetune.errors import UserError
 from moetune.files import expanded, lock
+from moetune.json_files import read_sealed
 from moetune.models.hub.fingerprint import Base
-from moetune.run.records import MetricsLine, parse_metrics
+from moetune.run.folder_files import MetricsLine, parse_metrics
 from moetune.training.manifest import MANIFEST, damage
 from moetune.training.same_run import FREE_ON_EXPORT, Inputs, changed_settings
 

@@ -28,9 +28,7 @@ class RunWarnings:
     """Finds and prints the warnings of a run.
 
     Args:
-        adapted: the model that trains.
         trained: number of parameters that train, on all ranks together.
-        console: where warnings are printed.
 
     Attributes:
         first_loss: the loss in the first line of metrics of the run; None before.
@@ -44,8 +42,7 @@ class RunWarnings:
         self.begin()
 
     def begin(self, first_loss: float | None = None) -> None:
-        """Set what later weights and losses are compared with: a sample of the weights as they are now, and the first
-        loss.
+        """Set the sample of weights and the first loss with which later ones are compared.
 
         Args:
             first_loss: the first loss of a resumed run; None to take the loss of the next line of metrics.
@@ -60,7 +57,6 @@ class RunWarnings:
 
         Args:
             kind: the short name of the warning, such as `idle experts`.
-            text: the message to the user.
             about: the object of the warning, such as the index of a layer, if a kind can apply to several; None
                 otherwise.
         """
@@ -137,8 +133,7 @@ class RunWarnings:
         return {"idle_experts": len(idle), "unchanged": still if updated else [], "notices": self._kinds}
 
     def at_end(self, received: dict[int, Tensor]) -> None:
-        """Warn of trained experts that received no token in the whole run, and of 16-bit weights whose updates were
-        rounded away.
+        """Warn of trained experts without a token in the run, and of 16-bit weights whose updates were rounded away.
 
         Args:
             received: expert load since the run began, layer index -> tokens [E].
@@ -190,8 +185,7 @@ class RunWarnings:
 
     @torch.no_grad()
     def _sample(self) -> dict[str, Tensor]:
-        """Return at most `_SAMPLED` elements of this rank's part of each trained parameter: float32 copies on the host,
-        by part."""
+        """Return up to `_SAMPLED` elements of each trained parameter on this rank: float32, on the host, by part."""
         parts: dict[str, list[Tensor]] = {}
         for name, parameter in self.adapted.trainable().items():
             flat = local_tensor(parameter).reshape(-1)
@@ -231,8 +225,7 @@ def _idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, 
 
 
 def refuse_broken_weights(model: nn.Module) -> None:
-    """Raise `UserError` if a weight, buffer or quantization scale of a model is not finite; the message names the
-    first.
+    """Raise `UserError` with the name of the first weight, buffer or quantization scale that is not finite.
 
     Every tensor is read. Of a sharded tensor this rank's part is checked.
     """

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from moetune.config.load import refuse_existing_run
 from moetune.config.schema import RunConfig
-from moetune.documents import sealed
 from moetune.errors import UserError
 from moetune.files import (
     Ledger,
@@ -38,6 +37,7 @@ from moetune.files import (
     sync,
     write_whole,
 )
+from moetune.json_files import sealed
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.training.manifest import MANIFEST, damage, files_in, sealed_files, write_manifest
@@ -78,13 +78,11 @@ class RunWriter(RunFolder):
     # --- May a run start here, and from what? -------------------------------------------------------------------------
 
     def check(self, config: RunConfig, resume: str, overwrite: bool) -> Path | None:
-        """Check that a run may start in this folder, and return the checkpoint that it continues from; None for a new
-        run.
+        """Check that a run may start in this folder; return the checkpoint that it continues from, None for a new run.
 
         The contents of the folder are not changed. If a lock file is there already, its lock is taken.
 
         Args:
-            config: the run file of the run that is to start.
             resume: `never`, `auto` (the newest checkpoint, if there is one) or the path of a checkpoint folder.
             overwrite: whether a run in the folder may be replaced; excludes `resume`.
 
@@ -145,8 +143,7 @@ class RunWriter(RunFolder):
             ) from None
 
     def _chosen(self, resume: str) -> Path:
-        """Return the folder of the checkpoint that `--resume PATH` names; raise `UserError` if it is damaged or of
-        another run."""
+        """Return the folder that `--resume PATH` names; `UserError` if the checkpoint is damaged or of another run."""
         checkpoints, wanted = self.checkpoints(), expanded(resume).resolve()
         chosen = next((checkpoint for checkpoint in checkpoints if checkpoint.resolve() == wanted), None)
         if chosen is None:
@@ -172,15 +169,13 @@ class RunWriter(RunFolder):
     # --- Whose is what is there? --------------------------------------------------------------------------------------
 
     def _names(self) -> list[str]:
-        """Return the names of files and checkpoints, without locks and temporary files, to detect that another process
-        wrote here."""
+        """Return the names of files and checkpoints, without locks and temporary files, to detect other writers."""
         runs = self.path.iterdir() if self.path.is_dir() else ()
         names = (item.name for item in (*runs, *self.checkpoints()))
         return sorted(name for name in names if name != WriterLock.NAME and not name.startswith(_ASIDE))
 
     def _is_occupied(self) -> bool:
-        """Return whether the folder holds more than the files of a run that was killed before its run file was
-        written."""
+        """Return whether the folder holds more than a run that was killed before its run file was written."""
         first = {self.checkpoints_path.name, WriterLock.NAME, Ledger.NAME, f"{_ASIDE}{RUN_FILE}"}
         return self.path.exists() and (
             any(item.name not in first for item in self.path.iterdir())
@@ -188,8 +183,7 @@ class RunWriter(RunFolder):
         )
 
     def _is_run(self) -> bool:
-        """Return whether the folder holds a run: run file, checkpoints folder, and a ledger or, without one, a valid
-        `inputs.json`."""
+        """Return whether there is a run: run file, checkpoints folder, and a ledger or else a valid `inputs.json`."""
         if not (self.path / RUN_FILE).is_file() or not self.checkpoints_path.is_dir():
             return False
         try:
@@ -217,8 +211,7 @@ class RunWriter(RunFolder):
         return foreign_in(checkpoint, {path.removeprefix(prefix) for path in self._ours() if path.startswith(prefix)})
 
     def _refuse_in_the_way(self, step: int) -> None:
-        """Raise `UserError` if a file that moetune has not written is where a run that goes on from `step` will
-        write."""
+        """Raise `UserError` if a file of others is where a run that continues from `step` will write."""
         ours = self._ours()
         in_the_way = [self.path / name for name in _FILES if name not in ours and os.path.lexists(self.path / name)]
         for item in sorted(self.checkpoints_path.glob("*step-*")):
@@ -265,8 +258,7 @@ class RunWriter(RunFolder):
         base: Base | None = None,
         inputs: Inputs | None = None,
     ) -> None:
-        """Write the run file, `base.json` and `inputs.json`, and begin or restore `metrics.jsonl`; every rank must call
-        this.
+        """Write run file, `base.json` and `inputs.json`; begin or restore `metrics.jsonl`. Every rank must call this.
 
         Later checkpoints than `checkpoint` are deleted, because those steps run again, and so are temporary files of a
         run that was killed.
@@ -305,8 +297,7 @@ class RunWriter(RunFolder):
         self.ranks.barrier()
 
     def remove_leftovers(self) -> None:
-        """Delete what a run that was killed has left: half-written and half-deleted checkpoints, and temporary
-        files."""
+        """Delete half-written and half-deleted checkpoints and temporary files of a killed run."""
         for leftover in self.checkpoints_path.glob(".step-*"):
             if self._is_our_aside(leftover):
                 shutil.rmtree(leftover)
@@ -317,9 +308,6 @@ class RunWriter(RunFolder):
         """Record in the ledger a file that another command is about to write into the run folder.
 
         A file in the ledger may be replaced later. If the folder holds no run, the name is only checked.
-
-        Args:
-            name: the name of the file in the run folder.
 
         Raises:
             UserError: there is a file of that name that moetune has not written, or the ledger cannot be written.
@@ -351,8 +339,7 @@ class RunWriter(RunFolder):
             raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror or error}{where}") from error
 
     def write_base(self, base: Base) -> None:
-        """Write `base.json`: name and fingerprint (SHA-256 of each file) of the base, with a seal that shows later
-        changes."""
+        """Write `base.json`: name and fingerprint (SHA-256 of each file) of the base, with a seal."""
         if self.ranks.is_first:
             with self._writing():
                 self._own(BASE_FILE)
@@ -397,7 +384,6 @@ class RunWriter(RunFolder):
         being read (`RunFolder.newest_whole`), or that holds a file of the user, is kept. Every rank must call this.
 
         Args:
-            step: number of updates since the run began.
             keep: number of checkpoints to keep, this one included.
             needed: bytes that will be written, to tell a full disk from other errors.
 

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from moetune.config.load import parse
 from moetune.config.schema import RunConfig
-from moetune.documents import read_json
 from moetune.errors import UserError, reading
+from moetune.json_files import read_json
 from moetune.models.hub.fingerprint import digest
 from moetune.models.hub.snapshot import small_files
 from moetune.parallel.coordinates import data_ranks
@@ -42,7 +42,7 @@ _MAKES_TOKENS = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktok
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run depends on beside its run file and its weights; stored in `inputs.json`.
+    """Inputs of a run besides its run file and its weights; stored in `inputs.json`.
 
     Attributes:
         run: a random name, the same in the run folder and in all checkpoints of a run.
@@ -62,7 +62,6 @@ class Inputs:
         """Return the inputs of a run that begins now, with a new random name.
 
         Args:
-            data: the tokenized training and evaluation data.
             base: the folder of the base's weights; None if it is not on this machine, and `config` and `files` are
                 empty then.
         """
@@ -149,8 +148,7 @@ def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _digest(rows: datasets.Dataset) -> str:
-    """Return the SHA-256 of all columns' names, values and row lengths; how the data are split into chunks has no
-    effect."""
+    """Return the SHA-256 of all columns' names, values and row lengths, independent of the division into chunks."""
     sha256 = hashlib.sha256()
     for name in sorted(rows.column_names):
         sha256.update(name.encode())

@@ -14,8 +14,8 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from moetune.adapt.build import Adapted
-from moetune.documents import Amount, Number
 from moetune.errors import UserError, one_line
+from moetune.json_files import Amount, Number
 from moetune.training import checkpoint
 from moetune.training.optim.values import generator_states, set_generator_states
 from moetune.training.run_folder import step_of
@@ -38,9 +38,7 @@ def write_generators(folder: Path, data_index: int, device: torch.device) -> Non
     Ranks that see the same data (the same `data_index`) have equal states, so one of them writes.
 
     Args:
-        folder: the checkpoint folder.
         data_index: `Ranks.data_index` of this rank, the name of the file.
-        device: the device that the run trains on.
     """
     file = folder / "generators" / f"{data_index}.safetensors"
     file.parent.mkdir(exist_ok=True)
@@ -59,9 +57,7 @@ def write_state(folder: Path, step: int, micro_batch: int, tokens: int, load: Ma
     """Write `trainer_state.json` and `expert_load.json` into a checkpoint folder.
 
     Args:
-        folder: the checkpoint folder.
         step: number of updates since the run began.
-        micro_batch: rows per forward pass.
         tokens: number of tokens trained on since the run began, without padding.
         load: expert load since the run began, layer index -> tokens [E].
     """
@@ -84,7 +80,7 @@ def read_state(folder: Path) -> tuple[int, int | None, int]:
     return state["global_step"], state.get("train_batch_size"), state.get("num_input_tokens_seen") or 0
 
 
-def read_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
+def read_total_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
     """Return the expert load since the run began, layer index -> tokens [E], on the model's device.
 
     Raises:
@@ -114,8 +110,7 @@ def check_checkpoint(folder: Path) -> None:
 
 @contextmanager
 def refusing_damage(folder: Path) -> Iterator[None]:
-    """Turn every exception that the body raises while it reads a checkpoint into a `UserError` that the checkpoint is
-    damaged.
+    """Turn every exception of the body into a `UserError` that the checkpoint is damaged.
 
     `UserError` and `torch.OutOfMemoryError` pass unchanged. No file of a checkpoint is ever executed (no pickle).
     """

@@ -6,18 +6,14 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from moetune.documents import read_json
+from moetune.json_files import read_json
 from moetune.report.units import gib
-from moetune.run.records import MemoryFile
+from moetune.run.folder_files import MemoryFile
 from moetune.training.run_folder import MEMORY_FILE, RunFolder
 
 
 def ending(path: Path) -> Iterator[str]:
-    """Yield the lines that sum up a finished run: best held-out loss, peak memory, where the files are, next commands.
-
-    Args:
-        path: the run folder.
-    """
+    """Yield the lines that sum up a finished run: best held-out loss, peak memory, files, next commands."""
     folder = RunFolder(path)
     evaluations = [line for line in folder.metrics() if "eval_loss" in line]
     if len(evaluations) > 1:

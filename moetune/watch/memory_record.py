@@ -13,10 +13,10 @@ from moetune.adapt.fake import tensors_of
 from moetune.errors import one_line
 from moetune.experts.context import read_rows
 from moetune.memory.allocator import WORKSPACES
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.live import Refused, refused_by_tracker, watch_cuda
 from moetune.memory.predict import time_of
-from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.verify import catalog_name
@@ -56,7 +56,7 @@ class MemoryRecord:
         self._measured: dict[str, int | None] | None = None
         self._seen = watch_cuda() if self.device.type == "cuda" else {}
 
-    def _predict(self, routing: Routing) -> Predicted:
+    def _predict(self, routing: AssumedRouting) -> Predicted:
         """Predict the run; if that fails, print why and return an empty prediction, so that training goes on.
 
         A prediction may draw random numbers, so the states of the random generators are restored.
@@ -129,7 +129,7 @@ class MemoryRecord:
             }
             load = tuple((layer, tuple(map(float, rows))) for layer, rows in sorted(self._fullest.items()))
             if self.predicted.peak is not None:
-                self._as_routed = self._predict(Routing("measured", None, load) if load else BALANCED).peak
+                self._as_routed = self._predict(AssumedRouting("measured", None, load) if load else BALANCED).peak
         self.loop.folder.write_memory(
             {
                 "schema": 1,
@@ -155,7 +155,7 @@ class Predicted(NamedTuple):
 
 
 def predicted(
-    run: ResolvedRun, ranks: Ranks = SINGLE_RANK, card: Gpu | None = None, routing: Routing = BALANCED
+    run: ResolvedRun, ranks: Ranks = SINGLE_RANK, card: Gpu | None = None, routing: AssumedRouting = BALANCED
 ) -> Predicted:
     """Predict the peak memory of a rank and, on one GPU with balanced routing, the floating-point operations of a step.
 
@@ -164,10 +164,7 @@ def predicted(
     `record_ahead` recorded before, and has no prediction if that is missing.
 
     Args:
-        run: the run.
-        ranks: the ranks of the run, of which this process is one.
         card: the GPU whose kernels run, and whose cuBLAS workspaces are added; None for a CPU.
-        routing: how many tokens each expert receives.
     """
     workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
     if not ranks.is_single or card is None or routing.load:

@@ -113,7 +113,7 @@ class OutOfMemory:
             yield "there is no checkpoint yet"
 
 
-def examine(
+def describe_out_of_memory(
     run: ResolvedRun,
     refused: Refused,
     where: Where,
@@ -127,10 +127,6 @@ def examine(
     If the prediction fails, or the run has several ranks, the report has no prediction and no remedies.
 
     Args:
-        run: the run, with the micro-batch that it had at this moment.
-        refused: the allocation that failed.
-        where: step, micro-step and phase of the run.
-        device: the device that ran out of memory.
         adapted: the model; None if it was not built yet.
         optimizer: the optimizer; None if it was not built yet.
         checkpoint: the folder of the last checkpoint; None if there is none.

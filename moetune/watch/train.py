@@ -15,23 +15,21 @@ from moetune.memory.live import watch_cuda
 from moetune.memory.verify import settled_on
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
-from moetune.report.progress import ProgressBar, reading
-from moetune.run.dtypes import kind_of
-from moetune.run.resolve import AnyRun, ResolvedRun
-from moetune.run.resolve import examine as examine_run
+from moetune.report.progress import ProgressBar, loading_progress
+from moetune.run.dtypes import device_kind
+from moetune.run.resolve import AnyRun, ResolvedRun, examine
 from moetune.training import run as training
 from moetune.training.loop import Loop, Watcher
 from moetune.training.run import TrainResult
 from moetune.training.step.observer import Where
 from moetune.watch.memory_record import MemoryRecord
-from moetune.watch.out_of_memory import examine
+from moetune.watch.out_of_memory import describe_out_of_memory
 
 
 class Watch(Watcher):
     """Observes a run: shows progress on a console, records its memory, and reports why memory ran out.
 
     Attributes:
-        progress: the progress bar.
         memory: the memory record; None before the first step.
     """
 
@@ -42,7 +40,7 @@ class Watch(Watcher):
         self._seen = watch_cuda() if device.type == "cuda" else {}
 
     def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:
-        return reading(self.console, folder)
+        return loading_progress(self.console, folder)
 
     def begin(self, loop: Loop) -> None:
         self.memory = MemoryRecord(loop, self.console)
@@ -64,13 +62,13 @@ class Watch(Watcher):
     def out_of_memory(self, run: ResolvedRun, loop: Loop | None) -> DoesNotFit | None:
         if loop is None or self.memory is None:
             refused = self._seen.get(self.device.index or 0)
-            return None if refused is None else examine(run, refused, Where(), self.device).error()
+            return None if refused is None else describe_out_of_memory(run, refused, Where(), self.device).error()
         refused = self.memory.refused()
         if refused is None:
             return None
         gc.collect()  # a checkpointed layer that failed keeps torch's hooks active, which would break a trace
         last = [str(checkpoint) for checkpoint in loop.folder.checkpoints()][-1:]
-        return examine(
+        return describe_out_of_memory(
             loop.smaller_run(), refused, loop.where, self.device, loop.adapted, loop.optimizer, *last
         ).error()
 
@@ -109,7 +107,7 @@ def train(
         UserError: the run file, its data or its output has an error; no file has been written then.
         DoesNotFit: memory ran out.
     """
-    run = examine_run(run, kind_of(device))
+    run = examine(run, device_kind(device))
     console = console or terminal(stderr=True, quiet=not ranks.is_first)
     where = run.device(device)
     if not run.problems and not dry_run and ranks.is_single:

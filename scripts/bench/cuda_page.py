@@ -31,17 +31,16 @@ NULL_DEVICE = """
 
 **No GPU has computed them.** They come from a CUDA build of torch on a device that answers every call and computes
 nothing (`tests/nullcuda/device.c`, `scripts/test_cuda.sh`). All host code is real: torch's caching allocator, its
-choice of kernels for the capability, streams, autograd's threads, bitsandbytes. So what is allocated and reserved is
-what a process on a GPU would count, but for what only a card can say:
+choice of kernels, streams, autograd's threads, bitsandbytes. So allocated and reserved memory are those of a process on
+a GPU, except for
 
-- **cuDNN's attention**, which torch prefers on an H100: its plans are made on a card. It is switched off here, so torch
-  takes the efficient or the flash kernel.
-- **cuBLAS's choices**: products take no workspace beyond the workspaces that torch gives them.
-- **What stands outside the allocator**: the CUDA context, loaded kernels, NCCL's buffers. So there is no `process`.
+- **cuDNN's attention**, which torch prefers on an H100, and which needs a card. It is switched off here, so torch takes
+  the efficient or the flash kernel.
+- **cuBLAS's choices**: products take no workspace beyond those that torch gives them.
+- **Memory outside the allocator**: the CUDA context, loaded kernels, NCCL's buffers. So there is no `process`.
 - **Times**, and every **value**. Routing is balanced: all experts receive as many tokens.
 
-The card is taken to have 80 GiB, whatever its capability; micro-steps after the second, which take the same, are left
-out.
+The card is assumed to have 80 GiB, whatever its capability. Equal micro-steps after the second are left out.
 """
 
 

@@ -202,7 +202,7 @@ def page(report: dict[str, Any]) -> str:
     python scripts/bench/near_the_line.py {command} --json docs/benchmarks/near_the_line.json
 
 The largest micro-batches for which `moetune predict` says `yes`, and at least `tight`, and one row more: `required` is
-what it says that the card must have, `verdict` its word, beside whether two steps ran. {where}
+the predicted need, `verdict` the prediction, beside whether two steps ran. {where}
 
 Of {len(report["cases"])} runs {counts["FALSE YES"]} said `yes` and ran out of memory, and
 {counts["false no"]} said `no` and ran.

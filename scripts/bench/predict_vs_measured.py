@@ -46,11 +46,11 @@ from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.context import CountRows
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting, parse_routing
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.measure import Measured, measure
 from moetune.memory.predict import predict
-from moetune.memory.routing import BALANCED, Routing, parse_routing
 from moetune.memory.trace import NotTraceable, trace
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
@@ -213,9 +213,9 @@ def fullest_expert(measured: Measured) -> float | None:
     return max((max(rows) * len(rows) / sum(rows) for rows in measured.counts), default=None)
 
 
-def traced_peak(run: ResolvedRun, routing: Routing | CountRows) -> int | None:
+def traced_peak(run: ResolvedRun, routing: AssumedRouting | CountRows) -> int | None:
     """The trace's peak; None for a model whose code looks at values. Answers given one by one need every micro-step."""
-    every: dict[str, Any] = {} if isinstance(routing, Routing) else {"micro_steps": run.config.train.accumulate}
+    every: dict[str, Any] = {} if isinstance(routing, AssumedRouting) else {"micro_steps": run.config.train.accumulate}
     try:
         traced = trace(run, routing, **every)
     except NotTraceable:
@@ -223,7 +223,7 @@ def traced_peak(run: ResolvedRun, routing: Routing | CountRows) -> int | None:
     return traced.parts().total
 
 
-def formula_peak(run: ResolvedRun, routing: Routing) -> int | None:
+def formula_peak(run: ResolvedRun, routing: AssumedRouting) -> int | None:
     """The closed form's peak; None for a model that has none."""
     try:
         return ClosedForm(run).at(run.config, routing).parts().total
@@ -393,7 +393,7 @@ def claim(device: torch.device, cap: int | None) -> dict[str, Any]:
     return {"device": card, "outside_before": outside, "usable": usable}
 
 
-def predicted_on_cuda(config: RunConfig, card: dict[str, Any], routing: Routing) -> dict[str, int]:
+def predicted_on_cuda(config: RunConfig, card: dict[str, Any], routing: AssumedRouting) -> dict[str, int]:
     """Bytes on this card; `with_loading` is the most that the process takes, loading included."""
     report = predict(resolve(config, "cuda"), method="trace", gpu=catalog_name(card), routing=routing)
     return {kind: getattr(report.fullest, f"peak_{kind}") for kind in BYTES} | {"with_loading": report.peak_process}

@@ -22,7 +22,7 @@ from moetune.models.structure import ModelStructure
 from moetune.parallel.coordinates import expert_shards
 from moetune.run.resolve import resolve
 
-GPUS = (2, 4, 8, 16, 32, 64)
+GPUS = (2, 4, 8, 64)
 NODE = 8
 """GPUs of a node."""
 UTILISATION = 0.4
@@ -167,7 +167,7 @@ def table(model: str, adapt: str) -> Iterator[str]:
     yield ""
     machines = [machine.gpu.partition("-")[0].upper() for machine in MACHINES]
     yield (
-        "| GPUs | layout | GB sent: gathers | exchange | sums | "
+        "| GPUs | layout | GB sent: gathers | dispatch, combine | sums | "
         + " | ".join(f"{name}: s on links" for name in machines)
         + " | peak GiB | "
         + " | ".join(f"{name}: tokens/s a GPU" for name in machines)

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from moetune.compat.transformers import (
     activation_of,
-    attention_of,
+    attention_name,
     checkpoint_by,
     draw,
     dtypes_kept,
@@ -74,7 +74,7 @@ def test_a_rotary_embedding_that_asks_for_the_length_does_not() -> None:
 def test_an_attention_function_is_chosen_by_name() -> None:
     model = toy_model("mixtral")
     set_attention(model.config, "eager")
-    assert attention_of(model) == "eager"
+    assert attention_name(model) == "eager"
     assert has_flash_interface(model)
     assert not has_flash_interface(toy_model("gpt_oss"))  # its sinks need a kernel of their own
 

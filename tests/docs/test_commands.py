@@ -27,7 +27,7 @@ FEWER_STEPS = ("train.steps=6", "train.eval_every=6")
 """A tenth of a recipe's steps, which is enough to see it learn; held-out loss before and after them."""
 FEWER_TRACED = ("train.accumulate=1", "train.router_aux_loss=0")
 """Of a prediction: one micro-step, and a few layers, which stand for all where no loss needs all."""
-HELD_OUT = ROOT / "moetune/models/catalog/data/unicode-names/heldout.jsonl"
+NAMES = ROOT / "moetune/models/catalog/data/unicode-names"
 
 Run = Callable[[str], str]
 
@@ -73,15 +73,24 @@ def run(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pyte
     """Runs a command and returns what it writes. Only `--all` trains the model that is shown and predicts in full."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    some = tmp_path / "some.jsonl"  # of the held-out data: runs of a few steps would spend their time on the rest
-    some.write_text("".join(HELD_OUT.read_text(encoding="utf-8").splitlines(keepends=True)[:10]), encoding="utf-8")
+
+    def first(records: int, name: str) -> Path:
+        """Part of the example data: runs of a few steps would spend their time on the rest."""
+        lines = (NAMES / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (tmp_path / f"some-{name}").write_text("".join(lines[:records]), encoding="utf-8")
+        return tmp_path / f"some-{name}"
+
+    some, fewer_rows = first(10, "heldout.jsonl"), first(400, "train.jsonl")
     is_short = not pytestconfig.getoption("--all")
 
     def smaller(command: str) -> list[str]:
         """Settings with which it takes less."""
         name = command.split()[1]
         if RECIPE.fullmatch(command):
-            return [*FEWER_STEPS, *([f"data.eval={some}"] if is_short else [])]
+            return [
+                *FEWER_STEPS,
+                *([f"data.eval={some}", f"data.train={fewer_rows}", "model.dtype=fp32"] if is_short else []),
+            ]
         model = [f"model.path={small_model}"] * is_short
         if name == "train":
             fewer = ["train.steps=4"] * (is_short and "train.steps=20" in command)
@@ -96,7 +105,8 @@ def run(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pyte
         if arguments[0] == "apply" and is_short:  # to what was trained on
             arguments = [str(small_model) if word == "tiny-mixtral" else word for word in arguments]
         if is_short:
-            arguments = [str(some) if word == "unicode-names:heldout" else word for word in arguments]
+            shorter = {"unicode-names:heldout": str(some), "16384": "2048"}
+            arguments = [shorter.get(word, word) for word in arguments]
         arguments += [option for setting in smaller(command) for option in ("--set", setting)]
         monkeypatch.setattr(sys, "argv", ["moetune", *arguments])  # which ranks are started with
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)

@@ -47,8 +47,9 @@ SETTINGS = ("--set", "optimizer.name=paged_lion8bit", "--set", "model.base=fp16"
 
 
 @pytest.mark.slow
-def test_the_optimizer_the_storage_and_the_gpu_are_there(changed: Path) -> None:
-    said = run(changed, "predict", "configs/tiny-lora.yaml", "--gpu", "my-card", *SETTINGS, "--verbose")
+def test_the_optimizer_the_storage_and_the_gpu_are_there(changed: Path, small_model: Path) -> None:
+    model = ("--set", f"model.path={small_model}")
+    said = run(changed, "predict", "configs/tiny-lora.yaml", "--gpu", "my-card", *model, *SETTINGS, "--verbose")
     assert "NVIDIA My Card" in said
     assert "paged_lion8bit" in said
     assert "fp16" in said

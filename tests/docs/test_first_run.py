@@ -1,4 +1,4 @@
-"""The guide from a file to a model in use, as a new user would follow it: on its model, and on a Qwen3-MoE folder."""
+"""The guide from a file to a model in use, as a new user would follow it: on its model, and on other folders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def qwen(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny-mixtral", pytest.param("qwen", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "model", ["small_model", *(pytest.param(m, marks=pytest.mark.full) for m in ("tiny-mixtral", "qwen"))]
+)
 def test_the_guide(
     model: str, moetune: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
 ) -> None:

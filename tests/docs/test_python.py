@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import moetune
-from moetune.models.hub.tensor_files import read_checkpoint
+from moetune.models.hub.tensor_files import read_headers
 from tests import small
 
 pytest.importorskip("trl")
@@ -25,14 +25,14 @@ ADAPT = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL calls what transformers has renamed
-def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = small.write_data(tmp_path / "data.jsonl")
     sections: dict[str, Any] = {
         "data": {"eval": str(data)},
         "train": {"sequence_length": 48, "save_every": 2, "accumulate": 1},
     }
-    run = small.run_file(Path("tiny-mixtral"), data, tmp_path / "run", **sections) | {"adapt": ADAPT}
+    run = small.run_file(small_model, data, tmp_path / "run", **sections) | {"adapt": ADAPT}
     (tmp_path / "run.yaml").write_text(moetune.RunConfig.model_validate(run).to_yaml(), encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert len(blocks) == 6
@@ -53,16 +53,16 @@ def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert changed <= adapted.trainable().keys()  # an expert may have received no token
         assert {resolved.parts[name] for name in changed} == {"router", "experts", "lora"}
 
-    merged = read_checkpoint(tmp_path / "out/dpo-merged")
-    base = read_checkpoint(Path(resolved.model.source.folder))
+    merged = read_headers(tmp_path / "out/dpo-merged")
+    base = read_headers(Path(resolved.model.source.folder))
     assert {name: stored.shape for name, stored in merged.items()} == {n: stored.shape for n, stored in base.items()}
-    router = "model.layers.3.block_sparse_moe.gate.weight"
-    mine = trained[-1].model.get_parameter("model.layers.3.mlp.gate.weight")
+    router = "model.layers.1.block_sparse_moe.gate.weight"
+    mine = trained[-1].model.get_parameter("model.layers.1.mlp.gate.weight")
     assert merged[router].rows().equal(mine.detach().to(merged[router].torch_dtype))
-    assert set(read_checkpoint_of_delta(tmp_path / "out/sft-delta")) <= set(base)
+    assert set(read_delta_headers(tmp_path / "out/sft-delta")) <= set(base)
 
 
-def read_checkpoint_of_delta(folder: Path) -> dict[str, Any]:
+def read_delta_headers(folder: Path) -> dict[str, Any]:
     from moetune.models.hub.delta_folder import read_delta
 
     return dict(read_delta(folder).tensors)

@@ -25,6 +25,7 @@ from tests import small
 from tests.exporting.runs import ToyRun, trained_of, write_base, write_run
 from tests.reference import token_ids
 from tests.resolved import build, train
+from tests.thinned import thinned
 
 LORA = {"rank": 3, "alpha": 7.5}
 ALL = ["attention", "experts"]
@@ -92,7 +93,7 @@ def check_export(run: ToyRun, adapter: Path) -> PeftModel:
     return model
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES, 2))
 def test_stock_peft_computes_the_same_and_the_adapter_comes_back(case: str, tmp_path: Path) -> None:
     run = make_run(CASES[case][0], tmp_path, CASES[case][1])
     model = check_export(run, tmp_path / "adapter")

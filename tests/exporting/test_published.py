@@ -20,8 +20,8 @@ from moetune.exporting.export import export
 from moetune.inference.evaluate import evaluate
 from moetune.inference.opened import open_model
 from moetune.models.catalog import find_model
+from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Base, take_fingerprint
-from moetune.models.hub.quantized import Quantized, open_checkpoint
 from moetune.training.checkpoint import TRAINED_FILE
 from moetune.training.run_folder import RunFolder
 from tests import small

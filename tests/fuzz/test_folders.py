@@ -21,14 +21,14 @@ from moetune.adapt.weights.quantized_base import check_quantized_base
 from moetune.config import load as run_file
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
-from moetune.documents import sealed
 from moetune.errors import UserError
 from moetune.exporting.export import export
+from moetune.json_files import sealed
 from moetune.models.hub.delta_folder import read_delta
-from moetune.models.hub.tensor_files import read_checkpoint
+from moetune.models.hub.tensor_files import read_headers
 from moetune.models.source_quantization import read_quantized_manifest
 from moetune.run.deepspeed_json import deepspeed_json
-from moetune.run.records import read_load
+from moetune.run.folder_files import read_expert_load
 from moetune.run.resolve import resolve
 from moetune.training import checkpoint as checkpoints
 from moetune.training import same_run, trainer_state
@@ -84,7 +84,7 @@ def read_run(path: Path, written: Written) -> None:
     trainer_state.check_checkpoint(newest)
     with trainer_state.refusing_damage(newest):
         checkpoints.read_trained(newest, adapted)
-        trainer_state.read_load(newest, adapted)
+        trainer_state.read_total_load(newest, adapted)
         checkpoints.read_optimizer(newest, adapted, written["optimizer"])
 
 
@@ -168,10 +168,10 @@ def readers(written: Written) -> dict[str, tuple[Path, Callable[[Path], Any]]]:
             lambda path: check_delta(written["of_experts"], read_delta(path)),
         ),
         "adapter": (Path("peft/adapter_config.json"), lambda path: check_peft(written["adapted"], path)),
-        "load": (Path("run/memory.json"), lambda path: read_load(path / "memory.json", "--routing")),
+        "load": (Path("run/memory.json"), lambda path: read_expert_load(path / "memory.json", "--routing")),
         "deepspeed": (Path("ds/ds.json"), deepspeed),
         "checkpoint": (Path("run/checkpoints/step-2/manifest.json"), damage),
-        "index": (Path("index/model.safetensors.index.json"), read_checkpoint),
+        "index": (Path("index/model.safetensors.index.json"), read_headers),
     }
 
 

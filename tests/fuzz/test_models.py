@@ -16,7 +16,7 @@ from transformers import MixtralForCausalLM
 from moetune.adapt.build import build
 from moetune.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
 from moetune.errors import UserError
-from moetune.models.hub.tensor_files import INDEX_FILE, read_checkpoint
+from moetune.models.hub.tensor_files import INDEX_FILE, read_headers
 from moetune.run.resolve import resolve, resolve_model
 from moetune.training.data.load import load_data, tokenizer_of
 from tests.fuzz.damage import answer, cases, damaged_json, garbled_bytes, write
@@ -105,7 +105,7 @@ def test_weights(pytestconfig: pytest.Config, model: Path, tmp_path: Path) -> No
         whole = (model / name).read_bytes()
         raw = damaged_json(whole.decode(), draw) if name == INDEX_FILE else damaged_header(whole, draw)
         (folder / name).write_bytes(raw)
-        found = answer(seed, lambda: read_checkpoint(folder), lambda name=name, raw=raw: f"{name}: {raw[:1500]!r}")
+        found = answer(seed, lambda: read_headers(folder), lambda name=name, raw=raw: f"{name}: {raw[:1500]!r}")
         refused += isinstance(found, UserError)
         if not isinstance(found, UserError) and loaded < len(cases(pytestconfig)) / 25:
             loaded += 1

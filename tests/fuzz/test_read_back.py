@@ -61,13 +61,13 @@ READ_BY = {
     "models/source.py": "config.json: test_models.py",
     "exporting/merged.py": "config.json: test_models.py",
     "models/hub/delta_folder.py": "delta/manifest.json",
-    "models/hub/quantized.py": "config.json: test_models.py",
+    "models/hub/dequantize.py": "config.json: test_models.py",
     "models/hub/tensor_files.py": "delta/delta.safetensors",
     "inference/run_page.py": "run/memory.json",
-    "parallel/launch.py": "a rank's last words, in a folder of our own",
+    "parallel/start_ranks.py": "a rank's last words, in a folder of our own",
     "run/deepspeed_json.py": "deepspeed.json",
     "models/source_quantization.py": "packed/packed.json",
-    "run/records.py": "run/metrics.jsonl",
+    "run/folder_files.py": "run/metrics.jsonl",
     "run/scores.py": "scores.json",
     "training/checkpoint.py": "run/checkpoints/step-2/optimizer.json",
     "watch/ending.py": "run/memory.json",
@@ -82,7 +82,7 @@ RAW = {
     "cli/init.py": "part of the package",
     "training/data/formats.py": "a value in a record: test_data.py",
     "training/data/load.py": "what a tokenizer writes of itself",
-    "documents.py": "the reader",
+    "json_files.py": "the reader",
     "files.py": "a lock of another process",
 }
 """Who parses by themselves."""
@@ -218,7 +218,7 @@ def as_file(name: str, text: str, whole: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("words", "known"),
     [
-        (r"\b(read_json|read_sealed|parse_json)\(", READ_BY | {"documents.py": ""}),
+        (r"\b(read_json|read_sealed|parse_json)\(", READ_BY | {"json_files.py": ""}),
         (r"\b(json\.loads?|yaml\.(safe_)?load)\(", RAW),
     ],
 )

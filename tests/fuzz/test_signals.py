@@ -18,7 +18,7 @@ import yaml
 from moetune.config.schema import RunConfig
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
-from moetune.parallel.launch import start_ranks
+from moetune.parallel.start_ranks import start_ranks
 from moetune.routing.score import score, to_score
 from moetune.run.resolve import resolve
 from tests import small

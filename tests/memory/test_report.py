@@ -9,13 +9,13 @@ from moetune.config.schema import RunConfig
 from moetune.memory.predict import Method, predict
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts, RankMemory
 from tests.memory.models import toy_run, write_toy
+from tests.thinned import in_pairs
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
 
 
-@pytest.mark.parametrize("method", ["trace", "formula"])
-@pytest.mark.parametrize("parallel", [{}, {"fsdp": 2, "ep": 2}], ids=["one rank", "two ranks"])
-def test_terms_of_a_rank_sum_to_its_peak(method: Method, parallel: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("parallel", "method"), in_pairs([{}, {"fsdp": 2, "ep": 2}], ["trace", "formula"], every=2))
+def test_terms_of_a_rank_sum_to_its_peak(parallel: dict[str, int], method: Method, tmp_path: Path) -> None:
     sections = {"parallel": parallel, "hardware": {"count": parallel.get("fsdp", 1)}}
     config = toy_run(write_toy(tmp_path, "mixtral"), "mixtral", LORA, **sections)
     report = predict(config, method=method, gpu="44GiB")

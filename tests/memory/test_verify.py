@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moetune.config.schema import RunConfig
-from moetune.memory.routing import BALANCED
+from moetune.memory.assumed_routing import BALANCED
 from tests import small
 from tests.resolved import train, verify
 

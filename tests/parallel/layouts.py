@@ -8,7 +8,7 @@ from typing import Any
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.memory.ranks import kinds_of_ranks
+from moetune.memory.equal_ranks import kinds_of_ranks
 from moetune.parallel.ranks import Ranks
 from tests import small
 from tests.parallel import predicted, steps

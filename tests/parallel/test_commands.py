@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.cli import main, ranks
-from moetune.parallel.launch import free_port
+from moetune.cli import main, start_on_ranks
+from moetune.parallel.start_ranks import free_port
 from moetune.watch import memory_record
 from tests import small
 from tests.conftest import Ended
@@ -128,14 +128,13 @@ def test_a_layout_through_its_command(
     with monkeypatch.context() as unpredicted:
         unpredicted.setattr(memory_record, "predicted", lambda *_: memory_record.Predicted())
         run(moetune, write_run({}, adapt, small_model, small_data, one), "--set", "train.steps=2")
-    monkeypatch.setattr(ranks, "start_ranks", start_in_forks)
+    monkeypatch.setattr(start_on_ranks, "start_ranks", start_in_forks)
     file = write_run(LAYOUTS[layout], adapt, small_model, small_data, many)
     run(moetune, file)
     run(moetune, file, "--resume", "auto", "--set", "train.steps=2")
     assert (many / "checkpoints" / "step-2" / "trained.safetensors").is_file()
     memory = json.loads((many / "memory.json").read_text())
-    if "tp" not in LAYOUTS[layout]:  # with tp some have a closed form
-        assert (memory["predicted"]["peak_allocated"] is None) == (layout in layouts.DEEPSPEED)  # which has none
+    assert (memory["predicted"]["peak_allocated"] is None) == (layout in layouts.DEEPSPEED)  # which has no closed form
     logged = [small.metrics_without_times(folder) for folder in (one, many)]
     assert [line["step"] for line in logged[0]] == [line["step"] for line in logged[1]]
     for its, mine in zip(*logged, strict=True):

@@ -61,10 +61,10 @@ def test_without_checkpointing(name: str, alone: list[layouts.Outcome], small_mo
 def refusal(name: str, case: layouts.Case, outcome: layouts.Outcome) -> str:
     """What a layout cannot do, it says by name; nothing else is refused."""
     if "tp" in name and case[1] == "nf4":
-        assert "is packed (model.base), and packed matrices cannot be split" in outcome.refused
+        assert "is quantized (model.base), and quantized matrices cannot be split" in outcome.refused
         return outcome.refused
     if name == "deepspeed, zero 3" and case[1] == "nf4":
-        assert "DeepSpeed cannot share packed experts and linears; set parallel.zero: 2" in outcome.refused
+        assert "DeepSpeed cannot shard quantized experts and linears; set parallel.zero: 2" in outcome.refused
         return outcome.refused
     return ""
 

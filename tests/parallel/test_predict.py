@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from moetune.memory.assumed_routing import AssumedRouting
+from moetune.memory.equal_ranks import kinds_of_ranks
 from moetune.memory.predict import predict
-from moetune.memory.ranks import kinds_of_ranks
-from moetune.memory.routing import Routing
 from moetune.memory.trace import trace
 from tests import small
 
@@ -60,8 +60,13 @@ def test_what_makes_ranks_differ(small_model: Path) -> None:
     config = config_of(small_model, "router", fsdp=4, ep=4)
     assert len(set(kinds_of_ranks(config, by_expert=False))) == 1
     assert len(set(kinds_of_ranks(config, by_expert=True))) == 4  # a full expert is on one of them
-    assert len(predict(config, method="trace", routing=Routing("skew:3", 3.0)).ranks) == 4
+    assert len(predict(config, method="trace", routing=AssumedRouting("skew:3", 3.0)).ranks) == 4
     assert len(set(kinds_of_ranks(config_of(small_model, "router", fsdp=3), by_expert=False))) == 3  # 64 / 3
+    fp32 = {"model": {"base": "fp32", "dtype": "fp32"}, "parallel": {"tp": 2, "ep": 2}, "hardware": {"count": 2}}
+    for length, kinds in ((64, 1), (63, 2)):  # one rank dispatches a token more
+        odd = {"train": {"micro_batch": 1, "sequence_length": length}}
+        run = small.run_config(small_model, small_model, small_model, "router", **fp32, **odd)
+        assert len(set(kinds_of_ranks(run, by_expert=False))) == kinds
 
 
 @pytest.mark.parametrize(

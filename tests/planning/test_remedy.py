@@ -13,7 +13,9 @@ from moetune.run.resolve import resolve
 from tests import small
 
 
-@pytest.mark.parametrize(("room", "is_named"), [(None, True), (10**12, True), (0, False)])
+@pytest.mark.parametrize(
+    ("room", "is_named"), [pytest.param(None, True, marks=pytest.mark.full), (10**12, True), (0, False)]
+)
 def test_offload_needs_room_on_the_host(
     room: int | None, is_named: bool, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,12 +12,12 @@ import yaml
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.memory.routing import parse_routing
+from moetune.memory.assumed_routing import parse_routing
 from moetune.routing.drift import drift
 from moetune.routing.recorder import Recorder
 from moetune.routing.score import score, to_score
 from moetune.routing.select import within_budget
-from moetune.run.records import read_load
+from moetune.run.folder_files import read_expert_load
 from moetune.run.resolve import resolve
 from moetune.run.scores import Scores, read_scores
 from tests import small
@@ -156,8 +156,8 @@ def test_no_more_rows_are_read_than_asked_for(whole: Scores, small_model: Path, 
 def test_the_file_is_a_routing_and_a_load(whole: Scores, tmp_path: Path) -> None:
     file = tmp_path / "scores.json"
     file.write_text(whole.to_text())
-    assert dict(parse_routing(str(file)).load) == read_load(file, "parallel.load")
-    assert read_load(file, "it") == {layer: tuple(map(float, load)) for layer, load in whole.expert_load.items()}
+    assert dict(parse_routing(str(file)).load) == read_expert_load(file, "parallel.load")
+    assert read_expert_load(file, "it") == {layer: tuple(map(float, load)) for layer, load in whole.expert_load.items()}
 
 
 def test_score_then_select_then_count(

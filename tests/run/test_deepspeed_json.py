@@ -97,7 +97,7 @@ def test_a_json_that_is_not_there() -> None:
         ({"tp": 2}, {}, "parallel.tp 2: "),
         ({"fsdp": 1}, {}, "parallel.fsdp 1: there is nothing to share"),
         ({"reshard": False}, {}, "parallel.reshard: false is FSDP2's; set parallel.zero: 2"),
-        ({}, {"model": {"base": "nf4"}}, "DeepSpeed cannot share packed experts and linears; set parallel.zero: 2"),
+        ({}, {"model": {"base": "nf4"}}, "DeepSpeed cannot shard quantized experts and linears; set parallel.zero: 2"),
         ({}, {"model": {"experts_on": "host"}}, "model.experts_on: host"),
         ({}, {"model": {"dtype": "fp16"}}, "use bf16 or fp32"),
         ({}, {"model": {"dtype": "bf16"}}, "set master_weights: fp32"),

@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads that do not divide": ({"parallel": {"tp": 3}, "hardware": {"count": 3}}, r"parallel\.tp: 3 ranks cannot"),
     "packed attention that shall be split": (
         {"parallel": {"tp": 2}, "hardware": {"count": 2}},
-        r"parallel\.tp: .*q_proj is packed",
+        r"parallel\.tp: .*q_proj is quantized",
     ),
     "a load that is not there": (
         {"parallel": {"fsdp": 2, "ep": 2, "load": "missing.json"}, "hardware": {"count": 2}},

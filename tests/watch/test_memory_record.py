@@ -24,7 +24,9 @@ def test_one_figure_is_said_and_it_is_of_the_runs_own_routing(
 ) -> None:
     """The balanced prediction is in the file; only the one as routed is printed, at the end."""
 
-    def predicted(run: object, ranks: object, card: object, routing: memory_record.Routing) -> memory_record.Predicted:
+    def predicted(
+        run: object, ranks: object, card: object, routing: memory_record.AssumedRouting
+    ) -> memory_record.Predicted:
         return memory_record.Predicted(2**20 if routing.name == "balanced" else 2**21)
 
     monkeypatch.setattr(memory_record, "predicted", predicted)

@@ -16,8 +16,8 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
 from moetune.models.hub.delta_folder import Delta
-from moetune.models.hub.names import KeyMapping, key_mappings
-from moetune.models.hub.quantized import weights_of
+from moetune.models.hub.dequantize import weights_of
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import Stored
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks, trained_name, whole_name
@@ -79,10 +79,6 @@ def _experts_in(delta: Delta, key: str) -> list[int]:
 
 def check_delta(adapted: Adapted, delta: Delta) -> None:
     """Raise `UserError` if a delta does not fit the parameters that train; compare names and shapes, read no weights.
-
-    Args:
-        adapted: the adapted model, on any device including meta.
-        delta: the opened delta.
 
     Raises:
         UserError: a tensor or an expert's row of the delta is not needed for any trained parameter, other tensors of

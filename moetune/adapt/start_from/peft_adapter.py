@@ -31,8 +31,8 @@ from moetune.adapt.start_from.peft_layout import (
     split_experts,
     split_parts,
 )
-from moetune.documents import read_json
 from moetune.errors import UserError, reading, shown, time_limit
+from moetune.json_files import read_json
 from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
@@ -59,10 +59,6 @@ class _Scales(BaseModel):
 
 def load_peft(adapted: Adapted, folder: Path) -> None:
     """Copy the values of a PEFT adapter, factors and saved modules, into an adapted model with the same selection.
-
-    Args:
-        adapted: the model, with its weights loaded.
-        folder: the adapter's folder.
 
     Raises:
         UserError: the folder holds no adapter in safetensors, the adapter is not plain LoRA, or it differs from the
@@ -152,7 +148,6 @@ class _Reading:
         """Report experts that have factors in the adapter or in the selection, but not in both.
 
         Args:
-            where: path of the stack, for messages.
             A: factors of all E experts [E, R, in].
             B: factors of all E experts [E, out, R].
             ids: experts that have LoRA in the selection.

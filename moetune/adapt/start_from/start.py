@@ -25,7 +25,6 @@ class Start:
     """Initial values for what trains, checked as far as possible without reading frozen weights.
 
     Attributes:
-        folder: the folder that `adapt.start_from` names.
         delta: the opened delta; None if the folder holds a PEFT adapter.
     """
 
@@ -36,7 +35,6 @@ class Start:
         """Copy the values into the adapted model; return notes for the user.
 
         Args:
-            adapted: the model, with its weights loaded.
             base: the checkpoint that the frozen weights were read from; may be None only if this is a PEFT adapter.
 
         Raises:

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from moetune.adapt.weights import quantized_base
-from moetune.adapt.weights.checkpoint import CheckpointReader
+from moetune.adapt.weights.published import CheckpointReader
 from moetune.adapt.weights.target import LoadTarget
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError

@@ -22,16 +22,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.adapt.weights.checkpoint import finish_reading
+from moetune.adapt.weights.published import finish_reading
 from moetune.adapt.weights.random import fill_randomly, realize_buffers
 from moetune.adapt.weights.target import LoadTarget
-from moetune.documents import read_json
 from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
 from moetune.files import WriterLock, aside_of, settle, write_whole
+from moetune.json_files import read_json
+from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, digesting
-from moetune.models.hub.names import key_mappings
-from moetune.models.hub.quantized import Quantized, open_checkpoint
+from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
 from moetune.models.source_quantization import BEGUN, QuantizedManifest
 from moetune.parallel.ranks import Ranks
@@ -55,8 +55,6 @@ def write_bank(folder: Path, path: str, bank: ExpertBank) -> None:
     """Write one layer's experts to their file, under a temporary name first, so that the file is never incomplete.
 
     Args:
-        folder: folder of the quantized base.
-        path: path of the layer's experts module.
         bank: the layer's experts, all of them frozen.
     """
     _write(folder / layer_file(path), {f"{path}.{name}": tensor for name, tensor in bank.named_buffers()})
@@ -69,10 +67,7 @@ def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTra
     checkpoint's values.
 
     Args:
-        folder: folder of the quantized base.
         model: the model with its weights loaded, without experts.
-        source: folder of the checkpoint.
-        plain: the model as transformers builds it, on the meta device.
     """
     stored = open_checkpoint(source)
     mappings = key_mappings(plain, stored)
@@ -95,8 +90,6 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
     What is to be quantized is recorded in the folder, or compared with what was recorded there before.
 
     Args:
-        folder: folder of the quantized base; it must exist.
-        model: the model that is quantized.
         source: folder of the checkpoint.
         weights: the checkpoint's weight files.
 
@@ -245,7 +238,6 @@ def read_quantized_base(
 def _fill(
     target: LoadTarget, folder: Path, manifest: QuantizedManifest, on_read: Callable[[float], None] | None
 ) -> None:
-    """Read all files into the target's model."""
     model = target.model
     unread = set(model.state_dict())
     files = [folder / name for name in sorted(manifest.files)]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moetune.adapt.weights.checkpoint import CheckpointReader
+from moetune.adapt.weights.published import CheckpointReader
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import LoadingQuantizer
 from moetune.config.resolved import ResolvedModelConfig
@@ -68,11 +68,6 @@ class MoetuneQuantizer(LoadingQuantizer):
 
     def load(self, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
         """Read a checkpoint into a model on the meta device, quantizing its experts and linear layers.
-
-        Args:
-            model: the model as transformers has built it; changed in place.
-            folder: the folder of the checkpoint.
-            device: where the weights are put.
 
         Raises:
             UserError: the model's experts cannot be quantized, or the checkpoint does not fit the model.

@@ -53,8 +53,6 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
     Tensors of submodules, and tensors that are not on the meta device, are left alone.
 
     Args:
-        model: the whole model.
-        path: path of the module in the model.
         device: where to allocate; the meta device does nothing.
 
     Raises:

@@ -9,10 +9,10 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from moetune.adapt.weights.checkpoint import refuse_misfit
-from moetune.documents import read_json
+from moetune.adapt.weights.published import refuse_misfit
 from moetune.errors import UserError, reading
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, read_checkpoint
+from moetune.json_files import read_json
+from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, read_headers
 from moetune.run.resolve import ResolvedModel
 
 
@@ -21,14 +21,13 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
 
     Args:
         model: the resolved model; its weights are downloaded if needed.
-        device: where the weights are put.
 
     Raises:
         UserError: the weights cannot be found, downloaded or loaded; or a tensor is missing, unexpected or of another
             shape.
     """
     folder = model.source.weights()
-    read_checkpoint(folder)
+    read_headers(folder)
     index = folder / INDEX_FILE
     indexed = not (folder / SINGLE_FILE).is_file()
     if indexed and not isinstance(read_json(index, dict[str, Any]).get("metadata"), dict):  # transformers writes to it

@@ -1,6 +1,6 @@
 """`LoadTarget`: puts weights from any source into expert banks, quantized linear layers and parameters.
 
-Checkpoints (checkpoint.py), random draws (random.py) and quantized bases (quantized_base.py) all use its methods.
+Checkpoints (published.py), random draws (random.py) and quantized bases (quantized_base.py) all use its methods.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class LoadTarget:
     holds a layer's experts, such as `gate_up_proj`.
 
     Args:
-        model: the model; changed in place.
-        structure: the layers and parameters of the model.
         selection: what trains.
         config: precision and place of the weights.
         linears: paths of the linear layers that are stored in the precision `model.base`.
@@ -50,7 +48,6 @@ class LoadTarget:
 
     Attributes:
         layers: path of a layer's experts module -> the layer.
-        linears: the paths from the argument.
         banks: path of a layer's experts module -> its bank, for banks that have been created.
     """
 
@@ -110,7 +107,7 @@ class LoadTarget:
         """Store one expert's matrix or bias, quantized unless the expert trains.
 
         Args:
-            weight: the expert's slice of the stack, in the model's layout.
+            weight: the expert's slice of the stack, in the model's layout, of any dtype.
         """
         self.bank(path).put_(expert, matrix_of(stack), out_in(self.layers[path], stack, weight))
         self._note(weight.numel())
@@ -151,7 +148,7 @@ class LoadTarget:
     # --- Linear layers ----------------------------------------------------------------------------------------------
 
     def put_linear(self, path: str, weight: Tensor) -> None:
-        """Store the weight of a linear layer [out, in], and replace the layer by a quantized one.
+        """Store the weight of a linear layer [out, in] of any dtype, and replace the layer by a quantized one.
 
         The layer keeps the weight as it is if `model.base` is the compute dtype, or is MXFP4, which applies to
         experts only.
@@ -159,7 +156,7 @@ class LoadTarget:
         linear = cast(nn.Linear, self.model.get_submodule(path))
         self._note(weight.numel())
         if DTYPES.get(self.config.base) == self.dtype or self.config.base == "mxfp4":
-            linear.weight = nn.Parameter(weight, requires_grad=False)
+            linear.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
             return
         quantized: nn.Module
         if self.config.base == "nf4":
@@ -173,6 +170,7 @@ class LoadTarget:
             )
             if not weight.is_meta:
                 quantized = quantized.to(self.device)
+                cast(Params4bit, quantized.weight).quant_state.dtype = self.dtype
         else:
             quantized = QuantizedLinear(weight, linear.bias, self.config.base)
         self.model.set_submodule(path, quantized.requires_grad_(False))
@@ -182,7 +180,7 @@ class LoadTarget:
 
         Args:
             path: path of the linear layer, which is replaced by a `Linear4bit` unless it is one.
-            data: the packed weight, two values per byte.
+            data: the quantized weight, two values per byte.
             state: the quantization state, under bitsandbytes' names.
         """
         linear = self.model.get_submodule(path)

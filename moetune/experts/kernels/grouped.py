@@ -5,12 +5,16 @@ Shapes: C experts in a group with N rows together; p and q features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
+
+from moetune.compat.torch import is_observed
+from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, without_kernel
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class GroupedGemm:
 
 
 # torch's own operator has a fake kernel only in bfloat16. Where torch computes it as a loop, the host waits for `ends`;
-# the loop below uses `counts`, which are on the host already.
+# the loop and Triton's kernel use `counts`, which are on the host already.
 library = torch.library.Library("moetune", "FRAGMENT")
 library.define("grouped_mm(Tensor a, Tensor b, Tensor ends, int[] counts) -> Tensor")
 
@@ -68,19 +72,14 @@ def product_of_groups(a: Tensor, b: Tensor, ends: Tensor | None, counts: Sequenc
         ends: [C] int32, the end of each expert's rows; None if there is only one expert.
         counts: number of rows of each expert.
     """
-    if ends is not None:
-        return torch.ops.moetune.grouped_mm(a, b, ends, counts)
-    return a @ b[0] if b.dim() == 3 else (a @ b)[None]
+    if ends is None:
+        return a @ b[0] if b.dim() == 3 else (a @ b)[None]
+    is_seen = is_observed(a) and "grouped_mm" not in without_kernel()  # as in operators.py
+    return (torch.ops.moetune.grouped_mm.default if is_seen else _run)(a, b, ends, counts)
 
 
-def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute `product_of_groups` with torch's grouped kernel where there is one, else in a loop over the experts."""
-    if a.is_cuda:
-        as_one = runs_as_one(torch.cuda.get_device_capability(a.device), a, b)
-    else:  # torch's CPU operator is the loop below, in C++
-        as_one = a.dtype in _ON_CPU and _is_aligned(a, b)
-    if as_one:
-        return grouped_mm(a, b, offs=ends)
+def _loop(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
+    """Compute `product_of_groups` by a product of torch's for each expert."""
     out = _empty(a, b, ends, counts)
     if b.dim() == 3:
         for rows, matrix, product in zip(a.split(counts), b.unbind(), out.split(counts), strict=True):
@@ -91,22 +90,31 @@ def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Te
     return out
 
 
+def _by_torch(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
+    """Compute `product_of_groups` by torch's operator, which on a CPU is the loop in C++."""
+    return grouped_mm(a, b, offs=ends)
+
+
 def _empty(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
     """Return an uninitialized tensor in the shape of the product; also the operator's fake kernel."""
     return a.new_empty((a.shape[0], b.shape[-1]) if b.dim() == 3 else (len(counts), a.shape[0], b.shape[-1]))
 
 
-def runs_as_one(capability: tuple[int, int], a: Tensor, b: Tensor) -> bool:
-    """Return whether torch multiplies all groups with one kernel on a GPU.
+def kernel_of(capability: tuple[int, int], a: Tensor, b: Tensor) -> Literal["torch", "triton"] | None:
+    """Return whose kernel multiplies all groups at once on a GPU; None if a loop over the experts does.
 
-    True for bfloat16 with rows aligned to 16 bytes on compute capability 9.x and 10.x.
+    torch's on compute capability 9.x, for bfloat16 with rows aligned to 16 bytes; that for 10.x is wrong for groups
+    without rows (pytorch/pytorch#172439, #193633), and 8.x and 12.x have none. On these three Triton's, in 16 bits: in
+    float32, which has no tensor cores, cuBLAS's products are faster.
 
     Args:
         capability: compute capability (major, minor) of the GPU.
         a: left operand, as in `product_of_groups`.
         b: right operand.
     """
-    return a.dtype == torch.bfloat16 and capability[0] in (9, 10) and _is_aligned(a, b)
+    if capability[0] == 9:
+        return "torch" if a.dtype == torch.bfloat16 and _is_aligned(a, b) else None
+    return "triton" if capability[0] >= 8 and a.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def _is_aligned(a: Tensor, b: Tensor) -> bool:
@@ -119,5 +127,18 @@ def _is_aligned(a: Tensor, b: Tensor) -> bool:
 
 
 _ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
-library.impl("grouped_mm", _grouped_mm, "CompositeExplicitAutograd")
+
+
+def _kernel(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Callable[..., Tensor] | None:
+    if not a.is_cuda:
+        return _by_torch if a.dtype in _ON_CPU and _is_aligned(a, b) else None
+    whose = kernel_of(torch.cuda.get_device_capability(a.device), a, b)
+    if whose == "torch":
+        return _by_torch
+    module = on_gpu("moetune.experts.kernels.triton_product") if whose == "triton" else None
+    return None if module is None else module.grouped_mm
+
+
+_run = OPERATORS["grouped_mm"] = Operator("grouped_mm", _loop, _kernel)
+library.impl("grouped_mm", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("moetune::grouped_mm", _empty, lib=library)

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import triton
 
+from moetune.errors import one_line
+from moetune.experts.kernels.registry import KernelError
+
 
 class QuickLaunch:
     """A Triton kernel with a faster launch, called like a Triton kernel as `kernel[grid](...)`.
@@ -44,7 +47,11 @@ class QuickLaunch:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Launch the kernel: compile it if no compiled kernel has the key of these arguments, else call the compiled
-        one."""
+        one.
+
+        Raises:
+            KernelError: the kernel could not be compiled, loaded or launched; it has not run.
+        """
         if self._tensors < 0:
             self._check(args, constants)
         tensors = args[: self._tensors]
@@ -56,10 +63,25 @@ class QuickLaunch:
         )  # fmt: skip
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = self.jitted[grid](*args, **constants)
+            self._compiled[key] = self._first_launch(grid, args, constants)
             return
         of_kernel = list(constants.values())[: len(self._names) - len(args)]
         compiled[(*grid, 1, 1)[:3]](*addresses, *args[self._tensors :], *of_kernel)
+
+    def _first_launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        """Compile, load and launch the kernel, and return it compiled.
+
+        Products and sums are fused where the call does not say otherwise: Triton's own default depends on its version.
+
+        Raises:
+            KernelError: as `_launch`.
+        """
+        try:
+            return self.jitted[grid](*args, **{"enable_fp_fusion": True, **constants})
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Triton's errors, LLVM's and the driver's have no class in common
+            raise KernelError(f"{type(error).__name__}: {one_line(error)}") from error
 
     def _check(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         """At the first launch, count the tensors and assert that the parameters have the order that the class needs."""

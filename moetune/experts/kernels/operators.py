@@ -2,7 +2,7 @@
 
 On a GPU an operator runs its Triton kernel (triton_kernels.py), elsewhere torch's operations. The operators are
 registered with torch's dispatcher, so that a trace on fake tensors counts what a GPU runs: one launch each, and no
-memory but the result. On a GPU where Triton cannot compile, torch's operations run, after a warning.
+memory but the result. Where a kernel does not work (registry.py), torch's operations run.
 
 Shapes: T tokens, K chosen experts per token, H hidden size, I intermediate size; C experts in a group with N rows
 together, sorted by expert; p input and q output features, rank r. The low-rank factors of a projection have P parts: 2
@@ -15,10 +15,7 @@ routing weights by flat position, None for 1; `ends` [C] int32 are the ends of t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,66 +25,59 @@ from torch.nn.functional import silu
 from moetune.compat.torch import is_observed
 from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.grouped import library, product_of_groups
+from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, without_kernel
 
 BLOCK = 64  # weights that share one NF4 scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
 MX_BLOCK = 32  # weights that share one MXFP4 scale
 MXFP4_AT_ONCE = 1 << 24  # weights that are dequantized at a time; their int32 indices take 32 MiB
 INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at a time, for int8 and MXFP4; they take 16 MiB
-REFERENCES: dict[str, Callable[..., Any]] = {}
-"""Operator name -> the function that computes it with torch's operations."""
 
 
-@cache
-def on_gpu() -> ModuleType | None:
-    """Return the module of Triton kernels, or None, after a warning, if Triton cannot compile on this machine.
-
-    The result is cached for the process.
-    """
-    try:
-        from moetune.experts.kernels import triton_kernels
-
-        triton_kernels.triton.runtime.driver.active  # noqa: B018  Triton compiles its driver module here
-    except Exception as error:  # compiler, linker and driver raise errors of any type
-        warnings.warn(
-            f"Triton does not work here ({type(error).__name__}: {error}), so experts run slower, and may take more "
-            "memory than predicted; it needs a C compiler (gcc) and Python's headers",
-            stacklevel=2,
-        )
-        return None
-    return triton_kernels
-
-
-def _operator(fake: Callable[..., Any] = lambda *_: None, *, mutates: Sequence[str] = ()) -> Callable[[Any], Any]:
+def operator(
+    fake: Callable[..., Any] = lambda *_: None,
+    *,
+    mutates: Sequence[str] = (),
+    scratch: Sequence[str] = (),
+    kernels: str = "moetune.experts.kernels.triton_kernels",
+) -> Callable[[Any], Any]:
     """Return a decorator that registers a function of torch operations as the operator `moetune::<its name>`.
 
     The decorated function becomes a call of the operator with the same arguments. If the first argument is on a GPU,
-    the Triton kernel of the same name runs if there is one.
+    the Triton kernel of the same name runs. A new operator is compared with its reference like all others
+    (`adapt/guard.py`) as soon as one of the exercises in `adapt/exercise.py` calls it.
 
     Args:
         fake: the operator's fake kernel, which returns an empty tensor of the result's shape; by default returns None.
         mutates: names of the arguments that the operator writes to.
+        scratch: those of `mutates` that the reference uses up, and whose values afterwards mean nothing.
+        kernels: the module in which a function of the same name launches the kernel.
     """
 
     def define(reference: Callable[..., Any]) -> Any:
         name = reference.__name__
 
-        def run(*args: Any) -> Any:
-            kernels = on_gpu() if args[0].is_cuda else None
-            return reference(*args) if kernels is None else getattr(kernels, name)(*args)
+        def kernel(*args: Any) -> Callable[..., Any] | None:
+            module = on_gpu(kernels) if args[0].is_cuda else None
+            return None if module is None else getattr(module, name)
 
+        run = OPERATORS[name] = Operator(name, reference, kernel, tuple(scratch))
         library.define(torch.library.infer_schema(reference, mutates_args=mutates, op_name=name))
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"moetune::{name}", fake, lib=library)
-        operator = getattr(torch.ops.moetune, name).default
-        REFERENCES[name] = reference
+        dispatched, without = getattr(torch.ops.moetune, name).default, without_kernel()
+
         # The dispatcher takes as long as a launch and is needed only by observers: autograd records nothing here.
-        return lambda *args: (operator if is_observed(args[0]) else run)(*args)
+        # Of an operator without its kernel they must see torch's operations.
+        def call(*args: Any) -> Any:
+            return (dispatched if name not in without and is_observed(args[0]) else run)(*args)
+
+        return call
 
     return define
 
 
-@_operator(
+@operator(
     lambda data, absmax, nested, code, offset, weights, dtype: data.new_empty((len(data), weights), dtype=dtype),
 )
 def dequantize_nf4(
@@ -143,7 +133,7 @@ def int8_slices(shape: Sequence[int]) -> list[slice]:
     return [slice(first, first + rows) for first in range(0, shape[0], rows)]
 
 
-@_operator(lambda data, absmax, dtype: torch.empty_like(data, dtype=dtype))
+@operator(lambda data, absmax, dtype: torch.empty_like(data, dtype=dtype))
 def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize int8 rows [n, C] with scales `absmax` [n] float32: [n, C] in `dtype`.
 
@@ -161,7 +151,7 @@ def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@_operator(lambda data, scales, pairs, dtype: data.new_empty(2 * len(data), dtype=dtype))
+@operator(lambda data, scales, pairs, dtype: data.new_empty(2 * len(data), dtype=dtype))
 def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize MXFP4 blocks of 32 weights: a flat tensor [weights] in `dtype`.
 
@@ -188,7 +178,7 @@ def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.d
     return out
 
 
-@_operator(lambda gate_up, *_: gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2)))
+@operator(lambda gate_up, *_: gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2)))
 def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Tensor:
     """Return SwiGLU of gate_up rows [N, 2I]: silu(gate) · up, [N, I].
 
@@ -208,7 +198,7 @@ def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Ten
     return torch.sigmoid(gate * alpha).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
 
 
-@_operator(mutates=("gate_up", "dact", "dweights"))
+@operator(mutates=("gate_up", "dact", "dweights"))
 def gated_backward_(
     gate_up: Tensor,
     dact: Tensor,
@@ -252,7 +242,7 @@ def _halves(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return (gate_up[:, ::2], gate_up[:, 1::2]) if interleaved else (gate_up[:, :size], gate_up[:, size:])
 
 
-@_operator(lambda x, order, *_: x.new_empty((len(order), x.shape[1])), mutates=("inverse",))
+@operator(lambda x, order, *_: x.new_empty((len(order), x.shape[1])), mutates=("inverse",))
 def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) -> Tensor:
     """Return the tokens' rows x [T, H] in the given order: a new tensor [N, H].
 
@@ -267,7 +257,7 @@ def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) ->
     return x.index_select(0, order // top_k)
 
 
-@_operator(mutates=("out",))
+@operator(mutates=("out",))
 def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None) -> None:
     """Write the weighted sum of each token's K rows to `out` [T, H].
 
@@ -284,7 +274,7 @@ def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None
         torch.sum(found.view(len(out), -1, out.shape[1]), 1, out=out)
 
 
-@_operator(mutates=("out", "rows"))
+@operator(mutates=("out", "rows"), scratch=("rows",))
 def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Tensor | None) -> None:
     """Add weighted rows [N, H] to the rows of their tokens in `out` [T, H].
 
@@ -300,7 +290,7 @@ def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Ten
     out.index_add_(0, order // top_k, rows)
 
 
-@_operator(lambda x, first, *_: x.new_empty((len(x), *first.shape[1:3])), mutates=("out",))
+@operator(lambda x, first, *_: x.new_empty((len(x), *first.shape[1:3])), mutates=("out",))
 def low_rank(
     x: Tensor,
     first: Tensor,
@@ -355,7 +345,7 @@ def _add_product(
         torch.add(base, product_of_groups(rows, factors.mT, ends, counts), alpha=scale, out=out)
 
 
-@_operator(mutates=("of_first", "of_second"))
+@operator(mutates=("of_first", "of_second"))
 def low_rank_gradients_(
     narrow_out: Tensor,
     x: Tensor,

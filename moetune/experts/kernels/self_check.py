@@ -1,57 +1,156 @@
-"""A check that the experts' kernels compute the same as torch's operations on this machine."""
+"""Comparison of kernels with their references, in the calls that a layer of experts makes.
+
+The calls are not described anywhere: an exercise runs a small bank of experts forward and backward at given sizes, and
+a dispatch mode sees each operator with the arguments, layouts and aliases of a training step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetune.experts.kernels import operators as kernels
-from moetune.experts.quantized import QuantizedExperts
+from moetune.config.schema import Storage
+from moetune.errors import one_line
+from moetune.experts.activation import SwiGLU
+from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.context import ExpertContext
+from moetune.experts.kernels.registry import OPERATORS, Operator
+from moetune.experts.mlp import expert_mlp
+from moetune.models.moe import ExpertShape
+from moetune.run.dtypes import DTYPES
 
-TOP_K, EXPERTS = 3, 5
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
 """Largest accepted difference, relative to the largest value of a result; torch rounds more often in 16 bits."""
+TOKENS = 100
+
+Kernel = Callable[..., Callable[..., Any] | None]
+"""Function of an operator's arguments, as `Operator.kernel`."""
 
 
-def differing(module: ModuleType, device: torch.device, dtype: torch.dtype, tokens: int = 80) -> list[str]:
-    """Run every operator with a kernel in `module`, and return those that differ from torch's operations.
+# --- What is called -----------------------------------------------------------------------------------------------
 
-    Args:
-        module: the kernels, with a function for each operator in `operators.REFERENCES` (triton_kernels.py).
-        device: where to run.
-        dtype: data type of the token rows, a key of `TOLERANCE`.
-        tokens: number of token rows in the test inputs.
 
-    Returns:
-        One text for each differing call, with the operator's name and the largest difference relative to the largest
-            value. Dequantization must be exact; other operators may differ by `TOLERANCE`.
+class CallsSeen(TorchDispatchMode):
+    """Calls `compute(operator, args)` in place of each operator that has a kernel."""
+
+    def __init__(self, compute: Callable[[Operator, Sequence[Any]], Any]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = OPERATORS.get(func._opname) if func.namespace == "moetune" else None
+        return func(*args, **(kwargs or {})) if operator is None else self._compute(operator, args)
+
+
+@dataclass(frozen=True)
+class BankSizes:
+    """What the calls of a layer of experts depend on, beside the number of token rows.
+
+    Attributes:
+        shape: sizes and layout of an expert; `num_experts` is the sum of the three kinds of experts.
+        lora: experts with LoRA.
+        trained: experts that train in full; all others are frozen without LoRA.
+        rank: of the low-rank factors.
+        split: gate and up have factors of their own.
+        storage: of frozen experts.
+        double_quant: NF4's scales are quantized.
+        dtype: of token rows.
+        top_k: experts per token.
+        expert_memory: bytes of a group of dequantized experts.
+        keep_rows: backward uses the gate_up rows of forward.
+        split_gate_up: gate and up are quantized separately.
+        gate: alpha and limit of SwiGLU (`experts/activation.py`); None for another activation, which has no kernel.
     """
-    found = []
+
+    shape: ExpertShape
+    lora: int
+    trained: int
+    rank: int
+    split: bool
+    storage: Storage
+    double_quant: bool
+    dtype: Literal["bf16", "fp16", "fp32"]
+    top_k: int
+    expert_memory: int
+    keep_rows: bool
+    split_gate_up: bool
+    gate: tuple[float, float] | None
+
+    def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
+        """Build a bank of these sizes with random weights; return a function that runs it forward and backward.
+
+        It runs random tokens twice: with float32 routing weights, and with constant ones in the dtype of the rows. The
+        first expert receives no token if there are enough others.
+        """
+        bank = self._bank(device)
+        _draw(bank)
+        dtype, count = DTYPES[self.dtype], self.shape.num_experts
+        idle = int(count > self.top_k)
+        ids = torch.rand(tokens, count - idle).topk(self.top_k).indices + idle  # on the host, which counts them
+        counts = torch.bincount(ids.flatten(), minlength=count).tolist()
+        permutation = bank.permutation(ids.to(device), counts)
+
+        def run() -> None:
+            for weights_dtype in (torch.float32, dtype):
+                x = torch.randn(tokens, self.shape.hidden, dtype=dtype, device=device).requires_grad_()
+                weights = torch.rand(tokens, self.top_k, device=device).to(weights_dtype)
+                weights.requires_grad_(weights_dtype == torch.float32)
+                with torch.enable_grad():
+                    y = expert_mlp(bank, x, weights, permutation, keep_rows=self.keep_rows)
+                    y.backward(torch.randn_like(y))
+
+        return run
+
+    def _bank(self, device: torch.device) -> ExpertBank:
+        shape, count, lora = self.shape, self.shape.num_experts, None
+        if self.lora:
+            lora = LoraPlan(tuple(range(self.lora)), self.rank, alpha=self.rank / 2, split=self.split)
+        plan = BankPlan(tuple(range(count - self.trained, count)), lora)
+        context = ExpertContext(self.expert_memory, split_gate_up=self.split_gate_up)
+        activation: Callable[[Tensor], Tensor] = partial(torch.narrow, dim=1, start=0, length=shape.intermediate)
+        if self.gate is not None:
+            activation = SwiGLU(not shape.is_concatenated, *self.gate).forward
+        return ExpertBank(
+            shape, plan, activation, storage=self.storage, double_quant=self.double_quant, dtype=DTYPES[self.dtype],
+            device=device, context=context,
+        )  # fmt: skip
+
+
+def _draw(bank: nn.Module) -> None:
+    """Fill a bank's parameters and quantized buffers with random values of the size of a model's weights."""
     with torch.no_grad():
-        for name, args in calls(device, dtype, tokens):
-            one, other = (_results(run, args) for run in (getattr(module, name), kernels.REFERENCES[name]))
-            # NaN if any difference is NaN
-            off = float(torch.stack([_difference(*both) for both in zip(one, other, strict=True)]).max())
-            if not off <= (0 if name.startswith("dequantize") else TOLERANCE[dtype]):
-                found.append(f"{name} (off by {off:.1e} of the largest)")
-    return found
+        for name, tensor in (*bank.named_parameters(), *bank.named_buffers()):
+            match name.rpartition(".")[2]:
+                case "nested_code" | "pairs":
+                    pass  # tables
+                case "scales":
+                    tensor.copy_(torch.randint(118, 124, tensor.shape))
+                case "absmax" | "nested_absmax" | "offset" if tensor.is_floating_point():
+                    tensor.uniform_(0.5e-2, 1e-2)
+                case _ if tensor.is_floating_point():
+                    tensor.normal_(0, 0.02)
+                case _:
+                    tensor.random_(torch.iinfo(tensor.dtype).min, torch.iinfo(tensor.dtype).max + 1)
 
 
-def _results(run: Callable[..., Any], args: list[Any]) -> list[Tensor]:
-    """Run an operator on copies of its arguments; return the tensors of its result and its arguments afterwards."""
-    copies = [arg.clone(memory_format=torch.preserve_format) if torch.is_tensor(arg) else arg for arg in args]
-    return [tensor for tensor in (run(*copies), *copies) if torch.is_tensor(tensor)]
-
-
-def _difference(one: Tensor, other: Tensor) -> Tensor:
-    """Return the largest absolute difference, divided by the largest magnitude of `other`."""
-    one, other = one.double(), other.double()
-    return (one - other).abs().max() / other.abs().max().clamp_min(1e-30)
+def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, rank: int = 12) -> Iterator[BankSizes]:
+    """Yield sizes of banks that together call every operator of the experts in all its variants."""
+    name: Any = next(name for name, one in DTYPES.items() if one == dtype)
+    shape = ExpertShape(5, hidden, intermediate, True, False, False, True)
+    apart = replace(shape, has_bias=True, is_concatenated=False)
+    plain = BankSizes(shape, 5, 0, rank, True, "nf4", True, name, 3, 1 << 30, False, True, (1.0, 0.0))
+    yield plain
+    yield replace(plain, double_quant=False, split=False, split_gate_up=False, expert_memory=0, lora=3, trained=2)
+    clamped = replace(plain, shape=apart, split_gate_up=False, gate=(1.702, 1.5))
+    yield replace(clamped, storage="mxfp4")
+    yield replace(clamped, storage="int8", split=False, expert_memory=0, keep_rows=True)
 
 
 def calls(
@@ -62,10 +161,10 @@ def calls(
     hidden: int = 192,
     intermediate: int = 144,
     rank: int = 12,
-) -> Iterator[tuple[str, list[Any]]]:
-    """Yield (operator name, arguments) for each operator, with random inputs that are the same on every call.
+) -> list[tuple[str, list[Any]]]:
+    """Return (operator name, arguments) for each kind of call that `samples` make; the same on every call.
 
-    Row operators run for several experts, one of which has no rows, and for one expert alone.
+    Calls that differ only in their number of rows are one kind.
 
     Args:
         device: where the argument tensors are.
@@ -75,51 +174,126 @@ def calls(
         intermediate: intermediate size of an expert.
         rank: rank of the low-rank factors.
     """
-    generator = torch.Generator().manual_seed(0)
+    found: dict[Hashable, tuple[str, list[Any]]] = {}
 
-    def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+    def compute(operator: Operator, args: Sequence[Any]) -> Any:
+        kind = operator.name, *map(_kind, args)
+        if kind not in found:
+            found[kind] = operator.name, copied(args, args)
+        return operator.reference(*args)
 
-    for double_quant in (True, False):
-        stack = QuantizedExperts(2, (hidden, 64), "nf4", double_quant=double_quant)
-        for number in range(2):
-            stack.quantize_(number, torch.randn(hidden, 64, generator=generator))
-        buffers: Mapping[str, Tensor] = {name: buffer.to(device) for name, buffer in stack.named_buffers()}
-        nested = [buffers[name] if double_quant else None for name in ("nested_absmax", "nested_code", "offset")]
-        yield "dequantize_nf4", [buffers["data"], buffers["absmax"], *nested, hidden * 64, dtype]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for sizes in samples(dtype, hidden=hidden, intermediate=intermediate, rank=rank):
+            run = sizes.exercise(device, tokens)
+            with CallsSeen(compute):
+                run()
+    return list(found.values())
 
-    int8, mxfp4 = (QuantizedExperts(2, (hidden, 96), storage) for storage in ("int8", "mxfp4"))
-    for number in range(2):
-        for stack in (int8, mxfp4):
-            stack.quantize_(number, torch.randn(hidden, 96, generator=generator))
-    of_rows = int8.data.flatten(0, 1), int8.absmax.flatten()
-    yield "dequantize_int8", [*(tensor.to(device) for tensor in of_rows), dtype]
-    of_blocks = mxfp4.data.flatten(), mxfp4.scales.flatten(), mxfp4.pairs
-    yield "dequantize_mxfp4", [*(tensor.to(device) for tensor in of_blocks), dtype]
 
-    chosen = torch.stack([torch.randperm(EXPERTS - 1, generator=generator)[:TOP_K] for _ in range(tokens)]).flatten()
-    counts = torch.bincount(chosen, minlength=EXPERTS).tolist()
-    order, ends = torch.argsort(chosen, stable=True).to(device), torch.tensor([*accumulate(counts)], dtype=torch.int32)
-    x, weights = drawn(tokens, hidden), drawn(tokens * TOP_K, dtype=torch.float32)
-    inverse = torch.argsort(order).int()
-    rows = drawn(tokens * TOP_K, hidden)
-    yield "gather_rows", [x, order, TOP_K, torch.zeros_like(inverse)]
-    yield "sum_rows_", [torch.zeros_like(x), rows, inverse, weights]
-    of_first = slice(0, counts[0])
-    yield "gather_rows", [x, order[of_first], TOP_K, None]
-    yield "add_rows_", [x, rows[of_first], order[of_first], TOP_K, None]
+def _kind(arg: Any) -> Hashable:
+    """Return what of an argument selects a compiled kernel: not the number of rows."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.shape[1:], arg.stride(), arg.storage_offset() * arg.itemsize % 16 == 0
+    return None if isinstance(arg, (list, tuple)) else arg
 
-    for gate in ((False, 1.0, 0.0), (True, 1.702, 1.5)):
-        gate_up, dact = drawn(tokens * TOP_K, 2 * intermediate), drawn(tokens * TOP_K, intermediate)
-        yield "gated", [gate_up, *gate]
-        yield "gated_backward_", [gate_up, dact, weights, order, torch.zeros_like(weights), *gate]
 
-    for parts, groups in ((1, (None, [len(rows)])), (2, (ends.to(device), counts))):
-        experts = 1 if groups[0] is None else EXPERTS
-        A, B = (drawn(experts, parts, *shape, dtype=torch.float32) for shape in ((rank, hidden), (intermediate, rank)))
-        wide = drawn(len(rows), parts, intermediate) if parts > 1 else drawn(len(rows), intermediate)
-        narrow = drawn(len(rows), parts, rank)
-        yield "low_rank", [rows, A, B, wide, torch.zeros_like(wide), *groups, 0.5]
-        yield "low_rank", [wide, B.mT, A.mT, rows, torch.zeros_like(rows), *groups, 0.5]
-        gradients = torch.zeros_like(A), torch.zeros_like(B)
-        yield "low_rank_gradients_", [narrow, rows, narrow, wide, *gradients, weights, order, *groups, 0.5]
+# --- Comparison ---------------------------------------------------------------------------------------------------
+
+
+def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> tuple[Any, float]:
+    """Run an operator's reference on its arguments, and its kernel twice on copies of them.
+
+    The second launch takes the shorter way of `launch.py`.
+
+    Returns:
+        The reference's result, and the kernel's difference: the largest over all results and changed arguments,
+            relative to the largest value of each; NaN if a value is NaN. Of integers and dequantized weights, which
+            must be equal, 0 or 1.
+    """
+    changed = _changed(operator)
+    written = [args[place] for place in changed]
+    runs = [copied(args, written) for _ in range(2)]
+    found = [[*_each(kernel(*copies)), *(copies[place] for place in changed)] for copies in runs]
+    result = operator.reference(*args)
+    expected = [*_each(result), *written]
+    is_exact = operator.name.startswith("dequantize")
+    differences = [
+        _difference(one, other, is_exact=is_exact)
+        for results in found
+        for one, other in zip(results, expected, strict=True)
+        if isinstance(other, Tensor) and other.numel()
+    ]
+    return result, float(torch.stack(differences).max()) if differences else 0.0
+
+
+def _each(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _changed(operator: Operator) -> list[int]:
+    """Return the positions of the arguments that an operator changes and that mean something afterwards."""
+    schema = getattr(torch.ops.moetune, operator.name).default._schema
+    return [
+        place
+        for place, one in enumerate(schema.arguments)
+        if one.alias_info is not None and one.alias_info.is_write and one.name not in operator.scratch
+    ]
+
+
+def copied(args: Sequence[Any], which: Collection[Any]) -> list[Any]:
+    """Return the arguments, with the storages of the tensors `which` copied; layouts and aliases stay."""
+    copies = {one.untyped_storage()._cdata: None for one in which if isinstance(one, Tensor)}
+    clones: dict[int, Any] = {}
+
+    def copy(arg: Any) -> Any:
+        if not isinstance(arg, Tensor) or (key := arg.untyped_storage()._cdata) not in copies:
+            return arg
+        if key not in clones:
+            clones[key] = arg.untyped_storage().clone()
+        made = torch.empty(0, dtype=arg.dtype, device=arg.device)
+        return made.set_(clones[key], arg.storage_offset(), arg.shape, arg.stride())
+
+    return list(map(copy, args))
+
+
+def _difference(one: Tensor, other: Tensor, *, is_exact: bool) -> Tensor:
+    if is_exact or not other.is_floating_point():
+        return (one != other).any().double()
+    one, other = one.double(), other.double()
+    return (one - other).abs().max() / other.abs().max().clamp_min(1e-30)
+
+
+def is_alike(difference: float, dtype: torch.dtype) -> bool:
+    """Return whether a kernel's difference is within the tolerance of a dtype."""
+    return difference <= TOLERANCE[dtype]
+
+
+def differing(
+    module: ModuleType, device: torch.device, dtype: torch.dtype, tokens: int = 80, **sizes: int
+) -> list[str]:
+    """Return a text for each of the `calls` in which the function of that name in `module` differs or raises.
+
+    Args:
+        module: the kernels, with functions by the names of operators (triton_kernels.py); other operators' calls are
+            left out.
+        device: where to run.
+        dtype: data type of the token rows, a key of `TOLERANCE`.
+        tokens: number of token rows in the test inputs.
+        sizes: `hidden`, `intermediate` and `rank` of `calls`.
+    """
+    found = []
+    with torch.no_grad():
+        for name, args in calls(device, dtype, tokens, **sizes):
+            if not hasattr(module, name):
+                continue
+            try:
+                off = compared(OPERATORS[name], args, getattr(module, name))[1]
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of the compiler, the driver or the device
+                found.append(f"{name} ({type(error).__name__}: {one_line(error)})")
+            else:
+                if not is_alike(off, dtype):
+                    found.append(f"{name} (off by {off:.1e} of the largest)")
+    return found

@@ -41,8 +41,7 @@ def _ratio(number: int, size: int) -> int:
 
 @triton.jit
 def _level(code):
-    """Return the NF4 value of a 4-bit code (bitsandbytes/functional.py: get_4bit_type), by selections instead of a
-    table."""
+    """Return the NF4 value of a 4-bit code (bitsandbytes/functional.py: get_4bit_type)."""
     low = (code & 1) == 1
     a = tl.where(low, -0.6961928009986877, -1.0)
     b = tl.where(low, -0.39491748809814453, -0.5250730514526367)
@@ -58,6 +57,17 @@ def _level(code):
     return tl.where((code & 8) == 8, positive, negative)
 
 
+@triton.jit
+def _looked_up(table, pairs):
+    """Return the values [..., 2] of pairs of 4-bit codes, the high code first.
+
+    The table [16] lies in shared memory, where values of one table never conflict: each is in a bank of its own.
+    """
+    of_high = tl.gather(table, tl.reshape(pairs >> 4, (pairs.numel,)), 0)
+    of_low = tl.gather(table, tl.reshape(pairs & 15, (pairs.numel,)), 0)
+    return tl.join(tl.reshape(of_high, pairs.shape), tl.reshape(of_low, pairs.shape))
+
+
 @kernel()
 def _dequantize_nf4(
     data, absmax, nested, code, offset, out, weights, bytes_, blocks, nests, NESTED: tl.constexpr, BLOCKS: tl.constexpr
@@ -70,7 +80,7 @@ def _dequantize_nf4(
     if NESTED:
         of_scales = tl.load(nested + piece * nests + block // 256, mask=block < blocks, other=0)
         scale = tl.load(code + scale.to(tl.int32)) * of_scales + tl.load(offset + piece)
-    levels = tl.reshape(tl.join(_level(pairs >> 4), _level(pairs & 15)), (BLOCKS, 64))
+    levels = tl.reshape(_looked_up(_level(tl.arange(0, 16)), pairs), (BLOCKS, 64))
     at = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     value = (levels * scale[:, None]).to(out.dtype.element_ty)
     tl.store(out + piece * weights + at, value, mask=at < weights)
@@ -135,8 +145,8 @@ def _dequantize_mxfp4(data, scales, out, bytes_, BYTES: tl.constexpr):
     exponent = tl.load(scales + byte // 16, mask=inside, other=127).to(tl.int32) - 127
     half = _power_of_two(exponent >> 1)  # two factors, so that both powers are normal numbers
     rest = _power_of_two(exponent - (exponent >> 1))
-    low, high = _e2m1(pair & 15) * half * rest, _e2m1(pair >> 4) * half * rest
-    value = tl.reshape(tl.join(low, high), (2 * BYTES,)).to(out.dtype.element_ty)
+    high, low = tl.split(_looked_up(_e2m1(tl.arange(0, 16)), pair))
+    value = tl.reshape(tl.join(low * half * rest, high * half * rest), (2 * BYTES,)).to(out.dtype.element_ty)
     at = tl.program_id(0).to(tl.int64) * 2 * BYTES + tl.arange(0, 2 * BYTES)
     tl.store(out + at, value, mask=at < 2 * bytes_)
 
@@ -149,6 +159,31 @@ def dequantize_mxfp4(data, scales, pairs, dtype):
 
 
 # --- Activation --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_gate_up(row, first, size, INTERLEAVED: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return COLUMNS columns of gate and of up from a row [2 · size], in float32; 0 for columns of `size` or more."""
+    column, pair = first + tl.arange(0, COLUMNS), 2 * first + tl.arange(0, 2 * COLUMNS)
+    if INTERLEAVED:
+        both = tl.load(row + pair, mask=pair < 2 * size, other=0)
+        gate, up = tl.split(tl.reshape(both, (COLUMNS, 2)))
+    else:
+        gate = tl.load(row + column, mask=column < size, other=0)
+        up = tl.load(row + size + column, mask=column < size, other=0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _store_gate_up(row, first, size, gate, up, INTERLEAVED: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store columns of gate and of up where `_load_gate_up` loads them."""
+    column, pair = first + tl.arange(0, COLUMNS), 2 * first + tl.arange(0, 2 * COLUMNS)
+    if INTERLEAVED:
+        both = tl.reshape(tl.join(gate, up), (2 * COLUMNS,))
+        tl.store(row + pair, both.to(row.dtype.element_ty), mask=pair < 2 * size)
+    else:
+        tl.store(row + column, gate.to(row.dtype.element_ty), mask=column < size)
+        tl.store(row + size + column, up.to(row.dtype.element_ty), mask=column < size)
 
 
 @triton.jit
@@ -169,15 +204,12 @@ def _gate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 
 @kernel()
-def _gated(gate_up, act, size, alpha, limit, STEP: tl.constexpr, CLAMPED: tl.constexpr, COLUMNS: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < size
-    gates = gate_up + row * size * 2 + column * STEP
-    gate = tl.load(gates, mask=inside, other=0).to(tl.float32)
-    up = tl.load(gates + (size if STEP == 1 else 1), mask=inside, other=0).to(tl.float32)
+def _gated(gate_up, act, size, alpha, limit, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, COLUMNS: tl.constexpr):
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS
+    gate, up = _load_gate_up(gate_up + row * size * 2, first, size, INTERLEAVED, COLUMNS)
     value, _, _ = _gate(gate, up, alpha, limit, CLAMPED)
-    tl.store(act + row * size + column, value.to(act.dtype.element_ty), mask=inside)
+    column = first + tl.arange(0, COLUMNS)
+    tl.store(act + row * size + column, value.to(act.dtype.element_ty), mask=column < size)
 
 
 def gated(gate_up, interleaved, alpha, limit):
@@ -186,7 +218,7 @@ def gated(gate_up, interleaved, alpha, limit):
     columns = min(COLUMNS, _next(size))
     if rows:
         _gated[(rows, _ratio(size, columns))](
-            gate_up, act, size, float(alpha), float(limit), STEP=2 if interleaved else 1, CLAMPED=limit > 0,
+            gate_up, act, size, float(alpha), float(limit), INTERLEAVED=interleaved, CLAMPED=limit > 0,
             COLUMNS=columns,
         )  # fmt: skip
     return act
@@ -195,26 +227,21 @@ def gated(gate_up, interleaved, alpha, limit):
 @kernel(do_not_specialize_on_alignment=["order"])
 def _gated_backward(
     gate_up, dact, weights, order, dweights, size, alpha, limit,
-    STEP: tl.constexpr, CLAMPED: tl.constexpr, WANTED: tl.constexpr, COLUMNS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr, WANTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     flat = tl.load(order + row)
     weight = tl.load(weights + flat).to(tl.float32)
-    total = tl.zeros((COLUMNS,), tl.float32)
+    both, total = gate_up + row * size * 2, tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, size, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        inside = column < size
-        gates = gate_up + row * size * 2 + column * STEP
-        ups = gates + (size if STEP == 1 else 1)
-        gate = tl.load(gates, mask=inside, other=0).to(tl.float32)
-        up = tl.load(ups, mask=inside, other=0).to(tl.float32)
-        change = tl.load(dact + row * size + column, mask=inside, other=0).to(tl.float32)
+        gate, up = _load_gate_up(both, first, size, INTERLEAVED, COLUMNS)
+        change = tl.load(dact + row * size + column, mask=column < size, other=0).to(tl.float32)
         act, of_gate, of_up = _gate(gate, up, alpha, limit, CLAMPED)
         total += change * act
         change *= weight
-        tl.store(gates, (change * of_gate).to(gate_up.dtype.element_ty), mask=inside)
-        tl.store(ups, (change * of_up).to(gate_up.dtype.element_ty), mask=inside)
-        tl.store(dact + row * size + column, act.to(dact.dtype.element_ty), mask=inside)
+        _store_gate_up(both, first, size, change * of_gate, change * of_up, INTERLEAVED, COLUMNS)
+        tl.store(dact + row * size + column, act.to(dact.dtype.element_ty), mask=column < size)
     if WANTED:
         tl.store(dweights + flat, tl.sum(total, 0).to(dweights.dtype.element_ty))
 
@@ -224,7 +251,7 @@ def gated_backward_(gate_up, dact, weights, order, dweights, interleaved, alpha,
     if rows:
         _gated_backward[(rows,)](
             gate_up, dact, weights, order, weights if dweights is None else dweights, size,
-            float(alpha), float(limit), STEP=2 if interleaved else 1, CLAMPED=limit > 0, WANTED=dweights is not None,
+            float(alpha), float(limit), INTERLEAVED=interleaved, CLAMPED=limit > 0, WANTED=dweights is not None,
             COLUMNS=min(COLUMNS, _next(size)),
         )  # fmt: skip
 

@@ -11,8 +11,8 @@ import json
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form.form import ClosedForm, kind_of
-from moetune.memory.routing import BALANCED, Routing
 from moetune.memory.trace.tracing import can_be_shortened
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
@@ -33,12 +33,10 @@ class Depths:
 
     _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
 
-    def at(self, run: ResolvedRun, rank: int = 0, gpu: Gpu | None = None, routing: Routing = BALANCED) -> Trace:
+    def at(self, run: ResolvedRun, rank: int = 0, gpu: Gpu | None = None, routing: AssumedRouting = BALANCED) -> Trace:
         """Evaluate the closed form of a run; record a step first if no run with the same shortened model has one.
 
         Args:
-            run: run to evaluate, at its own sizes.
-            rank: number of the rank, from 0.
             gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
             routing: assumed number of tokens that each expert receives.
 

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from moetune.config.resolved import ResolvedConfig
 from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form import store
 from moetune.memory.closed_form.record import NoClosedForm, record
 from moetune.memory.closed_form.sizes import ExpertRows, Shape, Sizes, alignment, exchanged, sizes_of
 from moetune.memory.closed_form.store import KnownHead, Recorded
-from moetune.memory.ranks import by_kind
-from moetune.memory.routing import BALANCED, Routing
+from moetune.memory.equal_ranks import by_kind
 from moetune.memory.trace.alike import Shortened, groups, kinds_of
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import Steps, batches_of, evaluated_rows
@@ -34,7 +34,7 @@ from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.moe import MoeLayer
 from moetune.models.stack import decoder_stack
-from moetune.parallel.coordinates import Coordinates
+from moetune.parallel.coordinates import Coordinates, token_shares
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.lm_head import split
 from moetune.training.step.loss import Chunks
@@ -66,8 +66,6 @@ class ClosedForm:
     The formulas come from a step of the trainer, recorded on fake tensors when `at` first needs it.
 
     Attributes:
-        run: a run of the kind.
-        rank: number of the rank, from 0.
         gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         recorded: records that were read from disk or made; None before the first evaluation.
     """
@@ -104,12 +102,16 @@ class ClosedForm:
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
 
     @overload
-    def at(self, config: ResolvedConfig, routing: Routing = ..., *, may_record: Literal[True] = ...) -> Trace: ...
+    def at(
+        self, config: ResolvedConfig, routing: AssumedRouting = ..., *, may_record: Literal[True] = ...
+    ) -> Trace: ...
 
     @overload
-    def at(self, config: ResolvedConfig, routing: Routing = ..., *, may_record: bool) -> Trace | None: ...
+    def at(self, config: ResolvedConfig, routing: AssumedRouting = ..., *, may_record: bool) -> Trace | None: ...
 
-    def at(self, config: ResolvedConfig, routing: Routing = BALANCED, *, may_record: bool = True) -> Trace | None:
+    def at(
+        self, config: ResolvedConfig, routing: AssumedRouting = BALANCED, *, may_record: bool = True
+    ) -> Trace | None:
         """Evaluate the closed form at the sizes of a run of this kind.
 
         Reads records from disk; a step of a new shape is recorded, which takes seconds, and written to disk.
@@ -147,17 +149,29 @@ class ClosedForm:
             [recorded.bytes_at(*both, size.batch, size.held_out) for both in zip(sizes, unlike, strict=True)]
         )
         if ((table != table[0]).any(0) & (recorded.layers < 0)).any():
-            raise NoClosedForm("layers whose experts receive unlike numbers of tokens have a tensor together")
+            raise NoClosedForm(
+                "layers whose experts receive unlike numbers of tokens have a tensor together; use --method trace"
+            )
         of_layer = np.zeros(max([*size.rows, *layers.tolist()], default=0) + 2, dtype=np.int64)
         of_layer[list(size.rows)] = [unlike.index(rows) for rows in size.rows.values()]
         values = table[of_layer[layers], events.like]
         found = Trace(recorded.log, events, values, formula=recorded.formula, sizes=sizes[0])
         return replace(found, load=load_peaks(self.run, found))
 
-    def _size(self, config: ResolvedConfig, routing: Routing) -> _Size:
-        """Return the sizes of a run; raise `NoClosedForm` if layers differ in which experts receive no token."""
+    def _size(self, config: ResolvedConfig, routing: AssumedRouting) -> _Size:
+        """Return the sizes of a run.
+
+        Raises:
+            NoClosedForm: layers differ in which experts receive no token; or tensor-parallel ranks dispatch unequal
+                shares of the tokens.
+        """
         assert self.recorded is not None
         head, train, length = self.recorded.head, config.train, config.train.sequence_length
+        if alignment(length) % token_shares(config.parallel):
+            raise NoClosedForm(
+                f"parallel.tp: {config.parallel.tp} ranks divide the tokens of a batch, and a closed form needs a "
+                f"power of two that divides train.sequence_length, {length}; use --method trace"
+            )
         memory = replace(self.run, config=config).loss_bytes()
         batch = Chunks.of(memory, head, train.micro_batch * length)
         more = evaluated_rows(config) if evaluated_rows(config) > train.micro_batch else 0
@@ -172,20 +186,19 @@ class ClosedForm:
         shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle.pop(), longer)
         return _Size(shape, sizes_of(train.micro_batch, length, batch, more, held_out), rows, batch, held_out)
 
-    def _rows(self, trained: int, held_out: int, routing: Routing) -> dict[int, ExpertRows]:
+    def _rows(self, trained: int, held_out: int, routing: AssumedRouting) -> dict[int, ExpertRows]:
         """Return decoder layer -> tokens of each of its experts.
 
         Args:
             trained: tokens of a micro-batch.
-            held_out: tokens of an evaluation's batch; 0 for none.
         """
-        tp, known = self.run.config.parallel.tp, dict[Hashable, ExpertRows]()
+        shares, known = token_shares(self.run.config.parallel), dict[Hashable, ExpertRows]()
 
         def of(layer: MoeLayer) -> ExpertRows:
             key = layer.top_k, layer.shape.num_experts, layer.index if routing.load else None
             if key not in known:
                 counts = (
-                    routing.rows(layer.index, tokens // tp, layer.top_k, layer.shape.num_experts) if tokens else ()
+                    routing.rows(layer.index, tokens // shares, layer.top_k, layer.shape.num_experts) if tokens else ()
                     for tokens in (trained, held_out)
                 )
                 known[key] = ExpertRows(*map(tuple, counts))

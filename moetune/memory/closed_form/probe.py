@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from moetune.memory.closed_form.sizes import MOST_ALIGNED, Shape, Sizes, lengths, sizes_of
+from moetune.memory.closed_form.sizes import MOST_ALIGNED, Shape, Sizes, lengths, sizes_of, tiles
 from moetune.training.step.loss import Chunks
 
 
@@ -19,7 +19,6 @@ class ProbeSizes:
     """Probe sizes: the sizes at which one step is recorded, to factor the bytes of its tensors into sizes.
 
     Attributes:
-        rows: rows of a micro-batch.
         sequence: tokens of a row.
         held_out_rows: rows of an evaluation's batch, if there is one.
         batch: division of a micro-batch's tokens in the loss.
@@ -39,8 +38,7 @@ class ProbeSizes:
         """Choose the sizes of a step to record: rows and length with large prime factors, and chunks of the loss.
 
         Args:
-            shape: shape of the batches.
-            own: sizes of the dimensions of the model's weights; numbers of rows do not divide them.
+            own: sizes of the dimensions of the model's weights; numbers of rows and of tiles do not divide them.
             number: which of several different choices to return, from 0.
         """
         free = (p for p in primes(53) if _is_rough(2 * p + 1) and not any(size % p == 0 for size in own))
@@ -52,7 +50,12 @@ class ProbeSizes:
         # where it is a multiple already.
         shortest = 2**16 // shape.aligned if shape.one_row else 53
         candidates = (shape.aligned * p for p in primes(shortest) if p % (2 * MOST_ALIGNED // shape.aligned) == 1)
-        usable = (n for n in candidates if _is_probe_length(n, {rows, held_out_rows} - {1}))
+        usable = (
+            n
+            for n in candidates
+            if _is_probe_length(n, {rows, held_out_rows} - {1})
+            and all(size % count for size in own for count in tiles(n).values())
+        )
         sequence = next(islice(usable, number, None))
         held_out = probe_chunks(held_out_rows * sequence) if shape.held_out else None
         batch = probe_chunks(rows * sequence, alone=shape.is_alone)
@@ -69,7 +72,6 @@ class ProbeSizes:
 
         Args:
             sequence: tokens of a row.
-            shape: shape of the batches, which this length must have.
         """
 
         def chunks(rows: int, *, alone: bool = False) -> Chunks:
@@ -80,16 +82,16 @@ class ProbeSizes:
         held_out = chunks(self.held_out_rows) if shape.held_out else None
         return replace(self, sequence=sequence, batch=chunks(self.rows, alone=shape.is_alone), held_out=held_out)
 
-    def count(self, total: int, experts: int, top_k: int, tp: int) -> list[int]:
+    def count(self, total: int, experts: int, top_k: int, shares: int) -> list[int]:
         """Return the tokens that each of `experts` experts receives, which sum to `total`; idle experts receive none.
 
         Args:
-            total: tokens × top_k. If this is the total of a micro-batch on one of the `tp` ranks, the experts that are
-                idle in a micro-batch receive none, else the experts that are idle in the evaluation.
+            total: tokens × top_k. If this is the total of a micro-batch's share, the experts that are idle in a
+                micro-batch receive none, else the experts that are idle in the evaluation.
             top_k: experts of each token.
-            tp: ranks that divide the tokens of a batch among them.
+            shares: ranks that divide the tokens of a batch among them (`token_shares`).
         """
-        return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // tp])
+        return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // shares])
 
     def sizes(self) -> Sizes:
         """Return name -> value of all sizes but the tokens of experts; without B and 2B+1 if there is a single row."""
@@ -111,7 +113,6 @@ def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
     """Divide tokens for the loss so that the sizes of chunks and blocks can be told apart by their prime factors.
 
     Args:
-        tokens: tokens of a batch.
         alone: divide into one chunk; otherwise into three of two blocks each, so that every place occurs.
     """
     size = last = tokens
@@ -130,7 +131,6 @@ def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
     share where that is less.
 
     Args:
-        experts: number of experts.
         idle: ids of the experts that receive none.
     """
     busy = [expert for expert in range(experts) if expert not in idle]

@@ -34,6 +34,7 @@ from moetune.memory.trace.alike import Shortened, Unit
 from moetune.memory.trace.log import OUTSIDE, Log
 from moetune.memory.trace.repeat import Events, Owners
 from moetune.memory.trace.steps import Feed, Steps, batches_of
+from moetune.parallel.coordinates import token_shares
 from moetune.training.step.loss import Chunks
 
 Integers = Annotated[
@@ -78,16 +79,14 @@ class Record:
 
     @cached_property
     def held_out(self) -> np.ndarray:
-        """[blocks] whether each block is allocated in the evaluation, and so depends on the evaluation's batch."""
+        """Whether each block is allocated in the evaluation, and so depends on its batch: [blocks]."""
         return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
     def bytes_at(self, sizes: Sizes, rows: ExpertRows, batch: Chunks, held_out: Chunks | None) -> np.ndarray:
         """Return [blocks] the bytes at given sizes; 0 for blocks in chunks of the loss that do not exist there.
 
         Args:
-            sizes: values of all sizes in `powers`.
             rows: tokens that each expert receives.
-            batch: division of a micro-batch's tokens in the loss.
             held_out: division of an evaluation's batch; None without an evaluation.
         """
         values = self.coefficients * values_of(self.powers, sizes)[self.monomials]
@@ -139,7 +138,6 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
 
     Args:
         steps: steps of the model, on fake tensors and with all optimizer states created.
-        shape: shape of the batches.
         length: tokens of a sequence of that shape, as in the run to predict.
         limits: lengths to which the model's code may compare a sequence's length. If the probe lengths are not below
             the same limits as `shape.longer`, the record is also compared with a step at `length`.
@@ -196,7 +194,9 @@ def _refuse_other_storages(log: Log, other: Log) -> None:
         pairs = enumerate(zip(log.entries, other.entries, strict=False))
         at = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(log.entries), len(other.entries)) - 1)
         block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
-        raise NoClosedForm(f"the step makes other storages at another size, from {block.op} in {block.module!r} on")
+        raise NoClosedForm(
+            f"the step makes other storages at another size, from {block.op} in {block.module!r} on; use --method trace"
+        )
 
 
 def _compare(
@@ -205,7 +205,6 @@ def _compare(
     """Raise `NoClosedForm` if the bytes of a step at other sizes differ from those of the monomials.
 
     Args:
-        log: log from which the monomials were derived.
         other: log at the other sizes.
         found: for each block its coefficient, whether it is multiplied by its experts' tokens, and its monomial.
         values: monomial -> its value at the other sizes.
@@ -215,7 +214,7 @@ def _compare(
         if is_.bytes != coefficient * values[power] * (rows.of(is_) if grows else 1):
             raise NoClosedForm(
                 f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
-                f"and {is_.bytes:,} at another: not a product of sizes"
+                f"and {is_.bytes:,} at another: not a product of sizes; use --method trace"
             )
 
 
@@ -226,11 +225,11 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
         NoClosedForm: as `_places_of`.
     """
     config, adapted = steps.config, steps.adapted
-    tp, moe = config.parallel.tp, adapted.structure.moe_layers
+    shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
 
     def count(layer: int, ids: Tensor, num_experts: int) -> list[int]:
-        return probe.count(ids.numel(), num_experts, top_k, tp)
+        return probe.count(ids.numel(), num_experts, top_k, shares)
 
     tracker = steps.tracker()
     batch, held_out = (
@@ -247,7 +246,7 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
             log = steps.record(tracker, feed, min(3, config.train.accumulate))
     rows = ExpertRows(
         *(
-            () if chunks is None else tuple(probe.count(chunks.tokens * top_k // tp, experts, top_k, tp))
+            () if chunks is None else tuple(probe.count(chunks.tokens * top_k // shares, experts, top_k, shares))
             for chunks in (probe.batch, probe.held_out)
         )
     )
@@ -271,5 +270,8 @@ def _places_of(log: Log, batch: NotedChunks, held_out: NotedChunks) -> np.ndarra
         its_chunk, its_block = PLACES[made[~entry]]
         if (chunk in ("middle", "last") and chunk != its_chunk) or (block == "full" and block != its_block):
             dead = log.blocks[~entry]
-            raise NoClosedForm(f"{dead.op} in {dead.module!r} is freed in another chunk of the loss than it is made in")
+            raise NoClosedForm(
+                f"{dead.op} in {dead.module!r} is freed in another chunk of the loss than it is made in; "
+                "use --method trace"
+            )
     return np.array(made, dtype=np.int64)

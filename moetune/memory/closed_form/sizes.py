@@ -9,6 +9,7 @@ A monomial is a product of powers of sizes, such as B·S². The sizes have these
 | S | S | tokens of a row |
 | S-1, S+1 | | S less and plus one token |
 | S↑n, S+256 | | S rounded up to a multiple of n; S plus 128 rows for each of two documents, as attention kernels pad |
+| ⌈S/n⌉ | | tiles of n tokens in a sequence, each of which has a workspace in attention kernels |
 | n | n | tokens received by the experts that are computed together |
 | r0, r1, … | q0, q1, … | tokens sent to the experts of each `ep` rank |
 | c, c′ | d, d′ | tokens of a chunk of the loss; of the last chunk |
@@ -41,6 +42,7 @@ Powers = tuple[tuple[str, int], ...]
 MOST_ALIGNED = 64
 """Largest power of two by which alignments of a length are distinguished."""
 _ROUNDED = (8, 16, 32, 64, 128)
+_TILES = (64, 128)
 
 
 @dataclass(frozen=True)
@@ -157,18 +159,20 @@ def rows_and_cu_seqlens(rows: int, name: str) -> Sizes:
 
 
 def lengths(sequence: int) -> Sizes:
-    """Return name -> value of the sizes that follow from a sequence length S: S, S-1, S+1, S+256, and S↑n."""
+    """Return name -> value of the sizes that follow from a sequence length S: S, S-1, S+1, S+256, S↑n and ⌈S/n⌉."""
     near = {f"S{n:+}": sequence + n for n in (-1, 1, 256)}
-    return {"S": sequence, **near, **{f"S↑{n}": -(-sequence // n) * n for n in _ROUNDED}}
+    return {"S": sequence, **near, **{f"S↑{n}": -(-sequence // n) * n for n in _ROUNDED}, **tiles(sequence)}
+
+
+def tiles(sequence: int) -> Sizes:
+    """Return name -> value of the sizes ⌈S/n⌉ of a sequence length S."""
+    return {f"⌈S/{n}⌉": -(-sequence // n) for n in _TILES}
 
 
 def sizes_of(rows: int, length: int, batch: Chunks, held_out_rows: int, held_out: Chunks | None) -> Sizes:
     """Return name -> value of all sizes of a step, except the tokens of experts.
 
     Args:
-        rows: rows of a micro-batch.
-        length: tokens of a row.
-        batch: division of a micro-batch's tokens in the loss.
         held_out_rows: rows of an evaluation's batch; ignored if `held_out` is None.
         held_out: division of that batch's tokens in the loss; None without an evaluation.
     """

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,7 +21,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from moetune.errors import UserError
-from moetune.files import check_path, write_whole
+from moetune.files import cache_folder, write_whole
 from moetune.memory.closed_form.record import Record
 from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.trace.alike import Shortened
@@ -68,7 +67,6 @@ class Recorded:
         The result is cached; do not modify it.
 
         Args:
-            shape: shape of the batches.
             short: decoder layers that ran, and the groups that stand for others.
 
         Returns:
@@ -89,7 +87,6 @@ def key_of(kind: dict[str, Any], rank: int) -> str:
 
     Args:
         kind: settings that the step's storages depend on, as JSON values.
-        rank: number of the rank, from 0.
     """
     whole = {"kind": kind, "rank": rank, "versions": {name: version(name) for name in _MADE_BY}, "source": _source()}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
@@ -106,18 +103,8 @@ def _source() -> str:
 
 
 def folder() -> Path:
-    """Return the folder of all records, which need not exist.
-
-    Raises:
-        UserError: `MOETUNE_CACHE` is set to something that cannot be a path, or there is no home folder.
-    """
-    own = os.environ.get("MOETUNE_CACHE")
-    try:
-        if own:
-            return check_path(own)
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetune" / "closed_form"
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"MOETUNE_CACHE: {own!r} cannot be a path: {error}; set it to a folder") from None
+    """Return the folder of all records (`files.cache_folder`)."""
+    return cache_folder("closed_form")
 
 
 @cache

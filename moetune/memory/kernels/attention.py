@@ -34,14 +34,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def attention_of(capability: Capability) -> Iterator[None]:
+def replace_attention(capability: Capability) -> Iterator[None]:
     """Replace `torch.nn.functional.scaled_dot_product_attention` by `attention` within the `with` block.
 
     The function itself is replaced, because torch disables a TorchFunctionMode during `Tensor.backward`, and so in
     recomputation under activation checkpointing.
-
-    Args:
-        capability: compute capability of the GPU, as (major, minor).
     """
     functional: Any = torch.nn.functional
     own = functional.scaled_dot_product_attention
@@ -67,13 +64,10 @@ def attention(
 
     All arguments but the first are those of torch's function.
 
-    Args:
-        capability: compute capability of the GPU, as (major, minor).
-
     Returns:
         The output [B, h, S, d_v], with the strides that the operator gives it.
     """
-    kernel = choose(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    kernel = choose_operator(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:  # convert_boolean_attn_mask
         zero, out = (torch.scalar_tensor(number, dtype=query.dtype) for number in (0.0, -torch.inf))
@@ -107,7 +101,7 @@ def attention(
 # --- Choice of the operator ---------------------------------------------------------------------------------------
 
 
-def choose(
+def choose_operator(
     capability: Capability,
     query: Tensor,
     key: Tensor,

@@ -20,7 +20,7 @@ import torch.nn.attention.varlen  # defines its operators
 from torch import Tensor
 
 from moetune.adapt.attention import Capability, has_little_shared_memory
-from moetune.experts.kernels.grouped import runs_as_one
+from moetune.experts.kernels.grouped import kernel_of
 
 aten = torch.ops.aten
 FLOAT = 4
@@ -28,29 +28,16 @@ FLOAT = 4
 
 
 def before(func: Any, capability: Capability, args: Any, kwargs: Any) -> Iterable[int]:
-    """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes.
-
-    Args:
-        func: overload of an operator, as a dispatch mode receives it.
-        capability: compute capability of the GPU, as (major, minor).
-        args, kwargs: arguments of the call.
-    """
+    """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes."""
     return _FIRST[func](capability, *args, **kwargs) if func in _FIRST else ()
 
 
 def after(func: Any, capability: Capability, args: Any) -> Iterable[int]:
-    """Return the sizes of the workspaces that an operation allocates after its outputs, in bytes.
-
-    Args:
-        func: overload of an operator, as a dispatch mode receives it.
-        capability: compute capability of the GPU, as (major, minor).
-        args: positional arguments of the call.
-    """
+    """Return the sizes of the workspaces that an operation allocates after its outputs, in bytes."""
     return _TAKEN[func](capability, *args) if func in _TAKEN else ()
 
 
 def _ceil(number: int, multiple: int) -> int:
-    """Round up to a multiple."""
     return -(-number // multiple) * multiple
 
 
@@ -216,7 +203,7 @@ def _embedding_backward(capability: Capability, gradient: Tensor, indices: Tenso
 def _gemm_4bit(
     capability: Capability,
     rows: Tensor,
-    packed: Tensor,
+    quantized: Tensor,
     shape: Sequence[int],
     absmax: Tensor,
     blocksize: int,
@@ -233,7 +220,7 @@ def _gemm_4bit(
 
     Args:
         rows: input [..., K].
-        packed: the quantized weight.
+        quantized: the quantized weight.
         shape: (N, K), the shape of the weight.
         absmax_8bit: scales under double quantization; None without.
     """
@@ -257,12 +244,12 @@ def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
 
 
 def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Iterator[int]:
-    """Grouped product on compute capability 9.x: arguments of each product, and CUTLASS's tensor descriptors.
+    """torch's grouped product (compute capability 9.x): arguments of each product, and CUTLASS's tensor descriptors.
 
     For each product three sizes, addresses and strides; four descriptors of 128 bytes for each of 132 multiprocessors.
     Verified on 9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
     """
-    if capability[0] == 9 and runs_as_one(capability, a, b):
+    if kernel_of(capability, a, b) == "torch":
         yield len(counts) * (3 * 4 + 3 * 8 + 3 * 8)
         yield 132 * 4 * 128
 

@@ -12,7 +12,7 @@ from moetune.adapt.build import Adapted
 from moetune.memory.time.work import Done, Work, WorkPart, part_of, size_of, works, written_by
 
 
-class Where(Protocol):
+class TracePosition(Protocol):
     """The current position in a traced step and its tensors; `Tracker` implements this protocol.
 
     Attributes:
@@ -21,7 +21,7 @@ class Where(Protocol):
         module: path of the module that runs; empty outside any module.
 
     Methods:
-        place: number of entries in the trace's log (births and deaths of storages) so far.
+        place: number of entries in the trace's log (allocations and releases of storages) so far.
         is_host: whether a tensor is in host memory.
         trains: whether a tensor is a trained weight.
         block_of: index of a tensor's storage in the trace's log; None if the storage is not recorded.
@@ -46,12 +46,13 @@ class Counter:
 
     Args:
         capability: CUDA compute capability of the GPU, which decides which kernels run.
-        where: the current position in the step.
         parts: module path -> the part to which its work counts.
         done: list to which each operation's work is appended.
     """
 
-    def __init__(self, capability: Capability, where: Where, parts: Mapping[str, WorkPart], done: list[Done]) -> None:
+    def __init__(
+        self, capability: Capability, where: TracePosition, parts: Mapping[str, WorkPart], done: list[Done]
+    ) -> None:
         self.capability, self.where, self.parts, self.done = capability, where, parts, done
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -59,11 +60,6 @@ class Counter:
 
         Updates of trained weights count as `optimizer`, copies between host and GPU as `transfers`, and operations on
         host tensors as `host`. Anything else counts as the part of the operation or of the module that runs.
-
-        Args:
-            func: the dispatched operator (`OpOverload`).
-            args, kwargs: its arguments.
-            out: its result.
         """
         written = written_by(func, args)
         part: WorkPart | None = "optimizer" if written is not None and self.where.trains(written) else None

@@ -6,7 +6,7 @@ import statistics
 
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.run.records import read_metrics
+from moetune.run.folder_files import read_metrics
 
 
 def speed_of(path: str) -> float:

@@ -90,7 +90,6 @@ class Duration:
         limit: FLOP/s of the GPU in bfloat16, or in float16 if its tensor cores lack bfloat16 (`gpus.yaml`).
         seconds: seconds per step.
         parts: part of the step -> seconds that it would take alone; includes `launches` and `communication`.
-        work: part of the step -> its counted work on one rank.
         measured: tokens per second of a run whose measured speed replaces the estimate, so that both ends of `seconds`
             are equal; None for an estimate.
     """
@@ -144,8 +143,6 @@ def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterab
     bandwidth, host link). Without `card.interconnect`, communication is left out.
 
     Args:
-        work: part of the step -> its work on one rank.
-        tokens: tokens per step, over all ranks.
         sent: bytes that this rank sends, one number for each collective.
     """
     half = card.bf16 or card.fp16

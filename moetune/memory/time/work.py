@@ -91,10 +91,8 @@ class Done(NamedTuple):
 
     Attributes:
         at: number of entries in the trace's log when the work was done.
-        step: counted from 0.
         micro_step: counted from 0; None for work that a step does once, such as the optimizer's.
         part: the part of the step to which it counts.
-        work: the work, of one execution.
         block: index of a storage in the trace's log whose decoder layer the work belongs to; None if unknown.
         times: number of executions, > 1 if a traced layer stands for several.
     """
@@ -129,7 +127,6 @@ class Share(NamedTuple):
     """Part of an operation's work.
 
     Attributes:
-        work: the work.
         of: tensor that decides where the work counts: whether it runs on host or GPU, and for which decoder layer.
         part: the part of the step, if the operator alone decides it; else None.
     """
@@ -143,9 +140,6 @@ def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -
     """Yield the work of one operation; a fused optimizer update of several tensors yields one share for each of them.
 
     Args:
-        func: the dispatched operator (`OpOverload`).
-        args, kwargs: its arguments.
-        out: its result.
         capability: CUDA compute capability of the GPU, which decides how many kernels are launched.
     """
     if _does_nothing(func):
@@ -191,8 +185,10 @@ def _unpacked_product(args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
     numel, is_nested = shape[0] * shape[1], any(tensor.dtype == torch.uint8 for tensor in tensors[2:])
     weight = numel * rows.element_size()
     scales = 4 * numel / 64 * (3 if is_nested else 0)
-    of_packed = sum(map(size_of, tensors[1:]))
-    yield Share(Work(bytes=of_packed + scales + weight, launches=3 if is_nested else 1), tensors[1], "dequantization")
+    of_quantized = sum(map(size_of, tensors[1:]))
+    yield Share(
+        Work(bytes=of_quantized + scales + weight, launches=3 if is_nested else 1), tensors[1], "dequantization"
+    )
     moved = size_of(rows) + weight + sum(map(size_of, fresh))
     yield Share(_product(2 * (rows.numel() // rows.shape[-1]) * numel, moved, 1, rows), rows)
 
@@ -321,12 +317,7 @@ _FLOPS: dict[Any, Callable[..., float]] = {
 
 
 def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor]) -> float:
-    """Return the bytes that an operation reads and writes.
-
-    Args:
-        tensors: all tensors among its arguments.
-        fresh: all tensors in its result.
-    """
+    """Return the bytes that an operation reads and writes."""
     name = func._opname
     if name in _LOOKS_UP:  # reads only the rows that it returns
         return 2 * sum(map(size_of, fresh)) + sum(map(size_of, tensors[1:]))
@@ -382,7 +373,6 @@ def _share_of_a_launch(tensor: Tensor) -> float:
 
 
 def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Return the number of kernel launches of an operation."""
     own = _LAUNCHES.get(func._opname)
     if own is None:
         return 1
@@ -390,9 +380,11 @@ def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capabilit
 
 
 def _of_grouped(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Two launches (preparation, product) if one kernel serves all experts; else one for each expert with rows."""
+    """Two launches of torch's kernel (preparation, product) and one of Triton's; without, one for each expert with
+    rows."""
     a, b, _, counts = args
-    return 2 if grouped.runs_as_one(capability, a, b) else sum(map(bool, counts))
+    whose = grouped.kernel_of(capability, a, b)
+    return sum(map(bool, counts)) if whose is None else {"torch": 2, "triton": 1}[whose]
 
 
 def _of_copy(args: Any, kwargs: Any, out: Tensor, capability: Capability) -> float:

@@ -44,7 +44,6 @@ class Shortened:
     """A run with the decoder layers that are run, and the groups of them that stand for layers that are left out.
 
     Attributes:
-        run: the run; `shorten` returns one whose model skips the layers that are left out.
         kept: numbers of the layers that are run, ascending.
         units: groups of kept layers that stand for identical groups that are left out.
     """

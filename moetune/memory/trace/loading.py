@@ -18,7 +18,7 @@ from moetune.experts.quantized import BLOCK, QuantizedExperts
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.views import Trace
-from moetune.models.hub.names import expert_layout
+from moetune.models.hub.key_mapping import expert_layout
 from moetune.models.moe import ExpertShape
 from moetune.run.resolve import ResolvedRun
 
@@ -33,6 +33,8 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     - A checkpoint with separate gate and up tensors: both are read and joined, which takes the matrix twice.
     - A checkpoint with all experts of a layer in one tensor: one expert is read at a time, unless the tensor has to be
       converted (`expert_layout`), which reads it whole.
+    - Either is in the dtype that `config.json` names; without one, or published quantized, in the compute dtype.
+      Weights that are not quantized are converted from one to the other.
     - An MXFP4 checkpoint (17/32 bytes a weight): kept as it is, unless the base has another storage or experts train.
 
     The host's peak is what stays in host memory plus the tensor that is being read, an expert's or the embedding.
@@ -42,7 +44,6 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     assumed to be larger than these. The host's peak is what stays in host memory.
 
     Args:
-        run: run whose weights are loaded.
         traced: prediction of the same run, by trace or closed form; only the bytes of its loaded weights are read.
     """
     structure, model = run.structure, run.config.model
@@ -58,6 +59,10 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
         ]
         banks = traced.loaded(in_bank=True) + max(drawn) if drawn else 0
         return LoadPeaks(host=on_host, gpu=max(on_gpu + outside, banks))
+    stored = run.model.source.config.dtype
+    if isinstance(stored, torch.dtype) and stored != dtype and not run.model.source.quantization.method:
+        dtype = stored  # weights are quantized from the dtype of the checkpoint
+        on_gpu += outside * dtype.itemsize  # the largest of the others, while it is converted
     host, on_the_way = outside * dtype.itemsize, 0
     if shapes:
         shape = shapes[0]

@@ -107,8 +107,6 @@ class Log:
     Attributes:
         blocks: every storage, in order of allocation.
         entries: allocations and releases in order: n where `blocks[n]` is allocated, ~n where it is freed.
-        marks: starts of phases and modules.
-        cuts: boundaries of decoder layers.
         sent: collectives that send bytes to other ranks.
         done: FLOPs, bytes and launches of each operation; empty if the tracker does not count work.
     """

@@ -191,7 +191,6 @@ class Events:
         """Expand a log into the events of the whole model.
 
         Args:
-            log: log of a step or several, of a model whose decoder layers may be shortened.
             short: decoder layers that ran and the groups that stand for others; None if all layers ran, and then the
                 events are the entries of the log.
         """
@@ -226,11 +225,11 @@ class Events:
     def module(self, storage: int) -> str:
         """Return the path, in the whole model, of the module that allocated a storage; empty if there was none."""
         block = int(self.like[storage])
-        return named(self.owners.log.blocks[block].module, self.owners.unit_of(block), int(self.copies[storage]))
+        return layer_named(self.owners.log.blocks[block].module, self.owners.unit_of(block), int(self.copies[storage]))
 
 
 @cache
-def named(module: str, unit: Unit | None, copy: int) -> str:
+def layer_named(module: str, unit: Unit | None, copy: int) -> str:
     """Return a module's path with the number of its layer replaced by that of the layer it stands for.
 
     With `unit.layers` (1,) and `unit.copies[copy]` (5,), "model.layers.1.mlp" becomes "model.layers.5.mlp".
@@ -301,7 +300,6 @@ class _Expansion:
         return Events(self.owners, like, copy[keep][births], storages, np.where(births, 1, -1), born, died, marks)
 
     def _add(self, turn: int | np.ndarray, place: np.ndarray, block: np.ndarray, copy: np.ndarray) -> None:
-        """Append entries to `rows`."""
         self.rows.append((np.broadcast_to(turn, place.shape), place, block, copy))
 
     def _outside(self, stretch: Stretch) -> None:

@@ -16,7 +16,7 @@ from moetune.adapt.build import Adapted
 from moetune.compat.bitsandbytes import paged
 from moetune.config.schema import RunConfig
 from moetune.experts.context import CountRows
-from moetune.memory.routing import Routing
+from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.time.work import COUNTING, READ, Work, size_of
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import OUTSIDE, Log
@@ -182,10 +182,7 @@ class Steps(Watched):
         Can be called once: it removes the hooks that count expert load.
 
         Args:
-            tracker: tracker to record into; it is stopped at the end.
-            micro_steps: micro-steps of each step.
             first: micro-steps of the first step, and then only the last step's peak counts; None for `micro_steps`.
-            steps: number of steps.
             tracking: False to record only phases, modules and layer boundaries, and no operations.
             short: layers that ran and groups that stand for others; None if all layers ran.
 
@@ -225,9 +222,6 @@ class Steps(Watched):
         Optimizer states must exist (`make_states`). The tracker is stopped, and FSDP2's weights are sharded again.
 
         Args:
-            tracker: tracker to record into.
-            feed: input of the step.
-            micro_steps: micro-steps of the step.
             begun: number of micro-steps to skip at the start; if not 0, their gradients are created, uninitialized.
         """
         for updater in self.optimizer.updaters if begun else ():
@@ -239,13 +233,13 @@ class Steps(Watched):
         reshard(self.adapted.model)  # so that another record starts in the same state
         return tracker.log
 
-    def counting(self, routing: Routing | CountRows) -> AbstractContextManager[None]:
+    def counting(self, routing: AssumedRouting | CountRows) -> AbstractContextManager[None]:
         """Return a context in which the number of tokens of each expert is taken from an assumption.
 
         Args:
             routing: an assumption, or a function that replaces `ExpertHooks.count_rows`.
         """
-        count_rows = routing.count_rows if isinstance(routing, Routing) else routing
+        count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:

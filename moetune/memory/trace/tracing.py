@@ -18,7 +18,7 @@ from moetune.compat.torch import QuickFakeMode
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.context import CountReceived, CountRows, received_as_sent
-from moetune.memory.routing import BALANCED, Replayed, Routing
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting, Replayed
 from moetune.memory.trace.alike import Shortened, shorten
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import STEPS, Steps, batches_of
@@ -35,7 +35,7 @@ class NotTraceable(UserError):
 
 def trace(
     run: AnyRun,
-    routing: Routing | CountRows = BALANCED,
+    routing: AssumedRouting | CountRows = BALANCED,
     *,
     shortened: bool = True,
     micro_steps: int | None = None,
@@ -77,7 +77,7 @@ def trace(
     steps_to_take = STEPS
     if isinstance(routing, Replayed):  # the recorded counts fit only the steps that were recorded
         steps_to_take, micro_steps, routing = routing.steps, config.train.accumulate, routing.answers()
-    is_even = micro_steps is None and isinstance(routing, Routing) and not routing.load
+    is_even = micro_steps is None and isinstance(routing, AssumedRouting) and not routing.load
     with faked(whole, rank, gpu, shortened=shortened and is_even, received=received) as (adapted, short, mode):
         adapted.model.train()
         # DeepSpeed creates tensors here, which must be fake; torch's and bitsandbytes' optimizers read tensors' values

@@ -49,8 +49,6 @@ class _Sum:
     """The result of an addition of two gradients by autograd, which without a dispatch mode may be in place.
 
     Attributes:
-        block: number of the sum's block.
-        storage: id of the sum's storage.
         onto: number of the block of the first operand, which an addition in place would overwrite.
     """
 
@@ -82,7 +80,6 @@ class Tracker(TorchDispatchMode):
         parts: module path -> part of a step; if given together with `capability`, work is counted by part.
 
     Attributes:
-        log: what was recorded so far.
         step, micro_step: numbers from 0 that new records carry.
         phase, module: phase, and path of the module, that new storages are recorded under.
         experts: ids of the experts that are being computed; empty if there are none.
@@ -118,12 +115,7 @@ class Tracker(TorchDispatchMode):
     # --- What is alive ------------------------------------------------------------------------------------------
 
     def add(self, tensor: Tensor, part: PartName = "transient_peak", op: str = "") -> None:
-        """Record the storage of a tensor as allocated now; do nothing for meta tensors and known storages.
-
-        Args:
-            part: line of the memory report that counts the storage.
-            op: name of the operation that allocated the storage, or a label.
-        """
+        """Record the storage of a tensor as allocated now; do nothing for meta tensors and known storages."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive or (not isinstance(tensor, FakeTensor) and tensor.is_meta):

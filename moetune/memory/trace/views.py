@@ -16,7 +16,7 @@ from moetune.memory.report import PART_NAMES, Allocation, Collective, LoadPeaks,
 from moetune.memory.time.work import Work, WorkPart, sums
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Block, Log, Mark
-from moetune.memory.trace.repeat import Events, named
+from moetune.memory.trace.repeat import Events, layer_named
 from moetune.parallel.messages import Message
 
 _BEFORE_ALL = -1_000
@@ -31,7 +31,6 @@ class Trace:
     event has happened. Host memory is among the storages, but counts in `host_peak` and `loaded(on_host=True)` only.
 
     Attributes:
-        log: the log that was recorded, of a model whose layers may be shortened.
         events: allocations and releases in the whole model; shapes [events] and [storages] refer to these.
         bytes: [storages] size of each storage.
         begin: first place that counts for the peak.
@@ -66,7 +65,6 @@ class Trace:
         """Build the trace of the whole model from a tracker's log.
 
         Args:
-            log: log of one step or several.
             axis_of: returns the axis of `parallel:` along which a collective communicates.
             short: layers that ran and groups that stand for others; None if all layers ran.
             left_out: number of micro-steps of the last step that were not run; each is counted, in collectives and
@@ -111,7 +109,8 @@ class Trace:
     def marks(self) -> list[Mark]:
         """Starts of phases and modules in the whole model; `at` of a mark is the index of the first event after it."""
         return [
-            replace(mark, at=at, module=named(mark.module, unit, copy)) for at, mark, unit, copy in self.events.marks
+            replace(mark, at=at, module=layer_named(mark.module, unit, copy))
+            for at, mark, unit, copy in self.events.marks
         ]
 
     @property
@@ -127,7 +126,7 @@ class Trace:
 
     @cached_property
     def _on_host(self) -> np.ndarray:
-        """[storages] whether each is host memory."""
+        """Whether each storage is host memory: [storages]."""
         return self.events.column("on_host").astype(bool)
 
     def _of_part(self, part: PartName) -> np.ndarray:
@@ -140,7 +139,7 @@ class Trace:
 
     @cached_property
     def _device(self) -> np.ndarray:
-        """[events] bytes alive on the device at each place."""
+        """Bytes alive on the device after each event: [events]."""
         return self._alive(np.where(self._on_host, 0, self.bytes))
 
     def alive(self, at: int | None = None) -> np.ndarray:
@@ -171,11 +170,7 @@ class Trace:
         return int(np.max(self._alive(np.where(self._on_host, 0, rounded)), initial=0))
 
     def parts(self, at: int | None = None) -> Parts:
-        """Return the bytes alive on the device once event `at` has happened, by line of the memory report.
-
-        Args:
-            at: index of the event; None for the peak.
-        """
+        """Return the bytes alive on the device once event `at` has happened, by line of the memory report."""
         alive = self.alive(at)
         part, sizes = self.events.column("part")[alive], self.bytes[alive]
         return Parts(*(int(sizes[part == name].sum()) for name in PART_NAMES))
@@ -223,7 +218,7 @@ class Trace:
             groups.setdefault(key, []).append(int(self.bytes[storage]))
         allocations = [Allocation(*key, len(sizes), sum(sizes)) for key, sizes in groups.items()]
         allocations.sort(key=lambda allocation: -allocation.bytes)
-        module = named(mark.module, unit, copy)
+        module = layer_named(mark.module, unit, copy)
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
 
     def timeline(self, points: int = 600) -> tuple[Sample, ...]:

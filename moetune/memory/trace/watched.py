@@ -14,7 +14,7 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
-from moetune.memory.kernels.attention import attention_of
+from moetune.memory.kernels.attention import replace_attention
 from moetune.memory.time.counter import work_parts
 from moetune.memory.trace.log import OUTSIDE
 from moetune.memory.trace.tracker import Tracker
@@ -27,15 +27,11 @@ class Watched:
     """A model prepared for training, whose tensors and layer boundaries can be registered with a tracker.
 
     Args:
-        adapted: model with trained and frozen parameters; its tensors may be fake.
         kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
-        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         shards: parameter -> this rank's part of it, for parameters that an engine (DeepSpeed) partitions.
 
     Attributes:
         layers: number -> module, for the decoder layers that run.
-        capability: compute capability of `gpu`; None for a CPU.
-        named: module -> path, as `named_modules`.
     """
 
     def __init__(
@@ -86,7 +82,7 @@ class Watched:
             tracking: False to record only layer boundaries and expert groups, and no operations.
         """
         watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts)
-        attention = nullcontext() if self.capability is None else attention_of(self.capability)
+        attention = nullcontext() if self.capability is None else replace_attention(self.capability)
         with self._cutting(tracker), watching, tracker if tracking else nullcontext(), attention:
             yield
 

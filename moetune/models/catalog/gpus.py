@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from moetune.config.sizes import HOW_TO_WRITE_A_SIZE, parse_size
+from moetune.config.memory_size import HOW_TO_WRITE_A_SIZE, parse_size
 from moetune.errors import UserError, suggest
 
 _SEVERAL = re.compile(r"(\d{1,4})\s*[x×*]\s*(.+)|(.+?)\s+[x×*]\s*(\d{1,4})", re.IGNORECASE | re.ASCII)
@@ -51,7 +51,6 @@ class Gpu:
     Attributes:
         name: catalog name such as `l40s`; for a GPU given by its memory, this size, such as `44GiB`.
         full_name: name that `torch.cuda.get_device_name` returns.
-        capability: CUDA compute capability, (major, minor).
         memory: bytes of memory, as cudaMemGetInfo reports the total; all processes on the GPU share it.
         context: bytes that a process takes outside of torch's allocator: CUDA context, driver, loaded kernels.
         cublas_workspace: bytes of a cuBLAS workspace, allocated by torch's allocator once for each thread that

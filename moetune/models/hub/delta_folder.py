@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from moetune.documents import Amount, read_json
 from moetune.errors import UserError
+from moetune.json_files import Amount, read_json
 from moetune.models.hub.fingerprint import Base, digest
 from moetune.models.hub.tensor_files import Stored, read_header
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from moetune.models.hub.tensor_files import read_checkpoint, weight_files
+from moetune.models.hub.tensor_files import read_headers, weight_files
 
 _BLOCK = 2**22  # bytes read at a time
 
@@ -147,7 +147,7 @@ def digesting(files: Sequence[Path], threads: int) -> Iterator[Callable[[], dict
 
 def headers(folder: Path) -> dict[str, str]:
     """Return tensor name -> dtype and shape for all tensors of a checkpoint, from the file headers alone."""
-    return {name: f"{tensor.dtype} {[*tensor.shape]}" for name, tensor in sorted(read_checkpoint(folder).items())}
+    return {name: f"{tensor.dtype} {[*tensor.shape]}" for name, tensor in sorted(read_headers(folder).items())}
 
 
 def digest(file: Path, copy_to: Path | None = None, on_read: Callable[[int], None] | None = None) -> str:

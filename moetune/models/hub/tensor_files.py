@@ -19,8 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from moetune.documents import parse_json, read_json
 from moetune.errors import UserError, reading, shown
+from moetune.json_files import parse_json, read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -39,7 +39,6 @@ class Stored:
     """One tensor in a safetensors file. Rows are slices along its first axis; a scalar has one row.
 
     Attributes:
-        file: path of the file.
         dtype: dtype in safetensors' spelling, such as `BF16`.
         offset: position of the tensor's first byte in the file.
     """
@@ -82,11 +81,6 @@ class Stored:
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Read rows as a new tensor [stop - start, ...] in the file's dtype.
-
-        Args:
-            start: first row.
-            stop: row after the last; None for the end.
-            device: device of the result.
 
         Raises:
             UserError: the file is too short, or its dtype is not supported.
@@ -180,7 +174,7 @@ def is_name_of_weights(name: object) -> bool:
     return isinstance(name, str) and Path(name).name == name and "\0" not in name and name.endswith(".safetensors")
 
 
-def read_checkpoint(folder: Path) -> dict[str, Stored]:
+def read_headers(folder: Path) -> dict[str, Stored]:
     """Read the headers of a checkpoint's files, and return tensor name -> its place.
 
     Raises:

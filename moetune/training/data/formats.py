@@ -134,41 +134,70 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
 def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> dict[int, str]:
     """Find content of messages that a chat template drops, completely or in part.
 
-    The words of a content must appear in the rendered chat in the same order, and a mark appended to the content must
-    appear as well. Case, white space and punctuation may differ.
+    The words of a content must appear in the same order where the template writes the message: between marks around the
+    content, or where it writes a mark in place of the content. If marks change what else the template writes, they may
+    appear anywhere in the rendered chat. A mark appended to the content must appear as well. Case, white space and
+    punctuation may differ.
 
     Args:
-        messages: checked messages.
         render: renders messages with the template.
 
     Returns:
         Index of a message -> description of the text that is lost; empty if nothing is lost.
     """
-    written, marks = render(messages), [f"QXZ{index}ZXQ" for index in range(len(messages))]
+    written = render(messages).casefold()
     with_text = [index for index, message in enumerate(messages) if (message["content"] or "").strip()]
+    marks = {index: (f"qxz{index}zxq", f"qyz{index}zyq") for index in with_text}
     marked = list(messages)
-    for index in with_text:
-        marked[index] = {**messages[index], "content": f"{messages[index]['content']} {marks[index]}"}
-    try:
-        ends: str | None = render(marked)
-    except UserError:
-        raise
-    except Exception:  # the template fails on other content
-        ends = None
-    lost: dict[int, str] = {}
-    for index in with_text:
+    for index, (begin, end) in marks.items():
+        marked[index] = {**messages[index], "content": f"{begin.upper()} {messages[index]['content']} {end.upper()}"}
+
+    def rendered(some: list[dict[str, Any]]) -> str | None:
+        try:
+            return render(some).casefold()
+        except UserError:
+            raise
+        except Exception:  # the template fails on other content
+            return None
+
+    around, lost = rendered(marked), {}
+    for index, (begin, end) in marks.items():
         content = messages[index]["content"]
-        missing = None if content.strip() in written else _first_missing_word(content, written)
+        missing = _first_missing_word(content, _between(around or "", begin, end) or "")
+        if missing is not None:
+            only = rendered([*messages[:index], {**messages[index], "content": end.upper()}, *messages[index + 1 :]])
+            missing = _first_missing_word(content, _instead(written, only or "", end))
         if missing is not None:
             lost[index] = f"{missing[:40]!r} in the content of message {index + 1}"
-        elif ends is not None and marks[index] not in ends:
+        elif around is not None and end not in around:
             lost[index] = f"the end of the content of message {index + 1}"
     return lost
 
 
+def _between(text: str, begin: str, end: str) -> str | None:
+    """Return what is between two marks in a text; None if they do not appear in this order."""
+    after = text.partition(begin)[2]
+    return after.rpartition(end)[0] if end in after else None
+
+
+def _instead(written: str, only: str, mark: str) -> str:
+    """Return the part of the rendered chat `written` where `only`, rendered with a mark as the content, has the mark.
+
+    Return all of `written` if the two differ elsewhere, or `only` lacks the mark.
+    """
+    before, found, after = only.partition(mark)
+    after = after.rpartition(mark)[2] if mark in after else after
+    fits = found and written.startswith(before) and written.endswith(after) and len(written) >= len(before + after)
+    return written[len(before) : len(written) - len(after)] if fits else written
+
+
 def _first_missing_word(content: str, written: str) -> str | None:
-    """Return the first word of `content` that does not appear in `written` after the preceding word; None if all do."""
-    position, written = 0, written.casefold()
+    """Return the first word of `content` that does not appear in `written` after the preceding word; None if all do.
+
+    Args:
+        written: casefolded text.
+    """
+    position = 0
     for match in re.finditer(r"\w+", content.casefold()):
         found = written.find(match[0], position)
         if found < 0:
@@ -198,10 +227,6 @@ def checked_tools(value: object) -> list[Any] | None:
 
 def checked_text(value: object, what: str) -> str:
     """Return `value` if it is text that can be tokenized.
-
-    Args:
-        value: the value to check.
-        what: the name of the value in messages.
 
     Raises:
         MalformedError: `value` is not a string, is empty or white space, or holds an unpaired surrogate.

@@ -49,7 +49,6 @@ class DataCounts:
         cut: documents whose end was left out because they are too long.
         unended: those of the cut documents that end within the first stretch that is trained on.
         chats: number of chats, by how the assistant's text was found (`MARKINGS`).
-        sequences: number of rows.
         tokens: tokens in all sequences, without padding; context that is repeated after a cut counts again.
         loss_tokens: tokens that are predicted.
         padding: padding tokens in packed sequences.
@@ -72,9 +71,7 @@ class Datasets:
     """Tokenized sequences on disk, in the order of the records; the training loop shuffles them.
 
     Attributes:
-        train: rows to train on.
         eval: held-out rows; None if the run does not evaluate.
-        counts: statistics of `train`.
         eval_counts: statistics of `eval`; None if there are no held-out rows.
     """
 
@@ -289,9 +286,6 @@ def refuse_unknown_tokens(
     """Raise `UserError` if a token id of the data, or the padding token, is not below the model's vocabulary size.
 
     Args:
-        settings: configuration of the model.
-        model: the model's name, for the message.
-        padding: id of the padding token.
         parts: rows to check; None is skipped.
     """
     known = settings.get_text_config().vocab_size

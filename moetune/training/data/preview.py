@@ -35,7 +35,6 @@ class Preview:
 
     Attributes:
         name: the model's name.
-        sequence_length: maximum tokens of a sequence.
         first: the first tokens of some training documents, as (text of the token, whether it has a loss).
         counts: statistics of the training data.
         held_out: statistics of the held-out data; None if the run does not evaluate.

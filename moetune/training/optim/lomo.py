@@ -46,8 +46,7 @@ class ScalingOptimizer(torch.optim.Optimizer, ABC):
 
 
 class Lomo(ScalingOptimizer):
-    """Gradient descent with weight decay and without state. With float32 weights it equals `torch.optim.SGD` bit for
-    bit."""
+    """Gradient descent with weight decay, stateless. With float32 weights it equals `torch.optim.SGD` bit for bit."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -140,16 +139,21 @@ class AdaLomo(ScalingOptimizer):
 
 
 class Adafactor(AdaLomo):
-    """AdaLomo with Adafactor's relative step size: η is at most 1/√t at step t. AdaLomo took the rest from
-    Adafactor."""
+    """AdaLomo with Adafactor's relative step size: η is at most 1/√t at step t."""
 
     def _rate(self, group: dict[str, Any], step: int) -> float:
         return min(group["lr"], step**-0.5)
 
 
 def _scaled(gradient: Tensor, by_row: Tensor, by_column: Tensor, where: slice) -> Tensor:
-    """Return û of the rows `where` of a matrix: the gradient [R, C] times `by_row` [R, 1] and `by_column` [C], in
-    float32."""
+    """Return the update before its RMS is limited, û = gradient · by_row · by_column, of the rows `where`, in float32.
+
+    Args:
+        gradient: [R, C], of the whole matrix.
+        by_row: [R, 1], reciprocal roots of the second moments of the rows, divided by their mean.
+        by_column: [C], reciprocal roots of the second moments of the columns.
+        where: the rows to compute; the result is [rows, C].
+    """
     return gradient[where].float() * by_row[where] * by_column
 
 
@@ -157,10 +161,7 @@ def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, gro
     """Limit the RMS of an update, and subtract it from `weight` in place, block by block.
 
     Args:
-        weight: a matrix or a vector.
         update: returns û of some rows of the weight, as a new float32 tensor; called twice for each block.
-        rate: η.
-        group: the parameter group, with its settings.
     """
     blocks = list(_blocks(weight))
     of_update = torch.stack([update(where).square_().sum() for where in blocks]).sum()

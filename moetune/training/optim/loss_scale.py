@@ -33,8 +33,7 @@ class LossScale:
         self.value, self.good_steps = float(saved["value"]), int(saved["good_steps"])
 
     def overflowed(self) -> None:
-        """Halve the factor; raise `UserError` if it falls below 1, because gradients then overflow even without
-        scaling."""
+        """Halve the factor; raise `UserError` below 1, where gradients overflow even without scaling."""
         self.value, self.good_steps = self.value / 2, 0
         if self.value < 1:
             raise UserError(

@@ -65,9 +65,7 @@ class HostUpdater(Updater):
     """Updates one parameter on the host, where its float32 weights, gradient and optimizer states are.
 
     Args:
-        parameter: the parameter, on the device.
         make: makes the optimizer over a list of parameters.
-        copies: the copies of the device, shared by all its parameters.
 
     Attributes:
         wire: host buffer for copies from and to the GPU, with shape and dtype of the parameter.
@@ -93,16 +91,14 @@ class HostUpdater(Updater):
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
-        """Start to copy the parameter's gradient to the host, where it is added to this step's sum; set
-        `parameter.grad` to None."""
+        """Start to copy the gradient to the host, where it is added to the step's sum; set `parameter.grad` to None."""
         assert parameter.grad is not None
         self._receive()
         self._arriving = self.host_copies.send(parameter.grad, self.wire)
         parameter.grad = None
 
     def norm(self) -> Tensor | None:
-        """Return the norm of this step's gradient, a tensor of one element on the host; None if there is no
-        gradient."""
+        """Return the norm of this step's gradient, one element on the host; None if there is no gradient."""
         self._receive()
         return torch.linalg.vector_norm(self.gradient) if self._has_gradient else None
 

@@ -43,8 +43,7 @@ class CombinedOptimizer:
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The states of all optimizers, by the tensor that is updated: a parameter, this rank's shard or a float32
-        copy."""
+        """The states of all optimizers, by the updated tensor: a parameter, this rank's shard or a float32 copy."""
         return dict(chain.from_iterable(updater.optimizer.state.items() for updater in self.updaters))
 
     def step(self, scale: float = 1.0) -> None:

@@ -22,7 +22,6 @@ def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) 
         lomo                 0
 
     Args:
-        optimizer: the settings.
         shape: shape of the tensor that is updated, on this rank.
         width: bytes per element of the tensor that is updated: 4 for a float32 copy.
     """
@@ -46,7 +45,6 @@ def saved_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) 
     """Return the bytes of a parameter in a checkpoint: its weights, their float32 copy if it is kept, and its states.
 
     Args:
-        optimizer: the settings.
         shape: shape of the parameter, on this rank.
         width: bytes per element of the parameter.
     """

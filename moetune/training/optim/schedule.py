@@ -17,7 +17,6 @@ def rate_factor(train: TrainConfig, step: int) -> float:
         cosine      (1 + cos(π·(s - w) / (n - w))) / 2
 
     Args:
-        train: settings of the run.
         step: number of updates before this one, so 0 for the first.
     """
     if step < train.warmup:

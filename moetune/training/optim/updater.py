@@ -33,7 +33,6 @@ class Updater:
     """An optimizer with the parameters that it updates.
 
     Args:
-        parameters: the parameters; DTensors are allowed.
         make: makes the optimizer over a list of tensors: parameters, this rank's shards or float32 copies of them.
         masters: `optimizer.master_weights`: what the optimizer updates of 16-bit weights.
         fused: whether each parameter is updated in the backward pass, when its gradient is complete (step/fused.py).
@@ -103,8 +102,7 @@ class Updater:
                 copy.data = _nothing(shard).data
 
     def updates(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield each parameter with the tensor that the optimizer updates for it: a float32 copy, or this rank's
-        shard."""
+        """Yield each parameter with the tensor that is updated for it: a float32 copy, or this rank's shard."""
         return ((parameter, self.copies.get(parameter, shard)) for parameter, shard in self.shards.items())
 
     def masters_kept(self) -> Iterator[Tensor]:
@@ -124,8 +122,7 @@ class Updater:
 
     @torch.no_grad()
     def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Load states in the form in which `saved` yields them, parameter -> states; every parameter of this updater is
-        needed.
+        """Load states as `saved` yields them, parameter -> states, for every parameter of this updater.
 
         `master` is copied into the float32 copy. The weights themselves are restored by `checkpoint.read_trained`.
         """
@@ -147,8 +144,7 @@ class Updater:
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the part of a parameter that this rank updates: the parameter itself, or its local shard as a new
-    parameter.
+    """Return the part of a parameter that this rank updates: itself, or its local shard as a new parameter.
 
     The new parameter shares the storage of the DTensor.
     """
@@ -157,8 +153,7 @@ def shard_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _nothing(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a float32 parameter without elements but with the same number of dimensions, which weight decay depends
-    on."""
+    """Return an empty float32 parameter with as many dimensions, on which weight decay depends."""
     return nn.Parameter(parameter.detach().new_empty(0, *parameter.shape[1:], dtype=torch.float32))
 
 

@@ -17,11 +17,8 @@ class ZeroUpdater(Updater):
     """Updates all parameters that train by DeepSpeed's engine, which also clips the gradients.
 
     Args:
-        model: the model that trains.
-        parameters: the parameters of the model that train.
         make: makes torch's optimizer over a list of parameters.
         settings: DeepSpeed's configuration, from `deepspeed_json`.
-        ranks: the ranks of the run.
 
     Attributes:
         engine: DeepSpeed's engine.

@@ -77,7 +77,6 @@ def random_rows(count: int, length: int, vocabulary: int, *, packing: bool) -> l
     batch has padding and an attention mask.
 
     Args:
-        length: tokens of a row.
         vocabulary: token ids are drawn below it.
     """
     ids = [*np.random.default_rng(random.getrandbits(64)).integers(vocabulary, size=(count, length))]

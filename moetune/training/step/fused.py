@@ -25,7 +25,7 @@ from moetune.training.optim.values import as_float, bound_
 from moetune.training.step.observer import StepObserver
 
 
-class Measured:
+class GradientNorms:
     """The norms of the gradients that one backward pass computed."""
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -77,15 +77,15 @@ class FusedBackward:
         self.hooks = adapted.expert_context.hooks
 
     @contextmanager
-    def measuring(self, max_value: float = 0.0) -> Iterator[Measured]:
-        """Measure and free every gradient computed inside the `with` block, into the `Measured` that is yielded.
+    def measuring(self, max_value: float = 0.0) -> Iterator[GradientNorms]:
+        """Measure and free every gradient computed inside the `with` block, into the `GradientNorms` that is yielded.
 
         No weight is changed.
 
         Args:
             max_value: gradients are first clipped to ±max_value, element by element; 0 for no clipping.
         """
-        measured = Measured(self.names)
+        measured = GradientNorms(self.names)
 
         def use(parameter: nn.Parameter) -> None:
             measured.add(parameter)
@@ -95,7 +95,7 @@ class FusedBackward:
             yield measured
 
     @contextmanager
-    def updating(self, scale: float, max_value: float = 0.0, *, checked: bool) -> Iterator[Measured]:
+    def updating(self, scale: float, max_value: float = 0.0, *, checked: bool) -> Iterator[GradientNorms]:
         """Update parameters inside the `with` block as soon as their gradient is complete, and free the gradient.
 
         Gradients of parameters that are updated on the host are copied there; gradients of parameters with any other
@@ -104,10 +104,10 @@ class FusedBackward:
         Args:
             scale: factor of the gradients in the update.
             max_value: gradients are first clipped to ±max_value, element by element; 0 for no clipping.
-            checked: the gradients are known to be finite. Otherwise each gradient is measured into the `Measured` that
-                is yielded, and from the first that is not finite on no parameter is updated.
+            checked: the gradients are known to be finite. Otherwise each gradient is measured into the yielded
+                `GradientNorms`, and from the first that is not finite on no parameter is updated.
         """
-        measured, is_broken = Measured(self.names), False
+        measured, is_broken = GradientNorms(self.names), False
 
         def use(parameter: nn.Parameter) -> None:
             nonlocal is_broken

@@ -57,8 +57,6 @@ class Chunks:
         Args:
             memory: bytes for the logits of one chunk (a chunk has at least one token); None puts all tokens in one
                 chunk.
-            head: the sizes of the LM head.
-            tokens: number of tokens of the batch.
         """
         size = chunk_tokens(memory, head.vocabulary, head.width, head.row_bytes, tokens)
         return cls(tokens, size, size if head.width == 4 else min(size, block_tokens(memory, head.vocabulary)))
@@ -85,7 +83,6 @@ def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int
         vocabulary: V, the number of logits per token.
         width: bytes of one logit.
         row_bytes: bytes per token of the tensors [n, V] that the LM head allocates, as in `LMHead`.
-        tokens: number of tokens of the batch.
     """
     if memory is None:
         return tokens
@@ -114,7 +111,6 @@ def summed_cross_entropy(
     precision. The backward pass can run once; a second one raises `RuntimeError`.
 
     Args:
-        head: the LM head, from `split`.
         hidden_NH: hidden states [N, H].
         targets_N: token ids to predict [N], `IGNORED` for tokens without a loss.
         memory: bytes that the logits of a chunk may take (None: all tokens in one chunk), or the chunks themselves.

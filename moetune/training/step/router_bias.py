@@ -18,9 +18,12 @@ from moetune.adapt.build import Adapted
 
 
 class RouterBiases:
-    """Updates the correction biases of layers whose router trains, if `train.router_bias_rate` is set.
+    """Updates the routers' correction biases, so that experts receive equally many tokens.
 
-    Without the setting there are no such biases, and all methods do nothing.
+    A correction bias is added to an expert's score when experts are chosen, not to its routing weight. After each step
+    the bias rises by `train.router_bias_rate` if the expert received fewer tokens than the layer's mean, and falls by
+    as much if it received more (auxiliary-loss-free balancing, arXiv:2408.15664). Only layers whose router trains are
+    updated; without `train.router_bias_rate` all methods do nothing.
     """
 
     def __init__(self, adapted: Adapted) -> None:

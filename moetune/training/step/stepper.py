@@ -113,7 +113,6 @@ class Stepper:
         Args:
             total_tokens: predicted tokens of the whole step, over micro-batches and ranks, as in
                 `micro_step.micro_step`.
-            backward: function that runs the backward pass of a scalar loss.
             last: this is the last micro-batch of its step, after which the ranks' gradients are reduced.
             chunks: chunks of the loss; None derives them from `train.loss_memory`.
         """

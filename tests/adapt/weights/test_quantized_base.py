@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from moetune.adapt.weights import quantized_base
 from moetune.errors import UserError
+from moetune.experts.quantized import QuantizedExperts
 from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.source import find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
-from tests.adapt.weights.test_checkpoint import write
+from tests.adapt.weights.test_published import write
 from tests.reference import run_config, small_linears_are_packed
 from tests.resolved import build, write_packed_base
 
@@ -76,6 +77,35 @@ def test_what_is_not_packed_keeps_its_values_and_dtype(dtype: torch.dtype, tmp_p
         assert rest[name].equal(source[name]), name
     read = {k.replace(".base_layer", ""): v for k, v in states(tmp_path / "packed", dtype="fp32").items()}
     assert all(read[name].equal(source[name].float()) for name in plain)
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "mxfp4", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [("fp32", torch.float32), ("bf16", torch.float32), ("fp32", torch.float64)]
+)
+def test_a_checkpoint_is_quantized_from_its_own_values(
+    base: str, dtype: str, stored: torch.dtype, tmp_path: Path
+) -> None:
+    """Not from values rounded to bf16: by a run in either dtype, and by what is written once for both."""
+    model = write(tmp_path / "plain", "mixtral").float()
+    model.to(stored).save_pretrained(tmp_path / "plain")
+    found = states(tmp_path / "plain", base=base, dtype=dtype)
+    experts = model.get_submodule("model.layers.0.mlp.experts").down_proj.float()
+    stack = QuantizedExperts(len(experts), tuple(experts.shape[1:]), base)
+    rounded = QuantizedExperts(len(experts), tuple(experts.shape[1:]), base)
+    for number, weight in enumerate(experts.detach()):
+        stack.quantize_(number, weight)
+        rounded.quantize_(number, weight.bfloat16())
+    prefix = next(key for key in found if key.endswith("layers.0.mlp.experts.down.data")).removesuffix("data")
+    for name, expected in stack.named_buffers():
+        assert found[prefix + name].equal(expected), name
+    assert base == "bf16" or any(not b.equal(stack.get_buffer(name)) for name, b in rounded.named_buffers())
+    if base != "bf16":
+        with small_linears_are_packed():
+            write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", base, True)
+        read = states(tmp_path / "packed", base=base, dtype=dtype)
+        assert read.keys() == found.keys()
+        assert all(read[key].equal(tensor) for key, tensor in found.items())
 
 
 def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moetune.adapt.weights.quantizer import MoetuneConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from tests.adapt.weights.test_checkpoint import write
+from tests.adapt.weights.test_published import write
 from tests.reference import small_linears_are_packed
 
 

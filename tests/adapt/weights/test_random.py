@@ -22,7 +22,7 @@ TWICE = {"afmoe": "router.gate.weight", "nemotron_h": "mixer.out_proj.weight"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["nf4", "fp32"])
-@pytest.mark.parametrize("model_type", thinned(expert_model_types(), 3, TWICE))
+@pytest.mark.parametrize("model_type", thinned(expert_model_types(), 6, TWICE))
 def test_no_tensor_is_left_on_meta_or_undrawn(model_type: str, base: str, tmp_path: Path) -> None:
     toy_config(model_type).save_pretrained(tmp_path)
     with small_linears_are_packed():

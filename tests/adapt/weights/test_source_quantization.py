@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from moetune.adapt.weights.checkpoint import read_checkpoint
+from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.target import LoadTarget
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ExpertContext
 from moetune.experts.quantized import QuantizedExperts
 from moetune.memory.trace.tracker import Tracker
-from moetune.models.hub.quantized import Mxfp4, open_checkpoint
+from moetune.models.hub.dequantize import Mxfp4, open_checkpoint
 from moetune.models.hub.tensor_files import Stored
 from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
@@ -169,7 +169,7 @@ def test_a_rank_reads_its_own_experts(base: str, mxfp4: Path) -> None:
         return stock_rows(self, expert, *more)  # type: ignore[arg-type]
 
     with patch.object(Mxfp4, "rows" if base == "nf4" else "quantized", noted):
-        read_checkpoint(target, run.model)
+        read_published(target, run.model)
     found = banks(model)
     assert set(reads) == {4, 5, 6, 7}
     for name, bank in banks(built(mxfp4, FROZEN, base=base, dtype="fp32").model).items():

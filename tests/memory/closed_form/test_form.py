@@ -9,11 +9,12 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
+from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.closed_form import store
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.closed_form.record import NoClosedForm
-from moetune.memory.routing import Routing, parse_routing
 from moetune.memory.trace import trace
+from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import ResolvedRun, resolve
 from tests.memory.models import LAYOUTS, toy_run, write_toy
 from tests.toys import toy_config
@@ -110,7 +111,7 @@ def test_any_routing_to_the_byte(number: int, tmp_path: Path) -> None:
         (layer.index, tuple(0.0 if expert == idle else 0.1 + draw.expovariate(1) ** skew for expert in range(4)))
         for layer in run.structure.moe_layers
     )
-    for routing in (Routing("load", None, load), parse_routing(draw.choice(["worst", "skew:1.7"]))):
+    for routing in (AssumedRouting("load", None, load), parse_routing(draw.choice(["worst", "skew:1.7"]))):
         traced = trace(run, routing)
         try:
             found = ClosedForm(run).at(run.config, routing)
@@ -124,7 +125,7 @@ def test_unlike_idle_experts_are_left_to_the_trace(tmp_path: Path) -> None:
     run = resolve(toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=2), "mixtral", ADAPT["router"]), "cuda")
     load = ((0, (1.0, 0.0, 1.0, 1.0)), (1, (1.0, 1.0, 1.0, 1.0)))
     with pytest.raises(NoClosedForm, match="which experts receive no token"):
-        ClosedForm(run).at(run.config, Routing("load", None, load))
+        ClosedForm(run).at(run.config, AssumedRouting("load", None, load))
 
 
 @pytest.mark.parametrize("model_type", ["glm_moe_dsa", pytest.param("deepseek_v32", marks=pytest.mark.full)])
@@ -133,7 +134,7 @@ def test_a_length_below_a_limit_of_the_model_is_left_to_the_trace(model_type: st
     toy_config(model_type).save_pretrained(tmp_path)
     run = resolve(toy_run(tmp_path, model_type, ADAPT["router"]), "cuda")
     assert trace(run).peak
-    with pytest.raises(NoClosedForm, match="not a product of sizes"):
+    with pytest.raises(NoClosedForm, match="not a product of sizes; use --method trace"):
         ClosedForm(run).at(run.config)
 
 
@@ -151,6 +152,42 @@ def test_several_ranks(tmp_path: Path) -> None:
     config = sized(run.config, 3, 64)
     traced = trace(resolve(config, "cuda", like=run), rank=1)
     assert ClosedForm(run, rank=1).at(config).parts().total == pytest.approx(traced.parts().total, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "parallel"),
+    [
+        ("experts", {"tp": 2}),  # each rank runs all experts on all tokens
+        ("lora", {"tp": 2, "ep": 2}),  # each sends half of the tokens to their experts
+        pytest.param("router", {"tp": 2}, marks=pytest.mark.full),
+        pytest.param("lora", {"tp": 2}, marks=pytest.mark.full),
+        pytest.param("experts", {"tp": 2, "ep": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_attention_divided_over_ranks(adapt: str, parallel: dict[str, int], tmp_path: Path) -> None:
+    toy = write_toy(tmp_path, "mixtral", num_hidden_layers=2)
+    sections = {"parallel": parallel, "hardware": {"count": 2}, "model": {"base": "fp32"}}
+    run = resolve(toy_run(toy, "mixtral", ADAPT[adapt], **sections), "cuda")
+    config = sized(run.config, 3, 48)
+    traced = trace(resolve(config, "cuda", like=run), gpu=find_gpu("l40s"))
+    assert ClosedForm(run, gpu=find_gpu("l40s")).at(config).parts() == traced.parts()
+
+
+def test_uneven_shares_of_the_tokens_are_left_to_the_trace(tmp_path: Path) -> None:
+    parallel = {"parallel": {"tp": 2, "ep": 2}, "hardware": {"count": 2}, "model": {"base": "fp32"}}
+    toy = write_toy(tmp_path, "mixtral", num_hidden_layers=2)
+    run = resolve(toy_run(toy, "mixtral", ADAPT["router"], **parallel), "cuda")
+    with pytest.raises(NoClosedForm, match=r"parallel\.tp: 2 ranks.* 33; use --method trace"):
+        ClosedForm(run).at(sized(run.config, 1, 33))
+
+
+def test_a_workspace_for_each_tile_of_a_single_head(tmp_path: Path) -> None:
+    """16 · (1 + 64²/4) bytes for 64 tokens: a multiple of 64 only for every four heads."""
+    toy = write_toy(tmp_path, "mixtral", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    run = resolve(toy_run(toy, "mixtral", ADAPT["router"], data={"packing": False}), "cuda")
+    config = sized(run.config, 3, 64)
+    traced = trace(resolve(config, "cuda", like=run), gpu=find_gpu("l40s"))
+    assert ClosedForm(run, gpu=find_gpu("l40s")).at(config).parts() == traced.parts()
 
 
 def test_records_are_kept_and_a_damaged_one_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

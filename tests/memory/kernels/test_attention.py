@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moetune.memory.kernels.attention import attention, attention_of, choose
+from moetune.memory.kernels.attention import attention, choose_operator, replace_attention
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import find_gpu
 from tests.memory.models import toy_run, write_toy
+from tests.thinned import in_pairs
 
 A100, A6000, L40S, H100, B200, RTX_5090, T4 = (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (7, 5)
 LORA = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}}
@@ -68,7 +69,7 @@ def test_the_operator_is_the_one_that_torch_chooses(
     tensors = inputs(d, d_v, dtype, more.get("heads", 8), more.get("grad", True))
     mask = torch.empty(2, 1, 64, 64, dtype=torch.bool, device="meta") if "mask" in more else None
     is_causal = mask is None
-    chosen = choose(capability, *tensors, mask, more.get("dropout", 0.0), is_causal, more.get("gqa", False))
+    chosen = choose_operator(capability, *tensors, mask, more.get("dropout", 0.0), is_causal, more.get("gqa", False))
     assert chosen == expected
 
 
@@ -76,7 +77,7 @@ def test_what_the_process_has_turned_off_is_not_chosen() -> None:
     was_on = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        assert choose(H100, *inputs(128, 128, BF16), is_causal=True) == "flash"
+        assert choose_operator(H100, *inputs(128, 128, BF16), is_causal=True) == "flash"
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was_on)
 
@@ -89,7 +90,7 @@ def test_fused_operators_have_the_shapes_and_gradients_of_plain_attention_and_no
     capability: Any, d: int, d_v: int, length: int, masked: bool
 ) -> None:
     gpu = find_gpu("h100-80gb" if capability == H100 else "l40s")
-    with FakeTensorMode(), (tracker := Tracker({}, capability=gpu.capability)), attention_of(gpu.capability):
+    with FakeTensorMode(), (tracker := Tracker({}, capability=gpu.capability)), replace_attention(gpu.capability):
         q, k = (torch.empty(2, 4, length, d, dtype=BF16, requires_grad=True) for _ in range(2))
         v = torch.empty(2, 4, length, d_v, dtype=BF16, requires_grad=True)
         mask = torch.empty(2, 1, length, length, dtype=torch.bool) if masked else None
@@ -121,8 +122,7 @@ def traced(folder: Path, model_type: str, gpu: str | None, *, packing: bool, len
     return trace(config, gpu=None if gpu is None else find_gpu(gpu))
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(("model_type", "packing"), in_pairs(["deepseek_v2", "deepseek_v3"], [True, False], every=2))
 def test_latent_attention_has_no_float32_scores_on_a_gpu(tmp_path: Path, model_type: str, packing: bool) -> None:
     scores = 2 * 4 * 256 * 256 * 4  # B · h · S · S in float32
 

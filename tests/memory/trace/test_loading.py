@@ -47,9 +47,9 @@ def test_a_report_has_them(tmp_path: Path, method: Any) -> None:
     [
         ("mixtral", EXPERTS, "nf4", "fp32"),
         pytest.param("mixtral", LORA, "nf4", "bf16", marks=pytest.mark.full),
-        ("gpt_oss", LORA, "int8", "bf16"),  # stored the other way round, with biases
+        pytest.param("gpt_oss", LORA, "int8", "bf16", marks=pytest.mark.full),
         ("deepseek_v2", EXPERTS, "int8", "bf16"),
-        ("gpt_oss", LORA, "mxfp4", "bf16"),
+        ("gpt_oss", LORA, "mxfp4", "bf16"),  # stored the other way round, with biases
         ("qwen3_moe", EXPERTS, "bf16", "bf16"),
         ("llama", {"also": ["norm"]}, "nf4", "bf16"),
     ],
@@ -65,13 +65,21 @@ def test_drawing_and_packing_take_what_is_predicted(
 
 
 @pytest.mark.parametrize(
-    "model_type", ["mixtral", "gpt_oss", pytest.param("deepseek_v2", marks=pytest.mark.full), "llama"]
+    ("model_type", "stored", "dtype"),
+    [
+        ("mixtral", torch.bfloat16, "bf16"),
+        ("mixtral", torch.float32, "bf16"),
+        pytest.param("mixtral", torch.bfloat16, "fp32", marks=pytest.mark.full),
+        ("gpt_oss", torch.bfloat16, "bf16"),
+        pytest.param("deepseek_v2", torch.bfloat16, "bf16", marks=pytest.mark.full),
+        ("llama", torch.bfloat16, "bf16"),
+    ],
 )
-def test_reading_takes_what_is_predicted(tmp_path: Path, model_type: str) -> None:
+def test_reading_takes_what_is_predicted(tmp_path: Path, model_type: str, stored: torch.dtype, dtype: str) -> None:
     """Mixtral and DeepSeek hold experts one by one on disk, gpt-oss in stacks, Llama none."""
     folder = write_toy(tmp_path, model_type, **SIZES)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).to(torch.bfloat16).save_pretrained(folder)
-    config = toy_run(folder, model_type, {"also": ["norm"]}, model={"weights": "pretrained", "dtype": "bf16"})
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).to(stored).save_pretrained(folder)
+    config = toy_run(folder, model_type, {"also": ["norm"]}, model={"weights": "pretrained", "dtype": dtype})
     with Tracker({}) as tracker:
         build(config, "cpu")
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from moetune.config.schema import OptimizerName, RunConfig
 from moetune.errors import UserError
+from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.report import PART_NAMES
-from moetune.memory.routing import Routing, parse_routing
 from moetune.memory.trace import Trace, trace
 from moetune.models.source import find_model_source
 from moetune.run.resolve import resolve
@@ -327,4 +327,4 @@ def test_what_training_does_not_do_is_not_traced(toys: dict[str, Path]) -> None:
 def test_recorded_routing_must_be_of_this_model(toys: dict[str, Path]) -> None:
     config = toy_run(toys["mixtral"], "mixtral", ADAPT["router"])
     with pytest.raises(UserError, match="has 2 experts for layer 0, which has 4 experts"):
-        trace(config, Routing("load.json", None, ((0, (1.0, 1.0)),)))
+        trace(config, AssumedRouting("load.json", None, ((0, (1.0, 1.0)),)))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moetune.documents import parse_json
 from moetune.errors import UserError
+from moetune.json_files import parse_json
 from moetune.models.hub import fingerprint
 from moetune.models.hub.fingerprint import Base, Fingerprint, digesting, headers, take_fingerprint, taking_fingerprint
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moetune.errors import UserError
-from moetune.models.hub.tensor_files import create_file, read_checkpoint, read_header, weight_files
+from moetune.models.hub.tensor_files import create_file, read_header, read_headers, weight_files
 
 
 def test_rows_are_those_of_the_tensor(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_rows_are_those_of_the_tensor(tmp_path: Path) -> None:
         "n": torch.empty(0, 3),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    stored = read_checkpoint(tmp_path)
+    stored = read_headers(tmp_path)
     for name, tensor in tensors.items():
         assert stored[name].rows().reshape(tensor.shape).equal(tensor)
         assert (stored[name].shape, stored[name].torch_dtype) == (tuple(tensor.shape), tensor.dtype)

@@ -653,6 +653,27 @@ def test_exactly_what_the_assistant_writes_trains(tmp_path, template, seed):
     assert not openings[0] & openings[1]
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize(
+    ("written", "word"),
+    [("m.content.split('</note>')[-1]", "small"), ("m.content[-12:]", "small"), ("m.content | lower", "")],
+)
+def test_content_is_missed_though_its_words_are_in_another_message(tmp_path, template, written, word):
+    messages = [
+        {"role": "user", "content": "note small"},
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "<note>small</note> a note"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    file = write(tmp_path / "data.jsonl", {"messages": messages})
+    tokenizer = make_tokenizer(template.replace("m.content", written))
+    if word:
+        left_out = f"line 1: the chat template leaves out {word!r} in the content of message 3"
+        assert left_out in message(file, tokenizer)
+    else:
+        assert load(file, tokenizer, 256).counts.records == 1
+
+
 def test_reasoning_that_no_turn_keeps_is_refused(tmp_path):
     file = write(tmp_path / "data.jsonl", {"messages": [USER, {"role": "assistant", "content": "<think>x</think>yes"}]})
     drops = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")

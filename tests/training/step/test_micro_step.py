@@ -18,6 +18,7 @@ from moetune.training.step.micro_step import count_loss_tokens, micro_step, toke
 from moetune.training.step.router_losses import RouterWatch
 from tests import small
 from tests.resolved import build
+from tests.thinned import in_pairs
 
 PAD = 3
 
@@ -44,8 +45,7 @@ def test_rows_differ_in_length_and_have_prompts(small_model: Path, small_data: P
     assert all(row["labels"][1] == IGNORED for row in rows)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("adapt", small.ADAPT)
+@pytest.mark.parametrize(("adapt", "checkpointing"), in_pairs(small.ADAPT, ["none", "full"], every=2))
 def test_batch_of_four_is_four_of_one(
     adapt: str, checkpointing: str, small_model: Path, small_data: Path, tmp_path: Path
 ) -> None:

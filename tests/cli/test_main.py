@@ -17,7 +17,7 @@ from moetune.cli.main import _EXAMPLES
 from moetune.errors import UserError
 from moetune.files import Ledger
 from moetune.memory.closed_form import store
-from moetune.parallel.launch import number_in_environment
+from moetune.parallel.start_ranks import number_in_environment
 from tests import small
 
 FOR_PEOPLE = {"chat"}

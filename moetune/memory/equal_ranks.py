@@ -6,14 +6,14 @@ from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from moetune.adapt.build import build
-from moetune.memory.routing import BALANCED, Routing
-from moetune.parallel.coordinates import Coordinates
+from moetune.memory.assumed_routing import BALANCED, AssumedRouting
+from moetune.parallel.coordinates import Coordinates, token_shares
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 _Value = TypeVar("_Value")
 
 
-def by_kind(run: ResolvedRun, routing: Routing, find: Callable[[int], _Value]) -> dict[int, _Value]:
+def by_kind(run: ResolvedRun, routing: AssumedRouting, find: Callable[[int], _Value]) -> dict[int, _Value]:
     """Call `find` for one rank of each group of ranks that need equal memory; return rank -> its group's result.
 
     Args:
@@ -33,7 +33,7 @@ def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
     """Return one key per rank, in rank order; ranks with equal keys need equal memory.
 
     A key holds the numbers of trained experts and of experts with LoRA in each layer, and the rank's shard if some
-    tensor does not divide evenly among the FSDP ranks.
+    tensor does not divide evenly among the FSDP ranks, or the tokens among the tensor-parallel ranks.
 
     Args:
         by_expert: also distinguish ranks that hold different experts, because experts receive different numbers of
@@ -47,6 +47,7 @@ def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
     rows = {p.shape[0] for p in adapted.model.parameters() if p.dim()}
     # DeepSpeed shards one flat tensor of all trained parameters, padded to divide evenly
     is_even = parallel.engine == "deepspeed" or all(size % parallel.fsdp == 0 for size in rows)
+    shares_evenly = run.config.train.micro_batch * run.config.train.sequence_length % token_shares(parallel) == 0
     selection = adapted.selection
     kinds: list[Hashable] = []
     for rank in range(parallel.ranks):
@@ -54,5 +55,6 @@ def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
         held = {layer: set(of_ranks[at.ep]) for layer, of_ranks in run.placement.items()}
         trained = tuple(len(held[layer] & set(ids)) for layer, ids in selection.experts.items() if layer in held)
         lora = tuple(len(held[layer] & set(ids)) for layer, ids in selection.lora_experts.items() if layer in held)
-        kinds.append((trained, lora, () if is_even else (at.fsdp, at.shard), at.ep if by_expert else 0))
+        shard = () if is_even else (at.fsdp, at.shard)
+        kinds.append((trained, lora, shard, at.ep if by_expert else 0, 0 if shares_evenly else at.tp))
     return kinds

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from moetune.config.load import load_run_config
-from moetune.parallel.launch import free_port, start_ranks
+from moetune.parallel.start_ranks import free_port, start_ranks
 from tests import small
 from tests.conftest import Ended
 from tests.resolved import train
@@ -98,7 +98,7 @@ def test_a_killed_rank_ends_the_run_and_it_resumes(run_file: Path, tmp_path: Pat
 
 _ONE_FAILS = """
 import os, sys, time
-from moetune.parallel.launch import note_failure
+from moetune.parallel.start_ranks import note_failure
 if os.environ["RANK"] == "1":
     note_failure("it was me")
     sys.exit(2)
@@ -114,7 +114,9 @@ def test_the_first_failure_is_the_one_that_is_told(capfd: pytest.CaptureFixture[
 
 
 def test_what_all_ranks_find_wrong_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "import sys; from moetune.parallel.launch import note_failure; note_failure('no such router'); sys.exit(2)"
+    code = (
+        "import sys; from moetune.parallel.start_ranks import note_failure; note_failure('no such router'); sys.exit(2)"
+    )
     assert start_ranks([sys.executable, "-c", code], 2) == 2
     assert capfd.readouterr().err.strip() == "error: no such router"
 

@@ -16,11 +16,10 @@ from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_t
 
 
 @dataclass(frozen=True)
-class Source:
+class RoutedData:
     """The rows that are read of one data set.
 
     Attributes:
-        name: the data set's name.
         rows: the rows, in the order in which they are read.
         digest: SHA-256 of the rows' contents, hexadecimal.
     """
@@ -40,11 +39,10 @@ def names_of(config: RunConfig) -> list[str]:
     return [one if isinstance(one, str) else one.path for one in ((train,) if isinstance(train, str) else train)]
 
 
-def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> tuple[list[Source], int]:
+def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> tuple[list[RoutedData], int]:
     """Read data sets as training would make rows of them, each up to a number of tokens.
 
     Args:
-        run: the resolved run, whose tokenizer, `data:` and `train:` settings make the rows.
         data: data sets: files or names as under `data.train`; None for the run's held-out data.
         tokens: the number of tokens to read from each data set, or fewer if it has fewer; whole rows are read.
 
@@ -77,7 +75,7 @@ def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> t
     return sources, padding
 
 
-def _some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> Source:
+def _some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> RoutedData:
     """Draw rows in an order seeded by `train.seed` until they have at least `tokens` tokens, padding not counted."""
     order = np.random.default_rng(config.train.seed).permutation(len(rows))
     chosen, digest, count = [], hashlib.sha256(), 0
@@ -89,7 +87,7 @@ def _some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) 
         count += int(row["is_token"].sum()) if "is_token" in row else len(row["input_ids"])
         for key in sorted(row):
             digest.update(key.encode() + row[key].astype("<i4").tobytes())
-    return Source(name, rows.select(chosen), digest.hexdigest())
+    return RoutedData(name, rows.select(chosen), digest.hexdigest())
 
 
 def _row(rows: datasets.Dataset, index: int) -> dict[str, np.ndarray]:

@@ -26,9 +26,9 @@ from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from moetune.documents import Amount, read_json
 from moetune.errors import reading
-from moetune.models.hub.tensor_files import NAMES, Stored, read_checkpoint
+from moetune.json_files import Amount, read_json
+from moetune.models.hub.tensor_files import NAMES, Stored, read_headers
 
 _PARTS = (
     re.compile(r"(.+)_(blocks|scales)"),
@@ -166,12 +166,12 @@ class BitsAndBytes(Quantized):
 def open_checkpoint(folder: Path) -> dict[str, Stored]:
     """Read the headers of a checkpoint, and return weight name -> stored tensor or `Quantized` weight.
 
-    Weights that are not quantized are returned as by `read_checkpoint`.
+    Weights that are not quantized are returned as by `read_headers`.
 
     Raises:
-        UserError: as `read_checkpoint`; or the parts of a quantized weight do not fit together.
+        UserError: as `read_headers`; or the parts of a quantized weight do not fit together.
     """
-    stored = read_checkpoint(folder)
+    stored = read_headers(folder)
     opened: dict[str, Stored] = {}
     for name, parts in _grouped(stored).items():
         if parts == {"": name}:

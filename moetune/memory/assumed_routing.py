@@ -12,11 +12,11 @@ from torch import Tensor
 from moetune.errors import UserError
 from moetune.experts.context import CountRows
 from moetune.files import expanded
-from moetune.run.records import read_load
+from moetune.run.folder_files import read_expert_load
 
 
 @dataclass(frozen=True)
-class Routing:
+class AssumedRouting:
     """An assumption about how the rows of a layer are distributed over its experts.
 
     Attributes:
@@ -36,12 +36,6 @@ class Routing:
         Without a recorded load the last experts are the fullest. Expert gradients accumulate in index order, so this
         order needs most memory. For `worst`, K experts receive as many rows as possible, but every other expert still
         receives one row if there are enough, because it then has gradients too.
-
-        Args:
-            layer: index of the decoder layer.
-            tokens: T.
-            top_k: K.
-            num_experts: E.
 
         Raises:
             UserError: the recorded load lacks this layer, or has another number of experts.
@@ -63,12 +57,12 @@ class Routing:
         return self.rows(layer, ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
 
 
-BALANCED = Routing("balanced")
+BALANCED = AssumedRouting("balanced")
 _MOST_SKEW = 1_000_000
 
 
 @dataclass(frozen=True)
-class Replayed(Routing):
+class Replayed(AssumedRouting):
     """The rows that experts received in real steps, call by call, for a trace of the same steps.
 
     Attributes:
@@ -85,7 +79,7 @@ class Replayed(Routing):
         return lambda layer, ids, num_experts: list(next(left))
 
 
-def parse_routing(text: str) -> Routing:
+def parse_routing(text: str) -> AssumedRouting:
     """Parse the value of `--routing`.
 
     - `balanced`: all experts receive equally many rows.
@@ -98,7 +92,7 @@ def parse_routing(text: str) -> Routing:
         UserError: `text` is none of these, or the file does not hold such a load.
     """
     if text in ("balanced", "worst"):
-        return Routing(text, 1.0 if text == "balanced" else None)
+        return AssumedRouting(text, 1.0 if text == "balanced" else None)
     if text.startswith("skew:"):
         try:
             skew = float(text.removeprefix("skew:"))
@@ -109,10 +103,10 @@ def parse_routing(text: str) -> Routing:
                 f"--routing {text!r}: the fullest expert's load over the mean is a number from 1 up to {_MOST_SKEW:,}; "
                 "worst is the most there can be"
             )
-        return Routing(text, skew)
+        return AssumedRouting(text, skew)
     if not expanded(text).is_file():
         raise UserError(f"--routing {text!r}: is not balanced, skew:S, worst, or a file")
-    return Routing(text, None, tuple(read_load(expanded(text), "--routing").items()))
+    return AssumedRouting(text, None, tuple(read_expert_load(expanded(text), "--routing").items()))
 
 
 def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> list[int]:

@@ -12,7 +12,7 @@ import typer
 
 from moetune.cli.options import heavy_imports
 from moetune.config.schema import ParallelConfig
-from moetune.parallel.launch import is_quiet, start_ranks, was_launched
+from moetune.parallel.start_ranks import is_quiet, start_ranks, was_launched
 
 if TYPE_CHECKING:
     from moetune.parallel.ranks import Ranks

@@ -15,8 +15,8 @@ from moetune.adapt.weights.random import realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import unmatched_keys
 from moetune.errors import UserError, reading
-from moetune.models.hub.names import KeyMapping, key_mappings
-from moetune.models.hub.quantized import BitsAndBytes, Mxfp4, Quantized, open_checkpoint
+from moetune.models.hub.dequantize import BitsAndBytes, Mxfp4, Quantized, open_checkpoint
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import NAMES, Stored
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
@@ -29,12 +29,13 @@ WEIGHTS = ("F64", "F32", "F16", "BF16")
 class CheckpointReader:
     """Reads a checkpoint into a model, expert by expert and tensor by tensor; each is freed before the next is read.
 
+    Weights are quantized from the values and dtype that the checkpoint has, whatever the compute dtype, so that
+    `moetune quantize` writes what every run would quantize. What a published format holds quantized is first rounded to
+    the compute dtype.
+
     Creating the reader checks names, shapes and dtypes, and reads no weight.
 
     Args:
-        folder: the folder of the checkpoint.
-        plain: the model as transformers builds it, on the meta device.
-        name: the model's name, for messages.
         target: stores the tensors in the model.
 
     Raises:
@@ -69,11 +70,7 @@ class CheckpointReader:
         self.read_rest(model)
 
     def read_experts(self, path: str) -> None:
-        """Read those experts of one layer that this rank holds into the layer's bank.
-
-        Args:
-            path: path of the layer's experts module.
-        """
+        """Read those experts of one layer that this rank holds into the layer's bank."""
         layer = self._target.layers[path]
         for stack in stacks(layer):
             mapping = self._mappings[f"{path}.{stack}"]
@@ -87,11 +84,7 @@ class CheckpointReader:
                     self._target.put_expert(path, stack, expert, whole[expert])
 
     def read_rest(self, model: PreTrainedModel) -> None:
-        """Read all tensors other than the experts, tie weights, and compute buffers that no checkpoint contains.
-
-        Args:
-            model: the model of the target.
-        """
+        """Read all tensors other than the experts, tie weights, and compute buffers that no checkpoint contains."""
         experts = {f"{path}.{stack}" for path, layer in self._target.layers.items() for stack in stacks(layer)}
         for name, mapping in self._mappings.items():
             path = name.removesuffix(".weight")
@@ -134,7 +127,7 @@ class CheckpointReader:
             if is_frozen and isinstance(stored, Mxfp4) and self._target.config.base == "mxfp4":
                 self._target.put_quantized_expert(path, stack, expert, stored.quantized(expert))
             else:
-                rows = stored.rows(expert, expert + 1, self._target.device).to(self._target.dtype)
+                rows = _narrowed(stored.rows(expert, expert + 1, self._target.device))
                 self._target.put_expert(path, stack, expert, rows[0])
 
     def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes]:
@@ -148,7 +141,7 @@ class CheckpointReader:
         )
 
     def _read(self, key: str) -> Tensor:
-        return self._stored[key].whole(self._target.device).to(self._target.dtype)
+        return _narrowed(self._stored[key].whole(self._target.device))
 
     def _converted(self, mapping: KeyMapping) -> Tensor:
         """Return a parameter in the checkpoint's dtype.
@@ -211,7 +204,12 @@ class CheckpointReader:
             return str(error).strip().splitlines()[0]
 
 
-def read_checkpoint(target: LoadTarget, model: ResolvedModel) -> None:
+def _narrowed(weight: Tensor) -> Tensor:
+    """Return a weight in float32 if it is in float64, which no format is quantized from; else as it is."""
+    return weight.float() if weight.dtype == torch.float64 else weight
+
+
+def read_published(target: LoadTarget, model: ResolvedModel) -> None:
     """Read the checkpoint of a model into the target's model, which is on the meta device; download it first if needed.
 
     Raises:
@@ -237,7 +235,6 @@ def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
     Args:
         wrong: descriptions of tensors that do not fit.
         what: the weights, in the plural, for the message.
-        model: the model's name, for the message.
     """
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moetune.documents import read_json
 from moetune.errors import UserError, shown
+from moetune.json_files import read_json
 
 PARENT = "MOETUNEPARENT"
 """Environment variable that `start_ranks` sets for its ranks: the process id of the launcher."""
@@ -37,7 +37,6 @@ def number_in_environment(name: str, default: int | None = None) -> int:
     """Return an environment variable that a launcher sets, such as `RANK`, as a non-negative integer.
 
     Args:
-        name: the variable's name.
         default: the number if the variable is not set; None if it must be set.
 
     Raises:
@@ -73,8 +72,6 @@ def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, st
     first is printed on stderr. SIGINT and SIGTERM are passed on to the ranks.
 
     Args:
-        command: program and arguments.
-        ranks: number of processes.
         environment: environment variables of the ranks, to which those of a launcher are added.
 
     Returns:

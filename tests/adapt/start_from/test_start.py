@@ -170,7 +170,7 @@ def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     def loads(*args: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("moetune.adapt.build.read_checkpoint", loads)
+    monkeypatch.setattr("moetune.adapt.build.read_published", loads)
 
 
 def test_a_delta_tensor_that_would_be_ignored_is_an_error(

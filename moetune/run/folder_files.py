@@ -9,8 +9,8 @@ from typing import Annotated, Any, cast
 from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from moetune.documents import Amount, Number, parse_json, read_json
 from moetune.errors import UserError, reading
+from moetune.json_files import Amount, Number, parse_json, read_json
 
 _REMEDY = "delete that line, if this is a run's metrics.jsonl"
 _LARGEST = 1e300  # so that sums and shares of such numbers are finite
@@ -89,7 +89,7 @@ class _WithLoad(TypedDict):
     expert_load: Annotated[ExpertLoad, Field(min_length=1)]
 
 
-def read_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
+def read_expert_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
     """Read the tokens per expert from a file with the key `expert_load`, such as the `memory.json` of a run.
 
     Args:
@@ -120,9 +120,6 @@ def read_metrics(file: Path) -> list[MetricsLine]:
 
 def parse_metrics(text: bytes, file: Path) -> list[MetricsLine]:
     """Parse the text of `metrics.jsonl`; a last line that is incomplete, because the run was killed, is left out.
-
-    Args:
-        file: path of the file, for messages.
 
     Raises:
         UserError: another line is not what a run writes.

@@ -38,7 +38,6 @@ class KeyMapping:
 
     Attributes:
         parameter: name of the parameter in `model`.
-        model: the model as transformers builds it.
         keys: tensor-name pattern of the conversion (`experts.*.w1.weight`) -> names of the matching tensors, in order.
             Without a conversion, the one tensor name -> itself.
         conversion: transformers' rule that merges the tensors; None if the one tensor is the parameter unchanged.
@@ -149,7 +148,6 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
     """Return name of a parameter or buffer -> its mapping, for all that the checkpoint has every tensor of.
 
     Args:
-        model: a model as transformers builds it; the meta device will do.
         keys: names of all tensors of the checkpoint.
         split: include parameters that are only a part of a checkpoint tensor; `to_checkpoint` is not defined for them.
     """

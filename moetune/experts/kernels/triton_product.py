@@ -1,0 +1,147 @@
+"""Triton kernels of the grouped matrix products in grouped.py.
+
+Import this file only with a GPU and Triton. An element of the result is summed in float32, over 16 places at a time and
+in their order whatever the tile is: where Triton multiplies by `mma.sync` (compute capability 8.x and 12.x), the choice
+of a tile changes no bit. No memory is allocated but the result.
+
+Not measured on a GPU: tiles are what fits into the shared memory and registers of compute capability 8.6.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import triton
+import triton.language as tl
+
+from moetune.experts.kernels.launch import kernel
+from moetune.experts.kernels.tuning import Tile, fastest
+
+TILES = (
+    Tile(128, 128, 32, num_warps=8, num_stages=4),
+    Tile(128, 128, 32, num_warps=4, num_stages=4),
+    Tile(128, 256, 32, num_warps=8, num_stages=4),
+    Tile(128, 64, 32, num_warps=4, num_stages=4),
+    Tile(64, 128, 32, num_warps=4, num_stages=4),
+    Tile(64, 64, 64, num_warps=4, num_stages=4),
+    Tile(32, 128, 64, num_warps=4, num_stages=4),
+    Tile(16, 128, 64, num_warps=4, num_stages=4),
+)
+BAND = 8  # tiles of rows that read the same columns one after the other, while these are in the cache
+
+
+@triton.jit
+def _sum_of_products(
+    a, b, inside, within, deep, a_row, a_deep, b_deep, b_wide,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """Return the product [ROWS, WIDE] of the tiles at the pointers `a` and `b`, summed over `deep` places.
+
+    Args:
+        inside: [ROWS] which rows of the left operand exist.
+        within: [WIDE] which columns of the right operand exist.
+        WHOLE: `deep` is a multiple of DEEP.
+    """
+    place = tl.arange(0, DEEP)
+    lefts = a + tl.arange(0, ROWS)[:, None] * a_row + place[None, :] * a_deep
+    rights = b + place[:, None] * b_deep + tl.arange(0, WIDE)[None, :] * b_wide
+    total = tl.zeros((ROWS, WIDE), tl.float32)
+    for start in range(0, deep, DEEP):
+        left_inside, right_inside = inside[:, None], within[None, :]
+        if not WHOLE:
+            left_inside &= (place < deep - start)[None, :]
+            right_inside &= (place < deep - start)[:, None]
+        left = tl.load(lefts, mask=left_inside, other=0)
+        right = tl.load(rights, mask=right_inside, other=0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        lefts += DEEP * a_deep
+        rights += DEEP * b_deep
+    return total
+
+
+@kernel(do_not_specialize_on_alignment=["ends"])
+def _rows_by_matrices(
+    a, b, ends, out, count, deep, wide, a_row, a_deep, b_expert, b_deep, b_wide,
+    WHOLE: tl.constexpr, BAND: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    across = (wide + WIDE - 1) // WIDE
+    band, number = tl.program_id(0) // (BAND * across), tl.program_id(0) % (BAND * across)
+    high = tl.minimum(tl.num_programs(0) // across - band * BAND, BAND)
+    slot, column = band * BAND + number % high, number // high * WIDE
+    # Expert e has the slots from begin // ROWS + e on, one for each of its tiles; at most one more follows.
+    experts = tl.arange(0, EXPERTS)
+    begins = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < count), other=0)
+    expert = tl.sum(((begins // ROWS + experts <= slot) & (experts < count)).to(tl.int32), 0) - 1
+    begin, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+    row = begin + (slot - expert - begin // ROWS) * ROWS
+    if row >= end:
+        return
+    inside, within = row + tl.arange(0, ROWS) < end, column + tl.arange(0, WIDE) < wide
+    total = _sum_of_products(
+        a + row.to(tl.int64) * a_row, b + expert.to(tl.int64) * b_expert + column.to(tl.int64) * b_wide,
+        inside, within, deep, a_row, a_deep, b_deep, b_wide, WHOLE, ROWS, WIDE, DEEP,
+    )  # fmt: skip
+    to = out + row.to(tl.int64) * wide + column + tl.arange(0, ROWS)[:, None] * wide + tl.arange(0, WIDE)[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & within[None, :])
+
+
+@kernel(do_not_specialize_on_alignment=["ends"])
+def _outer(
+    a, b, ends, out, high, wide, a_high, a_row, b_row, b_wide,
+    ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)
+    begin, end = tl.load(ends + expert - 1, mask=expert > 0, other=0), tl.load(ends + expert)
+    across = (wide + WIDE - 1) // WIDE
+    row, column = tl.program_id(0) // across * ROWS, tl.program_id(0) % across * WIDE
+    inside, within = row + tl.arange(0, ROWS) < high, column + tl.arange(0, WIDE) < wide
+    first = begin.to(tl.int64)
+    total = _sum_of_products(
+        a + first * a_row + row.to(tl.int64) * a_high, b + first * b_row + column.to(tl.int64) * b_wide,
+        inside, within, end - begin, a_high, a_row, b_row, b_wide, False, ROWS, WIDE, DEEP,
+    )  # fmt: skip
+    to = out + (expert * high + row) * wide + column + tl.arange(0, ROWS)[:, None] * wide + tl.arange(0, WIDE)[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & within[None, :])
+
+
+def _ratio(number: int, size: int) -> int:
+    """Return number / size, rounded up."""
+    return -(-number // size)
+
+
+def grouped_mm(a, b, ends, counts):
+    if b.dim() == 3:
+        out, launch = a.new_empty(a.shape[0], b.shape[2]), _launch_rows
+        rows = a.shape[0] // len(counts)
+        tiles = [tile for tile in TILES if tile.rows <= max(16, 2 * rows)]  # else most of a tile has no rows
+    else:
+        out, launch = a.new_empty(len(counts), a.shape[0], b.shape[1]), _launch_outer
+        rows = b.shape[0] // len(counts)
+        tiles = [tile for tile in TILES if tile.rows >= 64]
+    if out.numel():
+        run, tile = partial(launch, a, b, ends, out), tiles[0]
+        if a.is_cuda:
+            sizes = a.shape[1 if b.dim() == 3 else 0], b.shape[-1], *a.stride(), *b.stride()
+            shapes = (str(a.dtype), len(counts), rows.bit_length(), *sizes)
+            tile = fastest(launch.__name__, shapes, tiles, run)
+        run(tile)
+    return out
+
+
+def _launch_rows(a, b, ends, out, tile):
+    experts, deep, wide = b.shape
+    slots, across = a.shape[0] // tile.rows + experts, _ratio(wide, tile.wide)
+    _rows_by_matrices[(slots * across,)](
+        a, b, ends, out, experts, deep, wide, *a.stride(), *b.stride(), WHOLE=deep % tile.deep == 0, BAND=BAND,
+        EXPERTS=1 << (experts - 1).bit_length(), ROWS=tile.rows, WIDE=tile.wide, DEEP=tile.deep,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+
+
+def _launch_outer(a, b, ends, out, tile):
+    experts, high, wide = out.shape
+    _outer[(_ratio(high, tile.rows) * _ratio(wide, tile.wide), experts)](
+        a, b, ends, out, high, wide, *a.stride(), *b.stride(), ROWS=tile.rows, WIDE=tile.wide, DEEP=tile.deep,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip

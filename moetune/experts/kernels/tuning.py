@@ -1,0 +1,128 @@
+"""The fastest tile of a kernel, measured once for each card and shape; the choices are kept on disk.
+
+Choices are in `tiles.json` in moetune's cache folder (`files.cache_folder`), by card, version of Triton and shapes. A
+file that cannot be read or written is treated as missing. Import this file only with a GPU and Triton.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+
+from moetune.files import cache_folder, write_whole
+
+
+class Tile(NamedTuple):
+    """Sizes of a program's share of a matrix product, and Triton's options for it.
+
+    Attributes:
+        rows, wide: rows and columns of the result.
+        deep: places that are summed at a time.
+        num_warps: of 32 threads each.
+        num_stages: loads of the loop that are under way at the same time, plus 1.
+    """
+
+    rows: int
+    wide: int
+    deep: int
+    num_warps: int
+    num_stages: int
+
+
+_CHOSEN: dict[Hashable, Tile] = {}
+"""(kernel, shapes) -> its tile, in this process."""
+
+
+def fastest(kernel: str, shapes: tuple[Hashable, ...], tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
+    """Return the tile with which a kernel is fastest; measured if neither this process nor the disk knows it.
+
+    On a device without a clock it is the first tile. The first must compile; others that do not are left out.
+
+    Args:
+        kernel: name of the kernel.
+        shapes: everything that the choice depends on.
+        tiles: candidates.
+        launch: launches the kernel with a tile. It may be called any number of times: each call overwrites the result.
+    """
+    key = kernel, shapes
+    if key not in _CHOSEN:
+        name = f"{kernel} {shapes}"
+        kept = _read().get(_card(), {}).get(name)
+        known = next((tile for tile in tiles if list(tile) == kept), tiles[0])
+        if list(known) != kept and _has_clock():
+            known = _measured(tiles, launch)
+            _keep(name, known)
+        _CHOSEN[key] = known
+    return _CHOSEN[key]
+
+
+def _measured(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
+    """Return the fastest tile."""
+    first, *others = tiles
+    times = {first: _milliseconds(first, launch)}
+    for tile in others:
+        with suppress(Exception):  # too large for this card: compiler and driver raise errors of any type
+            times[tile] = _milliseconds(tile, launch)
+    return min(times, key=times.__getitem__)
+
+
+def _milliseconds(tile: Tile, launch: Callable[[Tile], None], repetitions: int = 5) -> float:
+    """Return how long the card takes for `repetitions` launches, after a first one that compiles."""
+    launch(tile)
+    begin, end = _events(2)
+    begin.record()
+    for _ in range(repetitions):
+        launch(tile)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+@cache
+def _has_clock() -> bool:
+    """Return whether the device measures time: a device without shows none between eight events in a row."""
+    events = _events(8)
+    for event in events:
+        event.record()
+    events[-1].synchronize()
+    return events[0].elapsed_time(events[-1]) > 0
+
+
+def _events(count: int) -> list[torch.cuda.Event]:
+    return [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+
+
+def _read() -> dict[str, dict[str, list[int]]]:
+    """Return the file's content, kernels and shapes -> tile for each card; empty if it is missing or damaged."""
+    try:
+        content = json.loads(_file().read_bytes())
+    except (OSError, ValueError):
+        return {}
+    is_whole = isinstance(content, dict) and all(isinstance(of_card, dict) for of_card in content.values())
+    return content if is_whole else {}
+
+
+def _keep(name: str, tile: Tile) -> None:
+    """Add a choice to the file; does nothing if the file cannot be written."""
+    content = _read()
+    content.setdefault(_card(), {})[name] = list(tile)
+    with suppress(OSError):
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        write_whole(_file(), json.dumps(content, indent=1))
+
+
+def _file() -> Path:
+    return cache_folder("tiles") / "tiles.json"
+
+
+@cache
+def _card() -> str:
+    """Return the card and the version of Triton, by which the file is divided."""
+    return f"{torch.cuda.get_device_name()}, Triton {triton.__version__}"

@@ -1,0 +1,71 @@
+"""Grouped products in Triton's interpreter give what a loop over the experts gives, in float32 to 1e-5, and each tile
+compiles for the cards that moetune is for. Not measured on a GPU."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.experts.kernels.interpreter import interpreted_module
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> ModuleType:
+    return interpreted_module("triton_product")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_expert(a: Tensor, b: Tensor, counts: list[int]) -> Tensor:
+    """The products one after the other."""
+    if b.dim() == 3:
+        return torch.cat([rows @ matrix for rows, matrix in zip(a.split(counts), b, strict=True)])
+    return torch.stack([one @ other for one, other in zip(a.split(counts, 1), b.split(counts), strict=True)])
+
+
+COUNTS = {
+    "uneven": [17, 40, 3],
+    "without rows": [0, 5, 0, 0, 34, 1, 0],
+    "whole tiles": [32, 16, 48],
+    "one row": [0, 1],
+    "many": [number % 3 for number in range(40)],
+}
+
+
+ON_A_PUSH = [("without rows", 37, 29), ("one row", 64, 48)]
+
+
+@pytest.mark.parametrize(
+    ("name", "deep", "wide"),
+    [
+        case if case in ON_A_PUSH else pytest.param(*case, marks=pytest.mark.full)
+        for case in ((name, *sizes) for name in COUNTS for sizes in ((64, 48), (37, 29)))
+    ],
+)
+def test_products_are_those_of_each_expert(interpreted: ModuleType, name: str, deep: int, wide: int) -> None:
+    counts = COUNTS[name]
+    ends = torch.tensor([*accumulate(counts)], dtype=torch.int32)
+    x, dout, W = random(sum(counts), deep), random(sum(counts), wide, seed=1), random(len(counts), wide, deep, seed=2)
+    for a, b in ((x, W.mT), (dout, W), (dout.T, x), (x.T, dout)):
+        expected = by_expert(a, b, counts)
+        found = [interpreted.grouped_mm(a, b, ends, counts)]
+        launch = interpreted._launch_rows if b.dim() == 3 else interpreted._launch_outer
+        for rows, columns in ((16, 32), (32, 16)):
+            found.append(torch.full_like(expected, torch.nan))
+            launch(a, b, ends, found[-1], interpreted.Tile(rows, columns, 16, num_warps=4, num_stages=2))
+        for one in found:
+            torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_without_any_row(interpreted: ModuleType) -> None:
+    none, ends = torch.zeros(0, 24), torch.zeros(3, dtype=torch.int32)
+    assert interpreted.grouped_mm(none, random(3, 24, 16), ends, [0] * 3).shape == (0, 16)
+    assert torch.equal(interpreted.grouped_mm(none.T, none, ends, [0] * 3), torch.zeros(3, 24, 24))

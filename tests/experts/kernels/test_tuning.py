@@ -1,0 +1,69 @@
+"""A kernel's tile is measured once for a card and its shapes, and kept on disk; without a clock it is the first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from moetune.experts.kernels import tuning
+from moetune.experts.kernels.tuning import Tile, fastest
+
+TILES = [Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 3), Tile(32, 32, 32, 4, 3)]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The choices of a card on which the second tile takes least time and the last does not compile."""
+
+    def milliseconds(tile: Tile, launch: Callable[[Tile], None]) -> float:
+        launch(tile)
+        if tile == TILES[2]:
+            raise RuntimeError("out of shared memory")
+        return float(tile.rows)
+
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuning, "_milliseconds", milliseconds)
+    monkeypatch.setattr(tuning, "_has_clock", lambda: True)
+    monkeypatch.setattr(tuning, "_card", lambda: "a card")
+    monkeypatch.setattr(tuning, "_CHOSEN", {})
+    return tmp_path / "cache" / "tiles.json"
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *shapes: int) -> tuple[Tile, list[Tile]]:
+    """The tile that a new process takes, and those that it launches to find it."""
+    launched: list[Tile] = []
+    monkeypatch.setattr(tuning, "_CHOSEN", {})
+    return fastest("rows", shapes, TILES, launched.append), launched
+
+
+def test_a_choice_is_measured_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch, 4, 8) == (TILES[1], TILES)
+    assert asked(monkeypatch, 4, 8) == (TILES[1], [])
+    assert asked(monkeypatch, 4, 9) == (TILES[1], TILES)
+    assert json.loads(file.read_text()) == {"a card": {"rows (4, 8)": [*TILES[1]], "rows (4, 9)": [*TILES[1]]}}
+    monkeypatch.setattr(tuning, "_card", lambda: "another")
+    assert asked(monkeypatch, 4, 8)[1] == TILES
+    assert len(json.loads(file.read_text())) == 2
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"a card": 3}', '{"a card": {"rows (4, 8)": [7, 7, 7, 1, 1]}}'])
+def test_a_file_that_is_damaged_is_written_anew(file: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.parent.mkdir()
+    file.write_text(content)
+    assert asked(monkeypatch, 4, 8) == (TILES[1], TILES)
+    assert json.loads(file.read_text())["a card"]["rows (4, 8)"] == [*TILES[1]]
+
+
+def test_without_a_clock_nothing_is_measured(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_has_clock", lambda: False)
+    assert asked(monkeypatch, 4, 8) == (TILES[0], [])
+    assert not file.exists()
+
+
+def test_a_folder_that_cannot_be_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.parent.write_text("a file")
+    assert asked(monkeypatch, 4, 8) == (TILES[1], TILES)

@@ -1,0 +1,75 @@
+"""The kernels' PTX for each compute capability gives what torch's operations give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moetune.experts.kernels import triton_kernels
+from moetune.experts.kernels.registry import OPERATORS
+from moetune.experts.kernels.self_check import compared, differing, is_alike
+from tests.ptx import cases
+from tests.ptx.cases import Call, Draw
+from tests.ptx.driver import emulated
+
+CAPABILITIES = [86, 90, *(pytest.param(one, marks=pytest.mark.full) for one in (80, 89, 100, 120))]
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(20, 60))]
+
+
+def assert_agrees(call: Call, dtype: torch.dtype) -> None:
+    name, args = call
+    difference = compared(OPERATORS[name], args, getattr(triton_kernels, name))[1]
+    assert is_alike(difference, dtype), f"{name}: off by {difference:.1e} of the largest"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_self_check_passes(capability: int) -> None:
+    with emulated(capability) as driver:
+        assert differing(triton_kernels, torch.device("cpu"), torch.bfloat16) == []
+    assert len(driver.launched) > 15
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_call_agrees(seed: int, capability: int) -> None:
+    with torch.no_grad(), emulated(capability):
+        assert_agrees(cases.case(seed), cases.dtype_of(seed))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("experts", "parts", "rank", "hidden", "intermediate", "gate"),
+    [
+        pytest.param(1, 1, 16, 4096, 14336, (False, 1.0, 0.0), id="mixtral"),
+        pytest.param(8, 2, 16, 2048, 768, (False, 1.0, 0.0), id="qwen3"),
+        pytest.param(4, 1, 8, 2880, 2880, (True, 1.702, 7.0), id="gpt-oss"),
+        pytest.param(4, 1, 64, 2048, 1024, (False, 1.0, 0.0), id="olmoe"),
+    ],
+)
+def test_real_widths_agree(
+    capability: int,
+    experts: int,
+    parts: int,
+    rank: int,
+    hidden: int,
+    intermediate: int,
+    gate: tuple[bool, float, float],
+) -> None:
+    draw = Draw(0, torch.bfloat16)
+    projections = (parts, hidden, 2 * intermediate // parts), (1, intermediate, hidden)
+    calls = [
+        *(
+            cases.low_rank(draw, name, 70, experts, rank, *projection)
+            for name in ("low_rank", "low_rank", "low_rank", "low_rank_gradients_")
+            for projection in projections
+        ),
+        *(cases.gated(draw, name, 9, intermediate, gate) for name in ("gated", "gated_backward_")),
+        *(cases.rows(draw, name, 9, hidden, 4) for name in ("gather_rows", "sum_rows_", "add_rows_")),
+        cases.nf4(draw, experts, (16, hidden), double_quant=True),
+    ]
+    with torch.no_grad(), emulated(capability):
+        for call in calls:
+            assert_agrees(call, torch.bfloat16)
