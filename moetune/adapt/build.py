@@ -197,5 +197,4 @@ def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseW
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
         dispatcher = TokenDispatcher(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
     prefetcher = ExpertPrefetcher(device) if run.config.model.experts_on == "host" else None
-    keep_rows = run.config.train.checkpointing == "none"
-    return ExpertContext(run.expert_memory, keep_rows, run.model.gate_up_apart, prefetcher, dispatcher, dense)
+    return ExpertContext(run.expert_memory, run.keeps_rows, run.model.gate_up_apart, prefetcher, dispatcher, dense)
