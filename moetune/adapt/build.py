@@ -18,6 +18,7 @@ from moetune.adapt.guard import as_known
 from moetune.adapt.lora import add_lora
 from moetune.adapt.norms import fuse_norms
 from moetune.adapt.rotary import fuse_rotary
+from moetune.adapt.routers import fuse_routers
 from moetune.adapt.validate import refuse_misplaced, refuse_unquantized
 from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
@@ -133,7 +134,7 @@ def build(
     model = copy.deepcopy(run.model.plain)
     set_attention(model.config, attention_for(config, run.model.plain, device, capability))
     dense = DenseWeights(run.router_scores) if config.train.dense_router_gradient else None
-    context = _context(run, ranks, device, dense)
+    context = replace(_context(run, ranks, device, dense), capability=capability)
 
     set_seed(config.train.seed)
     is_drawn = device.type == "meta" or config.model.weights == "random"
@@ -159,6 +160,7 @@ def build(
     model.to(device)  # type: ignore[arg-type]  # its signature is that of the function it wraps
     fuse_norms(model)
     fuse_rotary(model)
+    fuse_routers(model)
 
     trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]
     assert len(trained) == len(selection.full), "a selected parameter is not in the built model"
@@ -195,5 +197,4 @@ def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseW
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
         dispatcher = TokenDispatcher(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
     prefetcher = ExpertPrefetcher(device) if run.config.model.experts_on == "host" else None
-    keep_rows = run.config.train.checkpointing == "none"
-    return ExpertContext(run.expert_memory, keep_rows, run.model.gate_up_apart, prefetcher, dispatcher, dense)
+    return ExpertContext(run.expert_memory, run.keeps_rows, run.model.gate_up_apart, prefetcher, dispatcher, dense)

@@ -20,6 +20,7 @@ from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.equal_ranks import by_kind
 from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
+from moetune.memory.rows import rows_of, settled
 from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.trace import NotTraceable, Trace, trace
@@ -72,13 +73,16 @@ def predict(
     """
     run = resolve(run, "cuda")
     refuse_unpredictable(run.config)
-    name = gpu or run.config.hardware.gpu
+    name, depths = gpu or run.config.hardware.gpu, depths or Depths()
     card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
     run = as_known_for(run, None if name is None else card)
+    if name is not None:
+        run = settled(run, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
     config = run.config
     common = {
         "model": config.model.path,
         "about": about(run),
+        "rows": rows_of(run),
         "gpu": None if name is None else GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value),
         "assumptions": (
             f"routing: {routing.name}",
@@ -91,7 +95,6 @@ def predict(
             for operator in config.hardware.without_kernels
         ),
     }
-    depths = depths or Depths()
     if method == "formula":
         report = _reported(
             run, card, by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing)), None, common
@@ -122,6 +125,14 @@ def predict(
     changes = tuple(one.change_of(report) for one in islice(fitting(config, report, needs), 3))
     notes = () if changes else ("no change of the run file is known that makes it fit",)
     return replace(report, changes=changes, notes=(*report.notes, *notes))
+
+
+def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
+    """Predict a run by closed form, or by a trace if it has none, without looking for changes; raises as `predict`."""
+    try:
+        return predict(run, method="formula", advise=False, **options)
+    except NoClosedForm:
+        return predict(run, method="trace", advise=False, **options)
 
 
 def allocator_here(unset: Allocator = "default") -> Allocator:

@@ -113,7 +113,9 @@ class BankSizes:
         if self.lora:
             lora = LoraPlan(self.lora, self.rank, alpha=self.rank / 2, split=self.split)
         plan = BankPlan(tuple(range(count - self.trained, count)), lora)
-        context = ExpertContext(self.expert_memory, self.keep_rows, self.split_gate_up)
+        context = ExpertContext(self.expert_memory, split_gate_up=self.split_gate_up)
+        if device.type == "cuda":
+            context = replace(context, capability=torch.cuda.get_device_capability(device))
         activation: Callable[[Tensor], Tensor] = partial(torch.narrow, dim=1, start=0, length=shape.intermediate)
         if self.gate is not None:
             activation = SwiGLU(not shape.is_concatenated, *self.gate).forward
