@@ -8,9 +8,9 @@ is not compared with its reference: a part of the model that calls a new operato
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from moetune.adapt.low_rank import adapted
 from moetune.compat.bitsandbytes import prepare_4bit
-from moetune.compat.transformers import activation_of, norms_heads, with_rotary
+from moetune.compat.transformers import activation_of, norms_heads, softmax_router, with_rotary
 from moetune.config.schema import Storage
 from moetune.experts.activation import SwiGLU, recognize
-from moetune.experts.kernels import rotary
+from moetune.experts.kernels import rotary, routing
 from moetune.experts.kernels.self_check import TOKENS, BankSizes
 from moetune.experts.kernels.self_check import samples as bank_samples
 from moetune.experts.quantized import QuantizedLinear
@@ -29,6 +29,7 @@ from moetune.models.moe import MoeLayer
 from moetune.run.dtypes import DTYPES
 from moetune.run.resolved import ResolvedRun
 
+T = TypeVar("T")
 _MOST_KINDS = 4
 """Kinds of expert layers that are compared, the most frequent first; others differ in the numbers of their experts."""
 
@@ -123,17 +124,55 @@ class HeadSizes:
 
 
 @dataclass(frozen=True)
+class RouterSizes:
+    """What the choice of experts depends on (`adapt/routers.py`), beside the number of token rows.
+
+    Attributes:
+        experts: number of experts.
+        top_k: experts per token.
+        normalized: weights are divided by their sum.
+        keeps_float32: weights stay in float32.
+        dtype: of logits.
+    """
+
+    experts: int
+    top_k: int
+    normalized: bool
+    keeps_float32: bool
+    dtype: Literal["bf16", "fp16", "fp32"]
+
+    def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
+        """Return a function that chooses experts by random logits, and weighs them again, forward and backward.
+
+        No two logits of a token are equal in 16 bits, for up to 512 experts: a kernel may choose any of equals.
+        """
+        dtype = DTYPES[self.dtype]
+        order = torch.rand(tokens, self.experts).argsort(-1)
+        logits = (order.to(device) / 64 - 4).to(dtype)
+
+        def run() -> None:
+            of_weights = torch.float32 if self.keeps_float32 else dtype
+            weights, ids = routing.choose(logits, self.top_k, self.normalized, of_weights)
+            routing.weigh(logits, ids, self.normalized, of_weights)
+            routing.weigh_backward(torch.randn_like(weights), logits, ids, self.normalized)
+
+        return run
+
+
+@dataclass(frozen=True)
 class Sizes:
     """The sizes of all parts of a run whose operators have kernels."""
 
     banks: tuple[BankSizes, ...] = ()
     linears: tuple[LinearSizes, ...] = ()
     heads: tuple[HeadSizes, ...] = ()
+    routers: tuple[RouterSizes, ...] = ()
 
-    def __iter__(self) -> Iterator[BankSizes | LinearSizes | HeadSizes]:
+    def __iter__(self) -> Iterator[BankSizes | LinearSizes | HeadSizes | RouterSizes]:
         yield from self.banks
         yield from self.linears
         yield from self.heads
+        yield from self.routers
 
 
 def samples(dtype: torch.dtype) -> Sizes:
@@ -143,6 +182,7 @@ def samples(dtype: torch.dtype) -> Sizes:
         tuple(bank_samples(dtype)),
         (LinearSizes(192, 160, "nf4", True, name, 12), LinearSizes(192, 160, "int8", False, name, 0)),
         (HeadSizes(4, 2, 64, True, name), HeadSizes(4, 2, 64, False, name)),
+        (RouterSizes(8, 2, True, True, name), RouterSizes(128, 8, False, False, name)),
     )
 
 
@@ -155,7 +195,11 @@ def sizes_of(run: ResolvedRun) -> Sizes:
     gates = {shape: _gate_of(run, layer) for shape, layer in first.items()}
     kinds = Counter(_bank_of(run, layer, gates[layer.shape]) for layer in run.structure.moe_layers)
     banks = tuple(kind for kind, _ in kinds.most_common(_MOST_KINDS))
-    return Sizes(banks, tuple(dict.fromkeys(_linears_of(run))), tuple(dict.fromkeys(_heads_of(run))))
+    return Sizes(banks, _unlike(_linears_of(run)), _unlike(_heads_of(run)), _unlike(_routers_of(run)))
+
+
+def _unlike(sizes: Iterable[T]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(sizes))
 
 
 def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None) -> BankSizes:
@@ -186,7 +230,7 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
         dtype=config.model.dtype,
         top_k=top_k,
         expert_memory=run.expert_memory,
-        keep_rows=config.train.checkpointing == "none",
+        keep_rows=layer.index in run.keeps_rows,
         split_gate_up=run.model.gate_up_apart,
         gate=gate,
     )
@@ -232,3 +276,13 @@ def _heads_of(run: ResolvedRun) -> Iterator[HeadSizes]:
             else:  # multi-head latent attention: all heads share the rotated part of their keys
                 size, counts = attention.qk_rope_head_dim, (attention.num_heads, 1)
             yield HeadSizes(*counts, size, norms_heads(module), run.config.model.dtype)
+
+
+def _routers_of(run: ResolvedRun) -> Iterator[RouterSizes]:
+    """Yield the sizes of the routers whose experts one kernel chooses."""
+    for module in run.model.plain.modules():
+        if (kind := softmax_router(module)) is not None:
+            router: Any = module
+            yield RouterSizes(
+                len(router.weight), kind.top_k, kind.normalized, kind.keeps_float32, run.config.model.dtype
+            )

@@ -76,7 +76,9 @@ def test_no_kind_of_call_is_left_out(adapt: str, model: dict[str, Any], train: d
 
 
 def test_the_samples_call_every_operator() -> None:
-    assert named(set().union(*(kinds(sizes.exercise(CPU)) for sizes in samples(torch.float32)))) == OPERATORS.keys()
+    assert named(set().union(*(kinds(sizes.exercise(CPU)) for sizes in samples(torch.float32)))) == OPERATORS.keys() - {
+        "low_rank_product_"  # a bank calls it on a GPU only
+    }
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 60, 128, 129])

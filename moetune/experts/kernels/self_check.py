@@ -95,10 +95,10 @@ class BankSizes:
         idle = int(count > self.top_k)
         ids = torch.rand(tokens, count - idle).topk(self.top_k).indices + idle  # on the host, which counts them
         counts = torch.bincount(ids.flatten(), minlength=count).tolist()
-        permutation = bank.permutation(ids.to(device), counts)
 
         def run() -> None:
             for weights_dtype in (torch.float32, dtype):
+                permutation = bank.permutation(ids.to(device), counts)
                 x = torch.randn(tokens, self.shape.hidden, dtype=dtype, device=device).requires_grad_()
                 weights = torch.rand(tokens, self.top_k, device=device).to(weights_dtype)
                 weights.requires_grad_(weights_dtype == torch.float32)
