@@ -85,7 +85,10 @@ def _low_rank(
                     mask = inside[:, None] & (column < wide_out)[None, :]
                     to = out + rows[:, None] * out_row + part * out_part + column[None, :] * out_column
                     since = base + rows[:, None] * base_row + part * base_part + column[None, :] * base_column
-                    since = to if following > 0 else tl.where(block > 0, to, since) if RANKS > 1 else since
+                    if following > 0:
+                        since = to
+                    elif RANKS > 1:
+                        since = tl.where(block > 0, to, since)
                     sums = tl.load(since, mask=mask, other=0).to(tl.float32) + scale * more
                     tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
                 if TOGETHER * RANKS > 1:
