@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from moetune.experts.kernels import triton_kernels
 from moetune.experts.kernels.registry import OPERATORS
-from moetune.experts.kernels.self_check import compared, differing, is_alike
+from moetune.experts.kernels.self_check import calls, compared, differing, is_alike
 from tests.ptx import cases
 from tests.ptx.cases import Call, Draw
 from tests.ptx.driver import emulated
@@ -107,3 +107,15 @@ def test_real_widths_agree(
     with torch.no_grad(), emulated(capability):
         for call in calls:
             assert_agrees(call, torch.bfloat16)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kernels_fit(dtype: torch.dtype, capability: int) -> None:
+    """Compiled to machine code for Qwen3-30B-A3B's width, none needs more shared memory than a block may have."""
+    for rank in (16, 64, 256):
+        with torch.no_grad(), emulated(capability, executes=False):
+            for name, args in calls(torch.device("cpu"), dtype, 8, hidden=2048, intermediate=768, rank=rank):
+                if hasattr(triton_kernels, name):
+                    getattr(triton_kernels, name)(*args)

@@ -1,9 +1,8 @@
-"""Triton kernels of the operators in operators.py.
+"""Triton kernels of the operators in operators.py; those of low-rank products are in triton_low_rank.py.
 
 Each function without a leading underscore implements the operator of that name and takes its arguments; operators.py
 documents them. Import this file only with a GPU and Triton. Sums run in float32 in a fixed order, so that two runs give
-the same bits. Programs of grouped products find their tile from the ends of the experts' rows on the device, without
-the host.
+the same bits.
 
 Not measured on a GPU: block sizes are what fits into the shared memory and registers of compute capability 8.6.
 """
@@ -13,27 +12,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from moetune.experts.kernels import INT8_STEP
-from moetune.experts.kernels.launch import kernel
+from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
+from moetune.experts.kernels.triton_low_rank import low_rank, low_rank_gradients_  # noqa: F401
 
 BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program
 COLUMNS = 1024  # columns of a program's block, times 2 or 4 in some kernels
-ROWS = 32  # rows of a tile of a product
-
-
-def _next(number: int) -> int:
-    """Return the smallest power of two that is at least `number`.
-
-    `triton.next_power_of_2` takes the host ten times as long.
-    """
-    return 1 << max(0, number - 1).bit_length()
-
-
-def _ratio(number: int, size: int) -> int:
-    """Return number / size, rounded up."""
-    return -(-number // size)
 
 
 # --- NF4 ----------------------------------------------------------------------------------------------------------
@@ -89,7 +74,7 @@ def _dequantize_nf4(
 def dequantize_nf4(data, absmax, nested, code, offset, weights, dtype):
     out = data.new_empty(data.shape[0], weights, dtype=dtype)
     blocks, nests = absmax.shape[1], 0 if nested is None else nested.shape[1]
-    grid = (_ratio(blocks, BLOCKS_OF_64), data.shape[0])
+    grid = (ceil_div(blocks, BLOCKS_OF_64), data.shape[0])
     is_nested = nested is not None
     of_nested = (nested, code, offset) if is_nested else (absmax, absmax, absmax)
     # without fused multiply-add, scales are bit for bit those of bitsandbytes
@@ -116,9 +101,9 @@ def _dequantize_int8(data, absmax, out, size, per_step, COLUMNS: tl.constexpr):
 def dequantize_int8(data, absmax, dtype):
     out = torch.empty_like(data, dtype=dtype)
     rows, size = data.shape
-    columns = min(4 * COLUMNS, _next(size))
+    columns = min(4 * COLUMNS, next_power_of_2(size))
     if rows:
-        _dequantize_int8[(rows, _ratio(size, columns))](data, absmax, out, size, INT8_STEP, COLUMNS=columns)
+        _dequantize_int8[(rows, ceil_div(size, columns))](data, absmax, out, size, INT8_STEP, COLUMNS=columns)
     return out
 
 
@@ -154,7 +139,7 @@ def _dequantize_mxfp4(data, scales, out, bytes_, BYTES: tl.constexpr):
 def dequantize_mxfp4(data, scales, pairs, dtype):
     out = data.new_empty(2 * len(data), dtype=dtype)
     if len(data):
-        _dequantize_mxfp4[(_ratio(len(data), 2 * COLUMNS),)](data, scales, out, len(data), BYTES=2 * COLUMNS)
+        _dequantize_mxfp4[(ceil_div(len(data), 2 * COLUMNS),)](data, scales, out, len(data), BYTES=2 * COLUMNS)
     return out
 
 
@@ -215,9 +200,9 @@ def _gated(gate_up, act, size, alpha, limit, INTERLEAVED: tl.constexpr, CLAMPED:
 def gated(gate_up, interleaved, alpha, limit):
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     act = gate_up.new_empty(rows, size)
-    columns = min(COLUMNS, _next(size))
+    columns = min(COLUMNS, next_power_of_2(size))
     if rows:
-        _gated[(rows, _ratio(size, columns))](
+        _gated[(rows, ceil_div(size, columns))](
             gate_up, act, size, float(alpha), float(limit), INTERLEAVED=interleaved, CLAMPED=limit > 0,
             COLUMNS=columns,
         )  # fmt: skip
@@ -252,7 +237,7 @@ def gated_backward_(gate_up, dact, weights, order, dweights, interleaved, alpha,
         _gated_backward[(rows,)](
             gate_up, dact, weights, order, weights if dweights is None else dweights, size,
             float(alpha), float(limit), INTERLEAVED=interleaved, CLAMPED=limit > 0, WANTED=dweights is not None,
-            COLUMNS=min(COLUMNS, _next(size)),
+            COLUMNS=min(COLUMNS, next_power_of_2(size)),
         )  # fmt: skip
 
 
@@ -271,10 +256,10 @@ def _gather_rows(x, order, inverse, rows, size, top_k, NOTED: tl.constexpr, COLU
 
 
 def gather_rows(x, order, top_k, inverse):
-    size, columns = x.shape[1], min(COLUMNS, _next(x.shape[1]))
+    size, columns = x.shape[1], min(COLUMNS, next_power_of_2(x.shape[1]))
     rows = x.new_empty(order.shape[0], size)
     if order.shape[0]:
-        _gather_rows[(order.shape[0], _ratio(size, columns))](
+        _gather_rows[(order.shape[0], ceil_div(size, columns))](
             x, order, order if inverse is None else inverse, rows, size, top_k, NOTED=inverse is not None,
             COLUMNS=columns,
         )  # fmt: skip
@@ -296,9 +281,9 @@ def _sum_rows(out, rows, inverse, weights, size, top_k, WEIGHTED: tl.constexpr, 
 
 
 def sum_rows_(out, rows, inverse, weights):
-    (tokens, size), columns = out.shape, min(COLUMNS, _next(out.shape[1]))
+    (tokens, size), columns = out.shape, min(COLUMNS, next_power_of_2(out.shape[1]))
     if tokens:
-        _sum_rows[(tokens, _ratio(size, columns))](
+        _sum_rows[(tokens, ceil_div(size, columns))](
             out, rows, inverse, rows if weights is None else weights, size, inverse.shape[0] // tokens,
             WEIGHTED=weights is not None, COLUMNS=columns,
         )  # fmt: skip
@@ -318,201 +303,9 @@ def _add_rows(out, rows, order, weights, size, top_k, WEIGHTED: tl.constexpr, CO
 
 
 def add_rows_(out, rows, order, top_k, weights):
-    size, columns = out.shape[1], min(COLUMNS, _next(out.shape[1]))
+    size, columns = out.shape[1], min(COLUMNS, next_power_of_2(out.shape[1]))
     if order.shape[0]:
-        _add_rows[(order.shape[0], _ratio(size, columns))](
+        _add_rows[(order.shape[0], ceil_div(size, columns))](
             out, rows, order, rows if weights is None else weights, size, top_k, WEIGHTED=weights is not None,
             COLUMNS=columns,
         )  # fmt: skip
-
-
-# --- Low-rank products --------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _tile(ends, tile, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Find the rows of a tile: return (expert, first row of the tile, end of the expert's rows).
-
-    Each expert's rows are divided into tiles of ROWS. The expert is `count` if there are fewer than `tile` + 1 tiles.
-    """
-    number = tl.arange(0, EXPERTS)
-    end = tl.load(ends + number, mask=number < count, other=0)
-    start = tl.load(ends + number - 1, mask=(number > 0) & (number < count), other=0)
-    tiles = tl.where(number < count, (end - start + ROWS - 1) // ROWS, 0)
-    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
-    before = tl.sum(tl.where(number < expert, tiles, 0), 0)
-    first = tl.sum(tl.where(number == expert, start, 0), 0) + (tile - before) * ROWS
-    return tl.minimum(expert, count), first, tl.sum(tl.where(number == expert, end, 0), 0)
-
-
-@kernel(do_not_specialize=["count_rows"])
-def _low_rank(
-    x, first, second, base, out, narrow, ends, count_rows, count, rank, wide_in, wide_out, each, parts,
-    x_row, x_part, x_column, first_expert, first_part, first_rank, first_column,
-    second_expert, second_part, second_row, second_rank,
-    base_row, base_part, base_column, out_row, out_part, out_column, scale,
-    GROUPED: tl.constexpr, ADDS: tl.constexpr, TOGETHER: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    expert, row, last = 0, tl.program_id(0) * ROWS, count_rows
-    if GROUPED:
-        expert, row, last = _tile(ends, tl.program_id(0), count, EXPERTS, ROWS)
-        if expert == count:
-            return
-        expert = expert.to(tl.int64)  # factors of all experts may have more than 2^31 elements
-    rows = (row + tl.arange(0, ROWS)).to(tl.int64)
-    inside = rows < last
-    for following in tl.static_range(TOGETHER):
-        part = tl.program_id(2) + following
-        for block in range(RANKS):
-            number = block * RANK + tl.arange(0, RANK)
-            total = tl.zeros((ROWS, RANK), tl.float32)
-            factor = first + expert * first_expert + part * first_part
-            for start in range(0, wide_in, WIDE):
-                column = start + tl.arange(0, WIDE)
-                values = tl.load(
-                    x + rows[:, None] * x_row + part * x_part + column[None, :] * x_column,
-                    mask=inside[:, None] & (column < wide_in)[None, :], other=0,
-                )  # fmt: skip
-                a = tl.load(
-                    factor + number[None, :] * first_rank + column[:, None] * first_column,
-                    mask=(number < rank)[None, :] & (column < wide_in)[:, None], other=0,
-                )  # fmt: skip
-                total = tl.dot(values, a.to(values.dtype), total, input_precision="ieee")
-            few = total.to(narrow.dtype.element_ty)
-            if tl.program_id(1) == 0:
-                to = narrow + (rows[:, None] * parts + part) * rank + number[None, :]
-                tl.store(to, few, mask=inside[:, None] & (number < rank)[None, :])
-            if ADDS:
-                factor = second + expert * second_expert + part * second_part
-                begin = tl.program_id(1) * each
-                for start in range(begin, tl.minimum(begin + each, wide_out), WIDE):
-                    column = start + tl.arange(0, WIDE)
-                    b = tl.load(
-                        factor + column[None, :] * second_row + number[:, None] * second_rank,
-                        mask=(number < rank)[:, None] & (column < wide_out)[None, :], other=0,
-                    )  # fmt: skip
-                    more = tl.dot(few, b.to(few.dtype), input_precision="ieee")
-                    mask = inside[:, None] & (column < wide_out)[None, :]
-                    to = out + rows[:, None] * out_row + part * out_part + column[None, :] * out_column
-                    since = base + rows[:, None] * base_row + part * base_part + column[None, :] * base_column
-                    since = to if following > 0 else tl.where(block > 0, to, since) if RANKS > 1 else since
-                    sums = tl.load(since, mask=mask, other=0).to(tl.float32) + scale * more
-                    tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
-                if TOGETHER * RANKS > 1:
-                    tl.debug_barrier()  # the next product reads these sums
-
-
-def _tiles(rank: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the tiles of the rank, the size, rows and columns of a tile and the pipeline stages, so that a tile fits
-    into shared memory and registers."""
-    padded = min(256 if dtype.itemsize == 2 else 32, max(16, _next(rank)))
-    wide = (4096 if dtype.itemsize == 2 else 512) // padded
-    return {
-        "RANKS": _ratio(rank, padded), "RANK": padded, "ROWS": ROWS, "WIDE": max(16, min(64, wide)),
-        "num_stages": 3 if padded < 64 else 2,
-    }  # fmt: skip
-
-
-def _strides(rows: Tensor) -> tuple[int, ...]:
-    """Return the strides of (row, part, column) of [N, P, p], or of [N, p] with part stride 0: all parts read the
-    same rows."""
-    return rows.stride() if rows.dim() == 3 else (rows.stride(0), 0, rows.stride(1))
-
-
-def low_rank(x, first, second, base, out, ends, counts, scale):
-    rows, (experts, parts, rank) = x.shape[0], first.shape[:3]
-    narrow = x.new_empty(rows, parts, rank)
-    if not rows:
-        return narrow
-    tile = _tiles(rank, x.dtype)
-    adds = second is not None and base is not None and out is not None
-    if second is None or base is None or out is None:
-        second, base, out = first, x, x
-    wide_out = out.shape[-1] if adds else 0
-    together = parts if adds and out.dim() == 2 else 1
-    tiles = _ratio(rows, ROWS) + (experts if ends is not None else 0)
-    # few tiles of rows leave a GPU idle: then columns are divided too, and each program repeats x·firstᵀ
-    splits = max(1, min(512 // tiles, wide_out // 1024))
-    each = _ratio(_ratio(wide_out, splits), tile["WIDE"]) * tile["WIDE"]
-    _low_rank[(tiles, splits, parts // together)](
-        x, first, second, base, out, narrow, x if ends is None else ends, rows, experts, rank, x.shape[-1], wide_out,
-        each, parts, *_strides(x), *first.stride(), *second.stride(), *_strides(base), *_strides(out),
-        float(scale), GROUPED=ends is not None, ADDS=adds, TOGETHER=together, EXPERTS=_next(experts), **tile,
-    )  # fmt: skip
-    return narrow
-
-
-@triton.jit
-def _outer(
-    narrow, narrow_row, wide, out, weights, order, first, last, number, start, rank, size, wide_row, wide_column,
-    out_rank, out_column, scale, WEIGHTED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    column = start + tl.arange(0, WIDE)
-    total = tl.zeros((RANK, WIDE), tl.float32)
-    for row in range(first, last, ROWS):
-        rows = (row + tl.arange(0, ROWS)).to(tl.int64)
-        inside = rows < last
-        few = tl.load(
-            narrow + rows[None, :] * narrow_row + number[:, None],
-            mask=inside[None, :] & (number < rank)[:, None], other=0,
-        )  # fmt: skip
-        factor = tl.full((ROWS,), 1.0, tl.float32) * scale
-        if WEIGHTED:
-            flat = tl.load(order + rows, mask=inside, other=0)
-            factor *= tl.load(weights + flat, mask=inside, other=0).to(tl.float32)
-        values = tl.load(
-            wide + rows[:, None] * wide_row + column[None, :] * wide_column,
-            mask=inside[:, None] & (column < size)[None, :], other=0,
-        )  # fmt: skip
-        few = (few.to(tl.float32) * factor[None, :]).to(values.dtype)
-        total = tl.dot(few, values, total, input_precision="ieee")
-    tl.store(
-        out + number[:, None] * out_rank + column[None, :] * out_column,
-        total.to(out.dtype.element_ty), mask=(number < rank)[:, None] & (column < size)[None, :],
-    )  # fmt: skip
-
-
-@kernel(do_not_specialize=["count_rows"], do_not_specialize_on_alignment=["order"])
-def _low_rank_gradients(
-    narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, count_rows, rank, wide_in, wide_out,
-    narrow_row, x_row, x_column, dout_row, dout_part, dout_column, first_expert, first_part, first_rank, first_column,
-    second_expert, second_part, second_row, second_rank, scale,
-    GROUPED: tl.constexpr, WEIGHTED: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    expert, tile, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // RANKS, tl.program_id(2)
-    number = tl.program_id(1) % RANKS * RANK + tl.arange(0, RANK)
-    first, last = 0, count_rows
-    if GROUPED:
-        first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-        last = tl.load(ends + expert)
-    of_x = (wide_in + WIDE - 1) // WIDE
-    if tile < of_x:
-        _outer(
-            narrow_out + part * rank, narrow_row, x, of_first + expert * first_expert + part * first_part, weights,
-            order, first, last, number, tile * WIDE, rank, wide_in, x_row, x_column, first_rank, first_column, scale,
-            WEIGHTED, RANK, ROWS, WIDE,
-        )  # fmt: skip
-    else:
-        _outer(
-            narrow_in + part * rank, narrow_row, dout + part * dout_part,
-            of_second + expert * second_expert + part * second_part, weights,
-            order, first, last, number, (tile - of_x) * WIDE, rank, wide_out, dout_row, dout_column, second_rank,
-            second_row, scale, WEIGHTED, RANK, ROWS, WIDE,
-        )  # fmt: skip
-
-
-def low_rank_gradients_(narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, counts, scale):
-    experts, parts, rank = of_first.shape[:3]
-    # a rank of 64 in a tile becomes a WGMMA on 9.0, which some assemblers compile wrongly (triton-lang/triton#11781)
-    tile = _tiles(min(32, rank), x.dtype)
-    ranks = _ratio(rank, tile["RANK"])
-    tiles = sum(_ratio(wide.shape[-1], tile["WIDE"]) for wide in (x, dout))
-    weighted = weights is not None
-    _low_rank_gradients[(experts, tiles * ranks, parts)](
-        narrow_out, x, narrow_in, dout, of_first, of_second, weights if weighted else x, order if weighted else x,
-        x if ends is None else ends, x.shape[0], rank, x.shape[1], dout.shape[-1], parts * rank, *x.stride(),
-        *_strides(dout), *of_first.stride(), *of_second.stride(), float(scale),
-        GROUPED=ends is not None, WEIGHTED=weighted, **tile | {"RANKS": ranks},
-    )  # fmt: skip

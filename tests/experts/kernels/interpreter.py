@@ -16,7 +16,7 @@ def interpreted_module(name: str) -> ModuleType:
     """
 
     def of_triton() -> list[str]:
-        own = (f"moetune.experts.kernels.{part}" for part in ("launch", "tuning", name))
+        own = (f"moetune.experts.kernels.{part}" for part in ("launch", "tuning", "triton_low_rank", name))
         return [*(one for one in sys.modules if one.partition(".")[0] == "triton" and "_C" not in one), *own]
 
     compiling = {one: sys.modules.pop(one) for one in of_triton() if one in sys.modules}

@@ -1,15 +1,12 @@
-"""The kernels of an expert bank: in Triton's interpreter each gives what torch's operations give, and each compiles for
-the cards that moetune is for. Tolerances: 1e-5 relative in float32, 4e-3 in float16, whose torch operations round more
+"""The kernels of an expert bank: in Triton's interpreter each gives what torch's operations give (tests/ptx executes
+what they compile to). Tolerances: 1e-5 relative in float32, 4e-3 in float16, whose torch operations round more
 often; what is unpacked is equal bit for bit. The interpreter takes bfloat16 for integers. Not measured on a GPU."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import accumulate, product
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,47 +15,26 @@ import torch
 from torch import Tensor
 
 from moetune.experts.kernels import operators as kernels
-from moetune.experts.kernels.self_check import calls, differing
+from moetune.experts.kernels.self_check import differing
 from moetune.experts.quantized import QuantizedExperts
+from tests.experts.kernels.interpreter import interpreted_module
 
-triton = pytest.importorskip("triton")
-from moetune.experts.kernels.launch import QuickLaunch  # noqa: E402
+pytest.importorskip("triton")
 
 DTYPES = [torch.float32, torch.float16]
 
 
-def load(name: str = "triton_kernels") -> ModuleType:
-    """A copy of its own of a module of kernels."""
-    file = Path(kernels.__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location("kernels_under_test", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def load_interpreted(name: str) -> ModuleType:
-    """A module of kernels with a Triton of its own: its library is interpreted or not from when it is imported."""
-
-    def of_triton() -> list[str]:
-        names = [name for name in sys.modules if name.partition(".")[0] == "triton" and "_C" not in name]
-        return [*names, *({"moetune.experts.kernels.launch"} & sys.modules.keys())]
-
-    compiling = {name: sys.modules.pop(name) for name in of_triton()}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        module = load(name)
-    for imported in of_triton():
-        del sys.modules[imported]
-    sys.modules.update(compiling)
+@pytest.fixture(scope="module")
+def interpreted() -> ModuleType:
+    module = interpreted_module("triton_kernels")
+    module.COLUMNS = 16  # more than one tile
     return module
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> ModuleType:
-    module = load_interpreted("triton_kernels")
-    module.COLUMNS = module.ROWS = 16  # more than one tile of each
+def low_rank_kernels() -> ModuleType:
+    module = interpreted_module("triton_low_rank")
+    module.ROWS = 16
     return module
 
 
@@ -185,7 +161,9 @@ ON_A_PUSH = [(1, torch.float32, 3, "half of the columns"), (5, torch.float16, 40
         for case in product([1, 5], DTYPES, [3, 16, 40], LAYOUTS)
     ],
 )
-def test_low_rank_products(interpreted: ModuleType, experts: int, dtype: torch.dtype, rank: int, layout: str) -> None:
+def test_low_rank_products(
+    low_rank_kernels: ModuleType, experts: int, dtype: torch.dtype, rank: int, layout: str
+) -> None:
     order, counts = shuffled(13, 3, 5)
     weights = random(39, seed=5)
     if experts == 1:
@@ -196,15 +174,15 @@ def test_low_rank_products(interpreted: ModuleType, experts: int, dtype: torch.d
     for parts in (1, 2):
         A, B = random(experts, parts, rank, 72, seed=2), random(experts, parts, 88 // parts, rank, seed=3)
         split = dout if parts == 1 else dout.unflatten(1, (2, 44)) if rank == 3 else dout.unflatten(1, (44, 2)).mT
-        narrow, product = both(interpreted, "low_rank", x, A, B, split, torch.zeros_like(split), *of_rows, 0.5)
+        narrow, product = both(low_rank_kernels, "low_rank", x, A, B, split, torch.zeros_like(split), *of_rows, 0.5)
         assert_alike(narrow, product)
-        assert_alike(*both(interpreted, "low_rank", split, B.mT, A.mT, x, x.clone(), *of_rows, 0.5))
-        assert_alike(*both(interpreted, "low_rank", x, A, None, None, None, *of_rows, 1.0))
+        assert_alike(*both(low_rank_kernels, "low_rank", split, B.mT, A.mT, x, x.clone(), *of_rows, 0.5))
+        assert_alike(*both(low_rank_kernels, "low_rank", x, A, None, None, None, *of_rows, 1.0))
         xA, dB = (random(39, parts, rank, dtype=dtype, seed=seed) for seed in (6, 7))
         for weighted in ((weights, order), (None, None)):
             gradients = torch.full_like(A, 7), torch.full_like(B, 7)
             rows = dB, x, xA, split
-            assert_alike(*both(interpreted, "low_rank_gradients_", *rows, *gradients, *weighted, *of_rows, 0.5))
+            assert_alike(*both(low_rank_kernels, "low_rank_gradients_", *rows, *gradients, *weighted, *of_rows, 0.5))
 
 
 def test_low_rank_products_are_those_of_each_row() -> None:
@@ -225,10 +203,10 @@ def test_low_rank_products_are_those_of_each_row() -> None:
         torch.testing.assert_close(found, sum(A[e, part].T @ (B[e, part].T @ row[part]) for part in (0, 1)))
 
 
-def test_columns_of_few_rows_are_divided(interpreted: ModuleType) -> None:
+def test_columns_of_few_rows_are_divided(low_rank_kernels: ModuleType) -> None:
     """Each program then computes the narrow rows itself."""
     x, A, B, base = random(3, 24), random(1, 1, 4, 24, seed=1), random(1, 1, 3000, 4, seed=2), random(3, 3000, seed=3)
-    assert_alike(*both(interpreted, "low_rank", x, A, B, base, torch.zeros_like(base), None, [3], 2.0))
+    assert_alike(*both(low_rank_kernels, "low_rank", x, A, B, base, torch.zeros_like(base), None, [3], 2.0))
 
 
 def test_no_rows_at_all(interpreted: ModuleType) -> None:
@@ -253,72 +231,6 @@ def test_a_kernel_that_is_wrong_is_found_and_no_other(interpreted: ModuleType, m
     assert {one.partition(" ")[0] for one in found} == {"sum_rows_", "gated"}
     assert any("sum_rows_ (off by nan" in one for one in found)
     assert any("gated (off by 1.0e-02" in one for one in found)
-
-
-# --- Compiled -----------------------------------------------------------------------------------------------------
-
-TYPES = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8", torch.int8: "*i8",
-    torch.int32: "*i32", torch.int64: "*i64",
-}  # fmt: skip
-SHARED = {86: 101376, 89: 101376, 90: 232448}  # bytes of shared memory that a block may have
-
-
-class Launch:
-    """Takes a kernel's place in its module: what it is called with is compiled instead of run."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel, self.sources = kernel, []
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return self._note
-
-    def _note(self, *args: Any, **options: Any) -> None:
-        named = dict(zip(self.kernel.arg_names, args, strict=False))
-        named |= {name: options.pop(name) for name in list(options) if name in self.kernel.arg_names}
-        constants = {p.name: named[p.name] for p in self.kernel.params if p.is_constexpr}
-        signature = {name: "constexpr" if name in constants else type_of(value) for name, value in named.items()}
-        aligned = {
-            (place,): [["tt.divisibility", 16]]
-            for place, (name, value) in enumerate(named.items())
-            if name not in constants and (torch.is_tensor(value) or (isinstance(value, int) and value % 16 == 0))
-        }
-        by_place = {(self.kernel.arg_names.index(name),): value for name, value in constants.items()}
-        self.sources.append((triton.compiler.ASTSource(self.kernel, signature, by_place, aligned), options))
-
-
-def type_of(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
-
-
-def launches(dtype: torch.dtype) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Each kernel as it is called for an expert of Qwen3-30B-A3B's width, and with the ranks that are unlike."""
-    module = load()
-    taken = {name: Launch(value.jitted) for name, value in vars(module).items() if isinstance(value, QuickLaunch)}
-    assert taken
-    for name, launch in taken.items():
-        setattr(module, name, launch)
-    for rank in (16, 64, 256):
-        for name, args in calls(torch.device("cpu"), dtype, 8, hidden=2048, intermediate=768, rank=rank):
-            if hasattr(module, name):
-                getattr(module, name)(*args)
-    for name, launch in taken.items():
-        assert launch.sources, f"{name} is never launched"
-        yield from ((name, *source) for source in launch.sources)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_kernels_compile(capability: int, dtype: torch.dtype) -> None:
-    """Down to the card's own code, by the assembler that Triton brings."""
-    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    for name, source, options in launches(dtype):
-        binary = triton.compile(source, target=target, options=options)
-        assert binary.asm["cubin"], name
-        assert binary.metadata.shared <= SHARED[capability], f"{name} takes {binary.metadata.shared} bytes"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")

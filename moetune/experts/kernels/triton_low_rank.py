@@ -1,0 +1,210 @@
+"""Triton kernels of low-rank products and of their gradients.
+
+As in triton_kernels.py, each function without a leading underscore implements the operator of that name. Programs of
+grouped products find their tile from the ends of the experts' rows on the device, without the host.
+
+Not measured on a GPU: block sizes are what fits into the shared memory and registers of compute capability 8.6.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
+
+ROWS = 32  # rows of a tile of a product
+
+
+@triton.jit
+def _tile(ends, tile, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """Find the rows of a tile: return (expert, first row of the tile, end of the expert's rows).
+
+    Each expert's rows are divided into tiles of ROWS. The expert is `count` if there are fewer than `tile` + 1 tiles.
+    """
+    number = tl.arange(0, EXPERTS)
+    end = tl.load(ends + number, mask=number < count, other=0)
+    start = tl.load(ends + number - 1, mask=(number > 0) & (number < count), other=0)
+    tiles = tl.where(number < count, (end - start + ROWS - 1) // ROWS, 0)
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(number < expert, tiles, 0), 0)
+    first = tl.sum(tl.where(number == expert, start, 0), 0) + (tile - before) * ROWS
+    return tl.minimum(expert, count), first, tl.sum(tl.where(number == expert, end, 0), 0)
+
+
+@kernel(do_not_specialize=["count_rows"])
+def _low_rank(
+    x, first, second, base, out, narrow, ends, count_rows, count, rank, wide_in, wide_out, each, parts,
+    x_row, x_part, x_column, first_expert, first_part, first_rank, first_column,
+    second_expert, second_part, second_row, second_rank,
+    base_row, base_part, base_column, out_row, out_part, out_column, scale,
+    GROUPED: tl.constexpr, ADDS: tl.constexpr, TOGETHER: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    expert, row, last = 0, tl.program_id(0) * ROWS, count_rows
+    if GROUPED:
+        expert, row, last = _tile(ends, tl.program_id(0), count, EXPERTS, ROWS)
+        if expert == count:
+            return
+        expert = expert.to(tl.int64)  # factors of all experts may have more than 2^31 elements
+    rows = (row + tl.arange(0, ROWS)).to(tl.int64)
+    inside = rows < last
+    for following in tl.static_range(TOGETHER):
+        part = tl.program_id(2) + following
+        for block in range(RANKS):
+            number = block * RANK + tl.arange(0, RANK)
+            total = tl.zeros((ROWS, RANK), tl.float32)
+            factor = first + expert * first_expert + part * first_part
+            for start in range(0, wide_in, WIDE):
+                column = start + tl.arange(0, WIDE)
+                values = tl.load(
+                    x + rows[:, None] * x_row + part * x_part + column[None, :] * x_column,
+                    mask=inside[:, None] & (column < wide_in)[None, :], other=0,
+                )  # fmt: skip
+                a = tl.load(
+                    factor + number[None, :] * first_rank + column[:, None] * first_column,
+                    mask=(number < rank)[None, :] & (column < wide_in)[:, None], other=0,
+                )  # fmt: skip
+                total = tl.dot(values, a.to(values.dtype), total, input_precision="ieee")
+            few = total.to(narrow.dtype.element_ty)
+            if tl.program_id(1) == 0:
+                to = narrow + (rows[:, None] * parts + part) * rank + number[None, :]
+                tl.store(to, few, mask=inside[:, None] & (number < rank)[None, :])
+            if ADDS:
+                factor = second + expert * second_expert + part * second_part
+                begin = tl.program_id(1) * each
+                for start in range(begin, tl.minimum(begin + each, wide_out), WIDE):
+                    column = start + tl.arange(0, WIDE)
+                    b = tl.load(
+                        factor + column[None, :] * second_row + number[:, None] * second_rank,
+                        mask=(number < rank)[:, None] & (column < wide_out)[None, :], other=0,
+                    )  # fmt: skip
+                    more = tl.dot(few, b.to(few.dtype), input_precision="ieee")
+                    mask = inside[:, None] & (column < wide_out)[None, :]
+                    to = out + rows[:, None] * out_row + part * out_part + column[None, :] * out_column
+                    since = base + rows[:, None] * base_row + part * base_part + column[None, :] * base_column
+                    if following > 0:
+                        since = to
+                    elif RANKS > 1:
+                        since = tl.where(block > 0, to, since)
+                    sums = tl.load(since, mask=mask, other=0).to(tl.float32) + scale * more
+                    tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
+                if TOGETHER * RANKS > 1:
+                    tl.debug_barrier()  # the next product reads these sums
+
+
+def _tiles(rank: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the tiles of the rank, the size, rows and columns of a tile and the pipeline stages, so that a tile fits
+    into shared memory and registers."""
+    padded = min(256 if dtype.itemsize == 2 else 32, max(16, next_power_of_2(rank)))
+    wide = (4096 if dtype.itemsize == 2 else 512) // padded
+    return {
+        "RANKS": ceil_div(rank, padded), "RANK": padded, "ROWS": ROWS, "WIDE": max(16, min(64, wide)),
+        "num_stages": 3 if padded < 64 else 2,
+    }  # fmt: skip
+
+
+def _strides(rows: Tensor) -> tuple[int, ...]:
+    """Return the strides of (row, part, column) of [N, P, p], or of [N, p] with part stride 0: all parts read the
+    same rows."""
+    return rows.stride() if rows.dim() == 3 else (rows.stride(0), 0, rows.stride(1))
+
+
+def low_rank(x, first, second, base, out, ends, counts, scale):
+    rows, (experts, parts, rank) = x.shape[0], first.shape[:3]
+    narrow = x.new_empty(rows, parts, rank)
+    if not rows:
+        return narrow
+    tile = _tiles(rank, x.dtype)
+    adds = second is not None and base is not None and out is not None
+    if second is None or base is None or out is None:
+        second, base, out = first, x, x
+    wide_out = out.shape[-1] if adds else 0
+    together = parts if adds and out.dim() == 2 else 1
+    tiles = ceil_div(rows, ROWS) + (experts if ends is not None else 0)
+    # few tiles of rows leave a GPU idle: then columns are divided too, and each program repeats x·firstᵀ
+    splits = max(1, min(512 // tiles, wide_out // 1024))
+    each = ceil_div(ceil_div(wide_out, splits), tile["WIDE"]) * tile["WIDE"]
+    _low_rank[(tiles, splits, parts // together)](
+        x, first, second, base, out, narrow, x if ends is None else ends, rows, experts, rank, x.shape[-1], wide_out,
+        each, parts, *_strides(x), *first.stride(), *second.stride(), *_strides(base), *_strides(out),
+        float(scale), GROUPED=ends is not None, ADDS=adds, TOGETHER=together, EXPERTS=next_power_of_2(experts), **tile,
+    )  # fmt: skip
+    return narrow
+
+
+@triton.jit
+def _outer(
+    narrow, narrow_row, wide, out, weights, order, first, last, number, start, rank, size, wide_row, wide_column,
+    out_rank, out_column, scale, WEIGHTED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    column = start + tl.arange(0, WIDE)
+    total = tl.zeros((RANK, WIDE), tl.float32)
+    for row in range(first, last, ROWS):
+        rows = (row + tl.arange(0, ROWS)).to(tl.int64)
+        inside = rows < last
+        few = tl.load(
+            narrow + rows[None, :] * narrow_row + number[:, None],
+            mask=inside[None, :] & (number < rank)[:, None], other=0,
+        )  # fmt: skip
+        factor = tl.full((ROWS,), 1.0, tl.float32) * scale
+        if WEIGHTED:
+            flat = tl.load(order + rows, mask=inside, other=0)
+            factor *= tl.load(weights + flat, mask=inside, other=0).to(tl.float32)
+        values = tl.load(
+            wide + rows[:, None] * wide_row + column[None, :] * wide_column,
+            mask=inside[:, None] & (column < size)[None, :], other=0,
+        )  # fmt: skip
+        few = (few.to(tl.float32) * factor[None, :]).to(values.dtype)
+        total = tl.dot(few, values, total, input_precision="ieee")
+    tl.store(
+        out + number[:, None] * out_rank + column[None, :] * out_column,
+        total.to(out.dtype.element_ty), mask=(number < rank)[:, None] & (column < size)[None, :],
+    )  # fmt: skip
+
+
+@kernel(do_not_specialize=["count_rows"], do_not_specialize_on_alignment=["order"])
+def _low_rank_gradients(
+    narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, count_rows, rank, wide_in, wide_out,
+    narrow_row, x_row, x_column, dout_row, dout_part, dout_column, first_expert, first_part, first_rank, first_column,
+    second_expert, second_part, second_row, second_rank, scale,
+    GROUPED: tl.constexpr, WEIGHTED: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    expert, tile, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // RANKS, tl.program_id(2)
+    number = tl.program_id(1) % RANKS * RANK + tl.arange(0, RANK)
+    first, last = 0, count_rows
+    if GROUPED:
+        first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+        last = tl.load(ends + expert)
+    of_x = (wide_in + WIDE - 1) // WIDE
+    if tile < of_x:
+        _outer(
+            narrow_out + part * rank, narrow_row, x, of_first + expert * first_expert + part * first_part, weights,
+            order, first, last, number, tile * WIDE, rank, wide_in, x_row, x_column, first_rank, first_column, scale,
+            WEIGHTED, RANK, ROWS, WIDE,
+        )  # fmt: skip
+    else:
+        _outer(
+            narrow_in + part * rank, narrow_row, dout + part * dout_part,
+            of_second + expert * second_expert + part * second_part, weights,
+            order, first, last, number, (tile - of_x) * WIDE, rank, wide_out, dout_row, dout_column, second_rank,
+            second_row, scale, WEIGHTED, RANK, ROWS, WIDE,
+        )  # fmt: skip
+
+
+def low_rank_gradients_(narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, counts, scale):
+    experts, parts, rank = of_first.shape[:3]
+    # a rank of 64 in a tile becomes a WGMMA on 9.0, which some assemblers compile wrongly (triton-lang/triton#11781)
+    tile = _tiles(min(32, rank), x.dtype)
+    ranks = ceil_div(rank, tile["RANK"])
+    tiles = sum(ceil_div(wide.shape[-1], tile["WIDE"]) for wide in (x, dout))
+    weighted = weights is not None
+    _low_rank_gradients[(experts, tiles * ranks, parts)](
+        narrow_out, x, narrow_in, dout, of_first, of_second, weights if weighted else x, order if weighted else x,
+        x if ends is None else ends, x.shape[0], rank, x.shape[1], dout.shape[-1], parts * rank, *x.stride(),
+        *_strides(dout), *of_first.stride(), *of_second.stride(), float(scale),
+        GROUPED=ends is not None, WEIGHTED=weighted, **tile | {"RANKS": ranks},
+    )  # fmt: skip
