@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from moetune.compat.transformers import checkpoint_by
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import AsyncCopy, CopyStream
+from moetune.experts.kernels import routing
 
 aten = torch.ops.aten
 
@@ -119,7 +120,8 @@ class _Call:
 
 
 class _Choices(TorchDispatchMode):
-    """Dispatch mode that records the indices of every `topk` and `max` along a dimension, by which routers choose.
+    """Dispatch mode that records the indices of every `choose`, `topk` and `max` along a dimension, by which routers
+    choose.
 
     With `again`, it returns the recorded indices instead, and the values of the current input at these indices.
     """
@@ -156,9 +158,16 @@ def _replay_max(indices: Tensor, input: Tensor, dim: int, keepdim: bool = False)
     return input.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices
 
 
+def _replay_choose(
+    indices: Tensor, logits: Tensor, top_k: int, normalized: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return routing.weigh(logits, indices, normalized, dtype), indices
+
+
 _REPLAY: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
     aten.topk.default: _replay_topk,
     aten.max.dim: _replay_max,
+    torch.ops.moetune.choose.default: _replay_choose,
 }
 
 

@@ -563,10 +563,13 @@ class HardwareConfig(Section):
             limit.
         count: number of GPUs. `RunConfig` sets it to the number of ranks if it is not given, and refuses any other
             number.
+        without_kernels: operators that run torch's operations instead of their kernel on a GPU, in training and in
+            predictions. A run adds those whose kernel does not work on its machine (adapt/guard.py).
     """
 
     gpu: Text | None = None
     count: Size = 1
+    without_kernels: tuple[Text, ...] = ()
 
 
 class RunConfig(Section):
@@ -596,7 +599,7 @@ class RunConfig(Section):
         given = hardware.model_fields_set
         if "count" in given or "parallel" not in info.data:
             return hardware
-        return HardwareConfig.model_construct(given, gpu=hardware.gpu, count=info.data["parallel"].ranks)
+        return hardware.model_copy(update={"count": info.data["parallel"].ranks})
 
     @property
     def packs(self) -> bool:

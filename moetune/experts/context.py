@@ -33,10 +33,8 @@ def occurrences(ids: Tensor, num_experts: int) -> Tensor:
 
     `torch.bincount` would make the host wait for the largest number.
     """
-    ids = ids.flatten().long()
-    return torch.zeros(num_experts, dtype=torch.int64, device=ids.device).scatter_add_(
-        0, ids, ids.new_ones(1).expand_as(ids)
-    )
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    return counts.scatter_(0, ids.flatten().long(), 1, reduce="add")
 
 
 def read_received(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -> list[list[int]]:
@@ -133,6 +131,7 @@ class ExpertContext:
         prefetcher: copies quantized experts from host memory to the device; None if they are stored on the device.
         dispatcher: sends tokens to other ranks; None if this rank stores all experts.
         dense: routing weights of experts that were not chosen, under `train.dense_router_gradient`; None without it.
+        capability: CUDA compute capability of the GPU; None for a CPU.
         hooks: callbacks of the experts.
     """
 
@@ -142,4 +141,5 @@ class ExpertContext:
     prefetcher: ExpertPrefetcher | None = None
     dispatcher: Dispatcher | None = None
     dense: DenseWeights | None = None
+    capability: tuple[int, int] | None = None
     hooks: ExpertHooks = field(default_factory=ExpertHooks)

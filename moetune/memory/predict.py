@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
+from moetune.adapt.guard import as_known_for
 from moetune.config.schema import RunConfig
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
@@ -73,10 +74,11 @@ def predict(
     run = resolve(run, "cuda")
     refuse_unpredictable(run.config)
     name, depths = gpu or run.config.hardware.gpu, depths or Depths()
+    card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
+    run = as_known_for(run, None if name is None else card)
     if name is not None:
         run = settled(run, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
     config = run.config
-    card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
     common = {
         "model": config.model.path,
         "about": about(run),
@@ -87,6 +89,10 @@ def predict(
             f"every sequence has train.sequence_length = {config.train.sequence_length} tokens"
             + (", documents packed" if config.packs else ", some padded"),
             *card.assumptions,
+        ),
+        "notes": tuple(
+            f"the kernel of {operator} is not used: torch's operations run in its place (hardware.without_kernels)"
+            for operator in config.hardware.without_kernels
         ),
     }
     if method == "formula":
@@ -99,7 +105,13 @@ def predict(
     if method != "formula" and name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
         named = f"; the name of a card gives it, of about this size: {cards}" if cards else ""
-        report = replace(report, notes=(f"no time: a size says not how fast a card is{named}",))
+        report = replace(
+            report,
+            notes=(
+                *report.notes,
+                f"no time: a size says not how fast a card is{named}",
+            ),
+        )
     if report.fits is not False or not advise:
         return report
     if config.parallel.ranks > 1:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from moetune.adapt.guard import checked
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.measure import measure
@@ -71,7 +73,7 @@ def verify(
             "two steps: memory.json in the run folder has what was predicted and measured"
         )
     device = run.device(device)
-    run = settled_on(run, device)
+    run = settled_on(checked(run, device, lambda text: warnings.warn(text, stacklevel=2)), device)
     measured = measure(run, device, steps)
     routing = routing or measured.routing
     if device.type == "cpu":

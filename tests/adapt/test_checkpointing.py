@@ -76,7 +76,7 @@ def test_a_tie_that_falls_the_other_way_in_recomputation_changes_no_gradient(tmp
     expected = gradients(mixtral(tmp_path, ADAPT, "none"), ties)
     assert ties.calls == LAYERS
     found = gradients(mixtral(tmp_path, ADAPT, "full"), ties)
-    assert ties.calls == 3 * LAYERS  # the routers did run again
+    assert ties.calls == 2 * LAYERS  # a router that runs again does not choose again
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
@@ -191,7 +191,7 @@ def test_choices_are_watched_around_the_router_alone(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(_Choices, "__torch_dispatch__", dispatch)
     next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids()).backward()
-    assert seen.count("topk.default") == 2 * LAYERS
+    assert seen.count("choose.default") == 2 * LAYERS
     assert len(seen) <= 2 * LAYERS * 12
 
 

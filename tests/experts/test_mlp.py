@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moetune.experts import bank as bank_module
+from moetune.experts.kernels.self_check import CallsSeen
 from moetune.experts.quantized import Storage
 from moetune.models.moe import read_shape
 from tests.experts.banks import LAYOUTS, PLANS, UNUSED, bank_of, reference, routed, run, saved, stock_experts
@@ -42,6 +44,20 @@ def test_output_and_gradients_equal_autograd_through_the_stock_experts(
 ) -> None:
     bank = bank_of(model_type, plan, storage, group=group)
     assert_close(run(bank, ROUTINGS[routing]), reference(model_type, bank, ROUTINGS[routing]))
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+@pytest.mark.parametrize("plan", ["fused LoRA on some", "split LoRA on some"])
+def test_products_that_add_low_rank_terms(plan: str, model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose products are Triton's: one operator multiplies by W and by the second factor."""
+    monkeypatch.setattr(bank_module, "is_in_triton", lambda capability, dtype: capability == (8, 6))
+    operators = CallsSeen(lambda operator, args: called.append(operator.name) or operator.reference(*args))
+    bank, called = bank_of(model_type, plan, group=3), []
+    bank.context = replace(bank.context, capability=(8, 6))
+    with operators:
+        found = run(bank, routed())
+    assert_close(found, reference(model_type, bank, routed()))
+    assert called.count("low_rank_product_") == 3 + 2  # gate_up and down, gate_up again; of both the rows' gradients
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)

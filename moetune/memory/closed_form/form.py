@@ -264,6 +264,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
     kind["data"] = {"packing": config.packs}
     kind["published"] = run.model.source.quantization.method
+    kind["without_kernels"] = sorted(config.hardware.without_kernels)
     kind["settings"] = run.model.settings.to_dict()
     return kind
 

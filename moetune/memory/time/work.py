@@ -82,7 +82,7 @@ class Work:
 
 READ = Work(synchronizations=1, copies=1)
 """Work of reading one number from the GPU on the host."""
-COUNTING = Work(launches=3) + READ
+COUNTING = Work(launches=2) + READ
 """Work of counting and reading the rows of each expert (`experts/context.py: read_rows`), which a trace does not do."""
 
 
@@ -262,6 +262,11 @@ def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
     return 2.0 * rows * (a.shape[1] if b.dim() == 3 else a.shape[0]) * b.shape[-1]
 
 
+def _low_rank_product(out: Tensor, rows: Tensor, matrices: Tensor, narrow: Tensor, second: Tensor, *_: Any) -> float:
+    """FLOPs of a grouped product with low-rank terms, 2·N·(p·q + P·r·q'): second [C, P, q', r]."""
+    return _grouped(rows, matrices) + 2.0 * len(rows) * second[0].numel()
+
+
 def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float:
     """FLOPs of LoRA on expert rows, 2·N·P·r·(p + q), with P = 1 where there is no such dimension.
 
@@ -307,6 +312,7 @@ def _varlen_backward(
 _FLOPS: dict[Any, Callable[..., float]] = {
     torch.ops.moetune.grouped_mm.default: _grouped,
     torch.ops.moetune.low_rank.default: _low_rank,
+    torch.ops.moetune.low_rank_product_.default: _low_rank_product,
     torch.ops.moetune.low_rank_gradients_.default: _low_rank_gradients,
     torch.ops.torch_attn._varlen_attn.default: _varlen,
     torch.ops.torch_attn._varlen_attn_backward.default: _varlen_backward,
@@ -336,7 +342,8 @@ def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
 # Operators that read rows of a tensor; that write rows of it; and whose written argument is not read before.
 _LOOKS_UP = {"embedding", "index", "index_select", "gather", "gather_rows"}
 _PUTS = {"index_copy_", "index_add_", "index_put_", "scatter_", "scatter_add_"}
-_OVERWRITES = {"copy_", "zero_", "fill_", "uniform_", "normal_", "sum_rows_", "low_rank", "low_rank_gradients_"}
+_OVERWRITES = {"copy_", "zero_", "fill_", "uniform_", "normal_", "sum_rows_"}
+_OVERWRITES |= {"low_rank", "low_rank_product_", "low_rank_gradients_"}
 
 
 def written_by(func: Any, args: Any) -> Tensor | None:
@@ -409,6 +416,11 @@ def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> flo
     return 1 if len(args[0]) > 1 else 0
 
 
+def _of_flash_backward(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """Three launches, and two sums over the query heads of each key head if there are fewer key heads."""
+    return 3 if args[1].shape[1] == args[2].shape[1] else 5
+
+
 def _of_power(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
     """No launch for the exponent 1, else one."""
     exponent = args[1]
@@ -426,6 +438,7 @@ _LAUNCHES: Mapping[str, float | Callable[..., float]] = {
     "clone": _of_copy,
     "copy_": _of_copy,
     "sort": _of_sort,
+    "sorted_positions": 2,
     "stack": _of_joining,
     "cat": _of_joining,
     "pow": _of_power,
@@ -435,7 +448,7 @@ _LAUNCHES: Mapping[str, float | Callable[..., float]] = {
     "topk": 2,
     "_softmax_backward_data": 2,
     "_varlen_attn": 2,
-    "_varlen_attn_backward": 3,
-    "_scaled_dot_product_flash_attention_backward": 3,
+    "_varlen_attn_backward": _of_flash_backward,
+    "_scaled_dot_product_flash_attention_backward": _of_flash_backward,
 }
 """Operator name -> its launches, where not 1: counted operation by operation with torch 2.11 for CUDA 13."""
