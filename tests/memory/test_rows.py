@@ -12,6 +12,7 @@ from moetune.memory.closed_form.depth import Depths
 from moetune.memory.predict import predict
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts
 from moetune.memory.rows import rows_of, settled
+from moetune.planning.predictor import Predictor
 from moetune.report.memory import rows as sentence
 from moetune.run.resolve import ResolvedRun, resolve
 from tests.memory.models import toy_run, write_toy
@@ -72,6 +73,8 @@ def test_a_prediction_for_a_card_settles_it(run: ResolvedRun) -> None:
     assert at("auto", f"{none.required}B").rows.kept == 0
     assert not at("auto", f"{none.required - 1}B").fits
     assert at("auto", None).required == at("none", None).required
+    searched = Predictor("24GiB", _depths=depths).of(run.config)  # plans compare what runs need at least
+    assert searched.rows.kept == 0
 
 
 def test_no_number_where_none_can_be_chosen(tmp_path: Path) -> None:

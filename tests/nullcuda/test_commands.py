@@ -54,7 +54,7 @@ def test_train_killed_resumed_and_exported(
         tmp_path / "run",
         adapt,
         model={"experts_on": residence},
-        train={"steps": STEPS, "save_every": 2, "eval_every": 6, "log_every": 1},
+        train={"steps": STEPS, "save_every": 2, "eval_every": 6, "log_every": 1, "keep_rows": "auto"},
         data={"eval": str(small_data)},
     )
     file = tmp_path / "run.yaml"
@@ -72,6 +72,8 @@ def test_train_killed_resumed_and_exported(
     metrics = [line for line in small.read_metrics(tmp_path / "run") if "loss" in line]
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert all(line["peak_allocated"] > 0 for line in metrics)
+    written = yaml.safe_load((tmp_path / "run/run.yaml").read_text(encoding="utf-8"))
+    assert written["train"]["keep_rows"] == small.LAYERS  # all fit the card at hand
     memory: dict[str, Any] = json.loads((tmp_path / "run/memory.json").read_text())
     assert memory["measured"]["peak_reserved"] >= memory["measured"]["peak_allocated"] > 0
 
