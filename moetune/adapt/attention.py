@@ -35,7 +35,8 @@ VARLEN = "varlen"
 No mask function has this name, so transformers creates no mask.
 """
 
-_TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # true from torch 2.13 on
+_ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether fewer key heads than query heads must be asked for, as from torch 2.13 on; 2.11 passes them to its kernel."""
 
 Capability = tuple[int, int]
 
@@ -233,8 +234,6 @@ def varlen_attention(
     if missing := -size % 8:
         query, key, value = (pad(tensor, (0, missing)) for tensor in (query, key, value))
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    if not _TAKES_GROUPS:
-        k, v = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (k, v))
     out = within_documents(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0)
     return out.view(rows, length, heads, -1)[..., :size_v], None
 
@@ -255,7 +254,7 @@ def within_documents(
         The output [T, h, d].
     """
     options: dict[str, Any] = {"scale": scaling, "window_size": (window - 1, 0)}
-    if _TAKES_GROUPS:
+    if _ASKS_FOR_GROUPS:
         options["enable_gqa"] = True
     kernel: Any = varlen_attn
     return kernel(q, k, v, starts, starts, longest, longest, **options)

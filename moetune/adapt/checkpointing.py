@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from moetune.compat.transformers import checkpoint_by
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import AsyncCopy, CopyStream
+from moetune.experts.kernels import routing
 
 aten = torch.ops.aten
 
@@ -34,14 +35,14 @@ def checkpoint_layers(model: PreTrainedModel, how: str, device: torch.device) ->
     trainer, works the same way.
 
     Args:
-        how: `none` (not enabled), `full`, or `offload`, which keeps the layers' inputs in host memory until the
-            backward pass.
+        how: `full`, or `offload`, which keeps the layers' inputs in host memory until the backward pass; not enabled
+            for `none` and `experts_only`.
         device: the device of the model.
     """
     contexts = RoutersOf(model).contexts
     keeping = partial(torch_checkpoint, use_reentrant=False, context_fn=contexts)
     checkpoint_by(model, InputsOnHost(device, contexts).checkpoint if how == "offload" else keeping)
-    if how != "none":
+    if how in ("full", "offload"):
         model.activation_checkpointing_enable()
 
 
@@ -98,7 +99,7 @@ class _Call:
                 self._rows.append(count(layer, ids, num_experts))
                 return self._rows[-1]
 
-            self._stack.enter_context(hooks.using(count_rows=count_rows))
+            self._stack.enter_context(hooks.using(count_rows=count_rows, recomputes=self._mode.again))
 
     def __exit__(self, *exception: Any) -> None:
         self.end()
@@ -119,7 +120,8 @@ class _Call:
 
 
 class _Choices(TorchDispatchMode):
-    """Dispatch mode that records the indices of every `topk` and `max` along a dimension, by which routers choose.
+    """Dispatch mode that records the indices of every `choose`, `topk` and `max` along a dimension, by which routers
+    choose.
 
     With `again`, it returns the recorded indices instead, and the values of the current input at these indices.
     """
@@ -156,9 +158,16 @@ def _replay_max(indices: Tensor, input: Tensor, dim: int, keepdim: bool = False)
     return input.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices
 
 
+def _replay_choose(
+    indices: Tensor, logits: Tensor, top_k: int, normalized: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return routing.weigh(logits, indices, normalized, dtype), indices
+
+
 _REPLAY: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
     aten.topk.default: _replay_topk,
     aten.max.dim: _replay_max,
+    torch.ops.moetune.choose.default: _replay_choose,
 }
 
 

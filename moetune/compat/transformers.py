@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama import modeling_llama as llama
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeTopKRouter
 from transformers.quantizers import HfQuantizer
 from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -203,6 +204,7 @@ def _code_of(function: Callable[..., Any]) -> tuple[Any, ...]:
 
 _RMS_NORMS = tuple(_code_of(norm.forward) for norm in (llama.LlamaRMSNorm, GptOssRMSNorm))
 _ROTARY = {name: _code_of(getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half")}
+_ROUTERS = tuple(_code_of(router.forward) for router in (MixtralTopKRouter, Qwen3MoeTopKRouter))
 _NORMS_HEADS = _code_of(Qwen3MoeAttention.forward)
 
 
@@ -238,6 +240,35 @@ def with_rotary(attention: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor
     )
     copied.__kwdefaults__ = forward.__kwdefaults__
     return MethodType(copied, attention)
+
+
+class SoftmaxRouter(NamedTuple):
+    """How a router chooses experts by the largest softmax probabilities of its logits.
+
+    Attributes:
+        top_k: experts per token.
+        normalized: the weights are divided by their sum.
+        keeps_float32: the weights stay float32; otherwise they have the dtype of the logits.
+    """
+
+    top_k: int
+    normalized: bool
+    keeps_float32: bool
+
+
+def softmax_router(router: nn.Module) -> SoftmaxRouter | None:
+    """Return how a module routes if its forward has the code of Mixtral's or Qwen3-MoE's router; else None.
+
+    Both reshape the hidden states to [T, hidden_dim], multiply them by `weight` [E, hidden_dim], and return the logits,
+    the weights and the ids.
+    """
+    module: Any = router
+    forward = type(module).forward
+    code = _code_of(forward) if hasattr(forward, "__code__") else None
+    if code not in _ROUTERS:
+        return None
+    is_mixtrals = code == _ROUTERS[0]
+    return SoftmaxRouter(module.top_k, is_mixtrals or module.norm_topk_prob, is_mixtrals)
 
 
 def norms_heads(attention: nn.Module) -> bool:

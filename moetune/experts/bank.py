@@ -377,7 +377,8 @@ class ExpertBank(nn.Module):
     ) -> Tensor:
         """Compute this rank's experts, then tell the prefetcher that this layer is done; arguments as in
         `expert_mlp`."""
-        keep_rows, prefetcher = self.context.keep_rows, self.context.prefetcher
+        prefetcher = self.context.prefetcher
+        keep_rows = self.layer in self.context.keep_rows and not self.hooks.recomputes
         output = expert_mlp(self, x_TH, weights_TK, permutation, keep_rows=keep_rows, norms=norms, dense_TE=dense_TE)
         if prefetcher is not None:
             prefetcher.used(self.gate_up, again=output.requires_grad)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moetune.experts.kernels import operators as kernels
 from moetune.experts.kernels.grouped import GroupedGemm
+from moetune.experts.kernels.routing import sorted_positions
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,6 @@ class Permutation:
             ends[slots.start : slots.stop] = accumulate(self.counts[slots.start : slots.stop])
         is_cuda = self.order.is_cuda
         return torch.tensor(ends, dtype=torch.int32, pin_memory=is_cuda).to(self.order.device, non_blocking=True)
-
-
-def sorted_positions(numbers: Tensor, count: int) -> Tensor:
-    """Return the indices [n] that sort `numbers` [n], integers from 0 to `count` - 1; the sort is stable.
-
-    The numbers are narrowed to uint8 or int32 first, because a GPU sorts narrow integers in fewer passes.
-    """
-    return torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)
 
 
 class TokenRows:

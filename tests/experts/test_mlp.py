@@ -3,6 +3,7 @@ their weights are and however tokens are routed. Tolerances: 1e-5 relative in fl
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -94,19 +95,37 @@ def test_without_any_token_gradients_are_zero(group: int) -> None:
 def test_a_second_run_and_kept_rows_change_no_bit(model_type: str, plan: str, group: int) -> None:
     bank = bank_of(model_type, plan, group=group)
     expected, again = run(bank, routed()), run(bank, routed())
-    bank.context = replace(bank.context, keep_rows=True)
+    bank.context = replace(bank.context, keep_rows={bank.layer})
     for found in (again, run(bank, routed())):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_forward_keeps_input_routing_weights_and_order_and_with_keep_rows_those_of_gate_up() -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_forward_keeps_input_routing_weights_and_order_and_with_keep_rows_those_of_gate_up(keeps: bool) -> None:
     bank, (x_TH, ids_TK, weights_TK) = bank_of("gpt_oss", "trained, split LoRA, frozen"), routed()
+    bank.context = replace(bank.context, keep_rows={bank.layer} if keeps else {bank.layer + 1})
     inputs = [x_TH.shape, weights_TK.shape, (ids_TK.numel(),)]
     assert [tuple(tensor.shape) for tensor in saved(bank, routed())] == inputs
-    bank.context = replace(bank.context, keep_rows=True)
-    rows = saved(bank, routed())[3:]
-    assert {tensor.shape[1] for tensor in rows} == {bank.gate_up.shape[0]}
-    assert sum(len(tensor) for tensor in rows) == ids_TK.numel()
+    y_TH = bank(x_TH.requires_grad_(), ids_TK, weights_TK)
+    rows = y_TH.grad_fn.rows
+    assert {tensor.shape[1] for tensor in rows} == ({bank.gate_up.shape[0]} if keeps else set())
+    assert sum(len(tensor) for tensor in rows) == (ids_TK.numel() if keeps else 0)
+
+
+def test_kept_rows_are_freed_group_by_group_and_a_second_backward_computes_them_again() -> None:
+    bank, (x_TH, ids_TK, weights_TK) = bank_of("mixtral", "trained, fused LoRA, frozen"), routed()
+    expected = run(bank, routed())
+    bank.context = replace(bank.context, keep_rows={bank.layer})
+    y_TH = bank(x_TH.requires_grad_(), ids_TK, weights_TK)
+    rows = [weakref.ref(tensor) for tensor in y_TH.grad_fn.rows]
+    alive: list[int] = []
+    dy_TH = torch.linspace(-1, 1, y_TH.numel()).view_as(y_TH)
+    with bank.hooks.using(group=lambda _: alive.append(sum(one() is not None for one in rows))):
+        y_TH.backward(dy_TH, retain_graph=True)
+    assert alive == [*range(len(rows), -1, -1)]
+    x_TH.grad = None
+    y_TH.backward(dy_TH)
+    assert torch.equal(x_TH.grad, expected["x"])
 
 
 @pytest.mark.parametrize("wanted", ["x", "weights"])

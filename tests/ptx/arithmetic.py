@@ -104,6 +104,7 @@ _BY_ELEMENT: dict[str, tuple[Callable[..., Any], dict[int, str]]] = {
     "add": (np.add, {}), "sub": (np.subtract, {}), "div": (_divided, {}), "rem": (np.fmod, {}),
     "min": (np.fmin, {}), "max": (np.fmax, {}), "neg": (np.negative, {}), "abs": (np.abs, {}),
     "and": (np.bitwise_and, {}), "or": (np.bitwise_or, {}), "xor": (np.bitwise_xor, {}), "not": (np.invert, {}),
+    "popc": (lambda x: sum(x >> np.uint32(bit) & np.uint32(1) for bit in range(32)), {}),
     "fma": (_fused, {}), "ex2": (np.exp2, {}), "lg2": (np.log2, {}), "rcp": (np.reciprocal, {}), "sqrt": (np.sqrt, {}),
     "rsqrt": (lambda value: 1 / np.sqrt(value), {}), "mov": (np.asarray, {}), "cvta": (np.asarray, {}),
     "selp": (lambda one, other, chosen: np.where(chosen, one, other), {2: "pred"}),

@@ -151,14 +151,15 @@ def _shfl(program: Program, instruction: Instruction) -> Operation:
 
 @makes("redux")
 def _redux(program: Program, instruction: Instruction) -> Operation:
-    """The sum over a warp, for each of its threads."""
-    if instruction.modifiers[1] != "add":
-        raise NotImplementedError
-    read, write = reader(program, instruction.operands[1], "u32"), writer(program, instruction.operands[0], "u32")
+    """The sum, the least or the largest over a warp, for each of its threads."""
+    _, name, kind = instruction.modifiers
+    reduction = {"add": np.add, "min": np.minimum, "max": np.maximum}[name]
+    read, write = reader(program, instruction.operands[1], kind), writer(program, instruction.operands[0], kind)
 
     def run(machine: Machine, mask: Mask) -> None:
         warps_of(machine, mask)
-        write(machine, np.repeat(by_warp(machine, read(machine)).sum(1, dtype=np.uint32), 32), mask)
+        rows = by_warp(machine, read(machine))
+        write(machine, np.repeat(reduction.reduce(rows, 1, dtype=rows.dtype), 32), mask)
 
     return run
 

@@ -82,7 +82,7 @@ class Work:
 
 READ = Work(synchronizations=1, copies=1)
 """Work of reading one number from the GPU on the host."""
-COUNTING = Work(launches=3) + READ
+COUNTING = Work(launches=2) + READ
 """Work of counting and reading the rows of each expert (`experts/context.py: read_rows`), which a trace does not do."""
 
 
@@ -416,6 +416,11 @@ def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> flo
     return 1 if len(args[0]) > 1 else 0
 
 
+def _of_flash_backward(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
+    """Three launches, and two sums over the query heads of each key head if there are fewer key heads."""
+    return 3 if args[1].shape[1] == args[2].shape[1] else 5
+
+
 def _of_power(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
     """No launch for the exponent 1, else one."""
     exponent = args[1]
@@ -433,6 +438,7 @@ _LAUNCHES: Mapping[str, float | Callable[..., float]] = {
     "clone": _of_copy,
     "copy_": _of_copy,
     "sort": _of_sort,
+    "sorted_positions": 2,
     "stack": _of_joining,
     "cat": _of_joining,
     "pow": _of_power,
@@ -442,7 +448,7 @@ _LAUNCHES: Mapping[str, float | Callable[..., float]] = {
     "topk": 2,
     "_softmax_backward_data": 2,
     "_varlen_attn": 2,
-    "_varlen_attn_backward": 3,
-    "_scaled_dot_product_flash_attention_backward": 3,
+    "_varlen_attn_backward": _of_flash_backward,
+    "_scaled_dot_product_flash_attention_backward": _of_flash_backward,
 }
 """Operator name -> its launches, where not 1: counted operation by operation with torch 2.11 for CUDA 13."""

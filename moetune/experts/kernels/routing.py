@@ -1,0 +1,73 @@
+"""Operators of routing: choice of experts by softmax, and sorting of rows by expert; torch reference and shapes.
+
+With logits z [T, E] and p = softmax(z) in float32, a token's K experts are those of the largest p. Their weights w are
+p, or p divided by its sum over the chosen experts.
+
+Shapes: T tokens, E experts, K chosen experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moetune.experts.kernels.operators import operator
+
+_KERNELS = "moetune.experts.kernels.triton_routing"
+
+
+@operator(
+    lambda logits, top_k, normalized, dtype: (
+        logits.new_empty((len(logits), top_k), dtype=dtype),
+        logits.new_empty((len(logits), top_k), dtype=torch.int64),
+    ),
+    kernels=_KERNELS,
+)
+def choose(logits: Tensor, top_k: int, normalized: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts: their weights [T, K] in `dtype` and ids [T, K] int64, by decreasing weight.
+
+    Of equal weights a GPU chooses the lowest id.
+
+    Args:
+        logits: [T, E].
+        top_k: K.
+        normalized: divide the weights by their sum.
+        dtype: data type of the weights.
+    """
+    weights, ids = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), top_k, dim=-1)
+    if normalized:
+        weights /= weights.sum(-1, keepdim=True)
+    return weights.to(dtype), ids
+
+
+@operator(lambda logits, ids, normalized, dtype: logits.new_empty(ids.shape, dtype=dtype), kernels=_KERNELS)
+def weigh(logits: Tensor, ids: Tensor, normalized: bool, dtype: torch.dtype) -> Tensor:
+    """Return the weights [T, K] of experts that were chosen before; arguments as of `choose`."""
+    weights = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, ids)
+    if normalized:
+        weights /= weights.sum(-1, keepdim=True)
+    return weights.to(dtype)
+
+
+@operator(lambda dweights, logits, *_: torch.empty_like(logits), kernels=_KERNELS)
+def weigh_backward(dweights: Tensor, logits: Tensor, ids: Tensor, normalized: bool) -> Tensor:
+    """Return the gradient of the logits, [T, E], from that of the weights, [T, K].
+
+    With b the weights if they are normalized, and 0 for other experts, else p: dz = b · (dw − ⟨b, dw⟩).
+    """
+    base = torch.softmax(logits, -1, dtype=torch.float32)
+    dbase = torch.zeros_like(base).scatter_(-1, ids, dweights.float())
+    if normalized:
+        chosen = base.gather(-1, ids)
+        base = torch.zeros_like(base).scatter_(-1, ids, chosen / chosen.sum(-1, keepdim=True))
+    return (dbase - (dbase * base).sum(-1, keepdim=True)).mul_(base).to(logits.dtype)
+
+
+@operator(lambda numbers, count: torch.empty_like(numbers, dtype=torch.int64), kernels=_KERNELS)
+def sorted_positions(numbers: Tensor, count: int) -> Tensor:
+    """Return the indices [n] int64 that sort `numbers` [n], integers from 0 to `count` - 1; the sort is stable.
+
+    A GPU counts the numbers of each 512 in one launch, which takes 4 · `count` bytes for each 512, and places them in a
+    second. torch's operations narrow the numbers first, because a GPU sorts narrow integers in fewer passes.
+    """
+    return torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)
