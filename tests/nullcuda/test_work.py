@@ -58,8 +58,8 @@ by one kernel."""
 
 
 LAYER_BOUNDS = {  # of a layer at full width and one micro-step: launches forward, backward, by major capability
-    ("mixtral-8x7b", "0"): {8: (101, 181), 9: (98, 178)},
-    ("qwen3-30b-a3b", "256MiB"): {8: (58, 114), 9: (63, 123)},
+    ("mixtral-8x7b", "0"): {8: (98, 178), 9: (98, 178)},
+    ("qwen3-30b-a3b", "256MiB"): {8: (55, 111), 9: (63, 123)},
 }
 
 
