@@ -149,6 +149,7 @@ def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, r
     apart = replace(shape, has_bias=True, is_concatenated=False)
     plain = BankSizes(shape, (0, 1, 2, 3, 4), 0, rank, True, "nf4", True, name, 3, 1 << 30, False, True, (1.0, 0.0))
     yield plain
+    yield replace(plain, lora=(0, 1, 2), trained=2)
     yield replace(
         plain, double_quant=False, split=False, split_gate_up=False, expert_memory=0, lora=(0, 1, 2), trained=2
     )
