@@ -9,7 +9,7 @@ of one layer's experts are added up together. So the line for a number of expert
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,6 +31,8 @@ RANKS = (4, 8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a micro-batch, in rows, that a search tries; `RANKS` are the ranks of LoRA."""
 _BITS = {"nf4": 4, "mxfp4": 4, "int8": 8, "bf16": 16, "fp32": 32}
+_TOLERANCE = 0.005
+"""Share by which a number of experts that is estimated by a straight line may be too low."""
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
 
@@ -238,7 +240,11 @@ class Search:
         return self._with(strategy, {f"adapt.experts.{key}": value for key, value in chosen.items()})
 
     def _most_experts(self, strategy: Strategy) -> Candidate | None:
-        """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer."""
+        """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
+
+        Recording a number of experts in each layer takes seconds, so few are recorded: next the one that promises the
+        most, until no other promises more than what was found.
+        """
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
         room: dict[int, int] = {}  # experts in each layer -> experts in all layers that fit by its line
@@ -248,15 +254,17 @@ class Search:
                 reports[layers, each] = self.predictor.of(self.of_experts(strategy, layers, each))
             return reports[layers, each]
 
+        def promised(each: int) -> tuple[int, int]:
+            return _rank(min(depth, _room(room, each, most) // each), each)
+
         numbers = range(1, depth * self.experts + 1)
         most = bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
-        first = max(1, -(-most // depth))
-        for each in (*range(first, self.experts + 1), *range(first - 1, 0, -1)):
-            end = min(depth, min((room[fewer] for fewer in room if fewer <= each), default=most) // each)
-            if _rank(end, each) <= _rank(*best):
-                continue
-            start = max(3, depth // 3)
-            last, _ = last_that_fits(end, lambda n: report(n + 1, each), start, margin=self.margin)  # noqa: B023
+        while len(room) < self.experts:
+            each = max((each for each in range(1, self.experts + 1) if each not in room), key=promised)
+            if promised(each) <= _rank(*best):
+                break
+            start = min(max(3, depth // 3), depth - 1)
+            last, _ = last_that_fits(depth, lambda n: report(n + 1, each), start, margin=self.margin)  # noqa: B023
             best = max(best, (last + 1, each), key=lambda one: _rank(*one))
             room[each] = self._end_of_line(reports, each, most) if last >= 0 else each - 1
             if not best[0] and headroom(report(1, 1)) < self.margin:
@@ -336,6 +344,25 @@ class Search:
         if last + 1 == len(sizes):
             return last, reports[last], None
         return last, reports.get(last), NextLarger(f"{what} {sizes[last + 1]}", configs[last + 1], reports[last + 1])
+
+
+def _room(room: Mapping[int, int], each: int, most: int) -> int:
+    """Estimate how many experts fit in all layers, from other numbers of experts in each layer.
+
+    The number falls nearly linearly with the experts in each layer. The estimate is a straight line through the two
+    nearest known numbers, plus `_TOLERANCE`, and at most the number at fewer experts in each layer.
+
+    Args:
+        room: experts in each layer -> experts in all layers that fit.
+        each: experts in each layer, not in `room`.
+        most: upper bound of the result.
+    """
+    above = min((room[fewer] for fewer in room if fewer < each), default=most)
+    if len(room) < 2:
+        return above
+    one, other = sorted(room, key=lambda known: abs(known - each))[:2]
+    line = room[one] + (room[other] - room[one]) * (each - one) / (other - one)
+    return min(above, int(line * (1 + _TOLERANCE)))
 
 
 def _rank(layers: int, each: int) -> tuple[int, int]:
