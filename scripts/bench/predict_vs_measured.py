@@ -304,8 +304,8 @@ PARTS = {
         TOO_LARGE,
     ),
     "mixtral-8x22b": ("mixtral-8x22b-lora-host",),
+    "qwen3": ("qwen3-30b-a3b-lora",),
     "others": (
-        "qwen3-30b-a3b-lora",
         "olmoe-1b-7b-experts",
         "gpt-oss-20b-lora",
         "deepseek-v2-lite-lora",
