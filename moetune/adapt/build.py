@@ -14,6 +14,7 @@ from transformers.integrations.neftune import activate_neftune
 
 from moetune.adapt.attention import Capability, attention_for
 from moetune.adapt.checkpointing import checkpoint_layers
+from moetune.adapt.guard import as_known
 from moetune.adapt.lora import add_lora
 from moetune.adapt.norms import fuse_norms
 from moetune.adapt.rotary import fuse_rotary
@@ -28,6 +29,7 @@ from moetune.config.schema import Part
 from moetune.experts.context import ExpertContext
 from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
+from moetune.experts.kernels.registry import use_kernels
 from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
 from moetune.parallel.dispatch import TokenDispatcher
@@ -123,15 +125,16 @@ def build(
     """
     device = torch.device(device)
     run = resolve(run, device_kind(device))
-    config, structure, selection = run.config, run.structure, run.selection
     if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
+        run, capability = as_known(run, device), torch.cuda.get_device_capability(device)
+        use_kernels(but=run.config.hardware.without_kernels)
+    config, structure, selection = run.config, run.structure, run.selection
     if not ranks.is_single:
         ranks = replace(ranks, placement=run.placed_at(ranks.coordinates.ep))
     model = copy.deepcopy(run.model.plain)
     set_attention(model.config, attention_for(config, run.model.plain, device, capability))
     dense = DenseWeights(run.router_scores) if config.train.dense_router_gradient else None
-    context = _context(run, ranks, device, dense)
+    context = replace(_context(run, ranks, device, dense), capability=capability)
 
     set_seed(config.train.seed)
     is_drawn = device.type == "meta" or config.model.weights == "random"
@@ -194,5 +197,4 @@ def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseW
         trained = {layer for kind in (selection.experts, selection.lora_experts) for layer, ids in kind.items() if ids}
         dispatcher = TokenDispatcher(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
     prefetcher = ExpertPrefetcher(device) if run.config.model.experts_on == "host" else None
-    keep_rows = run.config.train.checkpointing == "none"
-    return ExpertContext(run.expert_memory, keep_rows, run.model.gate_up_apart, prefetcher, dispatcher, dense)
+    return ExpertContext(run.expert_memory, run.keeps_rows, run.model.gate_up_apart, prefetcher, dispatcher, dense)

@@ -35,14 +35,14 @@ def checkpoint_layers(model: PreTrainedModel, how: str, device: torch.device) ->
     trainer, works the same way.
 
     Args:
-        how: `none` (not enabled), `full`, or `offload`, which keeps the layers' inputs in host memory until the
-            backward pass.
+        how: `full`, or `offload`, which keeps the layers' inputs in host memory until the backward pass; not enabled
+            for `none` and `experts_only`.
         device: the device of the model.
     """
     contexts = RoutersOf(model).contexts
     keeping = partial(torch_checkpoint, use_reentrant=False, context_fn=contexts)
     checkpoint_by(model, InputsOnHost(device, contexts).checkpoint if how == "offload" else keeping)
-    if how != "none":
+    if how in ("full", "offload"):
         model.activation_checkpointing_enable()
 
 
@@ -99,7 +99,7 @@ class _Call:
                 self._rows.append(count(layer, ids, num_experts))
                 return self._rows[-1]
 
-            self._stack.enter_context(hooks.using(count_rows=count_rows))
+            self._stack.enter_context(hooks.using(count_rows=count_rows, recomputes=self._mode.again))
 
     def __exit__(self, *exception: Any) -> None:
         self.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from moetune.cli.options import Json, answer, argument, choice, heavy_imports, option
+from moetune.cli.options import Json, Overwrite, answer, argument, choice, heavy_imports, option
 from moetune.errors import counted
 from moetune.report.console import terminal
 
@@ -17,6 +17,7 @@ def quantize(
         str, choice("auto|nf4|int8|mxfp4", "Precision of what is quantized; auto: as published, or nf4.")
     ] = "auto",
     double_quant: Annotated[bool | None, option(None, "8-bit scales of nf4, which is the default.")] = None,
+    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Write a quantized copy of a model once. Give its folder as model.path to train on it."""
@@ -32,6 +33,6 @@ def quantize(
         how["double_quant"] = double_quant
     resolved = resolve_model(read_run_config({"model": how, "adapt": {}}, (), "quantize").model)
     with loading_progress(terminal(stderr=True), model) as on_read:
-        written = write_base(resolved, out, on_read)
+        written = write_base(resolved, out, on_read, overwrite=overwrite)
     files = counted(written["files"], "file")
     answer(json_, {"schema": 1, "out": str(out), **written}, f"{out}: {written['bytes']:,} bytes in {files}")

@@ -96,6 +96,16 @@ def _check_coefficient(value: object) -> object:
     raise ValueError(f"{value!r} is neither a number from 0 to 1e6 nor auto")
 
 
+def _check_keep_rows(value: object) -> object:
+    if value in ("none", 0) and value is not False:
+        return "none"
+    if value == "auto":
+        return value
+    if type(value) is int and 0 < value <= LARGEST:
+        return value
+    raise ValueError(f"{shown(value)} is neither a number of layers nor none nor auto")
+
+
 def _check_text(text: str) -> str:
     """Return text unchanged; raise `ValueError` if it has a character that cannot be printed."""
     if not text.isprintable():
@@ -121,8 +131,9 @@ Strength = Annotated[float, Field(ge=0, le=1e18)]
 """Coefficient or bound of losses, gradients or weights, at most 10¹⁸: its square fits into float32."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Coefficient = Annotated[float | str, BeforeValidator(_check_coefficient)]
-LossMemory = Annotated[str, _size_or(f"a size above zero nor none. {HOW_TO_WRITE_A_SIZE}", "none")]
+LossMemory = Annotated[str, _size_or(f"a size above zero nor none nor auto. {HOW_TO_WRITE_A_SIZE}", "none", "auto")]
 ExpertMemory = Annotated[str, _size_or(f"a size nor 0 nor auto. {HOW_TO_WRITE_A_SIZE}", "0", "auto")]
+KeepRows = Annotated[int | Literal["none", "auto"], BeforeValidator(_check_keep_rows)]
 Budget = Annotated[
     str | float, _size_or("memory, such as 44GiB, nor a share of each layer's experts, such as 0.25", share=1)
 ]

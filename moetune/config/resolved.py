@@ -49,7 +49,8 @@ class ResolvedTrain(TrainConfig):
 class ResolvedConfig(RunConfig):
     """A run file with values in place of `auto` in `model:` and `router_aux_loss`, and expert ids in place of choices.
 
-    It is a valid run file itself. Other keys, such as `data.format` and `train.expert_memory`, may still be `auto`.
+    It is a valid run file itself. Other keys may still be `auto`: `data.format`, `train.expert_memory`,
+    `train.loss_memory`, and `train.keep_rows` until the GPU is known.
     """
 
     model: ResolvedModelConfig

@@ -30,6 +30,7 @@ from moetune.config.fields import (
     ExpertMemory,
     FilePath,
     Ids,
+    KeepRows,
     LossMemory,
     NonNegative,
     Positive,
@@ -37,7 +38,6 @@ from moetune.config.fields import (
     Strength,
     Text,
 )
-from moetune.config.memory_size import parse_size
 from moetune.errors import counted
 
 
@@ -360,6 +360,8 @@ class TrainConfig(Section):
         epochs: length of the training in passes over the data, instead of `steps`; None if `steps` sets it.
         checkpointing: activations that are recomputed in the backward pass: none, those of experts, or all but each
             layer's input, which `offload` keeps in host memory.
+        keep_rows: number of layers, the last ones, whose gate_up rows are kept for backward instead of being computed
+            again; `auto` is as many as fit the GPU, `none` none. `checkpointing: none` keeps those of all layers.
         log_every: steps between two lines of metrics.
         eval_every: steps between two evaluations.
         save_every: steps between two checkpoints.
@@ -376,7 +378,8 @@ class TrainConfig(Section):
         router_z_loss: coefficient of the router z-loss.
         dense_router_gradient: compute the routers' gradient through all experts (DenseMixer).
         router_bias_rate: step size of correction biases; 0 does not update them.
-        loss_memory: memory of logits that the loss may hold at once; `none` for no limit.
+        loss_memory: memory of logits that the loss may hold at once; `none` for no limit, `auto` for what the backward
+            pass of a layer takes, at least 256 MiB.
         expert_memory: memory of dequantized experts that are computed together; `0` for one expert at a time.
         neftune_alpha: strength of noise on embeddings (NEFTune, arXiv 2310.05914); 0 for none.
         report_to: names of accelerate's trackers.
@@ -388,6 +391,7 @@ class TrainConfig(Section):
     steps: Positive = 200
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
     checkpointing: Literal["none", "experts_only", "full", "offload"] = "full"
+    keep_rows: KeepRows = "none"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     log_every: Positive = 1
     eval_every: Positive = 50
@@ -405,7 +409,7 @@ class TrainConfig(Section):
     router_z_loss: Strength = 0.0
     dense_router_gradient: bool = False
     router_bias_rate: Strength = 0.0
-    loss_memory: LossMemory = "256MiB"
+    loss_memory: LossMemory = "auto"
     expert_memory: ExpertMemory = "auto"
     neftune_alpha: Strength = 0.0
     report_to: Annotated[
@@ -425,10 +429,15 @@ class TrainConfig(Section):
             raise ValueError("steps and epochs both say how long to train; leave one out")
         return self
 
-    @property
-    def loss_bytes(self) -> int | None:
-        """Bytes of logits that the loss may hold at once; None for no limit."""
-        return None if self.loss_memory == "none" else parse_size(self.loss_memory)
+    @model_validator(mode="after")
+    def _rows_kept_once(self) -> TrainConfig:
+        """Raise `ValueError` for a number of layers that keep rows where all do."""
+        if self.checkpointing == "none" and isinstance(self.keep_rows, int):
+            raise ValueError(
+                f"keep_rows: {self.keep_rows}, and checkpointing: none keeps the rows of all layers; leave keep_rows "
+                "out, or set checkpointing: experts_only"
+            )
+        return self
 
 
 class WeightedData(Section):
@@ -554,10 +563,13 @@ class HardwareConfig(Section):
             limit.
         count: number of GPUs. `RunConfig` sets it to the number of ranks if it is not given, and refuses any other
             number.
+        without_kernels: operators that run torch's operations instead of their kernel on a GPU, in training and in
+            predictions. A run adds those whose kernel does not work on its machine (adapt/guard.py).
     """
 
     gpu: Text | None = None
     count: Size = 1
+    without_kernels: tuple[Text, ...] = ()
 
 
 class RunConfig(Section):
@@ -587,7 +599,7 @@ class RunConfig(Section):
         given = hardware.model_fields_set
         if "count" in given or "parallel" not in info.data:
             return hardware
-        return HardwareConfig.model_construct(given, gpu=hardware.gpu, count=info.data["parallel"].ranks)
+        return hardware.model_copy(update={"count": info.data["parallel"].ranks})
 
     @property
     def packs(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moetune.experts.activation import recognize
 from moetune.experts.context import ExpertContext
+from moetune.experts.kernels.grouped import is_in_triton
 from moetune.experts.mlp import expert_mlp
 from moetune.experts.permutation import Permutation
 from moetune.experts.projection import FullProjection, LowRank, Projection
@@ -133,12 +134,13 @@ class ExpertLora(nn.Module):
             else:
                 A.data.copy_(A.new_empty(count, *A.shape[1:]).uniform_(-bound, bound)[here])
 
-    def of(self, experts: Sequence[int]) -> tuple[LowRank, LowRank]:
+    def of(self, experts: Sequence[int], *, joined: bool) -> tuple[LowRank, LowRank]:
         """Return the low-rank terms (gate_up, down) of a group of experts.
 
         Args:
             experts: expert ids whose factors are consecutive in dimension 0 of A and B; only the first id and the
                 length of this sequence are used.
+            joined: `LowRank.is_joined`.
 
         Returns:
             Two new `LowRank` objects that refer to the parameters without copying: for C experts, gate_up with A
@@ -146,8 +148,8 @@ class ExpertLora(nn.Module):
         """
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
-        gate_up = LowRank(self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, self.scale)
-        return gate_up, LowRank(self.down_A, self.down_B, slots, False, self.scale)
+        gate_up = LowRank(self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, self.scale, joined)
+        return gate_up, LowRank(self.down_A, self.down_B, slots, False, self.scale, joined)
 
 
 class ExpertBank(nn.Module):
@@ -304,7 +306,12 @@ class ExpertBank(nn.Module):
             fulls = [cast(FullExpert, self.trained[str(expert)]) for expert in experts]
             return _trained([full.gate_up for full in fulls], dtype), _trained([full.down for full in fulls], dtype)
         which = slice(slots.start, slots.stop)
-        gate_up_lora, down_lora = self.lora.of(experts) if kind == "lora" and self.lora is not None else (None, None)
+        gate_up_lora = down_lora = None
+        if kind == "lora" and self.lora is not None:
+            capability = self.context.capability
+            gate_up_lora, down_lora = self.lora.of(
+                experts, joined=capability is not None and is_in_triton(capability, dtype)
+            )
         gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[which]
         down_bias = None if self.down_bias is None else self.down_bias[which]
         return (
@@ -370,7 +377,8 @@ class ExpertBank(nn.Module):
     ) -> Tensor:
         """Compute this rank's experts, then tell the prefetcher that this layer is done; arguments as in
         `expert_mlp`."""
-        keep_rows, prefetcher = self.context.keep_rows, self.context.prefetcher
+        prefetcher = self.context.prefetcher
+        keep_rows = self.layer in self.context.keep_rows and not self.hooks.recomputes
         output = expert_mlp(self, x_TH, weights_TK, permutation, keep_rows=keep_rows, norms=norms, dense_TE=dense_TE)
         if prefetcher is not None:
             prefetcher.used(self.gate_up, again=output.requires_grad)

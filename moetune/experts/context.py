@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -49,7 +49,7 @@ def received_as_sent(receive_RL: Tensor, send_counts: list[list[int]], rank: int
 
 @dataclass
 class ExpertHooks:
-    """Callbacks of a model's experts, which a run, a prediction or a recorder replaces temporarily with `using`.
+    """Callbacks and state of a model's experts, which a run, a prediction or a recorder replaces temporarily.
 
     The callbacks are attributes and not context variables, because autograd runs the backward pass of a GPU on another
     thread, where context variables of the caller are not set.
@@ -65,6 +65,7 @@ class ExpertHooks:
             last group; None for no calls.
         norms: called after a forward pass with the layer's index and the L2 norms of the experts' outputs before
             weighting, [T, K] in float32; to be set only without gradients. None for no calls.
+        recomputes: whether the forward pass is the recomputation of a checkpointed layer, which keeps no rows.
     """
 
     count_rows: CountRows = read_rows
@@ -72,6 +73,7 @@ class ExpertHooks:
     gradient: Callable[[nn.Parameter, Tensor], None] | None = None
     group: Callable[[Sequence[int]], None] | None = None
     norms: Callable[[int, Tensor], None] | None = None
+    recomputes: bool = False
 
     @contextmanager
     def using(self, **hooks: Any) -> Iterator[None]:
@@ -124,18 +126,20 @@ class ExpertContext:
     Attributes:
         expert_memory: bytes of dequantized weights that a group of experts may have at a time. The gate_up and down
             matrices are dequantized one after the other, so each counts alone; a group has at least one expert.
-        keep_rows: keep the gate_up rows [T·K, O] of forward for backward, instead of recomputing them.
+        keep_rows: layers whose gate_up rows [T·K, O] of forward are kept for backward, instead of being recomputed.
         split_gate_up: quantize gate and up separately, as checkpoints that store them as separate tensors do.
         prefetcher: copies quantized experts from host memory to the device; None if they are stored on the device.
         dispatcher: sends tokens to other ranks; None if this rank stores all experts.
         dense: routing weights of experts that were not chosen, under `train.dense_router_gradient`; None without it.
+        capability: CUDA compute capability of the GPU; None for a CPU.
         hooks: callbacks of the experts.
     """
 
     expert_memory: int = 0
-    keep_rows: bool = False
+    keep_rows: Collection[int] = ()
     split_gate_up: bool = False
     prefetcher: ExpertPrefetcher | None = None
     dispatcher: Dispatcher | None = None
     dense: DenseWeights | None = None
+    capability: tuple[int, int] | None = None
     hooks: ExpertHooks = field(default_factory=ExpertHooks)

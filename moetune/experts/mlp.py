@@ -8,8 +8,8 @@ Each W may have low-rank factors: W·x + s·B·(A·x).
 
 Experts are computed in groups of consecutive slots. Backward recomputes what it needs, one group at a time, from x and
 the quantized weights. No dequantized weight and no row of act is kept; rows of gate_up are kept only with `keep_rows`,
-which saves backward one product. Backward does not repeat the down projection: with dact = W_dᵀ·dy, which it needs
-anyway,
+which saves backward one product, and are freed one group at a time. Backward does not repeat the down projection: with
+dact = W_dᵀ·dy, which it needs anyway,
 
     ∂L/∂w = ⟨dy, W_d·act + b_d⟩ = ⟨dact, act⟩ + ⟨dy, b_d⟩.
 
@@ -74,47 +74,48 @@ def expert_mlp(
 
     Differentiable in x, in the routing weights and in the experts' parameters.
 
-    Without `keep_rows`, the autograd node is created first and the products fill its output afterwards. When a
-    checkpointed layer is recomputed, torch stops once it has the tensors that backward needs, the last of which in most
-    models is saved by this node; the experts' products are then not repeated. With `keep_rows`, the node computes the
-    products itself.
+    The autograd node is created first and the products fill its output afterwards. When a checkpointed layer is
+    recomputed, torch stops once it has the tensors that backward needs, the last of which in most models is saved by
+    this node; the experts' products are then not repeated. Rows that are kept are no saved tensors, which checkpointing
+    would drop: the node of the forward pass holds them, and its backward frees them.
 
     Args:
         experts: weights, groups and hooks of the layer's experts.
         x_TH: token rows.
         weights_TK: routing weights.
         permutation: the T·K rows sorted by slot.
-        keep_rows: keep the gate_up rows of forward for backward.
-        norms: [T, K] float32, overwritten with the L2 norms of the experts' outputs before weighting; None to skip. Not
-            filled if `keep_rows` is set and gradients are enabled.
+        keep_rows: keep the gate_up rows of forward for the first backward pass; any other computes them again.
+        norms: [T, K] float32, overwritten with the L2 norms of the experts' outputs before weighting; None to skip.
         dense_TE: [T, E] routing weights that the experts would have if all were chosen (experts/dense.py). They do not
             change y, and receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e. None without this
             gradient.
     """
-    keeps = keep_rows and torch.is_grad_enabled()
-    y_TH = _ExpertMlp.apply(experts, permutation, keeps, x_TH, weights_TK, dense_TE, *experts.parameters())
-    if not keeps:
-        with torch.no_grad():
-            _fill(experts, permutation, x_TH, weights_TK, y_TH, norms=norms)
+    rows: list[Tensor] = []
+    groups = list(experts.groups(x_TH.dtype))
+    y_TH = _ExpertMlp.apply(experts, permutation, groups, rows, x_TH, weights_TK, dense_TE, *experts.parameters())
+    with torch.no_grad():
+        kept = rows if keep_rows and y_TH.requires_grad else None
+        _fill(experts, permutation, groups, x_TH, weights_TK, y_TH, kept, norms)
     return y_TH
 
 
 def _fill(
     experts: ExpertWeights,
     permutation: Permutation,
+    groups: list[range],
     x_TH: Tensor,
     weights_TK: Tensor,
     y_TH: Tensor,
-    kept: list[Tensor] | None = None,
-    norms: Tensor | None = None,
+    kept: list[Tensor] | None,
+    norms: Tensor | None,
 ) -> None:
     """Compute y into `y_TH`.
 
     Args:
+        groups: ranges of slots that are computed together.
         kept: a list to which the gate_up rows [N, O] of each group are appended; None to drop them.
         norms: [T, K], overwritten with the norms of the experts' outputs; None to skip.
     """
-    groups = list(experts.groups(x_TH.dtype))
     tokens = TokenRows(x_TH, y_TH, permutation, groups, weights_TK.flatten())
     for group in _announced(experts, permutation.groups(groups)):
         _add_group(experts, group, tokens, kept, norms)
@@ -149,43 +150,42 @@ def _announced(experts: ExpertWeights, groups: Iterable[RowGroup]) -> Iterator[R
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """Autograd function of `expert_mlp`; its forward leaves the output unfilled unless rows are kept."""
+    """Autograd function of `expert_mlp`; its forward leaves the output unfilled."""
 
     @staticmethod
     def forward(
         ctx: Any,
         experts: ExpertWeights,
         permutation: Permutation,
-        keeps: bool,
+        groups: list[range],
+        rows: list[Tensor],
         x_TH: Tensor,
         weights_TK: Tensor,
         dense_TE: Tensor | None,
         *parameters: nn.Parameter,
     ) -> Tensor:
         ctx.experts, ctx.counts, ctx.top_k = experts, permutation.counts, permutation.top_k
-        ctx.groups = list(experts.groups(x_TH.dtype)) if keeps else None
-        y_TH = torch.empty_like(x_TH)
-        rows: list[Tensor] = []
-        if keeps:
-            _fill(experts, permutation, x_TH, weights_TK, y_TH, rows if any(ctx.needs_input_grad) else None)
-        ctx.save_for_backward(x_TH, weights_TK, permutation.order, *rows)
-        return y_TH
+        ctx.groups, ctx.rows = groups, rows  # of each group with tokens, filled later; empty if none are kept
+        ctx.save_for_backward(x_TH, weights_TK, permutation.order)
+        return torch.empty_like(x_TH)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, weights_TK, order, *kept = ctx.saved_tensors
+        x_TH, weights_TK, order = ctx.saved_tensors
         experts, permutation = ctx.experts, Permutation(order, ctx.counts, ctx.top_k)
-        _, _, _, need_x, need_weights, need_dense, *_ = ctx.needs_input_grad
+        _, _, _, _, need_x, need_weights, need_dense, *_ = ctx.needs_input_grad
         # before any gradient is handed over, because the gradient hook may update the experts
         ddense_TE = _dense_gradient(experts, x_TH, dy_TH) if need_dense else None
+        kept: list[Tensor] = ctx.rows[::-1]
+        ctx.rows.clear()  # so that the rows of a group are freed with it
         groups = ctx.groups if kept else list(experts.groups(x_TH.dtype))
         weights, dx_TH = weights_TK.flatten(), torch.empty_like(x_TH) if need_x else None
         tokens = TokenRows(dy_TH.contiguous(), dx_TH, permutation, groups)
         dweights = torch.zeros_like(weights) if need_weights else None
         grads = Gradients(experts.hooks.gradient, complete=all(permutation.counts))
 
-        def add_group(group: RowGroup, kept_NO: Tensor | None) -> None:
-            """Add the gradients of one group; what it dequantizes and recomputes is freed when it returns."""
+        def add_group(group: RowGroup) -> None:
+            """Add the gradients of one group; what it dequantizes and recomputes, or kept, is freed when it returns."""
             gemm, row_weights = group.gemm, RowWeights(weights, group.order)
             gate_up, down = experts.projections(group.slots, x_TH.dtype)
             dy_NH = tokens.of(group)
@@ -193,10 +193,10 @@ class _ExpertMlp(torch.autograd.Function):
             dact_NI = down.grad_input(dy_NH, gemm)
 
             x_NH = dequantized = None
-            if kept_NO is None or gate_up.trains:
+            if not kept or gate_up.trains:
                 x_NH = kernels.gather_rows(x_TH, group.order, permutation.top_k, None)
-            if kept_NO is not None:
-                gate_up_NO = kept_NO.clone()
+            if kept:
+                gate_up_NO = kept.pop()
             else:
                 dequantized = gate_up.weights()
                 gate_up_NO = gate_up.forward(x_NH, gemm, dequantized)
@@ -216,8 +216,8 @@ class _ExpertMlp(torch.autograd.Function):
                 gate_up.add_gradients(grads, x_NH, dgate_up_NO, gemm)
                 grads.hand_over(gate_up)  # last, because the hook may update the weight that was used above
 
-        for number, group in enumerate(_announced(experts, permutation.groups(groups))):
-            add_group(group, kept[number] if kept else None)
+        for group in _announced(experts, permutation.groups(groups)):
+            add_group(group)
         tokens.finish()
         if grads.hook is not None:
             for slots in groups:
@@ -225,7 +225,7 @@ class _ExpertMlp(torch.autograd.Function):
                     for projection in experts.projections(slots, x_TH.dtype):
                         grads.hand_over(projection)
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
-        return None, None, None, dx_TH, dweights_TK, ddense_TE, *map(grads.remaining, experts.parameters())
+        return None, None, None, None, dx_TH, dweights_TK, ddense_TE, *map(grads.remaining, experts.parameters())
 
 
 def _dense_gradient(experts: ExpertWeights, x_TH: Tensor, dy_TH: Tensor) -> Tensor:

@@ -89,6 +89,7 @@ class LowRank:
         slots: slice of the group's C experts in the first dimension of `A_all` and `B_all`.
         is_interleaved: columns of the two parts alternate in the output.
         scale: alpha / rank.
+        is_joined: the product with W adds these terms itself, where there are several experts.
         xA: [N, P, r], input rows times Aᵀ; None until `add_forward`.
         dB: [N, P, r], gradients of the output rows times B; None until `add_grad_input`.
     """
@@ -98,6 +99,7 @@ class LowRank:
     slots: slice
     is_interleaved: bool
     scale: float
+    is_joined: bool = False
     xA: Tensor | None = None
     dB: Tensor | None = None
 
@@ -122,6 +124,24 @@ class LowRank:
         dout = self._in_parts(dout)
         self.dB = kernels.low_rank(dout, self.B.mT, self.A.mT, base, out, gemm.ends, gemm.counts, self.scale)
 
+    def join_forward(self, x: Tensor, matrices: Tensor, out: Tensor, gemm: GroupedGemm) -> None:
+        """Write x·matrices + scale · B·(A·x) to `out` [N, out]; matrices [C, in, out]. Keeps A·x."""
+        self.xA = kernels.low_rank(x, self.A, None, None, None, gemm.ends, gemm.counts, 1.0)
+        self._join(out, x, matrices, self.xA, self.B, gemm)
+
+    def join_grad_input(self, dout: Tensor, matrices: Tensor, out: Tensor, gemm: GroupedGemm) -> None:
+        """Write dout·matrices + scale · Aᵀ·(Bᵀ·dout) to `out` [N, in]; matrices [C, out, in]. Keeps Bᵀ·dout."""
+        parts = self._in_parts(dout)
+        self.dB = kernels.low_rank(parts, self.B.mT, None, None, None, gemm.ends, gemm.counts, 1.0)
+        self._join(out, dout, matrices, self.dB, self.A.mT, gemm)
+
+    def _join(
+        self, out: Tensor, rows: Tensor, matrices: Tensor, narrow: Tensor, second: Tensor, gemm: GroupedGemm
+    ) -> None:
+        kernels.low_rank_product_(
+            out, rows, matrices, narrow, second, gemm.ends, gemm.counts, self.scale, self.is_interleaved
+        )
+
     def add_gradients(
         self, grads: Gradients, x: Tensor, dout: Tensor, gemm: GroupedGemm, weights: RowWeights | None
     ) -> None:
@@ -143,9 +163,7 @@ class LowRank:
     def _in_parts(self, wide: Tensor) -> Tensor:
         """Return a view [N, P, out / P] of [N, out]; the tensor itself if P is 1."""
         parts = self.A_all.shape[1]
-        if parts == 1:
-            return wide
-        return wide.unflatten(1, (-1, parts)).mT if self.is_interleaved else wide.unflatten(1, (parts, -1))
+        return wide if parts == 1 else kernels.in_parts(wide, parts, interleaved=self.is_interleaved)
 
 
 class FullProjection(nn.Module):
@@ -178,6 +196,10 @@ class Projection:
         """Whether the projection has parameters: full weights or LoRA factors."""
         return bool(self.trained) or self.low_rank is not None
 
+    def _joins(self, gemm: GroupedGemm) -> bool:
+        """Return whether the product with W adds the low-rank terms itself."""
+        return self.low_rank is not None and self.low_rank.is_joined and gemm.ends is not None
+
     def forward(
         self, x: Tensor, gemm: GroupedGemm, weights: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
@@ -190,6 +212,12 @@ class Projection:
             into: tensor [N, out] to write to and return; None for a new tensor.
         """
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self._joins(gemm):
+            assert self.low_rank is not None
+            matrices = (self.weights() if weights is None else weights).mT
+            out = x.new_empty(len(x), matrices.shape[2]) if into is None else into
+            self.low_rank.join_forward(x, matrices, out, gemm)
+            return out if bias is None else out.add_(gemm.of_rows(bias))
         out = gemm.linear(x, self.weights() if weights is None else weights, bias)
         if self.low_rank is None:
             return out if into is None else into.copy_(out)
@@ -201,6 +229,12 @@ class Projection:
         self, dout: Tensor, gemm: GroupedGemm, weights: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
         """Return the gradient [N, in] of the input rows, from `dout` [N, out]; other arguments as in `forward`."""
+        if self._joins(gemm):
+            assert self.low_rank is not None
+            matrices = self.weights() if weights is None else weights
+            dx = dout.new_empty(len(dout), matrices.shape[2]) if into is None else into
+            self.low_rank.join_grad_input(dout, matrices, dx, gemm)
+            return dx
         dx = gemm.mm(dout, self.weights() if weights is None else weights)
         if self.low_rank is None:
             return dx if into is None else into.copy_(dx)

@@ -25,12 +25,18 @@ def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
     return (
         ("trains", "; ".join(trains(run))),
         ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
-        ("batch", f"{step}, checkpointing {train.checkpointing}"),
+        ("batch", f"{step}, checkpointing {train.checkpointing}{_kept_rows(run)}"),
         *([("router gradient", _dense_gradient(run))] if train.dense_router_gradient else []),
         ("optimizer", optimizers(run)),
         *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),
         ("moetune", f"{_VERSION}, {date.today().isoformat()}"),
     )
+
+
+def _kept_rows(run: ResolvedRun) -> str:
+    if not isinstance(run.config.train.keep_rows, int):
+        return ""
+    return f", rows of {len(run.keeps_rows)} of {counted(len(run.structure.moe_layers), 'layer')} kept"
 
 
 def _dense_gradient(run: ResolvedRun) -> str:
@@ -46,14 +52,14 @@ def dense_gradient_cost(run: ResolvedRun) -> float:
     w such matrices in gate_up (w = 2, or 1 without a gate) and one in down.
 
         usual, for each token and each of its top_k experts: w + 1 in forward, w + 1 in backward for the gradient of the
-            input, and w more in backward unless `train.checkpointing` is `none`, because gate_up is computed again
+            input, and w more in backward where gate_up is computed again, because its rows are not kept
         added, for each token and every expert of the layer: w + 1 (`experts/dense.py`)
     """
     usual = dense = 0
     for layer in run.structure.moe_layers:
         shape, w = layer.shape, 2 if layer.shape.has_gate else 1
         matrix = shape.hidden * shape.intermediate
-        again = 0 if run.config.train.checkpointing == "none" else w
+        again = 0 if layer.index in run.keeps_rows else w
         usual += matrix * layer.top_k * (2 * (w + 1) + again)
         dense += matrix * shape.num_experts * (w + 1)
     return (usual + dense) / usual

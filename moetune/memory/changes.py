@@ -145,6 +145,8 @@ def savings(config: RunConfig) -> Iterator[Saving]:
     if config.data is not None and (train.eval_micro_batch or 0) > train.micro_batch:
         why = "evaluation in batches of the size that trains"
         yield Saving({"train.eval_micro_batch": train.micro_batch}, why, ("transient_peak",))
+    if isinstance(train.keep_rows, int):
+        yield Saving({"train.keep_rows": "none"}, "computes gate_up's rows again in backward", _ACTIVATIONS)
     if train.checkpointing in ("none", "experts_only"):
         why = "keeps each layer's input, and computes the layer again in backward"
         yield Saving({"train.checkpointing": "full"}, why, _ACTIVATIONS)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
+from moetune.adapt.guard import as_known_for
 from moetune.config.schema import RunConfig
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
@@ -19,6 +20,7 @@ from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.equal_ranks import by_kind
 from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
+from moetune.memory.rows import rows_of, settled
 from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.trace import NotTraceable, Trace, trace
@@ -71,12 +73,16 @@ def predict(
     """
     run = resolve(run, "cuda")
     refuse_unpredictable(run.config)
-    config = run.config
-    name = gpu or config.hardware.gpu
+    name, depths = gpu or run.config.hardware.gpu, depths or Depths()
     card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
+    run = as_known_for(run, None if name is None else card)
+    if name is not None:
+        run = settled(run, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
+    config = run.config
     common = {
         "model": config.model.path,
         "about": about(run),
+        "rows": rows_of(run),
         "gpu": None if name is None else GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value),
         "assumptions": (
             f"routing: {routing.name}",
@@ -84,8 +90,11 @@ def predict(
             + (", documents packed" if config.packs else ", some padded"),
             *card.assumptions,
         ),
+        "notes": tuple(
+            f"the kernel of {operator} is not used: torch's operations run in its place (hardware.without_kernels)"
+            for operator in config.hardware.without_kernels
+        ),
     }
-    depths = depths or Depths()
     if method == "formula":
         report = _reported(
             run, card, by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing)), None, common
@@ -96,7 +105,13 @@ def predict(
     if method != "formula" and name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
         named = f"; the name of a card gives it, of about this size: {cards}" if cards else ""
-        report = replace(report, notes=(f"no time: a size says not how fast a card is{named}",))
+        report = replace(
+            report,
+            notes=(
+                *report.notes,
+                f"no time: a size says not how fast a card is{named}",
+            ),
+        )
     if report.fits is not False or not advise:
         return report
     if config.parallel.ranks > 1:
@@ -110,6 +125,14 @@ def predict(
     changes = tuple(one.change_of(report) for one in islice(fitting(config, report, needs), 3))
     notes = () if changes else ("no change of the run file is known that makes it fit",)
     return replace(report, changes=changes, notes=(*report.notes, *notes))
+
+
+def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
+    """Predict a run by closed form, or by a trace if it has none, without looking for changes; raises as `predict`."""
+    try:
+        return predict(run, method="formula", advise=False, **options)
+    except NoClosedForm:
+        return predict(run, method="trace", advise=False, **options)
 
 
 def allocator_here(unset: Allocator = "default") -> Allocator:

@@ -226,6 +226,21 @@ class GpuMemory:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Rows of gate_up that layers keep for backward (`train.keep_rows`).
+
+    Attributes:
+        layers: number of layers with experts.
+        kept: number of layers that keep their rows.
+        bytes: bytes of one layer's rows.
+    """
+
+    layers: int
+    kept: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class MemoryReport:
     """A whole prediction.
 
@@ -240,6 +255,7 @@ class MemoryReport:
         changes: changes with which a run that does not fit would fit, mildest first.
         about: (label, text) pairs that describe the run.
         time: estimated time of a step; None by closed form or if the GPU's speed is unknown.
+        rows: rows of gate_up that are kept; None where their number cannot be chosen.
     """
 
     model: str
@@ -255,6 +271,7 @@ class MemoryReport:
     notes: tuple[str, ...] = ()
     about: tuple[tuple[str, str], ...] = ()
     time: Duration | None = None
+    rows: Rows | None = None
 
     @property
     def fullest(self) -> RankMemory:
@@ -306,6 +323,17 @@ class MemoryReport:
         """Whether the run fits; a tight fit counts. None without a GPU."""
         return None if self.verdict is None else self.verdict != "no"
 
+    @property
+    def rows_that_fit(self) -> int | None:
+        """Number of layers that could keep their rows with the margin of `allowance` left free; at least so many fit.
+
+        None without a GPU, if the run does not fit, and where the number of layers cannot be chosen.
+        """
+        if self.rows is None or self.headroom_bytes is None or not self.fits:
+            return None
+        each = self.rows.bytes * (100 + TIGHT_PERCENT) // 100 + 1
+        return min(self.rows.layers, self.rows.kept + max(0, self.headroom_bytes - self.allowance) // each)
+
     def figures(self) -> dict[str, Any]:
         """Return the JSON values that plans and comparisons print for a run."""
         return {
@@ -315,6 +343,7 @@ class MemoryReport:
             "headroom_bytes": self.headroom_bytes,
             "peak_process": self.peak_process,
             "host_bytes": self.fullest.host_bytes,
+            "rows_that_fit": self.rows_that_fit,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -337,4 +366,5 @@ class MemoryReport:
             "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),
             "time": None if self.time is None else self.time.to_json(),
+            "keep_rows": None if self.rows is None else {**asdict(self.rows), "fit": self.rows_that_fit},
         }

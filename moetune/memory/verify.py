@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from moetune.adapt.guard import checked
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.measure import measure
-from moetune.memory.predict import allocator_here, predict
+from moetune.memory.predict import allocator_here, predict, quick
+from moetune.memory.rows import settled
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.dtypes import device_kind
-from moetune.run.resolve import AnyRun, resolve
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 TOLERANCE = 0.05
 """Largest relative difference of predicted and measured `peak_allocated` with which `verify` passes."""
@@ -70,6 +73,7 @@ def verify(
             "two steps: memory.json in the run folder has what was predicted and measured"
         )
     device = run.device(device)
+    run = settled_on(checked(run, device, lambda text: warnings.warn(text, stacklevel=2)), device)
     measured = measure(run, device, steps)
     routing = routing or measured.routing
     if device.type == "cpu":
@@ -93,6 +97,19 @@ def verify(
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         routing=routing.name,
     )
+
+
+def settled_on(run: ResolvedRun, device: torch.device) -> ResolvedRun:
+    """Return a run with a number of layers in place of `train.keep_rows: auto`: those that fit `hardware.gpu`, or this
+    GPU if that is not set; none on a CPU.
+
+    Raises:
+        UserError: the run cannot be predicted.
+    """
+    if device.type == "cpu":
+        return run.keeping_rows(0) if run.config.train.keep_rows == "auto" else run
+    gpu = run.config.hardware.gpu or catalog_name(device)
+    return settled(run, lambda one: quick(one, gpu=gpu))
 
 
 def catalog_name(device: torch.device) -> str:

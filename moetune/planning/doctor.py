@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from packaging.requirements import Requirement
 
+from moetune.adapt.exercise import Sizes, samples, sizes_of
+from moetune.adapt.guard import Key, compare
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
-from moetune.experts.kernels import operators as kernels
-from moetune.experts.kernels.self_check import differing
 from moetune.memory.live import processes_on
 from moetune.memory.predict import allocator_here, predict
 from moetune.memory.verify import catalog_name
@@ -77,19 +77,22 @@ def examine_machine() -> Iterator[Check]:
 
 
 def examine_run(config: RunConfig) -> Iterator[Check]:
-    """Yield the checks of whether a run fits this machine: run file, number of GPUs, GPU memory and host memory.
+    """Yield the checks of whether a run fits this machine: run file, kernels, number of GPUs, GPU and host memory.
 
     A run file with an error yields one check with the outcome `problem`; no exception is raised.
     """
-    device = this_device()
+    device, kernels = this_device(), []
     try:
         run = resolve(config, device)
+        if device == "cuda":  # before the prediction, which depends on what is found
+            kernels = [_kernels(torch.device("cuda", 0), sizes_of(run), "kernels at the sizes of the run")]
         card = catalog_name(torch.device("cuda", 0)) if device == "cuda" else None
         report = predict(run, method="formula", gpu=card, advise=False)
     except UserError as error:
         yield Check("run file", "problem", str(error), "mend the run file")
         return
     yield Check("run file", "ok", f"{config.model.path}, for {device}")
+    yield from kernels
     ranks, gpus = config.parallel.ranks, torch.cuda.device_count()
     if device == "cuda" and gpus < ranks > 1:
         found = f"{counted(gpus, 'GPU')} for {ranks} ranks"
@@ -155,19 +158,23 @@ def _cuda() -> Iterator[Check]:
         others = [f"process {one.pid} ({one.name}) {gib(one.bytes)}" for one in processes_on(device)]
         found, remedy = f"{gib(free)} free of {gib(total)}", "end what else is on the card; nvidia-smi shows it"
         yield _check(free > 0.95 * total, f"{name}, memory", ", ".join([found, *others]), remedy, "note")
-        yield _kernels(device)
+        yield _kernels(device, samples(torch.bfloat16), "kernels of the experts")
     if torch.cuda.device_count() > 1:
         remedy = "install a torch build with NCCL"
         yield _check(torch.distributed.is_nccl_available(), "NCCL", "for several GPUs", remedy)
 
 
-def _kernels(device: torch.device) -> Check:
-    """Compare the experts' Triton kernels with torch's operations. Compiling them takes seconds the first time."""
-    name, module = "kernels of the experts", kernels.on_gpu()
-    if module is None:
-        remedy = "install gcc and Python's headers: without them experts run slower and may take more memory"
-        return Check(name, "note", "Triton does not work here: torch's operations run instead", remedy)
-    with torch.cuda.device(device):
-        wrong = differing(module, device, torch.bfloat16)
-    remedy = "install the Triton that this torch asks for; please report it with the output of this command"
-    return _check(not wrong, name, "; ".join(wrong) or "give what torch's operations give", remedy)
+def _kernels(device: torch.device, sizes: Sizes, name: str) -> Check:
+    """Compare the kernels with torch's operations, even if a verdict is kept. Compiling them takes seconds the first
+    time."""
+    if not any(sizes):
+        return Check(name, "ok", "the run calls none")
+    verdict = compare(Key.of(device, sizes), device)
+    found = [f"{operator} {why}" for operator, why in verdict.failed.items()]
+    if not verdict.is_complete:
+        found.append(f"not compared: {verdict.stopped}")
+    remedy = (
+        "torch's operations run in their place, slower. Install gcc, Python's headers, and the Triton that this torch "
+        "asks for; if they are there, please report it with the output of this command"
+    )
+    return _check(not found, name, "; ".join(found) or "give what torch's operations give", remedy, "note")

@@ -7,13 +7,11 @@ whose bytes are formulas of the run's sizes, evaluated in milliseconds.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form.depth import Depths
-from moetune.memory.closed_form.record import NoClosedForm
-from moetune.memory.predict import predict
+from moetune.memory.predict import predict, quick
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
 from moetune.run.dtypes import DeviceType
@@ -40,9 +38,13 @@ class Predictor:
     def resolve(self, config: RunConfig) -> ResolvedRun:
         """Resolve a run; the structure of its model is reused from the last call if the model is the same.
 
+        `train.keep_rows: auto` counts as `none`: it takes memory only where some is left.
+
         Raises:
             UserError: as `moetune.run.resolve.resolve`: every setting that the model or the ranks cannot have.
         """
+        if config.train.keep_rows == "auto":
+            config = config.but(train={"keep_rows": "none"})
         self._like = resolve(config, self.device_type, like=self._like)
         return self._like
 
@@ -52,12 +54,7 @@ class Predictor:
         Raises:
             UserError: as `predict`.
         """
-        run = self.resolve(config)
-        common: dict[str, Any] = {"gpu": self.gpu, "routing": self.routing, "advise": False}
-        try:
-            return predict(run, method="formula", depths=self._depths, **common)
-        except NoClosedForm:
-            return predict(run, method="trace", **common)
+        return quick(self.resolve(config), gpu=self.gpu, routing=self.routing, depths=self._depths)
 
     def traced(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run by a trace. Raises as `predict`."""

@@ -50,7 +50,7 @@ def plan_view(plan: Plan) -> View:
         train, report = one.config.train, one.report
         batch = f"{train.micro_batch} × {train.sequence_length}\n× {train.accumulate}"
         batch += "" if plan.tokens is None else f"\n{counted(train.steps, 'step')}"
-        what = [one.trains, one.optimizer, "; ".join(one.strategy.gives_up), speed(one, plan.tokens)]
+        what = [one.trains, one.optimizer, "; ".join(one.strategy.gives_up), room(one), speed(one, plan.tokens)]
         needs = f"{gib(report.required)}\n{gib(headroom(report))} left"
         host = gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""
         phase = report.moment.phase if report.moment else ""
@@ -73,6 +73,12 @@ def speed(one: Candidate, tokens: int | None) -> str:
     """Return the estimated tokens/s of a candidate, and the hours for `tokens`; empty if the speed is not known."""
     time = one.report.time
     return "" if time is None else f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
+
+
+def room(one: Candidate) -> str:
+    """Return how many layers of a candidate could keep gate_up's rows; empty if none could."""
+    fit = one.report.rows_that_fit
+    return f"room for the rows of {counted(fit, 'layer')} (train.keep_rows)" if fit else ""
 
 
 def next_larger(one: Candidate) -> str:

@@ -32,7 +32,7 @@ def memory_view(report: MemoryReport, tokens: int | None = None) -> View:
     Args:
         tokens: length of a training run, for which the view states the hours; None: no hours.
     """
-    lines = [most(report), on_host(report), "" if report.time is None else pace(report.time, tokens)]
+    lines = [most(report), on_host(report), rows(report), "" if report.time is None else pace(report.time, tokens)]
     return View(
         report.model,
         verdict(report),
@@ -97,6 +97,14 @@ def on_host(report: MemoryReport) -> str:
     """Return a sentence on tensors in pinned host memory; empty if there are none."""
     most = max(rank.host_bytes for rank in report.ranks)
     return f"Beside that {gib(most)} of tensors are in pinned host memory." if most else ""
+
+
+def rows(report: MemoryReport) -> str:
+    """Return a sentence on the layers that could keep gate_up's rows for a faster backward; empty if no more fit."""
+    if report.rows is None or (report.rows_that_fit or 0) <= report.rows.kept:
+        return ""
+    fit = report.rows_that_fit
+    return f"The rows of {fit} of {report.rows.layers} layers have room, for a faster backward: train.keep_rows={fit}."
 
 
 def peak(report: MemoryReport) -> str:

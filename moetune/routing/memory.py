@@ -44,12 +44,12 @@ def predict_score(
     """
     refuse_dense(run)
     tracing = partial(trace_score, sources=sources)
-    report = predict(run, method="trace", gpu=gpu, allocator=allocator, advise=False, tracing=tracing)
+    report = predict(run.keeping_rows(0), method="trace", gpu=gpu, allocator=allocator, advise=False, tracing=tracing)
     train = run.config.train
     said = dict(report.about) | {"batch": f"{train.micro_batch} × {train.sequence_length:,} tokens, forward alone"}
     left_out = ("trains", "optimizer")
     about = (("scores", f"{sources} data sets" if sources > 1 else "one data set"), *said.items())
-    return replace(report, about=tuple(line for line in about if line[0] not in left_out))
+    return replace(report, rows=None, about=tuple(line for line in about if line[0] not in left_out))
 
 
 def trace_score(

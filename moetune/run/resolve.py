@@ -22,7 +22,7 @@ from moetune.run.folder_files import read_expert_load
 from moetune.run.linears import read_directly
 from moetune.run.names import parts_by_name
 from moetune.run.placement import balance_experts
-from moetune.run.resolved import ResolvedModel, ResolvedRun, raise_problems
+from moetune.run.resolved import ResolvedModel, ResolvedRun, layers_keeping_rows, raise_problems
 
 AnyRun = ResolvedRun | RunConfig | Path | str
 """A run in any accepted form: a resolved run, a `RunConfig`, or the path of a run file."""
@@ -81,7 +81,10 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     config = resolved(ResolvedConfig, config, model=model.config, adapt=adapt, train=train)
     parts = parts_by_name(structure, selection)
     optimizers = {part: one for part, one in config.optimizers.items() if part in parts.values()}
-    result = ResolvedRun(config, device_type, model, selection, parts, optimizers, scored=tuple(scored))
+    keeps_rows = layers_keeping_rows(train, structure)
+    result = ResolvedRun(
+        config, device_type, model, selection, parts, optimizers, keeps_rows=keeps_rows, scored=tuple(scored)
+    )
     if not wrong:
         problems += validation.unmatched_optimizers(result)
     problems += validation.problems_of(result)

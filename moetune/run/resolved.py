@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.config.memory_size import parse_size
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
-from moetune.config.schema import OptimizerConfig, Part
+from moetune.config.schema import OptimizerConfig, Part, TrainConfig
 from moetune.errors import UserError
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
@@ -24,6 +24,7 @@ from moetune.models.stack import leave_out
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES, DeviceType
 from moetune.run.linears import linears_to_quantize
+from moetune.run.loss_memory import LEAST, backward_bytes
 from moetune.run.names import parts_by_name
 from moetune.run.placement import EVERYTHING, Placement
 from moetune.run.scores import Scores, refuse_other_base
@@ -78,6 +79,7 @@ class ResolvedRun:
         router_scores: layer index -> whether routing weights are a softmax or a sigmoid of the logits; filled only with
             `train.dense_router_gradient`.
         router_biases: layer index -> name of the correction bias to update; filled only with `train.router_bias_rate`.
+        keeps_rows: indices of the layers that keep gate_up's rows for backward (`train.keep_rows`).
         scored: (key of the run file, scores) for each choice of experts by scores.
         problems: one line for each reason why the run can be neither predicted nor trained. Empty if `resolve` made it.
     """
@@ -91,6 +93,7 @@ class ResolvedRun:
     placement: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     router_scores: Mapping[int, ScoreFunction] = field(default_factory=dict)
     router_biases: Mapping[int, str] = field(default_factory=dict)
+    keeps_rows: frozenset[int] = frozenset()
     scored: tuple[tuple[str, Scores], ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -114,6 +117,21 @@ class ResolvedRun:
         """Bytes that the dequantized matrices of experts computed together may take; 0 for one expert at a time."""
         asked = self.config.train.expert_memory
         return parse_size(_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
+
+    def loss_bytes(self, rows: int | None = None) -> int | None:
+        """Return the bytes that the loss may hold of the logits at once; None for no limit.
+
+        Args:
+            rows: rows of a micro-batch, on which `train.loss_memory: auto` depends; None for `train.micro_batch`.
+        """
+        train, layers = self.config.train, self.structure.moe_layers
+        if train.loss_memory != "auto":
+            return None if train.loss_memory == "none" else parse_size(train.loss_memory)
+        if not layers:
+            return LEAST
+        tokens = (rows or train.micro_batch) * train.sequence_length // self.config.parallel.tp
+        keeps, width = layers[-1].index in self.keeps_rows, self.dtype.itemsize
+        return max(LEAST, backward_bytes(layers[-1], train, tokens, width, self.expert_memory, keeps=keeps))
 
     @cached_property
     def quantized_linears(self) -> tuple[str, ...]:
@@ -152,6 +170,11 @@ class ResolvedRun:
         config = self.config.but(model={"weights": "random"})
         return replace(self, config=config, model=replace(self.model, config=config.model))
 
+    def keeping_rows(self, layers: int) -> ResolvedRun:
+        """Return a copy of the run with `train.keep_rows` set to a number of layers."""
+        config = self.config.but(train={"keep_rows": layers or "none"})
+        return replace(self, config=config, keeps_rows=layers_keeping_rows(config.train, self.structure))
+
     def without_layers(self, layers: Collection[int]) -> ResolvedRun:
         """Return a copy of the run whose model skips the decoder layers with these indices; predictions use it.
 
@@ -176,6 +199,18 @@ class ResolvedRun:
         """
         for where, scores in self.scored:
             refuse_other_base(scores, self.config.model.path, base, where)
+
+
+def layers_keeping_rows(train: TrainConfig, structure: ModelStructure) -> frozenset[int]:
+    """Return the indices of the layers that keep gate_up's rows: the last `train.keep_rows` layers with experts.
+
+    The last layers are the first in backward, so the rows are gone before the other layers are recomputed. All layers
+    keep theirs under `checkpointing: none`, and none under `keep_rows: auto` until the GPU is known (memory/rows.py).
+    """
+    layers = [layer.index for layer in structure.moe_layers]
+    if train.checkpointing == "none":
+        return frozenset(layers)
+    return frozenset(layers[-train.keep_rows :] if isinstance(train.keep_rows, int) else ())
 
 
 def raise_problems(problems: Iterable[str]) -> None:

@@ -117,6 +117,12 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
             f"train.router_aux_loss / router_z_loss: {run.structure.model_type!r} is a dense model without routers; "
             "set both to 0"
         )
+    layers = len(run.structure.moe_layers)
+    if isinstance(train.keep_rows, int) and train.keep_rows > layers:
+        yield (
+            f"train.keep_rows: {train.keep_rows}, and {run.structure.model_type!r} has "
+            f"{counted(layers, 'layer')} with experts; set {layers or 'none'}"
+        )
     if train.checkpointing in ("full", "offload") and not plain.supports_gradient_checkpointing:
         yield (
             f"train.checkpointing: {type(plain).__name__} does not support activation checkpointing; set "

@@ -280,12 +280,13 @@ class Loop:
         """
         self.where.step, self.where.phase = self.step, "evaluation"
         model, train, rows = self.adapted.model.eval(), self.config.train, self.data.eval
+        memory = self.adapted.run.loss_bytes(self.micro_batch)
         assert rows is not None
         batches = share(range(len(rows)), train.eval_micro_batch or train.micro_batch, self.ranks)
         loader = DataLoader(rows, batch_sampler=[batch.rows for batch in batches], collate_fn=list)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for some, batch in zip(loader, batches, strict=True):
-            loss, predicted = held_out_loss(model, self._on_device(self._batch(some, batch.counts)), train.loss_bytes)
+            loss, predicted = held_out_loss(model, self._on_device(self._batch(some, batch.counts)), memory)
             sums += torch.stack([loss.double(), predicted.double()])
         model.train()
         total, tokens = self.ranks.total_over_data(sums).tolist()

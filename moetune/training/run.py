@@ -15,6 +15,7 @@ from rich.console import Console
 
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
+from moetune.adapt.guard import checked_on_ranks, note_dropped
 from moetune.adapt.start_from.start import Start, open_start
 from moetune.adapt.weights.base import noting_base, refuse_changed_base
 from moetune.adapt.weights.quantized_base import check_quantized_base
@@ -140,10 +141,12 @@ def train(
             step, _, tokens = read_state(checkpoint)
             return TrainResult(output, step, counts, tokens, *_held_out(folder))
 
-        # Build the model. Check model, inputs, checkpoint and free disk space.
+        # Build the model. Check model, inputs, checkpoint, kernels and free disk space.
         if checkpoint is not None:
             check_checkpoint(checkpoint)
             folder.base()  # raises if base.json is damaged, before the weights are read
+        run = checked_on_ranks(run, device, ranks, say)
+        config = run.config
         inputs = _inputs(run, folder, data, checkpoint, say)
         weights = run.model.source.folder if config.model.weights == "pretrained" else None
         with noting_base(run.model, ranks) as noted, watcher.reading(weights) as on_read:
@@ -184,6 +187,8 @@ def train(
         except torch.OutOfMemoryError as error:
             failed = error.with_traceback(None)  # the traceback would keep the step's tensors alive
         finally:
+            if (without := note_dropped(adapted.run, device)) is not adapted.run:
+                folder.note_run(without.config)
             if failed is None:
                 watcher.end()
         if failed is not None:

@@ -296,6 +296,12 @@ class RunWriter(RunFolder):
                 self._write(METRICS_FILE, metrics)
         self.ranks.barrier()
 
+    def note_run(self, config: RunConfig) -> None:
+        """Replace the run file; a disk error is ignored."""
+        if self.ranks.is_first:
+            with suppress(OSError):
+                self._write(RUN_FILE, config.to_yaml())
+
     def remove_leftovers(self) -> None:
         """Delete half-written and half-deleted checkpoints and temporary files of a killed run."""
         for leftover in self.checkpoints_path.glob(".step-*"):

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from moetune.errors import DoesNotFit
 from moetune.memory.live import watch_cuda
+from moetune.memory.verify import settled_on
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
 from moetune.report.progress import ProgressBar, loading_progress
@@ -109,6 +110,8 @@ def train(
     run = examine(run, device_kind(device))
     console = console or terminal(stderr=True, quiet=not ranks.is_first)
     where = run.device(device)
+    if not run.problems and not dry_run and ranks.is_single:
+        run = settled_on(run, where)
     return training.train(
         run, Watch(console, where), console, where, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks
     )

@@ -121,7 +121,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     for rank in (16, 64, 256, 1024):
         yield from low_rank(rank, 1, torch.bfloat16)
     yield from low_rank(16, 2, torch.bfloat16)
-    for rank in (64, 256):
+    for rank in (16, 64, 256):
         yield from low_rank(rank, 2, torch.float32)
 
 

@@ -261,9 +261,15 @@ CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
     "mixtral-8x7b-experts-lomo": partial(recipe, "mixtral-8x7b-experts-lomo", "train.micro_batch=1"),
     "mixtral-8x7b-lora-1x2048": partial(recipe, "mixtral-8x7b-lora", "train.micro_batch=1"),
     "mixtral-8x7b-lora-8x2048": partial(recipe, "mixtral-8x7b-lora", "train.micro_batch=8"),
+    "mixtral-8x7b-lora-4x2048-rows-kept": partial(
+        recipe, "mixtral-8x7b-lora", "train.micro_batch=4", "train.keep_rows=16"
+    ),
     "mixtral-8x7b-router-8x2048": partial(recipe, "mixtral-8x7b-router", "train.micro_batch=8"),
     "mixtral-8x22b-lora-host": partial(recipe, "mixtral-8x22b-lora-host"),
     "qwen3-30b-a3b-lora": partial(catalog_run, "qwen3-30b-a3b", LORA_16, train={"micro_batch": 2}),
+    "qwen3-30b-a3b-lora-8x2048-rows-kept": partial(
+        catalog_run, "qwen3-30b-a3b", LORA_16, train={"micro_batch": 8, "keep_rows": 48}
+    ),
     "olmoe-1b-7b-experts": partial(
         catalog_run, "olmoe-1b-7b", {"router": "0-7", "experts": {"layers": "0-7", "ids": "0-31"}}
     ),
@@ -300,11 +306,12 @@ PARTS = {
         "mixtral-8x7b-experts-lomo",
         "mixtral-8x7b-lora-1x2048",
         "mixtral-8x7b-lora-8x2048",
+        "mixtral-8x7b-lora-4x2048-rows-kept",
         "mixtral-8x7b-router-8x2048",
         TOO_LARGE,
     ),
     "mixtral-8x22b": ("mixtral-8x22b-lora-host",),
-    "qwen3": ("qwen3-30b-a3b-lora",),
+    "qwen3": ("qwen3-30b-a3b-lora", "qwen3-30b-a3b-lora-8x2048-rows-kept"),
     "others": (
         "olmoe-1b-7b-experts",
         "gpt-oss-20b-lora",

@@ -20,6 +20,7 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.checkpointing import RoutersOf, _Choices
 from moetune.errors import UserError
 from moetune.experts.context import read_rows
+from moetune.experts.projection import Projection
 from moetune.run.resolve import resolve
 from tests.reference import assert_close, build_toy, next_token_loss, token_ids
 from tests.toys import LAYERS, toy_config
@@ -31,9 +32,9 @@ ADAPT = {
 }
 
 
-def mixtral(folder: Path, adapt: dict[str, Any], checkpointing: str = "none") -> Adapted:
+def mixtral(folder: Path, adapt: dict[str, Any], checkpointing: str = "none", **train: Any) -> Adapted:
     """In training mode, with ties: three neighbouring experts get the same score, and a token goes to two of them."""
-    adapted = build_toy(toy_config("mixtral"), folder, adapt, train={"checkpointing": checkpointing})
+    adapted = build_toy(toy_config("mixtral"), folder, adapt, train={"checkpointing": checkpointing, **train})
     for part in adapted.structure.parameters_of("router"):
         weight = adapted.model.get_parameter(part.name).data
         weight.copy_(weight[[0, 0, 0, 3, 3, 3, 6, 6]])
@@ -84,7 +85,7 @@ def test_under_stock_checkpointing_that_tie_spoils_them(tmp_path: Path, ties: Ti
     adapted = mixtral(tmp_path, ADAPT)
     for layer in adapted.structure.moe_layers:
         bank = adapted.model.get_submodule(layer.experts)
-        bank.context = replace(bank.context, keep_rows=False)  # the rows of another choice do not even fit
+        bank.context = replace(bank.context, keep_rows=())  # the rows of another choice do not even fit
     expected = gradients(adapted, ties)
     for layer in adapted.model.model.layers:
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
@@ -116,6 +117,47 @@ def test_the_experts_products_run_once(
     with counted(monkeypatch) as runs:
         gradients(adapted, ties)
     assert len(runs) == LAYERS
+
+
+@pytest.mark.parametrize("checkpointing", ["experts_only", "full", "offload"])
+def test_kept_rows_spare_their_layer_a_product_and_change_no_bit(
+    checkpointing: str, tmp_path: Path, ties: Ties, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradients(mixtral(tmp_path, ADAPT, "none"), ties)
+    forwards: list[tuple[int, ...]] = []
+    stock = Projection.forward
+
+    def forward(self: Projection, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        forwards.append(tuple(x.shape))
+        return stock(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(Projection, "forward", forward)
+    products = []
+    for kept in (0, 1, LAYERS):
+        forwards.clear()
+        found = gradients(mixtral(tmp_path, ADAPT, checkpointing, keep_rows=kept), ties)
+        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+        products.append(len(forwards))
+    none, last, every = products
+    assert (none - last) * LAYERS == none - every == every // 2  # one of three: gate_up, down, and gate_up again
+
+
+def test_a_recomputation_that_runs_the_experts_again_keeps_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = {"checkpointing": "full", "keep_rows": LAYERS}
+    adapted = build_toy(toy_config("qwen2_moe"), tmp_path, {"router": "all"}, train=train)  # with shared experts
+    kept: list[bool] = []
+    stock = moetune.experts.mlp._fill
+
+    def fill(*args: Any) -> None:
+        kept.append(args[-2] is not None)
+        stock(*args)
+
+    monkeypatch.setattr(moetune.experts.mlp, "_fill", fill)
+    adapted.model.train()
+    next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids()).backward()
+    assert kept == [True] * LAYERS + [False] * LAYERS
 
 
 class Choosing:
@@ -214,7 +256,7 @@ def test_an_architecture_without_checkpointing_is_refused(tmp_path: Path) -> Non
         resolve(run.config.model_copy(update={"train": train}), "cpu", like=run)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "experts_only", "full"])
 def test_who_switches_it_on_later_gets_the_same_kind(checkpointing: str, tmp_path: Path) -> None:
     """Trainers switch it by settings of their own, TRL's off and on around a reference model."""
     adapted = build_toy(toy_config("mixtral"), tmp_path, {"router": "all"}, train={"checkpointing": checkpointing})

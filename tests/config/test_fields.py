@@ -52,9 +52,11 @@ def test_ids_written_as_ranges_read_back(ids: set[int]) -> None:
 @pytest.mark.parametrize(
     ("key", "written", "kept"),
     [
-        *(("loss_memory", size, size) for size in ("256MiB", "1 GB", "none", "0.5GiB")),
+        *(("loss_memory", size, size) for size in ("256MiB", "1 GB", "none", "auto", "0.5GiB")),
         *(("expert_memory", size, size) for size in ("auto", "0", "64MiB")),
         ("expert_memory", 0, "0"),
+        *(("keep_rows", kept, kept) for kept in ("none", "auto", 1, 32)),
+        ("keep_rows", 0, "none"),
         *(("router_aux_loss", coefficient, coefficient) for coefficient in ("auto", 0, 0.01)),
     ],
 )
@@ -67,8 +69,9 @@ def test_sizes_and_coefficients_stay_as_they_are_written(key: str, written: obje
 @pytest.mark.parametrize(
     ("key", "wrong", "message"),
     [
-        ("loss_memory", [0, 256, "256", "0MiB", "-1GiB", "all", None], "neither a size above zero nor none"),
+        ("loss_memory", [0, 256, "256", "0MiB", "-1GiB", "all", None], "neither a size above zero nor none nor auto"),
         ("expert_memory", [False, 256, "256", "-1GiB", "all", None], "neither a size nor 0 nor auto"),
+        ("keep_rows", [-1, True, False, "all", "3", 1.0, None], "neither a number of layers nor none nor auto"),
         ("router_aux_loss", [True, -1, 1e7, "none", None], "neither a number from 0 to 1e6 nor auto"),
     ],
 )
@@ -76,11 +79,6 @@ def test_wrong_sizes_and_coefficients(key: str, wrong: list[object], message: st
     for written in wrong:
         with pytest.raises(ValueError, match=message):
             TrainConfig.model_validate({key: written})
-
-
-def test_bytes_of_the_loss() -> None:
-    sizes = {"256MiB": 2**28, "1 GB": 10**9, "none": None, "0.5GiB": 2**29}
-    assert {written: TrainConfig(loss_memory=written).loss_bytes for written in sizes} == sizes
 
 
 @pytest.mark.parametrize("budget", [0.25, "44GiB"])

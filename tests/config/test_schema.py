@@ -32,3 +32,11 @@ def test_a_change_of_ids_replaces_a_choice() -> None:
     assert lora.but(ids={0: (1,)}).ids == {0: (1,)}
     assert lora.but(ids={"k": 2}).ids == lora.ids.but(k=2)
     assert lora.but(ids={}) == lora
+
+
+def test_rows_are_kept_of_some_layers_or_of_all() -> None:
+    raw: dict[str, Any] = {"model": {"path": "x"}, "adapt": {}, "train": {"checkpointing": "none", "keep_rows": 4}}
+    with pytest.raises(ValidationError, match=r"keep_rows: 4, .* set checkpointing: experts_only"):
+        RunConfig.model_validate(raw)
+    raw["train"]["keep_rows"] = "none"
+    assert RunConfig.model_validate(raw).train.keep_rows == "none"

@@ -3,12 +3,15 @@ their weights are and however tokens are routed. Tolerances: 1e-5 relative in fl
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from moetune.experts import bank as bank_module
+from moetune.experts.kernels.self_check import CallsSeen
 from moetune.experts.quantized import Storage
 from moetune.models.moe import read_shape
 from tests.experts.banks import LAYOUTS, PLANS, UNUSED, bank_of, reference, routed, run, saved, stock_experts
@@ -41,6 +44,20 @@ def test_output_and_gradients_equal_autograd_through_the_stock_experts(
 ) -> None:
     bank = bank_of(model_type, plan, storage, group=group)
     assert_close(run(bank, ROUTINGS[routing]), reference(model_type, bank, ROUTINGS[routing]))
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+@pytest.mark.parametrize("plan", ["fused LoRA on some", "split LoRA on some"])
+def test_products_that_add_low_rank_terms(plan: str, model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose products are Triton's: one operator multiplies by W and by the second factor."""
+    monkeypatch.setattr(bank_module, "is_in_triton", lambda capability, dtype: capability == (8, 6))
+    operators = CallsSeen(lambda operator, args: called.append(operator.name) or operator.reference(*args))
+    bank, called = bank_of(model_type, plan, group=3), []
+    bank.context = replace(bank.context, capability=(8, 6))
+    with operators:
+        found = run(bank, routed())
+    assert_close(found, reference(model_type, bank, routed()))
+    assert called.count("low_rank_product_") == 3 + 2  # gate_up and down, gate_up again; of both the rows' gradients
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
@@ -78,19 +95,37 @@ def test_without_any_token_gradients_are_zero(group: int) -> None:
 def test_a_second_run_and_kept_rows_change_no_bit(model_type: str, plan: str, group: int) -> None:
     bank = bank_of(model_type, plan, group=group)
     expected, again = run(bank, routed()), run(bank, routed())
-    bank.context = replace(bank.context, keep_rows=True)
+    bank.context = replace(bank.context, keep_rows={bank.layer})
     for found in (again, run(bank, routed())):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_forward_keeps_input_routing_weights_and_order_and_with_keep_rows_those_of_gate_up() -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_forward_keeps_input_routing_weights_and_order_and_with_keep_rows_those_of_gate_up(keeps: bool) -> None:
     bank, (x_TH, ids_TK, weights_TK) = bank_of("gpt_oss", "trained, split LoRA, frozen"), routed()
+    bank.context = replace(bank.context, keep_rows={bank.layer} if keeps else {bank.layer + 1})
     inputs = [x_TH.shape, weights_TK.shape, (ids_TK.numel(),)]
     assert [tuple(tensor.shape) for tensor in saved(bank, routed())] == inputs
-    bank.context = replace(bank.context, keep_rows=True)
-    rows = saved(bank, routed())[3:]
-    assert {tensor.shape[1] for tensor in rows} == {bank.gate_up.shape[0]}
-    assert sum(len(tensor) for tensor in rows) == ids_TK.numel()
+    y_TH = bank(x_TH.requires_grad_(), ids_TK, weights_TK)
+    rows = y_TH.grad_fn.rows
+    assert {tensor.shape[1] for tensor in rows} == ({bank.gate_up.shape[0]} if keeps else set())
+    assert sum(len(tensor) for tensor in rows) == (ids_TK.numel() if keeps else 0)
+
+
+def test_kept_rows_are_freed_group_by_group_and_a_second_backward_computes_them_again() -> None:
+    bank, (x_TH, ids_TK, weights_TK) = bank_of("mixtral", "trained, fused LoRA, frozen"), routed()
+    expected = run(bank, routed())
+    bank.context = replace(bank.context, keep_rows={bank.layer})
+    y_TH = bank(x_TH.requires_grad_(), ids_TK, weights_TK)
+    rows = [weakref.ref(tensor) for tensor in y_TH.grad_fn.rows]
+    alive: list[int] = []
+    dy_TH = torch.linspace(-1, 1, y_TH.numel()).view_as(y_TH)
+    with bank.hooks.using(group=lambda _: alive.append(sum(one() is not None for one in rows))):
+        y_TH.backward(dy_TH, retain_graph=True)
+    assert alive == [*range(len(rows), -1, -1)]
+    x_TH.grad = None
+    y_TH.backward(dy_TH)
+    assert torch.equal(x_TH.grad, expected["x"])
 
 
 @pytest.mark.parametrize("wanted", ["x", "weights"])

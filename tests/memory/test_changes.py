@@ -60,6 +60,13 @@ def test_the_mildest_is_first() -> None:
     assert [f"{key}={value}" for key, value in first] == MILDEST_FIRST
 
 
+def test_rows_that_are_kept_are_given_up_first() -> None:
+    config = RunConfig.model_validate(RAW | {"train": {"keep_rows": 4, "checkpointing": "full"}})
+    first = next(savings(config))
+    assert first.settings == {"train.keep_rows": "none"}
+    assert changed(config, first.settings).train.keep_rows == "none"
+
+
 @pytest.mark.parametrize("gib", range(12, 28))
 def test_none_is_offered_that_does_not_fit(gib: int) -> None:
     """Single changes in their order, those that fit and no others; else several, none of which can be left out."""

@@ -5,9 +5,12 @@
 // host is real: the caching allocator, streams and events, autograd's device threads, the choice of kernels.
 // What the device was asked is counted (null_counts) and can be logged, one line each (null_log).
 //
-//     NULL_CC=89     compute capability; 80, 86, 89 and 90 are described below
+//     NULL_CC=89     compute capability; 80, 86, 89, 90, 100 and 120 are described below
 //     NULL_GIB=80    size of the card; beyond it allocations fail, and torch raises its OutOfMemoryError
 //     NULL_NAME      its name; by default that of a card of this capability, or "null device" where NULL_GIB is given
+//     NULL_REFUSES=NAME   the launch of this kernel of Triton's fails
+//     NULL_HANGS=NAME     it never returns
+//     NULL_LIES=NAME      the next number that the host reads after it is not zero, as if the kernel were wrong
 //
 // scripts/test_cuda.sh builds it; device.py is its side in Python.
 
@@ -19,6 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cuda.h>
 #include <driver_types.h>
@@ -37,7 +41,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 // What torch asks of a card to choose kernels and to size their scratch: multiprocessors, shared memory of a block.
 static const struct card { int capability, processors, shared; const char *name; } cards[] = {
     {80, 108, 166912, "NVIDIA A100-SXM4-80GB"}, {86, 84, 101376, "NVIDIA RTX A6000"},
-    {89, 142, 101376, "NVIDIA L40S"}, {90, 132, 232448, "NVIDIA H100 80GB HBM3"}};
+    {89, 142, 101376, "NVIDIA L40S"}, {90, 132, 232448, "NVIDIA H100 80GB HBM3"},
+    {100, 148, 232448, "NVIDIA B200"}, {120, 170, 101376, "NVIDIA GeForce RTX 5090"}};
 static struct card card;
 static size_t card_bytes = 80ull << 30, card_used;
 
@@ -235,9 +240,12 @@ enum { LARGEST_COPY = 4 << 20, LARGEST_NUMBER = 8, LARGEST_FILL = 1 << 16 };
 
 // A number that the host reads (a norm, a flag, a count) comes out of kernels that did not run: it reads zero, whatever
 // was at the place before, so that a step is finite and the same every time.
+static int lied;  // a kernel has run that is said to be wrong: 0x40 in each byte is 3 in float32, 32 in float64
+
 static void copy(void *to, const void *from, size_t bytes) {
     copies++;
-    if (bytes <= LARGEST_NUMBER && range_of(from, 0).kind == DEVICE && range_of(to, 0).kind != DEVICE) memset(to, 0, bytes);
+    if (bytes <= LARGEST_NUMBER && range_of(from, 0).kind == DEVICE && range_of(to, 0).kind != DEVICE)
+        memset(to, lied ? 0x40 : 0, bytes), lied = 0;
     else if (bytes <= LARGEST_COPY) memcpy(to, from, bytes);
 }
 
@@ -411,7 +419,14 @@ CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *
 CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function) {
     return *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : 0, 0;
 }
+static int is(const char *variable, CUfunction function) {
+    const char *name = getenv(variable);
+    return name && !strcmp(name, (const char *)function);
+}
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra) {
+    if (is("NULL_REFUSES", function)) return CUDA_ERROR_LAUNCH_FAILED;
+    while (is("NULL_HANGS", function)) pause();
+    if (is("NULL_LIES", function)) lied = 1;
     launches++;
     note("kernel %p %s\n", (void *)config->hStream, (const char *)function);
     return 0;

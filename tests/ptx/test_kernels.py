@@ -38,6 +38,40 @@ def test_a_random_call_agrees(seed: int, capability: int) -> None:
         assert_agrees(cases.case(seed), cases.dtype_of(seed))
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "rank", [64, 300, *(pytest.param(one, marks=pytest.mark.full) for one in (4, 12, 16, 32, 128, 256, 512, 600, 1024))]
+)
+def test_every_rank_agrees(rank: int, capability: int) -> None:
+    """Up to ranks of several tiles, for one expert and for several, with factors of gate and up apart."""
+    with torch.no_grad(), emulated(capability):
+        for name in ("low_rank", "low_rank", "low_rank_gradients_"):
+            for experts, parts in ((1, 1), (5, 2)):
+                draw = Draw(rank + experts, torch.bfloat16)
+                assert_agrees(cases.low_rank(draw, name, 40, experts, rank, parts, 96, 44), torch.bfloat16)
+
+
+@pytest.mark.full
+def test_factors_of_more_than_two_billion_elements() -> None:
+    """The third expert's begin at element 2^31. What lies between the experts' is never touched."""
+    draw = Draw(0, torch.bfloat16)
+    ends, counts, x = torch.tensor([0, 1, 3], dtype=torch.int32), [0, 1, 2], draw.normal(3, 32)
+    near = draw.normal(3, 1, 16, 32)
+    far = torch.empty(2**31 + 16 * 32, dtype=near.dtype).as_strided(near.shape, (2**30, 0, 32, 1))
+    for one, other in zip(far, near, strict=True):
+        one.copy_(other)
+    narrow = draw.normal(3, 1, 16)
+    with torch.no_grad(), emulated(86):
+        found, expected = (
+            triton_kernels.low_rank(x, factors, None, None, None, ends, counts, 1.0) for factors in (far, near)
+        )
+        for factors in (far, near):
+            args = narrow, x, narrow, narrow[:, 0], factors, torch.zeros(3, 1, 16, 16), None, None, ends, counts, 1.0
+            triton_kernels.low_rank_gradients_(*args)
+    assert torch.equal(found, expected)
+    assert all(torch.equal(one, other) for one, other in zip(far, near, strict=True))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(

@@ -147,3 +147,15 @@ def test_training_on_another_device_than_it_was_resolved_for(
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="resolved for a GPU, and this machine has none; resolve it for cpu"):
             train(resolve(config, "cuda"))
+
+
+def test_the_last_layers_with_experts_keep_their_rows(tmp_path: Path) -> None:
+    toy_config("deepseek_v3", num_hidden_layers=4).save_pretrained(tmp_path)  # whose first layer has no router
+    sections = {"model": {"dtype": "fp32"}}
+
+    def keeping(**train: Any) -> frozenset[int]:
+        return resolve(config_of(tmp_path, train=train, **sections), "cpu").keeps_rows
+
+    assert keeping() == frozenset()
+    assert keeping(keep_rows=2) == keeping(keep_rows=2, checkpointing="experts_only") == {2, 3}
+    assert keeping(checkpointing="none") == keeping(keep_rows=3) == {1, 2, 3}

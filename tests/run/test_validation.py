@@ -66,6 +66,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"parallel": {"fsdp": 2, "ep": 2, "load": "missing.json"}, "hardware": {"count": 2}},
         r"parallel\.load 'missing\.json'",
     ),
+    "rows of more layers than there are": ({"train": {"keep_rows": 3}}, r"train\.keep_rows: 3, .* set 2"),
     "deepspeed and its own": (
         {"parallel": {"engine": "deepspeed", "fsdp": 2, "zero": 3}, "hardware": {"count": 2}},
         r"parallel\.engine: deepspeed and parallel\.zero 3",

@@ -260,6 +260,25 @@ def test_a_finished_run_stays_as_it_is(steps: int, small_model: Path, small_data
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+def test_a_resumed_run_may_keep_other_rows(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    """The run folder has the number that `auto` came to, and losses are the same to the bit."""
+
+    def run(output: str, steps: int, keep_rows: str | int) -> RunConfig:
+        settings = {"steps": steps, "save_every": 1, "keep_rows": keep_rows}
+        return small.run_config(small_model, small_data, tmp_path / output, "lora", train=settings)
+
+    train(run("straight", 2, "none"))
+    train(run("resumed", 1, "auto"))
+    written = yaml.safe_load((tmp_path / "resumed/run.yaml").read_text())
+    assert written["train"]["keep_rows"] == "none"  # on a CPU
+    train(run("resumed", 2, 1), resume="auto")
+    written = yaml.safe_load((tmp_path / "resumed/run.yaml").read_text())
+    assert written["train"]["keep_rows"] == 1
+    lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("straight", "resumed")]
+    losses = [[json.loads(line).get("loss") for line in of_run] for of_run in lines]
+    assert losses[0] == losses[1]
+
+
 def test_more_steps_and_other_intervals(never_killed: dict[str, Any], tmp_path: Path) -> None:
     """A finished run goes on when `train.steps` is raised, at the intervals of the new run file."""
     run = elsewhere(never_killed, tmp_path / "run")

@@ -171,14 +171,14 @@ def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path: Path) -> Non
     folder = started(tmp_path / "run", steps=2)
     for file in folder.path.rglob("run.yaml"):
         old = yaml.safe_load(file.read_text())
-        del old["train"]["loss_memory"], old["adapt"]["start_from"]
+        del old["train"]["expert_memory"], old["adapt"]["start_from"]
         file.write_text(yaml.safe_dump(old))
     for checkpoint in folder.checkpoints():
         write_manifest(checkpoint, step_of(checkpoint))
     newest = folder.checkpoints_path / "step-2"
     assert folder.check(config(), "auto", overwrite=False) == newest
-    with pytest.raises(UserError, match=r"train\.loss_memory: .* before, '1MiB' now"):
-        folder.check(config(loss_memory="1MiB"), "auto", overwrite=False)
+    with pytest.raises(UserError, match=r"train\.expert_memory: .* before, '1MiB' now"):
+        folder.check(config(expert_memory="1MiB"), "auto", overwrite=False)
     folder.create(config(), newest, overwrite=False)  # spells all keys out, and the checkpoint does not
     assert folder.newest_whole() == newest
 

@@ -27,7 +27,11 @@ from moetune.run.resolve import ResolvedModel, resolve_model
 
 
 def quantize(
-    model: ResolvedModel | Path | str, out: Path | str, on_read: Callable[[float], None] | None = None
+    model: ResolvedModel | Path | str,
+    out: Path | str,
+    on_read: Callable[[float], None] | None = None,
+    *,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Quantize a checkpoint into a folder that later runs load in a fraction of the time.
 
@@ -38,6 +42,7 @@ def quantize(
             with the default settings.
         out: folder to write to; created if it does not exist. It must be empty, or left by an interrupted call.
         on_read: called repeatedly with the fraction of the weights that has been read (0 to 1).
+        overwrite: first remove the quantized base, finished or not, that `out` holds.
 
     Returns:
         `files` and `bytes`: number and total size of the weight files.
@@ -59,6 +64,8 @@ def quantize(
         try:
             out.mkdir(parents=True, exist_ok=True)
             writer.take(f"--out {str(out)!r}", create=True)
+            if overwrite:
+                quantized_base.remove(out)
             return _quantize(model, folder, out, on_read)
         except (OSError, SafetensorError) as error:
             if (reason := refused(error)) is None:

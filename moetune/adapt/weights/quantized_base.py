@@ -2,9 +2,9 @@
 
 A quantized base is a checkpoint with weights that `moetune quantize` has quantized, so that loading takes a fraction of
 the time. The folder has one safetensors file for each layer's experts, `rest.safetensors` for all other tensors, the
-model's configuration and tokenizer, and a manifest, `packed.json`. The manifest is written last; it says what was
-quantized and how, with the size and SHA-256 of each weight file. When a base is read, other threads compute the digests
-of its files, and a file that has changed raises an error with its name.
+model's configuration and tokenizer, a ledger of these files, and a manifest, `packed.json`. The manifest is written
+last; it says what was quantized and how, with the size and SHA-256 of each weight file. When a base is read, other
+threads compute the digests of its files, and a file that has changed raises an error with its name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moetune.adapt.weights.random import fill_randomly, realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
-from moetune.files import WriterLock, aside_of, settle, write_whole
+from moetune.files import Ledger, WriterLock, aside_of, foreign_in, settle, write_whole
 from moetune.json_files import read_json
 from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, digesting
@@ -38,6 +38,8 @@ from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedModel, ResolvedRun
 
 REST = "rest.safetensors"
+_KIND = "quantized base"
+"""Kind of the folder in its ledger, `.moetune`."""
 _AGAIN = "write it again with moetune quantize"
 _THREADS = 4
 """Number of threads that compute digests. One processes about 1.3 GB/s, and a disk may deliver more."""
@@ -87,14 +89,15 @@ def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTra
 def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Path]) -> None:
     """Prepare a folder for a new or interrupted quantized base; copy configuration and tokenizer into it.
 
-    What is to be quantized is recorded in the folder, or compared with what was recorded there before.
+    What is to be quantized is recorded in the folder, or compared with what was recorded there before. The ledger lists
+    all files that will be written.
 
     Args:
         source: folder of the checkpoint.
         weights: the checkpoint's weight files.
 
     Raises:
-        UserError: the folder holds something else or a finished quantized base; it was begun for another model,
+        UserError: the folder holds other files or a finished quantized base; it was begun for another model,
             precision or version of the checkpoint; or its record is damaged.
     """
     plan = {
@@ -107,14 +110,19 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
         "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
     }
     begun = folder / BEGUN
-    left_by_kill = (aside_of(begun).name, WriterLock.NAME)
-    there = [file for file in folder.iterdir() if file.name not in left_by_kill]
-    if (folder / QUANTIZED_MANIFEST).exists() or (there and not begun.is_file()):
-        raise UserError(f"--out {str(folder)!r} is not empty; choose another")
+    left_by_kill = (aside_of(begun).name, WriterLock.NAME, Ledger.NAME)
+    is_empty = foreign_in(folder.resolve(), left_by_kill) is None
+    if (folder / QUANTIZED_MANIFEST).exists() or not (is_empty or begun.is_file()):
+        raise UserError(
+            f"--out {str(folder)!r} is not empty; replace a quantized base there with --overwrite, or choose another"
+        )
     if begun.is_file() and _read_begun(folder) != plan:
         raise UserError(
             f"--out {str(folder)!r} was begun for another model or precision, or the model changed; choose another"
         )
+    written = [REST, QUANTIZED_MANIFEST, BEGUN, *(layer_file(layer.experts) for layer in model.structure.moe_layers)]
+    copied = [str(file.relative_to(source)) for file in small_files(source)]
+    Ledger(folder).add(_KIND, *copied, *written, *(aside_of(Path(name)).name for name in written))
     if not begun.is_file():
         write_whole(begun, json.dumps(plan), aside=aside_of(begun))
     for file in small_files(source):
@@ -122,6 +130,28 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
         if os.path.lexists(copy) and (copy.is_symlink() or not file.read_bytes().startswith(copy.read_bytes())):
             raise UserError(f"{str(copy)!r} is in the way: {file.name} of the model belongs there; move it away")
         copy_small_file(file, source, folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a quantized base, finished or not, from a folder: the files in its ledger, the manifest first.
+
+    Raises:
+        UserError: the folder has entries and no ledger of a quantized base, or a file that the ledger does not list.
+    """
+    ledger = Ledger(folder)
+    if not any(item.name != WriterLock.NAME for item in folder.iterdir()):
+        return
+    if ledger.kind != _KIND:
+        raise UserError(
+            f"--out {str(folder)!r} holds no quantized base, or one of an earlier version, which has no {Ledger.NAME}; "
+            "choose another"
+        )
+    if found := foreign_in(folder.resolve(), {Ledger.NAME, WriterLock.NAME, *ledger.paths}):
+        raise UserError(f"--out {str(folder)!r}: {str(found)!r} is not of the quantized base there; move it away")
+    listed = [item for item in folder.rglob("*") if str(item.relative_to(folder)) in ledger.paths]
+    for file in sorted(listed, key=lambda item: item.name != QUANTIZED_MANIFEST):
+        file.unlink()
+    ledger.file.unlink()
 
 
 def finish(folder: Path, source: Fingerprint, experts: Iterable[str]) -> dict[str, int]:

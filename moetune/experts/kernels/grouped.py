@@ -42,15 +42,15 @@ class GroupedGemm:
         if self.ends is None:
             return torch.nn.functional.linear(x_Np, weights_Cqp[0], None if bias_Cq is None else bias_Cq[0])
         out_Nq = self.mm(x_Np, weights_Cqp.mT)
-        return out_Nq if bias_Cq is None else out_Nq.add_(self._of_rows(bias_Cq))
+        return out_Nq if bias_Cq is None else out_Nq.add_(self.of_rows(bias_Cq))
 
     def dot(self, x_Nq: Tensor, bias_Cq: Tensor) -> Tensor:
         """Return the dot product of each row with its expert's vector [q]: [N]."""
         if self.ends is None:
             return x_Nq @ bias_Cq[0]
-        return torch.einsum("nq,nq->n", x_Nq, self._of_rows(bias_Cq))
+        return torch.einsum("nq,nq->n", x_Nq, self.of_rows(bias_Cq))
 
-    def _of_rows(self, vectors_Cq: Tensor) -> Tensor:
+    def of_rows(self, vectors_Cq: Tensor) -> Tensor:
         """Return each row's copy of its expert's vector: [N, q]."""
         assert self.ends is not None
         numbers_N = torch.arange(sum(self.counts), dtype=torch.int32, device=self.ends.device)
@@ -114,7 +114,12 @@ def kernel_of(capability: tuple[int, int], a: Tensor, b: Tensor) -> Literal["tor
     """
     if capability[0] == 9:
         return "torch" if a.dtype == torch.bfloat16 and _is_aligned(a, b) else None
-    return "triton" if capability[0] >= 8 and a.dtype in (torch.bfloat16, torch.float16) else None
+    return "triton" if is_in_triton(capability, a.dtype) else None
+
+
+def is_in_triton(capability: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Return whether Triton's kernel multiplies groups in a dtype on a GPU of this compute capability."""
+    return capability[0] >= 8 and capability[0] != 9 and dtype in (torch.bfloat16, torch.float16)
 
 
 def _is_aligned(a: Tensor, b: Tensor) -> bool:

@@ -324,15 +324,63 @@ def low_rank(
         narrow = product_of_groups(x, first.flatten(1, 2).mT, *groups).unflatten(1, first.shape[1:3])
     else:
         narrow = torch.stack([product_of_groups(x[:, part], first[:, part].mT, *groups) for part in parts], 1)
-    if second is None or base is None or out is None:
-        return narrow
-    second = second.to(x.dtype)
-    if out.dim() == 2:
-        _add_product(base, narrow.flatten(1), second.transpose(1, 2).flatten(2), out, *groups, scale)
-    else:
-        for part in parts:
-            _add_product(base[:, part], narrow[:, part], second[:, part], out[:, part], *groups, scale)
+    if second is not None and base is not None and out is not None:
+        _add_low_rank(base, out, narrow, second, *groups, scale)
     return narrow
+
+
+@operator(mutates=("out",), kernels="moetune.experts.kernels.triton_product")
+def low_rank_product_(
+    out: Tensor,
+    rows: Tensor,
+    matrices: Tensor,
+    narrow: Tensor,
+    second: Tensor,
+    ends: Tensor,
+    counts: Sequence[int],
+    scale: float,
+    interleaved: bool,
+) -> None:
+    """Write the grouped product of rows and matrices, plus scale · narrow·secondᵀ, to `out`.
+
+    Args:
+        out: [N, q], contiguous, overwritten.
+        rows: [N, p].
+        matrices: [C, p, q].
+        narrow: [N, P, r], contiguous, in the dtype of the rows.
+        second: [C, P, q, r], summed over the parts; or [C, P, q / P, r], where each part has columns of its own.
+        ends: [C] int32.
+        counts: number of rows of each expert.
+        scale: factor of the low-rank product.
+        interleaved: columns of the parts alternate; otherwise those of a part are consecutive.
+    """
+    product, parts = product_of_groups(rows, matrices, ends, counts), second.shape[1]
+    if second.shape[2] != out.shape[1]:
+        product, out = (in_parts(columns, parts, interleaved=interleaved) for columns in (product, out))
+    _add_low_rank(product, out, narrow, second, ends, counts, scale)
+
+
+def in_parts(wide: Tensor, parts: int, *, interleaved: bool) -> Tensor:
+    """Return a view [N, parts, q / parts] of [N, q], whose parts are consecutive or alternate."""
+    return wide.unflatten(1, (-1, parts)).mT if interleaved else wide.unflatten(1, (parts, -1))
+
+
+def _add_low_rank(
+    base: Tensor,
+    out: Tensor,
+    narrow: Tensor,
+    second: Tensor,
+    ends: Tensor | None,
+    counts: Sequence[int],
+    scale: float,
+) -> None:
+    """Write base + scale · narrow·secondᵀ to `out`; arguments as in `low_rank`."""
+    second = second.to(narrow.dtype)
+    if out.dim() == 2:
+        _add_product(base, narrow.flatten(1), second.transpose(1, 2).flatten(2), out, ends, counts, scale)
+    else:
+        for part in range(second.shape[1]):
+            _add_product(base[:, part], narrow[:, part], second[:, part], out[:, part], ends, counts, scale)
 
 
 def _add_product(

@@ -49,7 +49,7 @@ class Operator:
         try:
             return kernel(*args)
         except KernelError as error:
-            drop_kernel(self.name, str(error))
+            drop_kernel(self.name, f"cannot be compiled or launched ({error})")
         return self.reference(*args)
 
 
@@ -83,12 +83,16 @@ def without_kernel() -> Mapping[str, str]:
 
 
 def drop_kernel(name: str, why: str) -> None:
-    """Use the reference of an operator from now on in this process, and warn."""
+    """Use the reference of an operator from now on in this process, and warn.
+
+    Args:
+        why: what is wrong with the kernel, such as "cannot be compiled".
+    """
     if name not in _without:
         _without[name] = why
         warnings.warn(
-            f"the kernel of {name} does not work here ({why}): torch's operations run in its place, slower and with "
-            "other memory than predicted",
+            f"the kernel of {name} {why}: torch's operations run in its place, slower and with other memory than "
+            "predicted",
             stacklevel=3,
         )
 

@@ -21,7 +21,7 @@ from moetune.errors import one_line
 from moetune.experts.activation import SwiGLU
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext
-from moetune.experts.kernels.registry import OPERATORS, Operator
+from moetune.experts.kernels.registry import OPERATORS, Operator, using_kernels
 from moetune.experts.mlp import expert_mlp
 from moetune.models.moe import ExpertShape
 from moetune.run.dtypes import DTYPES
@@ -54,9 +54,9 @@ class BankSizes:
     """What the calls of a layer of experts depend on, beside the number of token rows.
 
     Attributes:
-        shape: sizes and layout of an expert; `num_experts` is the sum of the three kinds of experts.
-        lora: experts with LoRA.
-        trained: experts that train in full; all others are frozen without LoRA.
+        shape: number, sizes and layout of the experts.
+        lora: ids of the experts with LoRA.
+        trained: number of experts that train in full, the last ones; all others are frozen without LoRA.
         rank: of the low-rank factors.
         split: gate and up have factors of their own.
         storage: of frozen experts.
@@ -70,7 +70,7 @@ class BankSizes:
     """
 
     shape: ExpertShape
-    lora: int
+    lora: tuple[int, ...]
     trained: int
     rank: int
     split: bool
@@ -111,9 +111,11 @@ class BankSizes:
     def _bank(self, device: torch.device) -> ExpertBank:
         shape, count, lora = self.shape, self.shape.num_experts, None
         if self.lora:
-            lora = LoraPlan(tuple(range(self.lora)), self.rank, alpha=self.rank / 2, split=self.split)
+            lora = LoraPlan(self.lora, self.rank, alpha=self.rank / 2, split=self.split)
         plan = BankPlan(tuple(range(count - self.trained, count)), lora)
-        context = ExpertContext(self.expert_memory, self.keep_rows, self.split_gate_up)
+        context = ExpertContext(self.expert_memory, split_gate_up=self.split_gate_up)
+        if device.type == "cuda":
+            context = replace(context, capability=torch.cuda.get_device_capability(device))
         activation: Callable[[Tensor], Tensor] = partial(torch.narrow, dim=1, start=0, length=shape.intermediate)
         if self.gate is not None:
             activation = SwiGLU(not shape.is_concatenated, *self.gate).forward
@@ -145,9 +147,11 @@ def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, r
     name: Any = next(name for name, one in DTYPES.items() if one == dtype)
     shape = ExpertShape(5, hidden, intermediate, True, False, False, True)
     apart = replace(shape, has_bias=True, is_concatenated=False)
-    plain = BankSizes(shape, 5, 0, rank, True, "nf4", True, name, 3, 1 << 30, False, True, (1.0, 0.0))
+    plain = BankSizes(shape, (0, 1, 2, 3, 4), 0, rank, True, "nf4", True, name, 3, 1 << 30, False, True, (1.0, 0.0))
     yield plain
-    yield replace(plain, double_quant=False, split=False, split_gate_up=False, expert_memory=0, lora=3, trained=2)
+    yield replace(
+        plain, double_quant=False, split=False, split_gate_up=False, expert_memory=0, lora=(0, 1, 2), trained=2
+    )
     clamped = replace(plain, shape=apart, split_gate_up=False, gate=(1.702, 1.5))
     yield replace(clamped, storage="mxfp4")
     yield replace(clamped, storage="int8", split=False, expert_memory=0, keep_rows=True)
@@ -192,10 +196,14 @@ def calls(
 
 
 def _kind(arg: Any) -> Hashable:
-    """Return what of an argument selects a compiled kernel: not the number of rows."""
+    """Return what of an argument selects a compiled kernel: not the number of rows, of a float only whether it is 0, of
+    the rows' positions not how they are aligned."""
     if isinstance(arg, Tensor):
-        return arg.dtype, arg.shape[1:], arg.stride(), arg.storage_offset() * arg.itemsize % 16 == 0
-    return None if isinstance(arg, (list, tuple)) else arg
+        is_aligned = arg.dtype == torch.int64 or arg.storage_offset() * arg.itemsize % 16 == 0
+        return arg.dtype, arg.shape[1:], arg.stride(), is_aligned
+    if isinstance(arg, (list, tuple)):
+        return None
+    return bool(arg) if isinstance(arg, float) else arg
 
 
 # --- Comparison ---------------------------------------------------------------------------------------------------
@@ -215,7 +223,7 @@ def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]
     written = [args[place] for place in changed]
     runs = [copied(args, written) for _ in range(2)]
     found = [[*_each(kernel(*copies)), *(copies[place] for place in changed)] for copies in runs]
-    result = operator.reference(*args)
+    result = referred(operator, args)
     expected = [*_each(result), *written]
     is_exact = operator.name.startswith("dequantize")
     differences = [
@@ -225,6 +233,12 @@ def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]
         if isinstance(other, Tensor) and other.numel()
     ]
     return result, float(torch.stack(differences).max()) if differences else 0.0
+
+
+def referred(operator: Operator, args: Sequence[Any]) -> Any:
+    """Return the result of an operator's reference, in which no other operator's kernel runs."""
+    with using_kernels(but=OPERATORS):
+        return operator.reference(*args)
 
 
 def _each(result: Any) -> tuple[Any, ...]:

@@ -351,63 +351,67 @@ def _low_rank(
     x_row, x_part, x_column, first_expert, first_part, first_rank, first_column,
     second_expert, second_part, second_row, second_rank,
     base_row, base_part, base_column, out_row, out_part, out_column, scale,
-    GROUPED: tl.constexpr, ADDS: tl.constexpr, TOGETHER: tl.constexpr, EXPERTS: tl.constexpr, RANK: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr,
+    GROUPED: tl.constexpr, ADDS: tl.constexpr, TOGETHER: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
+    RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     expert, row, last = 0, tl.program_id(0) * ROWS, count_rows
     if GROUPED:
         expert, row, last = _tile(ends, tl.program_id(0), count, EXPERTS, ROWS)
         if expert == count:
             return
-    number = tl.arange(0, RANK)
+        expert = expert.to(tl.int64)  # factors of all experts may have more than 2^31 elements
     rows = (row + tl.arange(0, ROWS)).to(tl.int64)
     inside = rows < last
     for following in tl.static_range(TOGETHER):
         part = tl.program_id(2) + following
-        total = tl.zeros((ROWS, RANK), tl.float32)
-        factor = first + expert * first_expert + part * first_part
-        for start in range(0, wide_in, WIDE):
-            column = start + tl.arange(0, WIDE)
-            values = tl.load(
-                x + rows[:, None] * x_row + part * x_part + column[None, :] * x_column,
-                mask=inside[:, None] & (column < wide_in)[None, :], other=0,
-            )  # fmt: skip
-            a = tl.load(
-                factor + number[None, :] * first_rank + column[:, None] * first_column,
-                mask=(number < rank)[None, :] & (column < wide_in)[:, None], other=0,
-            )  # fmt: skip
-            total = tl.dot(values, a.to(values.dtype), total, input_precision="ieee")
-        few = total.to(narrow.dtype.element_ty)
-        if tl.program_id(1) == 0:
-            to = narrow + (rows[:, None] * parts + part) * rank + number[None, :]
-            tl.store(to, few, mask=inside[:, None] & (number < rank)[None, :])
-        if ADDS:
-            factor = second + expert * second_expert + part * second_part
-            begin = tl.program_id(1) * each
-            for start in range(begin, tl.minimum(begin + each, wide_out), WIDE):
+        for block in range(RANKS):
+            number = block * RANK + tl.arange(0, RANK)
+            total = tl.zeros((ROWS, RANK), tl.float32)
+            factor = first + expert * first_expert + part * first_part
+            for start in range(0, wide_in, WIDE):
                 column = start + tl.arange(0, WIDE)
-                b = tl.load(
-                    factor + column[None, :] * second_row + number[:, None] * second_rank,
-                    mask=(number < rank)[:, None] & (column < wide_out)[None, :], other=0,
+                values = tl.load(
+                    x + rows[:, None] * x_row + part * x_part + column[None, :] * x_column,
+                    mask=inside[:, None] & (column < wide_in)[None, :], other=0,
                 )  # fmt: skip
-                more = tl.dot(few, b.to(few.dtype), input_precision="ieee")
-                mask = inside[:, None] & (column < wide_out)[None, :]
-                to = out + rows[:, None] * out_row + part * out_part + column[None, :] * out_column
-                since = base + rows[:, None] * base_row + part * base_part + column[None, :] * base_column
-                if following > 0:
-                    since = to
-                sums = tl.load(since, mask=mask, other=0).to(tl.float32) + scale * more
-                tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
-            if following + 1 < TOGETHER:
-                tl.debug_barrier()  # the next part reads these sums
+                a = tl.load(
+                    factor + number[None, :] * first_rank + column[:, None] * first_column,
+                    mask=(number < rank)[None, :] & (column < wide_in)[:, None], other=0,
+                )  # fmt: skip
+                total = tl.dot(values, a.to(values.dtype), total, input_precision="ieee")
+            few = total.to(narrow.dtype.element_ty)
+            if tl.program_id(1) == 0:
+                to = narrow + (rows[:, None] * parts + part) * rank + number[None, :]
+                tl.store(to, few, mask=inside[:, None] & (number < rank)[None, :])
+            if ADDS:
+                factor = second + expert * second_expert + part * second_part
+                begin = tl.program_id(1) * each
+                for start in range(begin, tl.minimum(begin + each, wide_out), WIDE):
+                    column = start + tl.arange(0, WIDE)
+                    b = tl.load(
+                        factor + column[None, :] * second_row + number[:, None] * second_rank,
+                        mask=(number < rank)[:, None] & (column < wide_out)[None, :], other=0,
+                    )  # fmt: skip
+                    more = tl.dot(few, b.to(few.dtype), input_precision="ieee")
+                    mask = inside[:, None] & (column < wide_out)[None, :]
+                    to = out + rows[:, None] * out_row + part * out_part + column[None, :] * out_column
+                    since = base + rows[:, None] * base_row + part * base_part + column[None, :] * base_column
+                    since = to if following > 0 else tl.where(block > 0, to, since) if RANKS > 1 else since
+                    sums = tl.load(since, mask=mask, other=0).to(tl.float32) + scale * more
+                    tl.store(to, sums.to(out.dtype.element_ty), mask=mask)
+                if TOGETHER * RANKS > 1:
+                    tl.debug_barrier()  # the next product reads these sums
 
 
-def _tiles(rank: int) -> dict[str, int]:
-    """Return the padded rank, the rows and columns of a tile and the pipeline stages, so that a tile fits into
-    shared memory."""
-    padded = max(16, _next(rank))
-    stages = 3 if padded <= 64 else 2 if padded <= 256 else 1
-    return {"RANK": padded, "ROWS": ROWS, "WIDE": max(16, min(64, 4096 // padded)), "num_stages": stages}
+def _tiles(rank: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the tiles of the rank, the size, rows and columns of a tile and the pipeline stages, so that a tile fits
+    into shared memory and registers."""
+    padded = min(256 if dtype.itemsize == 2 else 32, max(16, _next(rank)))
+    wide = (4096 if dtype.itemsize == 2 else 512) // padded
+    return {
+        "RANKS": _ratio(rank, padded), "RANK": padded, "ROWS": ROWS, "WIDE": max(16, min(64, wide)),
+        "num_stages": 3 if padded < 64 else 2,
+    }  # fmt: skip
 
 
 def _strides(rows: Tensor) -> tuple[int, ...]:
@@ -421,7 +425,7 @@ def low_rank(x, first, second, base, out, ends, counts, scale):
     narrow = x.new_empty(rows, parts, rank)
     if not rows:
         return narrow
-    tile = _tiles(rank)
+    tile = _tiles(rank, x.dtype)
     adds = second is not None and base is not None and out is not None
     if second is None or base is None or out is None:
         second, base, out = first, x, x
@@ -441,10 +445,10 @@ def low_rank(x, first, second, base, out, ends, counts, scale):
 
 @triton.jit
 def _outer(
-    narrow, narrow_row, wide, out, weights, order, first, last, start, rank, size, wide_row, wide_column,
+    narrow, narrow_row, wide, out, weights, order, first, last, number, start, rank, size, wide_row, wide_column,
     out_rank, out_column, scale, WEIGHTED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    number, column = tl.arange(0, RANK), start + tl.arange(0, WIDE)
+    column = start + tl.arange(0, WIDE)
     total = tl.zeros((RANK, WIDE), tl.float32)
     for row in range(first, last, ROWS):
         rows = (row + tl.arange(0, ROWS)).to(tl.int64)
@@ -474,9 +478,11 @@ def _low_rank_gradients(
     narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, count_rows, rank, wide_in, wide_out,
     narrow_row, x_row, x_column, dout_row, dout_part, dout_column, first_expert, first_part, first_rank, first_column,
     second_expert, second_part, second_row, second_rank, scale,
-    GROUPED: tl.constexpr, WEIGHTED: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    GROUPED: tl.constexpr, WEIGHTED: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    expert, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    expert, tile, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // RANKS, tl.program_id(2)
+    number = tl.program_id(1) % RANKS * RANK + tl.arange(0, RANK)
     first, last = 0, count_rows
     if GROUPED:
         first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
@@ -485,26 +491,28 @@ def _low_rank_gradients(
     if tile < of_x:
         _outer(
             narrow_out + part * rank, narrow_row, x, of_first + expert * first_expert + part * first_part, weights,
-            order, first, last, tile * WIDE, rank, wide_in, x_row, x_column, first_rank, first_column, scale,
+            order, first, last, number, tile * WIDE, rank, wide_in, x_row, x_column, first_rank, first_column, scale,
             WEIGHTED, RANK, ROWS, WIDE,
         )  # fmt: skip
     else:
         _outer(
             narrow_in + part * rank, narrow_row, dout + part * dout_part,
             of_second + expert * second_expert + part * second_part, weights,
-            order, first, last, (tile - of_x) * WIDE, rank, wide_out, dout_row, dout_column, second_rank, second_row,
-            scale, WEIGHTED, RANK, ROWS, WIDE,
+            order, first, last, number, (tile - of_x) * WIDE, rank, wide_out, dout_row, dout_column, second_rank,
+            second_row, scale, WEIGHTED, RANK, ROWS, WIDE,
         )  # fmt: skip
 
 
 def low_rank_gradients_(narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, counts, scale):
     experts, parts, rank = of_first.shape[:3]
-    tile = _tiles(rank)
+    # a rank of 64 in a tile becomes a WGMMA on 9.0, which some assemblers compile wrongly (triton-lang/triton#11781)
+    tile = _tiles(min(32, rank), x.dtype)
+    ranks = _ratio(rank, tile["RANK"])
     tiles = sum(_ratio(wide.shape[-1], tile["WIDE"]) for wide in (x, dout))
     weighted = weights is not None
-    _low_rank_gradients[(experts, tiles, parts)](
+    _low_rank_gradients[(experts, tiles * ranks, parts)](
         narrow_out, x, narrow_in, dout, of_first, of_second, weights if weighted else x, order if weighted else x,
         x if ends is None else ends, x.shape[0], rank, x.shape[1], dout.shape[-1], parts * rank, *x.stride(),
         *_strides(dout), *of_first.stride(), *of_second.stride(), float(scale),
-        GROUPED=ends is not None, WEIGHTED=weighted, **tile,
+        GROUPED=ends is not None, WEIGHTED=weighted, **tile | {"RANKS": ranks},
     )  # fmt: skip

@@ -33,9 +33,9 @@ BAND = 8  # tiles of rows that read the same columns one after the other, while 
 @triton.jit
 def _sum_of_products(
     a, b, inside, within, deep, a_row, a_deep, b_deep, b_wide,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+    total, WHOLE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Return the product [ROWS, WIDE] of the tiles at the pointers `a` and `b`, summed over `deep` places.
+    """Add the product [ROWS, WIDE] of the tiles at the pointers `a` and `b`, summed over `deep` places, to `total`.
 
     Args:
         inside: [ROWS] which rows of the left operand exist.
@@ -45,7 +45,6 @@ def _sum_of_products(
     place = tl.arange(0, DEEP)
     lefts = a + tl.arange(0, ROWS)[:, None] * a_row + place[None, :] * a_deep
     rights = b + place[:, None] * b_deep + tl.arange(0, WIDE)[None, :] * b_wide
-    total = tl.zeros((ROWS, WIDE), tl.float32)
     for start in range(0, deep, DEEP):
         left_inside, right_inside = inside[:, None], within[None, :]
         if not WHOLE:
@@ -59,11 +58,49 @@ def _sum_of_products(
     return total
 
 
+@triton.jit
+def _low_rank_terms(
+    narrow, second, inside, column, wide, rank, second_part, second_row, second_rank,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Return the product [ROWS, WIDE] of narrow rows and second factors, without the scale.
+
+    Args:
+        narrow: pointer at the tile's first row [PARTS, rank].
+        second: pointer at the expert's factors [PARTS, rows, rank].
+        column: [WIDE] columns of the result, of which there are `wide`.
+        COLUMNS: which columns a part has: "all", "consecutive" ones, or they "alternate".
+    """
+    total = tl.zeros((ROWS, WIDE), tl.float32)
+    row = tl.arange(0, ROWS)
+    for part in tl.static_range(PARTS):
+        of_part, own = column, column < wide
+        if COLUMNS == "consecutive":
+            of_part = column - part * (wide // PARTS)
+            own &= (of_part >= 0) & (of_part < wide // PARTS)
+        if COLUMNS == "alternate":
+            of_part = column // PARTS
+            own &= column % PARTS == part
+        for start in tl.range(0, rank, RANK, num_stages=1):
+            number = start + tl.arange(0, RANK)
+            few = tl.load(
+                narrow + (row[:, None] * PARTS + part) * rank + number[None, :],
+                mask=inside[:, None] & (number < rank)[None, :], other=0,
+            )  # fmt: skip
+            factor = tl.load(
+                second + part * second_part + of_part[None, :] * second_row + number[:, None] * second_rank,
+                mask=own[None, :] & (number < rank)[:, None], other=0,
+            )  # fmt: skip
+            total = tl.dot(few, factor.to(few.dtype), total, input_precision="ieee")
+    return total
+
+
 @kernel(do_not_specialize_on_alignment=["ends"])
 def _rows_by_matrices(
-    a, b, ends, out, count, deep, wide, a_row, a_deep, b_expert, b_deep, b_wide,
-    WHOLE: tl.constexpr, BAND: tl.constexpr, EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
+    a, b, ends, narrow, second, out, count, deep, wide, rank, a_row, a_deep, b_expert, b_deep, b_wide,
+    second_expert, second_part, second_row, second_rank, scale,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr, WHOLE: tl.constexpr, BAND: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     across = (wide + WIDE - 1) // WIDE
     band, number = tl.program_id(0) // (BAND * across), tl.program_id(0) % (BAND * across)
@@ -78,9 +115,16 @@ def _rows_by_matrices(
     if row >= end:
         return
     inside, within = row + tl.arange(0, ROWS) < end, column + tl.arange(0, WIDE) < wide
+    total = tl.zeros((ROWS, WIDE), tl.float32)
+    if PARTS:
+        total = scale * _low_rank_terms(
+            narrow + row.to(tl.int64) * PARTS * rank, second + expert.to(tl.int64) * second_expert, inside,
+            column + tl.arange(0, WIDE), wide, rank, second_part, second_row, second_rank,
+            PARTS, COLUMNS, RANK, ROWS, WIDE,
+        )  # fmt: skip
     total = _sum_of_products(
         a + row.to(tl.int64) * a_row, b + expert.to(tl.int64) * b_expert + column.to(tl.int64) * b_wide,
-        inside, within, deep, a_row, a_deep, b_deep, b_wide, WHOLE, ROWS, WIDE, DEEP,
+        inside, within, deep, a_row, a_deep, b_deep, b_wide, total, WHOLE, ROWS, WIDE, DEEP,
     )  # fmt: skip
     to = out + row.to(tl.int64) * wide + column + tl.arange(0, ROWS)[:, None] * wide + tl.arange(0, WIDE)[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & within[None, :])
@@ -99,7 +143,8 @@ def _outer(
     first = begin.to(tl.int64)
     total = _sum_of_products(
         a + first * a_row + row.to(tl.int64) * a_high, b + first * b_row + column.to(tl.int64) * b_wide,
-        inside, within, end - begin, a_high, a_row, b_row, b_wide, False, ROWS, WIDE, DEEP,
+        inside, within, end - begin, a_high, a_row, b_row, b_wide,
+        tl.zeros((ROWS, WIDE), tl.float32), False, ROWS, WIDE, DEEP,
     )  # fmt: skip
     to = out + (expert * high + row) * wide + column + tl.arange(0, ROWS)[:, None] * wide + tl.arange(0, WIDE)[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & within[None, :])
@@ -112,28 +157,46 @@ def _ratio(number: int, size: int) -> int:
 
 def grouped_mm(a, b, ends, counts):
     if b.dim() == 3:
-        out, launch = a.new_empty(a.shape[0], b.shape[2]), _launch_rows
-        rows = a.shape[0] // len(counts)
-        tiles = [tile for tile in TILES if tile.rows <= max(16, 2 * rows)]  # else most of a tile has no rows
-    else:
-        out, launch = a.new_empty(len(counts), a.shape[0], b.shape[1]), _launch_outer
-        rows = b.shape[0] // len(counts)
-        tiles = [tile for tile in TILES if tile.rows >= 64]
+        out = a.new_empty(a.shape[0], b.shape[2])
+        _multiply(out, a, b, ends, None)
+        return out
+    out, run = a.new_empty(len(counts), a.shape[0], b.shape[1]), partial(_launch_outer, a, b, ends)
     if out.numel():
-        run, tile = partial(launch, a, b, ends, out), tiles[0]
-        if a.is_cuda:
-            sizes = a.shape[1 if b.dim() == 3 else 0], b.shape[-1], *a.stride(), *b.stride()
-            shapes = (str(a.dtype), len(counts), rows.bit_length(), *sizes)
-            tile = fastest(launch.__name__, shapes, tiles, run)
-        run(tile)
+        run(out, _tile(run, out, [tile for tile in TILES if tile.rows >= 64], b.shape[0], len(counts), a.T, b))
     return out
 
 
-def _launch_rows(a, b, ends, out, tile):
+def low_rank_product_(out, rows, matrices, narrow, second, ends, counts, scale, interleaved):
+    columns = "all" if second.shape[2] == out.shape[1] else "alternate" if interleaved else "consecutive"
+    _multiply(out, rows, matrices, ends, (narrow, second, float(scale), columns))
+
+
+def _multiply(out, a, b, ends, terms):
+    experts, rows = b.shape[0], a.shape[0]
+    if out.numel():
+        # in a tile of more than twice the rows of an expert, most would be empty
+        tiles = [tile for tile in TILES if tile.rows <= max(16, 2 * rows // experts)]
+        run = partial(_launch_rows, a, b, ends, terms)
+        run(out, _tile(run, out, tiles, rows, experts, a, b, *(() if terms is None else terms[:2])))
+
+
+def _tile(run, out, tiles, rows, experts, *operands):
+    """Return the tile for a launch: on a GPU the fastest for these operands, whatever the number of rows exactly."""
+    if not out.is_cuda:
+        return tiles[0]
+    layouts = [(str(one.dtype), *one.shape[1:], *one.stride()) for one in operands]
+    return fastest(run.func.__name__, (experts, (rows // experts).bit_length(), *layouts), tiles, partial(run, out))
+
+
+def _launch_rows(a, b, ends, terms, out, tile):
     experts, deep, wide = b.shape
     slots, across = a.shape[0] // tile.rows + experts, _ratio(wide, tile.wide)
+    narrow, second, scale, columns = (a, b[:, None], 0.0, "all") if terms is None else terms
+    rank = narrow.shape[-1]
     _rows_by_matrices[(slots * across,)](
-        a, b, ends, out, experts, deep, wide, *a.stride(), *b.stride(), WHOLE=deep % tile.deep == 0, BAND=BAND,
+        a, b, ends, narrow, second, out, experts, deep, wide, 0 if terms is None else rank, *a.stride(), *b.stride(),
+        *second.stride(), scale, PARTS=0 if terms is None else narrow.shape[1], COLUMNS=columns,
+        RANK=16 if terms is None or rank <= 16 else 32, WHOLE=deep % tile.deep == 0, BAND=BAND,
         EXPERTS=1 << (experts - 1).bit_length(), ROWS=tile.rows, WIDE=tile.wide, DEEP=tile.deep,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -66,6 +66,7 @@ def _kind_of_shortened(form: ClosedForm) -> Hashable:
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
     lora = kind.pop("adapt")["lora"]
+    del kind["train"]["keeps_rows"]  # the layers' kinds say it
     return (
         json.dumps([kind, {name: lora[name] for name in lora or () if name not in _WHERE}], default=str),
         form.gpu and form.gpu.capability,

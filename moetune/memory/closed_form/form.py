@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from moetune.config.schema import OptimizerConfig, RunConfig
+from moetune.config.resolved import ResolvedConfig
+from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form import store
@@ -101,12 +102,16 @@ class ClosedForm:
         return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
 
     @overload
-    def at(self, config: RunConfig, routing: AssumedRouting = ..., *, may_record: Literal[True] = ...) -> Trace: ...
+    def at(
+        self, config: ResolvedConfig, routing: AssumedRouting = ..., *, may_record: Literal[True] = ...
+    ) -> Trace: ...
 
     @overload
-    def at(self, config: RunConfig, routing: AssumedRouting = ..., *, may_record: bool) -> Trace | None: ...
+    def at(self, config: ResolvedConfig, routing: AssumedRouting = ..., *, may_record: bool) -> Trace | None: ...
 
-    def at(self, config: RunConfig, routing: AssumedRouting = BALANCED, *, may_record: bool = True) -> Trace | None:
+    def at(
+        self, config: ResolvedConfig, routing: AssumedRouting = BALANCED, *, may_record: bool = True
+    ) -> Trace | None:
         """Evaluate the closed form at the sizes of a run of this kind.
 
         Reads records from disk; a step of a new shape is recorded, which takes seconds, and written to disk.
@@ -153,7 +158,7 @@ class ClosedForm:
         found = Trace(recorded.log, events, values, formula=recorded.formula, sizes=sizes[0])
         return replace(found, load=load_peaks(self.run, found))
 
-    def _size(self, config: RunConfig, routing: AssumedRouting) -> _Size:
+    def _size(self, config: ResolvedConfig, routing: AssumedRouting) -> _Size:
         """Return the sizes of a run.
 
         Raises:
@@ -167,9 +172,10 @@ class ClosedForm:
                 f"parallel.tp: {config.parallel.tp} ranks divide the tokens of a batch, and a closed form needs a "
                 f"power of two that divides train.sequence_length, {length}; use --method trace"
             )
-        batch = Chunks.of(train.loss_bytes, head, train.micro_batch * length)
+        memory = replace(self.run, config=config).loss_bytes()
+        batch = Chunks.of(memory, head, train.micro_batch * length)
         more = evaluated_rows(config) if evaluated_rows(config) > train.micro_batch else 0
-        held_out = Chunks.of(train.loss_bytes, head, more * length) if more else None
+        held_out = Chunks.of(memory, head, more * length) if more else None
         rows = self._rows(batch.tokens, held_out.tokens if held_out else 0, routing)
         idle = {one.idle for one in rows.values()} or {((), ())}
         if len(idle) > 1:
@@ -253,10 +259,12 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
         kind["adapt"]["lora"] |= unlike | {"alpha": None, "rslora": None}
     kind["optimizer"] = {part: _of_optimizer(optimizer) for part, optimizer in run.optimizers.items()}
     kind["train"]["expert_memory"] = run.expert_memory
+    kind["train"]["keeps_rows"] = sorted(run.keeps_rows)
     kind["train"]["dense_router_gradient"] = config.train.dense_router_gradient
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
     kind["data"] = {"packing": config.packs}
     kind["published"] = run.model.source.quantization.method
+    kind["without_kernels"] = sorted(config.hardware.without_kernels)
     kind["settings"] = run.model.settings.to_dict()
     return kind
 

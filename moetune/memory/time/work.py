@@ -262,6 +262,11 @@ def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
     return 2.0 * rows * (a.shape[1] if b.dim() == 3 else a.shape[0]) * b.shape[-1]
 
 
+def _low_rank_product(out: Tensor, rows: Tensor, matrices: Tensor, narrow: Tensor, second: Tensor, *_: Any) -> float:
+    """FLOPs of a grouped product with low-rank terms, 2·N·(p·q + P·r·q'): second [C, P, q', r]."""
+    return _grouped(rows, matrices) + 2.0 * len(rows) * second[0].numel()
+
+
 def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float:
     """FLOPs of LoRA on expert rows, 2·N·P·r·(p + q), with P = 1 where there is no such dimension.
 
@@ -307,6 +312,7 @@ def _varlen_backward(
 _FLOPS: dict[Any, Callable[..., float]] = {
     torch.ops.moetune.grouped_mm.default: _grouped,
     torch.ops.moetune.low_rank.default: _low_rank,
+    torch.ops.moetune.low_rank_product_.default: _low_rank_product,
     torch.ops.moetune.low_rank_gradients_.default: _low_rank_gradients,
     torch.ops.torch_attn._varlen_attn.default: _varlen,
     torch.ops.torch_attn._varlen_attn_backward.default: _varlen_backward,
@@ -336,7 +342,8 @@ def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
 # Operators that read rows of a tensor; that write rows of it; and whose written argument is not read before.
 _LOOKS_UP = {"embedding", "index", "index_select", "gather", "gather_rows"}
 _PUTS = {"index_copy_", "index_add_", "index_put_", "scatter_", "scatter_add_"}
-_OVERWRITES = {"copy_", "zero_", "fill_", "uniform_", "normal_", "sum_rows_", "low_rank", "low_rank_gradients_"}
+_OVERWRITES = {"copy_", "zero_", "fill_", "uniform_", "normal_", "sum_rows_"}
+_OVERWRITES |= {"low_rank", "low_rank_product_", "low_rank_gradients_"}
 
 
 def written_by(func: Any, args: Any) -> Tensor | None:

@@ -123,7 +123,8 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
             selection.lora_experts.get(number, ()),
         )
         stays = checkpointing == "offload" and number == 0  # its input, a frozen embedding's output, stays on the GPU
-        kinds.append((arrive, stays, trains, held.get(number, ()), *_make(layer)))
+        keeps_rows = number in run.keeps_rows
+        kinds.append((arrive, stays, keeps_rows, trains, held.get(number, ()), *_make(layer)))
         arrive = arrive or any(trains)
     return kinds
 

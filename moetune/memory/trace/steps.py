@@ -327,7 +327,7 @@ class Steps(Watched):
         batch = feed.batch_of(feed.held_out_rows)
         tracker.tag(filter(torch.is_tensor, batch.values()), "saved_activations")
         self.adapted.model.eval()
-        held_out_loss(self.adapted.model, batch, feed.held_out_chunks or self.config.train.loss_bytes)
+        held_out_loss(self.adapted.model, batch, feed.held_out_chunks or self.adapted.run.loss_bytes())
         self.adapted.model.train()
 
     def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker, chunks: Chunks | None, *, last: bool) -> None:

@@ -18,6 +18,7 @@ from moetune.compat.torch import QuickFakeMode
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.context import CountReceived, CountRows, received_as_sent
+from moetune.experts.kernels.registry import using_kernels
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting, Replayed
 from moetune.memory.trace.alike import Shortened, shorten
 from moetune.memory.trace.loading import load_peaks
@@ -113,7 +114,8 @@ def faked(
         UserError: the model cannot be built, as in `build_fake`.
     """
     mode = QuickFakeMode()
-    with fake_ranks(run.config.parallel, rank) as ranks:
+    without = () if gpu is None else run.config.hardware.without_kernels
+    with using_kernels(but=without), fake_ranks(run.config.parallel, rank) as ranks:
         short = shorten(run, ranks) if shortened and can_be_shortened(run.config) else None
         adapted = build_fake(run if short is None else short.run, mode, ranks, None if gpu is None else gpu.capability)
         try:

@@ -33,7 +33,7 @@ IGNORED = -100
 """The label of a token that has no loss."""
 
 BLOCK_ELEMENTS = 2**23
-"""Maximum number of logits of a block, which are in float32 at the same time if logits are narrower (32 MiB)."""
+"""Number of logits of a block, at least: they are in float32 at the same time if logits are narrower (32 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Chunks:
                 chunk.
         """
         size = chunk_tokens(memory, head.vocabulary, head.width, head.row_bytes, tokens)
-        return cls(tokens, size, size if head.width == 4 else min(size, block_tokens(head.vocabulary)))
+        return cls(tokens, size, size if head.width == 4 else min(size, block_tokens(memory, head.vocabulary)))
 
     def slices(self) -> Iterator[slice]:
         """Yield the slice of the batch's tokens that makes up each chunk."""
@@ -75,8 +75,8 @@ class Chunks:
 def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int, tokens: int) -> int:
     """Return n, the number of tokens of a chunk: as many as fit in `memory` bytes, at least 1, at most `tokens`.
 
-    A chunk takes n·row_bytes for its logits and, if these are narrower than float32, 4·V·min(n, 2²³/V) for a block in
-    float32.
+    A chunk takes n·row_bytes for its logits and, if these are narrower than float32, 4·V·b for a block of b ≤ n tokens
+    in float32: about half of the memory.
 
     Args:
         memory: bytes for one chunk; None if all tokens are one chunk.
@@ -86,16 +86,19 @@ def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int
     """
     if memory is None:
         return tokens
-    block = min(tokens, block_tokens(vocabulary)) if width < 4 else 0
+    block = min(tokens, block_tokens(memory, vocabulary)) if width < 4 else 0
     fits = (memory - 4 * vocabulary * block) // row_bytes
     if fits < block:  # the chunk is smaller than a block, so all of it is one block
         fits = memory // (row_bytes + 4 * vocabulary)
     return max(1, min(fits, tokens))
 
 
-def block_tokens(vocabulary: int) -> int:
-    """Return the number of tokens of a block, whose logits are in float32 at the same time."""
-    return max(1, BLOCK_ELEMENTS // vocabulary)
+def block_tokens(memory: int | None, vocabulary: int) -> int:
+    """Return the number of tokens of a block, whose logits are in float32 at the same time.
+
+    They take half of a chunk's memory, because each block is twenty launches, but at least `BLOCK_ELEMENTS`.
+    """
+    return max(1, max(BLOCK_ELEMENTS, (memory or 0) // 8) // vocabulary)
 
 
 def summed_cross_entropy(

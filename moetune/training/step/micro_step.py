@@ -11,14 +11,11 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from moetune.config.resolved import ResolvedTrain
-from moetune.config.schema import TrainConfig
+from moetune.run.loss_memory import LEAST
 from moetune.training.step.batch import Batch
 from moetune.training.step.lm_head import split
 from moetune.training.step.loss import IGNORED, Chunks, summed_cross_entropy
 from moetune.training.step.router_losses import RouterWatch
-
-LOSS_MEMORY = TrainConfig().loss_bytes
-"""Default of `train.loss_memory`, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ def count_loss_tokens(batch: Batch) -> Tensor:
 
 
 def token_loss(
-    model: PreTrainedModel, batch: Batch, divisor: Tensor | int = 1, memory: int | Chunks | None = LOSS_MEMORY
+    model: PreTrainedModel, batch: Batch, divisor: Tensor | int = 1, memory: int | Chunks | None = LEAST
 ) -> Tensor:
     """Return (Σ cross-entropy of all predicted tokens of a batch) / `divisor`, a float32 scalar.
 
@@ -56,9 +53,7 @@ def token_loss(
 
 
 @torch.no_grad()
-def held_out_loss(
-    model: PreTrainedModel, batch: Batch, memory: int | Chunks | None = LOSS_MEMORY
-) -> tuple[Tensor, Tensor]:
+def held_out_loss(model: PreTrainedModel, batch: Batch, memory: int | Chunks | None = LEAST) -> tuple[Tensor, Tensor]:
     """Return (summed token loss, number of predicted tokens) of a batch, as scalars on the device, without gradients.
 
     Args:
@@ -74,7 +69,7 @@ def micro_step(
     watch: RouterWatch,
     config: ResolvedTrain,
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
-    memory: int | Chunks | None = LOSS_MEMORY,
+    memory: int | Chunks | None = LEAST,
 ) -> MicroStep:
     """Run the forward and backward pass of one micro-batch; gradients are left to autograd and its hooks.
 

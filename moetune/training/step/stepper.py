@@ -125,9 +125,9 @@ class Stepper:
                 backward(scaled)
 
         set_gradient_sync(self._stack, self.adapted.ranks, last=last)
-        train = self.config.train
+        memory = chunks or self.adapted.run.loss_bytes(len(batch["input_ids"]))
         once = partial(
-            micro_step, self.adapted.model, batch, total_tokens, self.watch, train, observed, chunks or train.loss_bytes
+            micro_step, self.adapted.model, batch, total_tokens, self.watch, self.config.train, observed, memory
         )
         done = once() if self.fused is None else self._fused_passes(self.fused, once)
         self.loss = self.loss + done.loss

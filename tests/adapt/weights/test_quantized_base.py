@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from moetune.adapt.weights import quantized_base
 from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
+from moetune.files import Ledger
 from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.source import find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
@@ -229,6 +230,47 @@ def test_the_command(packed: Path, tmp_path: Path, moetune: Run) -> None:
     assert "quantized already" in moetune("quantize", out, "--out", tmp_path / "x").err
     assert "download it first" in moetune("quantize", "mixtral-8x7b", "--out", tmp_path / "x").err
     assert not (tmp_path / "x").exists()
+
+
+def test_overwriting_removes_what_the_ledger_lists(packed: Path, tmp_path: Path, moetune: Run) -> None:
+    source, out = packed.parent / "plain", tmp_path / "out"
+    assert moetune("quantize", source, "--out", out).code == 0
+    listed = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()} - {".moetune"}
+    assert (Ledger(out).kind, listed <= Ledger(out).paths) == ("quantized base", True)
+    again = ("quantize", source, "--out", out, "--base", "int8")
+    assert "--overwrite" in moetune(*again).err
+    for mine in ("mine.safetensors", "notes/mine.txt"):
+        (out / mine).parent.mkdir(exist_ok=True)
+        (out / mine).write_text("mine")
+        ended = moetune(*again, "--overwrite")
+        assert (ended.code, mine in ended.err) == (2, True)
+        assert read_quantized_manifest(out).base == "nf4"
+        (out / mine).unlink()
+    ended = moetune(*again, "--overwrite")
+    assert (ended.code, ended.err) == (0, "")
+    assert read_quantized_manifest(out).base == "int8"
+    assert (out / "notes").is_dir()
+    assert not (out / ".lock").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "rest.safetensors").write_text("mine")
+    ended = moetune("quantize", source, "--out", other, "--overwrite")
+    assert (ended.code, "holds no quantized base" in ended.err) == (2, True)
+    assert (other / "rest.safetensors").read_text() == "mine"
+
+
+def test_a_base_that_was_begun_is_overwritten(packed: Path, tmp_path: Path, moetune: Run) -> None:
+    """One that was killed before it wrote more than its ledger goes on, too."""
+    source, out = packed.parent / "plain", tmp_path / "out"
+    assert moetune("quantize", source, "--out", out).code == 0
+    (out / "packed.json").rename(out / ".packed.begun.json")
+    (out / ".rest.safetensors").write_text("half")
+    assert moetune("quantize", source, "--out", out, "--overwrite").code == 0
+    assert read_quantized_manifest(out) == read_quantized_manifest(packed)
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    (begun / ".moetune").write_bytes((out / ".moetune").read_bytes())
+    assert moetune("quantize", source, "--out", begun).code == 0
 
 
 def test_the_command_takes_a_name(tmp_path: Path, moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:

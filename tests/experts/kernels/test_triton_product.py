@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moetune.experts.kernels import operators as kernels
 from tests.experts.kernels.interpreter import interpreted_module
 
 pytest.importorskip("triton")
@@ -57,10 +58,13 @@ def test_products_are_those_of_each_expert(interpreted: ModuleType, name: str, d
     for a, b in ((x, W.mT), (dout, W), (dout.T, x), (x.T, dout)):
         expected = by_expert(a, b, counts)
         found = [interpreted.grouped_mm(a, b, ends, counts)]
-        launch = interpreted._launch_rows if b.dim() == 3 else interpreted._launch_outer
         for rows, columns in ((16, 32), (32, 16)):
             found.append(torch.full_like(expected, torch.nan))
-            launch(a, b, ends, found[-1], interpreted.Tile(rows, columns, 16, num_warps=4, num_stages=2))
+            tile = interpreted.Tile(rows, columns, 16, num_warps=4, num_stages=2)
+            if b.dim() == 3:
+                interpreted._launch_rows(a, b, ends, None, found[-1], tile)
+            else:
+                interpreted._launch_outer(a, b, ends, found[-1], tile)
         for one in found:
             torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
@@ -69,3 +73,33 @@ def test_without_any_row(interpreted: ModuleType) -> None:
     none, ends = torch.zeros(0, 24), torch.zeros(3, dtype=torch.int32)
     assert interpreted.grouped_mm(none, random(3, 24, 16), ends, [0] * 3).shape == (0, 16)
     assert torch.equal(interpreted.grouped_mm(none.T, none, ends, [0] * 3), torch.zeros(3, 24, 24))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("parts", "rank"), [(1, 5), (2, 16), pytest.param(2, 40, marks=pytest.mark.full)])
+def test_low_rank_terms_are_added(interpreted: ModuleType, parts: int, rank: int, interleaved: bool) -> None:
+    counts, deep, wide = [0, 5, 18], 24, 36
+    ends = torch.tensor([*accumulate(counts)], dtype=torch.int32)
+    x, W, narrow = random(23, deep), random(3, wide, deep, seed=1), random(23, parts, rank, seed=2)
+    B, A = random(3, parts, wide // parts, rank, seed=3), random(3, parts, rank, wide, seed=4)
+    for second in (B, A.mT):  # columns of each part's own, and the sum over the parts
+        found, expected = torch.full((23, wide), torch.nan), torch.full((23, wide), torch.nan)
+        of_rows = narrow, second, ends, counts, 0.5, interleaved
+        interpreted.low_rank_product_(found, x, W.mT, *of_rows)
+        kernels.OPERATORS["low_rank_product_"].reference(expected, x, W.mT, *of_rows)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+        tile = interpreted.Tile(16, 16, 16, num_warps=4, num_stages=2)
+        columns = "all" if second.shape[2] == wide else "alternate" if interleaved else "consecutive"
+        interpreted._launch_rows(x, W.mT, ends, (narrow, second, 0.5, columns), found.fill_(torch.nan), tile)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_the_sum_with_low_rank_terms_is_that_of_each_row() -> None:
+    """The operator's reference, in two parts whose columns alternate, in float64."""
+    counts, ends = [2, 0, 3], torch.tensor([2, 2, 5], dtype=torch.int32)
+    x, W, narrow = (random(*size).double() for size in ((5, 6), (3, 8, 6), (5, 2, 3)))
+    second, out = random(3, 2, 4, 3, seed=1).double(), torch.empty(5, 8).double()
+    kernels.low_rank_product_(out, x, W.mT, narrow, second, ends, counts, 0.5, True)
+    for row, expert in enumerate([0, 0, 2, 2, 2]):
+        terms = torch.stack([second[expert, part] @ narrow[row, part] for part in (0, 1)], 1).flatten()
+        torch.testing.assert_close(out[row], W[expert] @ x[row] + 0.5 * terms)

@@ -10,6 +10,7 @@ import pytest
 from moetune.memory.closed_form import form
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.trace import trace
 from moetune.run.resolve import resolve
 from tests.memory.models import toy_run, write_toy
 from tests.thinned import thinned
@@ -81,6 +82,18 @@ def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.M
             assert recorded - before == (layers == 5)
             own = ClosedForm(run, rank).at(run.config)
             assert (found.parts(), found.host_peak, found.load) == (own.parts(), own.host_peak, own.load)
+
+
+def test_other_numbers_of_layers_that_keep_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=12)
+    lora = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
+    depths = Depths()
+    for kept in (5, 7):
+        run = resolve(toy_run(toy, "mixtral", lora, train={"keep_rows": kept}), "cuda")
+        found = depths.at(run)
+        monkeypatch.setattr(form, "record", lambda *_: pytest.fail("the second run has a record"))
+        traced = trace(run)
+        assert (found.parts(), found.load) == (traced.parts(), traced.load)
 
 
 @pytest.mark.full

@@ -108,23 +108,24 @@ def test_a_prediction_is_what_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "checkpointing", "experts_on"),
+    ("model_type", "checkpointing", "kept", "experts_on"),
     [
-        pytest.param("mixtral", "none", "gpu", marks=pytest.mark.full),
-        ("mixtral", "offload", "host"),
-        ("deepseek_v3", "full", "gpu"),
-        pytest.param("deepseek_v3", "none", "host", marks=pytest.mark.full),
-        pytest.param("llama", "offload", "gpu", marks=pytest.mark.full),
-        ("llama", "none", "gpu"),
+        pytest.param("mixtral", "none", 0, "gpu", marks=pytest.mark.full),
+        ("mixtral", "offload", 1, "host"),
+        pytest.param("mixtral", "experts_only", 1, "gpu", marks=pytest.mark.full),
+        ("deepseek_v3", "full", 1, "gpu"),
+        pytest.param("deepseek_v3", "none", 0, "host", marks=pytest.mark.full),
+        pytest.param("llama", "offload", 0, "gpu", marks=pytest.mark.full),
+        ("llama", "none", 0, "gpu"),
     ],
 )
 def test_fake_steps_take_byte_for_byte_what_real_ones_take(
-    toys: dict[str, Path], model_type: str, checkpointing: str, experts_on: str
+    toys: dict[str, Path], model_type: str, checkpointing: str, kept: int, experts_on: str
 ) -> None:
     adapt = DENSE["everything"] if model_type == "llama" else MIXED
     sections = {
         "model": {"experts_on": experts_on},
-        "train": {"accumulate": 2, "checkpointing": checkpointing},
+        "train": {"accumulate": 2, "checkpointing": checkpointing, "keep_rows": kept},
     }
     assert_alike(toy_run(toys[model_type], model_type, adapt, **sections))
 

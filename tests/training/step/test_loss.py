@@ -94,7 +94,7 @@ def test_torchs_linear_cross_entropy_gives_the_same(tokens: int, reduction: str)
 def test_bfloat16_logits_give_the_gradient_of_float32_rounded_once(
     monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
-    monkeypatch.setattr(loss, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(loss, "block_tokens", lambda memory, vocabulary: max(1, elements // vocabulary))
     logits_NV = 4 * torch.randn(TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(0))
     logits_NV = logits_NV.bfloat16().requires_grad_()
     targets_N = head()[2]
@@ -234,7 +234,7 @@ def test_chunks_of_a_model_equal_its_logits(
 @pytest.mark.parametrize(("vocabulary", "width"), [(256, 2), (32_000, 2), (32_000, 4), (150_000, 2), (2**24, 2)])
 def test_a_chunk_is_as_large_as_fits(vocabulary: int, width: int, memory: int) -> None:
     def taken(tokens: int) -> int:
-        block = 4 * vocabulary * min(tokens, max(1, 2**23 // vocabulary)) if width < 4 else 0
+        block = 4 * vocabulary * min(tokens, max(1, max(2**23, memory // 8) // vocabulary)) if width < 4 else 0
         return tokens * vocabulary * width + block
 
     tokens = chunk_tokens(memory, vocabulary, width, vocabulary * width, 10**9)

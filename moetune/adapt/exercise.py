@@ -1,0 +1,234 @@
+"""The calls of a run's operators at its own sizes: `sizes_of` a run, and exercises that make these calls.
+
+An exercise runs a part of the model, forward and backward, on a few random tokens. An operator that no exercise calls
+is not compared with its reference: a part of the model that calls a new operator becomes a class with the method
+`exercise`, and a field of `Sizes`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import Tensor, nn
+
+from moetune.adapt.low_rank import adapted
+from moetune.compat.bitsandbytes import prepare_4bit
+from moetune.compat.transformers import activation_of, norms_heads, with_rotary
+from moetune.config.schema import Storage
+from moetune.experts.activation import SwiGLU, recognize
+from moetune.experts.kernels import rotary
+from moetune.experts.kernels.self_check import TOKENS, BankSizes
+from moetune.experts.kernels.self_check import samples as bank_samples
+from moetune.experts.quantized import QuantizedLinear
+from moetune.models.moe import MoeLayer
+from moetune.run.dtypes import DTYPES
+from moetune.run.resolved import ResolvedRun
+
+_MOST_KINDS = 4
+"""Kinds of expert layers that are compared, the most frequent first; others differ in the numbers of their experts."""
+
+
+@dataclass(frozen=True)
+class LinearSizes:
+    """What the calls of a linear layer depend on, beside the number of token rows.
+
+    Attributes:
+        inputs, outputs: features.
+        storage: of the frozen weight.
+        double_quant: NF4's scales are quantized.
+        dtype: of token rows.
+        rank: of LoRA's factors; 0 without LoRA.
+    """
+
+    inputs: int
+    outputs: int
+    storage: Storage | Literal["fp16"]
+    double_quant: bool
+    dtype: Literal["bf16", "fp16", "fp32"]
+    rank: int
+
+    def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
+        """Build a layer of these sizes with random weights; return a function that runs it forward and backward.
+
+        With LoRA it also runs without a gradient of the input, as below the first layer that trains.
+        """
+        dtype, base = DTYPES[self.dtype], self._base(device)
+        if self.rank:
+            A = nn.Linear(self.inputs, self.rank, bias=False, device=device)
+            B = nn.Linear(self.rank, self.outputs, bias=False, device=device)
+
+        def run() -> None:
+            for needs_gradient in (True, False) if self.rank else (True,):
+                x = torch.randn(tokens, self.inputs, dtype=dtype, device=device).requires_grad_(needs_gradient)
+                with torch.enable_grad():
+                    y = adapted(base, x, A, B, 0.5) if self.rank else base(x)
+                    assert y is not None
+                    y.backward(torch.randn_like(y))
+
+        return run
+
+    def _base(self, device: torch.device) -> nn.Module:
+        dtype, double = DTYPES[self.dtype], self.double_quant
+        plain = nn.Linear(self.inputs, self.outputs, bias=False, dtype=dtype, device=device)
+        if self.storage == "int8":
+            return QuantizedLinear(plain.weight.data, None, "int8")
+        if self.storage != "nf4":
+            return plain.requires_grad_(False)
+        options: Any = {"compress_statistics": double, "quant_type": "nf4"}
+        quantized = Linear4bit(self.inputs, self.outputs, bias=False, compute_dtype=dtype, device="meta", **options)
+        quantized.weight = Params4bit(plain.weight.data, requires_grad=False, module=quantized, **options)
+        prepare_4bit(quantized)
+        return quantized.to(device)
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """What the rotation of queries and keys depends on (`adapt/rotary.py`), beside the number of token rows.
+
+    Attributes:
+        heads: number of heads of queries; `kv_heads` of keys.
+        size: of a head.
+        has_norms: the kernel computes an RMS norm of each head.
+        dtype: of heads.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    has_norms: bool
+    dtype: Literal["bf16", "fp16", "fp32"]
+
+    def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
+        """Return a function that rotates heads of random tokens and gradients, by positions of all rows and of each."""
+        dtype, length = DTYPES[self.dtype], tokens // 2
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=dtype, device=device)
+
+        def run() -> None:
+            for rows in (1, 2):
+                q, k = (drawn(2, length, count, self.size).transpose(1, 2) for count in (self.heads, self.kv_heads))
+                angles = drawn(rows, length, self.size), drawn(rows, length, self.size)
+                given: Any = (q, k) if self.has_norms else (None, None)
+                norms: Any = (drawn(self.size), drawn(self.size), 1e-6) if self.has_norms else (None, None, 0.0)
+                dq, dk = (torch.randn_like(one) for one in rotary.rotate(q, k, *angles, *norms))
+                rotary.rotate_backward(dq, dk, *given, *angles, *norms)
+
+        return run
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of all parts of a run whose operators have kernels."""
+
+    banks: tuple[BankSizes, ...] = ()
+    linears: tuple[LinearSizes, ...] = ()
+    heads: tuple[HeadSizes, ...] = ()
+
+    def __iter__(self) -> Iterator[BankSizes | LinearSizes | HeadSizes]:
+        yield from self.banks
+        yield from self.linears
+        yield from self.heads
+
+
+def samples(dtype: torch.dtype) -> Sizes:
+    """Return sizes that together call every operator in all its variants."""
+    name: Any = next(name for name, one in DTYPES.items() if one == dtype)
+    return Sizes(
+        tuple(bank_samples(dtype)),
+        (LinearSizes(192, 160, "nf4", True, name, 12), LinearSizes(192, 160, "int8", False, name, 0)),
+        (HeadSizes(4, 2, 64, True, name), HeadSizes(4, 2, 64, False, name)),
+    )
+
+
+def sizes_of(run: ResolvedRun) -> Sizes:
+    """Return the sizes at which a run calls operators.
+
+    Under expert parallelism they are those of a rank with an even share of the experts.
+    """
+    first = {layer.shape: layer for layer in reversed(run.structure.moe_layers)}
+    gates = {shape: _gate_of(run, layer) for shape, layer in first.items()}
+    kinds = Counter(_bank_of(run, layer, gates[layer.shape]) for layer in run.structure.moe_layers)
+    banks = tuple(kind for kind, _ in kinds.most_common(_MOST_KINDS))
+    return Sizes(banks, tuple(dict.fromkeys(_linears_of(run))), tuple(dict.fromkeys(_heads_of(run))))
+
+
+def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None) -> BankSizes:
+    """Return the sizes of one layer's experts.
+
+    If the experts with LoRA follow on one another, there are as few experts as make groups of all sizes of the run's.
+    """
+    config, selection, ep = run.config, run.selection, run.config.parallel.ep
+    trained = selection.experts.get(layer.index, ())
+    frozen = [expert for expert in range(layer.shape.num_experts) if expert not in trained]
+    with_lora = [frozen.index(expert) for expert in selection.lora_experts.get(layer.index, ())]
+    lora = selection.lora if with_lora else None
+    top_k = 1 if ep > 1 else layer.top_k  # each row that another rank sends has one expert
+    counts, ids = [len(with_lora), len(trained), len(frozen) - len(with_lora)], tuple(with_lora)
+    if ep > 1 or not with_lora or with_lora[-1] - with_lora[0] < len(with_lora):
+        widened = layer.shape.intermediate * (2 if layer.shape.has_gate else 1)
+        most = max(1, run.expert_memory // (layer.shape.hidden * widened * run.dtype.itemsize))
+        counts = [_few(count // ep, most, top_k) for count in counts]
+        ids = tuple(range(counts[0]))
+    return BankSizes(
+        shape=replace(layer.shape, num_experts=sum(counts), is_transposed=False),
+        lora=ids,
+        trained=counts[1],
+        rank=0 if lora is None else lora.rank,
+        split=lora is not None and lora.gate_up == "split",
+        storage=config.model.base,
+        double_quant=config.model.double_quant,
+        dtype=config.model.dtype,
+        top_k=top_k,
+        expert_memory=run.expert_memory,
+        keep_rows=config.train.checkpointing == "none",
+        split_gate_up=run.model.gate_up_apart,
+        gate=gate,
+    )
+
+
+def _few(count: int, most: int, top_k: int) -> int:
+    """Return a number of experts that are divided into groups of the same sizes as `count` experts, at most `most` a
+    group; at least `top_k` + 1 if there are so many."""
+    groups = -(-count // most)
+    alike = count if groups < 2 else count // groups + (-(-count // groups) if count % groups else 0)
+    return min(count, max(alike, top_k + 1))
+
+
+def _gate_of(run: ResolvedRun, layer: MoeLayer) -> tuple[float, float] | None:
+    """Return alpha and limit of the experts' SwiGLU; None if they have another activation."""
+    experts = run.model.plain.get_submodule(layer.experts)
+    gate = recognize(activation_of(experts, has_gate=layer.shape.has_gate), layer.shape)
+    return (gate.alpha, gate.limit) if isinstance(gate, SwiGLU) else None
+
+
+def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
+    """Yield the sizes of the linear layers with LoRA, and of those whose quantized weights our operators unpack."""
+    model, lora, selection = run.config.model, run.selection.lora, run.selection
+    quantized, with_lora = set(run.quantized_linears), set(selection.lora_linears)
+    if run.config.parallel.tp > 1:
+        with_lora = set()  # base and factors run as layers of their own
+    for path, linear in run.structure.linears().items():
+        storage = model.base if path in quantized and model.base in ("nf4", "int8") else model.dtype
+        if (path in with_lora and lora is not None) or storage == "int8":
+            rank = lora.rank if path in with_lora and lora is not None else 0
+            sizes = linear.in_features, linear.out_features
+            yield LinearSizes(*sizes, storage, model.double_quant, model.dtype, rank)
+
+
+def _heads_of(run: ResolvedRun) -> Iterator[HeadSizes]:
+    """Yield the sizes of the attention layers whose queries and keys one kernel rotates."""
+    for module in run.model.plain.modules():
+        if with_rotary(module, rotary.rotate) is not None:
+            attention: Any = module
+            if hasattr(attention, "k_proj"):
+                size = attention.head_dim
+                counts = attention.q_proj.out_features // size, attention.k_proj.out_features // size
+            else:  # multi-head latent attention: all heads share the rotated part of their keys
+                size, counts = attention.qk_rope_head_dim, (attention.num_heads, 1)
+            yield HeadSizes(*counts, size, norms_heads(module), run.config.model.dtype)

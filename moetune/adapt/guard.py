@@ -1,0 +1,391 @@
+"""The guard of a run on CUDA: its kernels are compared with torch's operations on this machine, at the run's own sizes.
+
+A child process compares them, because a kernel that accesses memory illegally takes its whole process along, and one
+that hangs can only be killed. The verdict is kept on disk under all that it depends on, so that the next start costs
+nothing. An operator whose kernel differs, raises or does not finish runs torch's operations in its place: the run's
+`hardware.without_kernels` names it, and so the run folder and every prediction of the run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from moetune.adapt.exercise import Sizes, sizes_of
+from moetune.errors import UserError, one_line
+from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, on_gpu, without_kernel
+from moetune.experts.kernels.self_check import CallsSeen, compared, is_alike, referred
+from moetune.files import cache_folder, write_whole
+from moetune.json_files import parse_json, read_sealed, sealed
+from moetune.models.catalog.gpus import Gpu
+from moetune.parallel.ranks import Ranks
+from moetune.run.dtypes import DTYPES
+from moetune.run.resolved import ResolvedRun
+
+LIMIT = 120.0
+"""Seconds that the comparison of one operator may take; most of it is the compilation of its kernel."""
+_CHILD = (sys.executable, "-c", "from moetune.adapt.guard import compare_here; compare_here()")
+
+
+def checked(run: ResolvedRun, device: torch.device, say: Callable[[str], None]) -> ResolvedRun:
+    """Return a run with the operators whose kernel does not work on a device in `hardware.without_kernels`.
+
+    Their kernels are compared with torch's operations unless a verdict of the same comparison is kept.
+
+    Args:
+        say: prints that kernels are being compared, and which do not work.
+    """
+    if device.type != "cuda" or not any(sizes := sizes_of(run)):
+        return run
+    key = Key.of(device, sizes)
+    verdict = kept(key)
+    if verdict is None:
+        say("comparing the kernels with torch's operations at the sizes of this run, once on this machine …")
+        verdict = compare(key, device)
+        if not verdict.is_complete:
+            say(f"warning: the kernels could not be compared ({verdict.stopped}); they run unchecked")
+    for name, why in verdict.failed.items():
+        say(f"warning: the kernel of {name} {why}: torch's operations run in its place, slower, and predicted as such")
+    return _without(run, verdict.failed)
+
+
+def checked_on_ranks(run: ResolvedRun, device: torch.device, ranks: Ranks, say: Callable[[str], None]) -> ResolvedRun:
+    """Return a run as `checked` does; of several ranks the first compares, and the others read its verdict."""
+    if ranks.is_single:
+        return checked(run, device, say)
+    if ranks.is_first:
+        run = checked(run, device, say)
+    ranks.barrier()
+    return run if ranks.is_first else checked(run, device, lambda _: None)
+
+
+def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
+    """Return a run with the operators that have run without their kernel so far, and keep this for the next start.
+
+    Beside those of `hardware.without_kernels` they are those whose kernel failed to compile at a call that was not
+    compared before.
+    """
+    failed = {name: why for name, why in without_kernel().items() if name not in run.config.hardware.without_kernels}
+    if device.type != "cuda" or not failed:
+        return run
+    key = Key.of(device, sizes_of(run))
+    known = kept(key)
+    keep(Verdict(key, ({} if known is None else known.failed) | failed))
+    return _without(run, failed)
+
+
+def as_known(run: ResolvedRun, device: torch.device) -> ResolvedRun:
+    """Return a run as `checked` does if a verdict is kept, else the run itself; nothing is compared."""
+    if device.type != "cuda" or not any(_folder().glob("*.json")) or not any(sizes := sizes_of(run)):
+        return run
+    verdict = kept(Key.of(device, sizes))
+    return run if verdict is None else _without(run, verdict.failed)
+
+
+def as_known_for(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
+    """Return a run as `as_known` does if this machine has a GPU and it is `card`, or `card` is None; else itself."""
+    if not torch.cuda.is_available() or not any(_folder().glob("*.json")):
+        return run
+    device = torch.device("cuda", 0)
+    here = torch.cuda.get_device_properties(device)
+    is_here = card is None or card.full_name == here.name or card.memory.value == here.total_memory  # of no name
+    return as_known(run, device) if is_here else run
+
+
+def _without(run: ResolvedRun, failed: Mapping[str, str]) -> ResolvedRun:
+    names = tuple(sorted({*run.config.hardware.without_kernels, *failed}))
+    return replace(run, config=run.config.but(hardware={"without_kernels": names}))
+
+
+# --- Verdicts -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a verdict depends on.
+
+    Attributes:
+        card: the GPU's name and compute capability.
+        driver: version of the driver, and of the CUDA that it supports.
+        versions: those of torch and Triton, and of ptxas "Triton's own" or the file that TRITON_PTXAS_PATH names.
+        kernels: digest of the source of kernels and references.
+        sizes: the sizes at which they are compared.
+    """
+
+    card: str
+    driver: str
+    versions: dict[str, str]
+    kernels: str
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, device: torch.device, sizes: Sizes) -> Key:
+        """Return the key of a comparison on a device of this machine."""
+        major, minor = torch.cuda.get_device_capability(device)
+        card = f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
+        versions = {"torch": torch.__version__, "triton": _triton(), "ptxas": _ptxas()}
+        return cls(card, _driver(), versions, _digest(), sizes)
+
+    @property
+    def file(self) -> Path:
+        """The file in which the verdict is kept."""
+        text = json.dumps(asdict(self), sort_keys=True)
+        return _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a comparison.
+
+    Attributes:
+        key: what was compared, and where.
+        failed: operator -> what is wrong with its kernel, such as `differs by …`.
+        stopped: why the comparison ended before all operators were compared; empty if it did not.
+    """
+
+    key: Key
+    failed: dict[str, str]
+    stopped: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.stopped
+
+
+def kept(key: Key) -> Verdict | None:
+    """Return the verdict that is kept under a key; None if there is none, or its file is damaged."""
+    try:
+        verdict = read_sealed(key.file, Verdict)
+    except UserError:  # not there, or not what was written: compared again
+        return None
+    return verdict if verdict.key == key and verdict.is_complete else None
+
+
+def keep(verdict: Verdict) -> None:
+    """Write a complete verdict to disk; errors of the file system are ignored."""
+    if verdict.is_complete:
+        with suppress(OSError):
+            verdict.key.file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(verdict.key.file, sealed(asdict(verdict)))
+
+
+def _folder() -> Path:
+    return cache_folder("kernels")
+
+
+def _driver() -> str:
+    """Return the version of the driver, as its kernel module says, and of the CUDA that it supports, such as 13000."""
+    module, cuda = "", ctypes.c_int()
+    with suppress(OSError):  # there is no such file under WSL
+        module = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
+    return f"{module} CUDA {cuda.value}".strip()
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
+
+
+def _ptxas() -> str:
+    """Return which ptxas Triton calls: its own, or files named by the environment, with size and time of change."""
+    named = []
+    for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        if path := os.environ.get(variable):
+            with suppress(OSError):
+                found = Path(path).stat()
+                named.append(f"{path} {found.st_size} {found.st_mtime_ns}")
+    return ", ".join(named) or "Triton's own"
+
+
+@cache
+def _digest() -> str:
+    """Return a digest of the source of the kernels, their references and the exercises."""
+    here = Path(__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted([*here.glob("*.py"), *(here.parent / "experts").rglob("*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+# --- The comparison -----------------------------------------------------------------------------------------------
+
+
+def compare(key: Key, device: torch.device) -> Verdict:
+    """Compare the kernels at the sizes of a key with their references, in child processes, and keep the verdict.
+
+    A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out.
+    """
+    if on_gpu() is None:  # not kept: a compiler can be installed at any time
+        return Verdict(key, dict.fromkeys(sorted(OPERATORS), "cannot be compiled: Triton does not work here"))
+    failed: dict[str, str] = {}
+    while True:
+        before = len(failed)
+        ended = _child(_Asked(key.sizes, device.index or 0, tuple(failed)))
+        failed |= ended.failed
+        if not ended.stopped:
+            verdict = Verdict(key, failed)
+            keep(verdict)
+            return verdict
+        if len(failed) == before:
+            return Verdict(key, failed, ended.stopped)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a child is to compare.
+
+    Attributes:
+        sizes: the sizes.
+        device: index of the GPU.
+        without: operators that are left out.
+    """
+
+    sizes: Sizes
+    device: int
+    without: tuple[str, ...] = ()
+
+
+@dataclass
+class _Said:
+    """A line that a child writes: the operator that it begins to compare, what failed, or how it ended.
+
+    Attributes:
+        begins: operator; empty once it is compared.
+        failed: operator -> what is wrong.
+        stopped: why nothing more is compared; empty at the end of all.
+    """
+
+    begins: str = ""
+    failed: dict[str, str] = field(default_factory=dict)
+    stopped: str | None = None
+
+
+class _Ended(NamedTuple):
+    """How a child ended: the operators that failed, and why it did not compare all; empty if it did."""
+
+    failed: dict[str, str]
+    stopped: str
+
+
+def _child(asked: _Asked) -> _Ended:
+    """Run `compare_here` in a process of its own, and return what it found."""
+    text = json.dumps(asdict(asked)).encode() + b"\n"
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            _CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=os.environ | {"PYTHONPATH": path}
+        )
+        assert child.stdin is not None
+        try:
+            with suppress(BrokenPipeError):  # it has ended already
+                child.stdin.write(text)
+                child.stdin.flush()
+            lines, in_time = _lines_of(child)
+        finally:
+            child.kill()
+            child.wait()
+            with suppress(BrokenPipeError):
+                child.stdin.close()
+        errors.seek(0)
+        last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+    said = [parse_json(line, _Said, "the comparison of the kernels") for line in lines]
+    failed = {name: why for one in said for name, why in one.failed.items()}
+    if said and said[-1].stopped is not None:
+        return _Ended(failed, said[-1].stopped)
+    name = said[-1].begins if said else ""
+    how = f"ended its process ({'; '.join(last) or f'code {child.returncode}'})"
+    if not in_time:
+        how = f"did not finish within {LIMIT:.0f} seconds"
+    if name and (not in_time or child.returncode != -9):  # 9 is how the system ends a process for want of memory
+        failed[name] = how
+    return _Ended(failed, how if name else f"the comparison {how}")
+
+
+def _lines_of(child: subprocess.Popen[bytes]) -> tuple[list[bytes], bool]:
+    """Return the whole lines that a child writes until it ends, or until it has been silent for `LIMIT` seconds; and
+    whether it ended."""
+    assert child.stdout is not None
+    text = b""
+    with child.stdout as out:
+        while select.select([out], [], [], LIMIT)[0]:
+            if not (more := os.read(out.fileno(), 1 << 16)):
+                child.wait(LIMIT)
+                return text.splitlines(), True
+            text += more
+    return text.split(b"\n")[:-1], False
+
+
+def compare_here() -> None:
+    """Compare kernels with their references as an `_Asked` in the first line of stdin says; print a `_Said` for each
+    step, and end when stdin does, because the process that asked has ended."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no line of ours
+    asked = parse_json(sys.stdin.buffer.readline(), _Asked, "stdin")
+    threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
+    device, failed = torch.device("cuda", asked.device), set(asked.without)
+
+    def say(said: _Said) -> None:
+        print(json.dumps(asdict(said)), file=out, flush=True)
+
+    try:
+        torch.cuda.set_device(device)
+        torch.manual_seed(0)
+        for sizes in asked.sizes:
+            run = sizes.exercise(device)
+            with CallsSeen(partial(_compare_call, dtype=DTYPES[sizes.dtype], failed=failed, say=say)):
+                run()
+            torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        say(_Said(stopped=f"out of memory: {one_line(error)}"))
+    else:
+        say(_Said(stopped=""))
+
+
+def _compare_call(
+    operator: Operator, args: Sequence[Any], *, dtype: torch.dtype, failed: set[str], say: Callable[[_Said], None]
+) -> Any:
+    """Compare one call's kernel with the reference, and return the reference's result.
+
+    Raises:
+        Exception: the device is of no use any more.
+    """
+    kernel = None if operator.name in failed else operator.kernel(*args)
+    if kernel is None:
+        return referred(operator, args)
+    say(_Said(begins=operator.name))
+    try:
+        result, off = compared(operator, args, kernel)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of the compiler, the driver or the device
+        raised = (
+            "cannot be compiled or launched" if isinstance(error, KernelError) else f"raises {type(error).__name__}"
+        )
+        failed.add(operator.name)
+        say(_Said(failed={operator.name: f"{raised} ({one_line(error)})"}))
+        torch.cuda.synchronize()  # raises if the device is of no use any more
+        return referred(operator, args)
+    if not is_alike(off, dtype):
+        failed.add(operator.name)
+        say(_Said(failed={operator.name: f"differs from torch's operations by {off:.1e} of the largest value"}))
+    say(_Said())
+    return result

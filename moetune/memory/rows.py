@@ -1,0 +1,48 @@
+"""`train.keep_rows: auto`: the number of layers whose gate_up rows have room on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moetune.memory.report import MemoryReport, Rows
+from moetune.run.resolve import ResolvedRun
+
+
+def rows_of(run: ResolvedRun) -> Rows | None:
+    """Return how many layers of a run keep gate_up's rows, and the bytes of one layer's.
+
+    A layer's rows take tokens · top_k · out bytes in the compute dtype, for `out` columns of gate_up. None for a dense
+    model, for `checkpointing: none`, which keeps all, and for several ranks, whose numbers of rows differ.
+    """
+    train, layers = run.config.train, run.structure.moe_layers
+    if not layers or train.checkpointing == "none" or run.config.parallel.ranks > 1:
+        return None
+    tokens = train.micro_batch * train.sequence_length
+    columns = max(layer.top_k * layer.shape.intermediate * (2 if layer.shape.has_gate else 1) for layer in layers)
+    return Rows(len(layers), len(run.keeps_rows), tokens * columns * run.dtype.itemsize)
+
+
+def settled(run: ResolvedRun, predict: Callable[[ResolvedRun], MemoryReport]) -> ResolvedRun:
+    """Return a run with a number of layers, or `none`, in place of `train.keep_rows: auto`; other runs unchanged.
+
+    As many layers keep their rows as leave the report's margin free, so the verdict of a run never changes. A further
+    layer takes at most its rows: it may take less, because a layer that keeps them needs less in backward.
+
+    Args:
+        run: a run for the GPU in question.
+        predict: returns the prediction of a run on this GPU.
+
+    Raises:
+        UserError: as `predict`.
+    """
+    if run.config.train.keep_rows != "auto":
+        return run
+    now = run.keeping_rows(0)
+    if rows_of(now) is None:
+        return now
+    most = predict(now).rows_that_fit or 0
+    if most:
+        now = run.keeping_rows(most)
+        while (more := predict(now).rows_that_fit or 0) > most:
+            most, now = more, run.keeping_rows(more)
+    return now

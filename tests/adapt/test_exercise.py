@@ -1,0 +1,91 @@
+"""Exercises make the calls of a run's training step: the same operators, layouts and numbers, whatever its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetune.adapt.build import build
+from moetune.adapt.exercise import _few, samples, sizes_of
+from moetune.experts.kernels.registry import OPERATORS, Operator
+from moetune.experts.kernels.self_check import CallsSeen, _kind
+from moetune.run.resolve import resolve
+from moetune.training.step.micro_step import token_loss
+from tests.nullcuda import runs
+
+CPU = torch.device("cpu")
+LORA = {"rank": 4, "alpha": 4, "targets": ["attention", "experts"]}
+
+
+def kinds(run: Callable[[], Any]) -> set[Hashable]:
+    """What compiled kernels the operators of a function's calls need; of grouped products, whose rows are in any
+    dimension, only which of the two it is."""
+    found: set[Hashable] = set()
+
+    def compute(operator: Operator, args: Sequence[Any]) -> Any:
+        is_product = operator.name == "grouped_mm"
+        found.add((operator.name, args[1].dim()) if is_product else (operator.name, *map(_kind, args)))
+        return operator.reference(*args)
+
+    with CallsSeen(compute):
+        run()
+    return found
+
+
+def named(found: set[Hashable]) -> set[Any]:
+    return {kind[0] for kind in found}  # type: ignore[index]
+
+
+ADAPT: dict[str, dict[str, Any]] = {
+    "router": {"router": "all"},
+    "experts": {"experts": {"layers": "all", "ids": [0, 2]}},
+    "lora": {"lora": LORA},
+    "split lora on some": {"lora": LORA | {"gate_up": "split", "ids": [1, 3]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("adapt", "model", "train"),
+    [
+        ("router", {"base": "int8"}, {}),
+        ("experts", {"base": "nf4"}, {"expert_memory": "1GiB"}),
+        ("lora", {"base": "nf4"}, {"expert_memory": "1GiB"}),
+        ("lora", {"base": "nf4", "double_quant": False}, {"checkpointing": "none"}),
+        ("split lora on some", {"base": "fp32"}, {}),
+        ("split lora on some", {"base": "mxfp4"}, {"expert_memory": "1GiB"}),
+    ],
+)
+def test_no_kind_of_call_is_left_out(adapt: str, model: dict[str, Any], train: dict[str, Any], tmp_path: Path) -> None:
+    section = {"path": str(runs.write_toy(tmp_path / "model")), "weights": "random", "dtype": "fp32"}
+    run = {"model": section | model, "adapt": ADAPT[adapt], "train": {"micro_batch": 2, "sequence_length": 40} | train}
+    config = runs.RunConfig.model_validate(run)
+    resolved = resolve(config, "cpu")
+    adapted = build(resolved, "cpu")
+    adapted.model.train()
+    ids = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    in_training = kinds(lambda: token_loss(adapted.model, batch).backward())
+    exercised = set().union(*(kinds(sizes.exercise(CPU, tokens=80)) for sizes in sizes_of(resolved)))
+    missing = {kind for kind in in_training if kind not in exercised}
+    assert in_training
+    assert not sorted(map(str, missing))
+
+
+def test_the_samples_call_every_operator() -> None:
+    assert named(set().union(*(kinds(sizes.exercise(CPU)) for sizes in samples(torch.float32)))) == OPERATORS.keys()
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 60, 128, 129])
+@pytest.mark.parametrize("most", [1, 5, 28, 200])
+def test_few_experts_make_the_same_groups(count: int, most: int) -> None:
+    def groups(count: int) -> set[int]:
+        parts = -(-count // most)
+        return {count * (part + 1) // parts - count * part // parts for part in range(parts)}
+
+    few = _few(count, most, top_k=2)
+    assert few <= min(count, max(2 * most, 3))
+    assert groups(few) >= groups(count) or few == 3 or most == 200

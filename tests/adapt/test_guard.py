@@ -1,0 +1,187 @@
+"""The guard of a run's kernels: what children find becomes a verdict, which is kept, and read back whole or not."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetune.adapt import guard
+from moetune.adapt.exercise import samples
+from moetune.adapt.guard import Key, Verdict, _Said
+from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, use_kernels, without_kernel
+
+CARD = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr(guard, "on_gpu", lambda: object())
+    yield
+    use_kernels(but=())
+
+
+def key_of(**changes: Any) -> Key:
+    key = Key("a card, 9.0", "driver", {"torch": "2.12"}, "digest", samples(torch.bfloat16))
+    return replace(key, **changes)
+
+
+# --- Kept ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_is_kept_under_all_it_depends_on() -> None:
+    verdict = Verdict(key_of(), {"gated": "differs"})
+    assert guard.kept(verdict.key) is None
+    guard.keep(verdict)
+    assert guard.kept(key_of()) == verdict
+    others = [{"card": "a card, 8.6"}, {"driver": "newer"}, {"versions": {"torch": "2.13"}}, {"kernels": "other"}]
+    others.append({"sizes": samples(torch.float32)})
+    assert [guard.kept(key_of(**other)) for other in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_text(""),
+        lambda file: file.write_text(file.read_text().replace("differs", "is right")),
+        lambda file: file.write_bytes(b"\xff\x00"),
+        lambda file: (file.unlink(), file.mkdir()),
+    ],
+)
+def test_a_damaged_verdict_counts_as_none(damage: Callable[[Path], None]) -> None:
+    verdict = Verdict(key_of(), {"gated": "differs"})
+    guard.keep(verdict)
+    damage(verdict.key.file)
+    assert guard.kept(verdict.key) is None
+
+
+def test_a_verdict_under_another_name_or_not_complete_is_not_used(tmp_path: Path) -> None:
+    verdict = Verdict(key_of(), {})
+    guard.keep(verdict)
+    other = key_of(card="another")
+    verdict.key.file.rename(other.file)
+    assert guard.kept(other) is None
+    guard.keep(Verdict(key_of(), {}, "out of memory"))
+    assert guard.kept(key_of()) is None
+
+
+# --- Children -----------------------------------------------------------------------------------------------------
+
+CHILD = """
+import json, os, signal, sys, time
+left_out = json.loads(sys.stdin.readline())["without"]
+def say(**said): print(json.dumps(said), flush=True)
+"""
+
+
+def verdict_of(monkeypatch: pytest.MonkeyPatch, script: str) -> Verdict:
+    monkeypatch.setattr(guard, "_CHILD", (sys.executable, "-S", "-c", CHILD + script))
+    return guard.compare(key_of(), CARD)
+
+
+def test_all_kernels_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdict_of(monkeypatch, "say(begins='gated'); say(); say(stopped='')")
+    assert verdict == Verdict(key_of(), {})
+    assert guard.kept(key_of()) == verdict
+
+
+def test_a_kernel_that_ends_its_process_and_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a child of its own; the third child compares the rest."""
+    monkeypatch.setattr(guard, "LIMIT", 2.0)
+    script = """
+say(begins='gated')
+if 'gated' not in left_out: print('illegal access', file=sys.stderr), os._exit(1)
+say(begins='low_rank')
+if 'low_rank' not in left_out: time.sleep(60)
+say(failed={'sum_rows_': 'differs'})
+say(stopped='')
+"""
+    failed = verdict_of(monkeypatch, script).failed
+    assert failed.keys() == {"gated", "low_rank", "sum_rows_"}
+    assert "illegal access" in failed["gated"]
+    assert "2 seconds" in failed["low_rank"]
+    assert guard.kept(key_of()) is not None
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("raise SystemExit('no such library')", "no such library"),
+        ("say(begins='gated'); say(stopped='out of memory')", "out of memory"),
+        ("say(begins='gated'); os.kill(os.getpid(), signal.SIGKILL)", "code -9"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_blames_no_kernel(
+    script: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = verdict_of(monkeypatch, script)
+    assert said in verdict.stopped
+    assert verdict.failed == {}
+    assert guard.kept(key_of()) is None
+
+
+def test_without_triton_no_kernel_works_and_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "on_gpu", lambda: None)
+    assert verdict_of(monkeypatch, "raise SystemExit").failed.keys() == OPERATORS.keys()
+    assert guard.kept(key_of()) is None
+
+
+# --- One call -----------------------------------------------------------------------------------------------------
+
+
+def compared(kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list[_Said]]:
+    """What the comparison of `add_rows_` says of a kernel, and what its target holds afterwards."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    known = OPERATORS["add_rows_"]
+    operator, said = Operator(known.name, known.reference, lambda *args: kernel, known.scratch), list[_Said]()
+    out = torch.ones(3, 4)
+    args = (out, torch.ones(2, 4), torch.tensor([0, 2]), 1, torch.tensor([2.0, 3.0, 4.0]))
+    guard._compare_call(operator, args, dtype=torch.float32, failed=set(), say=said.append)
+    return out, said
+
+
+def right(out: torch.Tensor, rows: torch.Tensor, order: torch.Tensor, top_k: int, weights: torch.Tensor) -> None:
+    out.index_add_(0, order // top_k, rows * weights[order, None])
+
+
+def wrong(out: torch.Tensor, *args: Any) -> None:
+    right(out, *args)
+    out[1] += 0.1
+
+
+def refused(*args: Any) -> None:
+    raise KernelError("OutOfResources: shared memory")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "failed"),
+    [(right, None), (wrong, "differs from torch's operations by 2"), (refused, "launched (OutOfResources: shared")],
+)
+def test_a_call_gives_the_references_result_whatever_the_kernel_does(
+    kernel: Callable[..., Any], failed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows that the reference uses up are not compared."""
+    out, said = compared(kernel, monkeypatch)
+    assert out[:, 0].tolist() == [3.0, 1.0, 5.0]
+    assert said[0].begins == "add_rows_"
+    whys = [why for one in said for why in one.failed.values()]
+    assert len(whys) == (failed is not None)
+    assert all(str(failed) in why for why in whys)
+
+
+def test_a_kernel_that_does_not_compile_gives_way_before_anything_has_changed() -> None:
+    known = OPERATORS["add_rows_"]
+    operator = Operator(known.name, known.reference, lambda *args: refused, known.scratch)
+    out = torch.zeros(2, 3)
+    with pytest.warns(UserWarning, match="add_rows_.*OutOfResources.*torch's operations"):
+        operator(out, torch.ones(2, 3), torch.tensor([0, 1]), 1, None)
+    assert out.sum() == 6
+    assert set(without_kernel()) == {"add_rows_"}
+    operator(out, torch.ones(2, 3), torch.tensor([0, 1]), 1, None)  # said once
+    assert out.sum() == 12

@@ -1,0 +1,126 @@
+"""A kernel that does not work on this machine: the run trains to its end without it and says so, before and after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moetune.adapt import guard
+from moetune.experts.kernels.registry import OPERATORS, use_kernels
+from tests import small
+from tests.conftest import Ended
+from tests.nullcuda import runs
+from tests.nullcuda.test_commands import start
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """What is found on this machine is kept in a folder of the test's own."""
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    use_kernels(but=())
+
+
+@pytest.fixture
+def run_file(small_model: Path, small_data: Path, tmp_path: Path) -> Path:
+    """Two steps of LoRA on everything."""
+    run = small.run_file(
+        small_model, small_data, tmp_path / "run", "lora", model={"dtype": "bf16"}, train={"steps": 2, "save_every": 2}
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
+    return tmp_path / "run.yaml"
+
+
+def trained_without(run_file: Path) -> list[str]:
+    """The operators without kernel that the run folder names; the run has taken its steps."""
+    folder = run_file.parent / "run"
+    assert [line["step"] for line in small.read_metrics(folder) if "loss" in line][-1] == 2
+    names: list[str] = yaml.safe_load((folder / "run.yaml").read_text())["hardware"]["without_kernels"]
+    return names
+
+
+@pytest.mark.parametrize(
+    ("fault", "kernel", "operator", "said"),
+    [
+        ("NULL_REFUSES", "_gated_backward", "gated_backward_", "cannot be compiled or launched"),
+        ("NULL_LIES", "_gated", "gated", "differs from torch's operations by 3"),
+        pytest.param("NULL_HANGS", "_low_rank", "low_rank", "did not finish within 60 sec", marks=pytest.mark.full),
+    ],
+)
+def test_a_run_without_a_kernel(
+    fault: str,
+    kernel: str,
+    operator: str,
+    said: str,
+    moetune: Run,
+    run_file: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(guard, "LIMIT", 60.0)
+    monkeypatch.setenv(fault, kernel)
+    trained = moetune("train", run_file)
+    assert trained.code == 0, trained.err
+    assert f"the kernel of {operator} {said}" in " ".join(trained.err.split())
+    assert trained_without(run_file) == [operator], trained.err
+    (verdict,) = cache.glob("[0-9a-f]*.json")
+    assert json.loads(verdict.read_text())["failed"].keys() == {operator}
+
+    notes = json.loads(moetune("predict", run_file, "--gpu", "l40s", "--json").out)["notes"]
+    assert [operator in note for note in notes] == [True]
+    assert json.loads(moetune("predict", run_file, "--gpu", "h100", "--json").out)["notes"] == []
+
+    monkeypatch.delenv(fault)  # the kernel works now, and nothing is compared again
+    again = moetune("train", run_file, "--overwrite")
+    assert operator in again.err
+    assert "comparing" not in again.err
+    assert trained_without(run_file) == [operator]
+    if fault != "NULL_HANGS":
+        found = {check["name"]: check for check in json.loads(moetune("doctor", run_file, "--json").out)["checks"]}
+        assert found["kernels at the sizes of the run"]["outcome"] == "ok"  # the doctor compares again
+        assert json.loads(verdict.read_text())["failed"] == {}
+
+
+@pytest.mark.full
+def test_a_compiler_that_fails_leaves_torchs_operations(run_file: Path, tmp_path: Path) -> None:
+    """The doctor says so, and a run trains to its end."""
+    triton = pytest.importorskip("triton")
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    broken = tmp_path / "ptxas"
+    broken.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec {ptxas} --version\necho no such target >&2; exit 1\n')
+    broken.chmod(0o755)
+    environment = {"TRITON_PTXAS_PATH": str(broken), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    doctor = start("doctor", "--json", **environment)
+    out, err = doctor.communicate()
+    found = {check["name"]: check for check in json.loads(out)["checks"]}["kernels of the experts"]
+    assert found["outcome"] == "note", err
+    assert all(operator in found["found"] for operator in OPERATORS)
+    train = start("train", run_file, **environment)
+    _, err = train.communicate()
+    assert train.returncode == 0, err
+    assert {"gated", "low_rank", "dequantize_nf4"} <= set(trained_without(run_file))
+
+
+@pytest.mark.parametrize(
+    "capability", [pytest.param(one, marks=pytest.mark.full) for one in ("80", "86", "90", "100")] + ["120"]
+)
+def test_every_capability_starts(capability: str, run_file: Path) -> None:
+    """And no kernel is found wanting, as far as a device that computes nothing can tell: all compile for it."""
+    train = start("train", run_file, NULL_CC=capability)
+    _, err = train.communicate()
+    assert train.returncode == 0, err
+    assert trained_without(run_file) == []
+
+
+@pytest.mark.parametrize("operator", sorted(OPERATORS))
+def test_what_runs_without_a_kernel_is_predicted(operator: str, toy_model: Path) -> None:
+    model = {"base": {"dequantize_int8": "int8", "dequantize_mxfp4": "mxfp4"}.get(operator, "nf4")}
+    config = runs.toy_run(toy_model, "lora", model=model, hardware={"without_kernels": [operator]})
+    compared = runs.compare(config)
+    assert abs(compared.off) <= 0.001 * compared.measured, compared

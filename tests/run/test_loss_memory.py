@@ -1,0 +1,55 @@
+"""The loss may take what a layer's backward takes, and so is never the fullest moment of a step because of `auto`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.memory.closed_form.depth import Depths
+from moetune.run.loss_memory import LEAST
+from moetune.run.resolve import ResolvedRun, resolve
+from tests.run.test_resolve import config_of
+
+LORA = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
+
+
+def test_bytes_of_the_loss(small_model: Path) -> None:
+    sizes = {"256MiB": 2**28, "1 GB": 10**9, "none": None, "0.5GiB": 2**29, "auto": LEAST}
+    assert {
+        size: resolve(config_of(small_model, train={"loss_memory": size}), "cpu").loss_bytes() for size in sizes
+    } == sizes
+
+
+def catalog_run(model: str, like: ResolvedRun | None = None, /, **train: Any) -> ResolvedRun:
+    return resolve(config_of(Path(model), LORA, train={"micro_batch": 8, **train}), "cuda", like=like)
+
+
+def test_auto_is_what_the_last_layer_takes_in_backward() -> None:
+    """Qwen3-30B-A3B: groups of 32 experts of 2048 × 1536 with 1024 rows each."""
+    run = catalog_run("qwen3-30b-a3b")
+    matrices, rows, gathered = 32 * 2048 * 1536, 32 * 1024 * (2048 + 1536 + 768), 8 * 2048 * 8 * 2048
+    assert run.loss_bytes() == 2 * (matrices + rows + gathered)
+    assert run.loss_bytes(1) == 2 * (matrices + (rows + gathered) // 8)
+    kept = catalog_run("qwen3-30b-a3b", run, keep_rows=1)
+    assert kept.loss_bytes() == 2 * (matrices + 32 * 1024 * 2048 + gathered)
+    only = catalog_run("qwen3-30b-a3b", run, checkpointing="experts_only")
+    assert only.loss_bytes() == 2 * (matrices + rows)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {},
+        {"keep_rows": 8},
+        *(pytest.param({"checkpointing": how}, marks=pytest.mark.full) for how in ("none", "offload")),
+    ],
+)
+def test_the_peak_stays(train: dict[str, Any]) -> None:
+    depths, like = Depths(), None
+    peaks = {}
+    for memory in ("1MiB", "auto", "4GiB"):
+        run = like = catalog_run("qwen3-30b-a3b", like, loss_memory=memory, **train)
+        peaks[memory] = depths.at(run).parts().total
+    assert peaks["1MiB"] == peaks["auto"] < peaks["4GiB"]
