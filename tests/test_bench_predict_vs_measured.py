@@ -176,12 +176,17 @@ def test_a_case_that_breaks_does_not_stop_the_others(bench: ModuleType, monkeypa
 
 def gpu_sh(folder: Path, python: str | Path, *parts: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": str(python), "OUT": str(folder)}
+    environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"
     command = ["bash", str(FOLDER / "gpu.sh"), *parts]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def stand_in(tmp_path: Path, pytest_exits: int) -> Path:
     """A `python` that has a GPU, says what it is asked to run, and whose pytest ends as told."""
+    """Beside it, a `compute-sanitizer` that runs what it is given."""
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text('#!/bin/sh\necho "$1 $2"; shift 4; exec "$@"\n', encoding="utf-8")
+    sanitizer.chmod(0o755)
     python = tmp_path / "python"
     cases = f'-m*) echo "$@"; exit {pytest_exits};; scripts*) echo "$@";;'
     python.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\n', encoding="utf-8")
@@ -199,7 +204,7 @@ def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
 def test_a_part_that_is_not_there_is_refused(tmp_path: Path) -> None:
     done = gpu_sh(tmp_path / "logs", sys.executable, "mixtrla")
     assert done.returncode == 2
-    assert "there is no part 'mixtrla'; there are tests mixtral profile" in done.stderr
+    assert "there is no part 'mixtrla'; there are kernels mixtral qwen3 tests profile" in done.stderr
 
 
 @pytest.mark.parametrize("pytest_exits", [0, 1])
@@ -209,6 +214,11 @@ def test_with_a_gpu_every_part_runs(bench: ModuleType, tmp_path: Path, pytest_ex
     assert "gpu.sh: failed: gpu_tests\n" in done.stderr if pytest_exits else not done.stderr
     logs = {file.stem: file.read_text(encoding="utf-8") for file in (tmp_path / "logs").glob("*.log")}
     assert "-m pytest -m gpu -p no:cacheprovider tests/gpu" in logs.pop("gpu_tests")
+    for tool in ("memcheck", "racecheck"):
+        assert logs.pop(f"kernels_{tool}") == f"--tool {tool}\nscripts/bench/card.py check --tokens 8\n"
+    assert logs.pop("kernels_check") == "scripts/bench/card.py check\n"
+    assert logs.pop("kernels_bandwidth").startswith("scripts/bench/card.py bandwidth --json")
+    assert logs.pop("equal_steps") == "scripts/bench/card.py repeat\n"
     assert logs.pop("profile_step_cuda").startswith("scripts/bench/profile_step.py --json")
     assert logs.pop("host_time_cuda").startswith("scripts/bench/host_time.py --json")
     for part, seconds in (("mixtral", 100), ("fine", 100), ("peers", 35)):

@@ -3,8 +3,11 @@
 #
 #     bash scripts/bench/gpu.sh [PART...]        by default all, in this order:
 #
-#     tests           the tests marked gpu: imports, gradients against the CPU, a run in bfloat16
+#     kernels         every kernel beside torch's operations, under compute-sanitizer too where it is there; GB/s of each;
+#                     two equal steps, bit for bit
 #     mixtral         Mixtral LoRA, experts and router, predicted and measured
+#     qwen3           Qwen3-30B-A3B LoRA, predicted and measured
+#     tests           the tests marked gpu: imports, gradients against the CPU, a run in bfloat16
 #     profile         one layer's experts and one step, by kernel; the host's time of a micro-step
 #     throughput-mixtral, throughput-fine   tokens a second of whole models, 1k to 32k tokens a step
 #     throughput-peers                      of a few layers, beside PEFT and experts4bit-qlora
@@ -18,7 +21,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(realpath -m "${OUT:-$root/docs/benchmarks}")
-all=(tests mixtral profile throughput-mixtral throughput-fine throughput-peers mixtral-more others mixtral-8x22b optimizers)
+all=(kernels mixtral qwen3 tests profile throughput-mixtral throughput-fine throughput-peers mixtral-more others mixtral-8x22b optimizers)
 parts=("${@:-${all[@]}}")
 for name in "${parts[@]}"; do
   if [[ " ${all[*]} " != *" $name "* ]]; then
@@ -74,6 +77,18 @@ for name in "${parts[@]}"; do
         echo "gpu.sh: pytest is not installed: the tests are left out" >&2
         failed+=("gpu_tests (no pytest)")
       fi
+      ;;
+    kernels)
+      if sanitizer=$(command -v compute-sanitizer); then
+        for tool in memcheck racecheck; do
+          run "kernels_$tool" "$sanitizer" --tool "$tool" --error-exitcode 1 "$python" scripts/bench/card.py check --tokens 8
+        done
+      else
+        echo "gpu.sh: compute-sanitizer is not on the path: memcheck and racecheck are left out" >&2
+      fi
+      run kernels_check "$python" scripts/bench/card.py check
+      run kernels_bandwidth "$python" scripts/bench/card.py bandwidth --json "$out/kernels_bandwidth.json"
+      run equal_steps "$python" scripts/bench/card.py repeat
       ;;
     profile | optimizers)
       script=${name/profile/profile_step}

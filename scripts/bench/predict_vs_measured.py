@@ -311,9 +311,8 @@ PARTS = {
         TOO_LARGE,
     ),
     "mixtral-8x22b": ("mixtral-8x22b-lora-host",),
+    "qwen3": ("qwen3-30b-a3b-lora", "qwen3-30b-a3b-lora-8x2048-rows-kept"),
     "others": (
-        "qwen3-30b-a3b-lora",
-        "qwen3-30b-a3b-lora-8x2048-rows-kept",
         "olmoe-1b-7b-experts",
         "gpt-oss-20b-lora",
         "deepseek-v2-lite-lora",
