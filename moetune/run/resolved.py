@@ -130,8 +130,14 @@ class ResolvedRun:
         if not layers:
             return LEAST
         tokens = (rows or train.micro_batch) * train.sequence_length // self.config.parallel.tp
-        keeps, width = layers[-1].index in self.keeps_rows, self.dtype.itemsize
-        return max(LEAST, backward_bytes(layers[-1], train, tokens, width, self.expert_memory, keeps=keeps))
+        last, width = layers[-1], self.dtype.itemsize
+        chosen = (kind.get(last.index, ()) for kind in (self.selection.experts, self.selection.lora_experts))
+        mixed = any(0 < len(ids) < last.shape.num_experts for ids in chosen)
+        updates = any(one.fused_backward or one.offload for one in self.optimizers.values())
+        # Experts of several kinds make smaller groups; trained ones are alone where gradients leave in backward.
+        alone = mixed or (updates and last.index in self.selection.experts)
+        at_once, keeps = 0 if alone else self.expert_memory, last.index in self.keeps_rows
+        return max(LEAST, backward_bytes(last, train, tokens, width, at_once, keeps=keeps))
 
     @cached_property
     def quantized_linears(self) -> tuple[str, ...]:

@@ -38,6 +38,15 @@ def test_auto_is_what_the_last_layer_takes_in_backward() -> None:
     assert only.loss_bytes() == 2 * (matrices + rows)
 
 
+def test_experts_that_are_computed_alone_take_less() -> None:
+    """Those that train and whose gradients leave in backward, and those of several kinds."""
+    optimizer = {"name": "lomo"}
+    train = {"micro_batch": 8, "accumulate": 1}
+    for experts, sections in (({"layers": "all"}, {"optimizer": optimizer}), ({"ids": [0]}, {})):
+        run = resolve(config_of(Path("olmoe-1b-7b"), {"experts": experts}, train=train, **sections), "cuda")
+        assert run.loss_bytes() == LEAST
+
+
 @pytest.mark.parametrize(
     "train",
     [
