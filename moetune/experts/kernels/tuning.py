@@ -16,7 +16,9 @@ from typing import NamedTuple
 import torch
 import triton
 
+from moetune.errors import UserError
 from moetune.files import cache_folder, write_whole
+from moetune.json_files import read_json
 
 
 class Tile(NamedTuple):
@@ -103,11 +105,9 @@ def _events(count: int) -> list[torch.cuda.Event]:
 def _read() -> dict[str, dict[str, list[int]]]:
     """Return the file's content, kernels and shapes -> tile for each card; empty if it is missing or damaged."""
     try:
-        content = json.loads(_file().read_bytes())
-    except (OSError, ValueError):
+        return read_json(_file(), dict[str, dict[str, list[int]]])
+    except UserError:
         return {}
-    is_whole = isinstance(content, dict) and all(isinstance(of_card, dict) for of_card in content.values())
-    return content if is_whole else {}
 
 
 def _keep(name: str, tile: Tile) -> None:

@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from moetune.experts.kernels import rotary as kernels
-from tests.experts.kernels.test_operators import DTYPES, assert_alike, both, load_interpreted, random
+from tests.experts.kernels.interpreter import interpreted_module
+from tests.experts.kernels.test_operators import DTYPES, assert_alike, both, random
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> ModuleType:
-    module = load_interpreted("triton_rotary")
+    module = interpreted_module("triton_rotary")
     module.PAIRS = 64  # several tiles
     return module
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from moetune.experts.kernels import routing as kernels
-from tests.experts.kernels.test_operators import assert_alike, both, load_interpreted, random
+from tests.experts.kernels.interpreter import interpreted_module
+from tests.experts.kernels.test_operators import assert_alike, both, random
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> ModuleType:
-    module = load_interpreted("triton_routing")
+    module = interpreted_module("triton_routing")
     module.LOGITS, module.NUMBERS, module.AT_ONCE = 32, 16, 64  # several tiles
     return module
 
