@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moetune.adapt.low_rank import adapted
 from moetune.compat.bitsandbytes import prepare_4bit
-from moetune.compat.transformers import activation_of, norms_heads, softmax_router, with_rotary
+from moetune.compat.transformers import activation_of, calls_rotary, norms_heads, softmax_router
 from moetune.config.schema import Storage
 from moetune.experts.activation import SwiGLU, recognize
 from moetune.experts.kernels import rotary, routing
@@ -268,7 +268,7 @@ def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
 def _heads_of(run: ResolvedRun) -> Iterator[HeadSizes]:
     """Yield the sizes of the attention layers whose queries and keys one kernel rotates."""
     for module in run.model.plain.modules():
-        if with_rotary(module, rotary.rotate) is not None:
+        if calls_rotary(module):
             attention: Any = module
             if hasattr(attention, "k_proj"):
                 size = attention.head_dim

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from moetune.compat.transformers import is_rms_norm, norms_heads, with_rotary
+from moetune.compat.transformers import calls_rotary, forward_with_rotary, is_rms_norm, norms_heads
 from moetune.experts.kernels import rotary as kernels
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,11 +52,11 @@ def fuse_rotary(model: nn.Module) -> None:
     are. Norms are included where attention has the code of Qwen3-MoE.
     """
     for module in list(model.modules()):
-        norms = _norms_of(module)
-        forward = with_rotary(module, partial(_rotate, norms))
-        if forward is None:
+        if not calls_rotary(module):
             continue
-        module.forward = forward
+        norms = _norms_of(module)
+        # `copy.deepcopy` copies what a `partial` holds: a copied layer has its own norms
+        module.forward = partial(forward_with_rotary, module, partial(_rotate, norms))
         if norms is not None:
             for norm, plain in zip((norms.q, norms.k), norms.plain, strict=True):
                 norm.forward = partial(_unless_fused, norms, plain)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from moetune.compat.transformers import SoftmaxRouter, softmax_router
+from moetune.compat.transformers import softmax_router
 from moetune.experts.kernels import routing as kernels
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -23,13 +23,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def fuse_routers(model: nn.Module) -> None:
     """Replace the forward method of every router of a model that has the code of Mixtral's or Qwen3-MoE's, in place."""
     for module in model.modules():
-        if (kind := softmax_router(module)) is not None:
-            module.forward = partial(_forward, module, kind)
+        if softmax_router(module) is not None:
+            module.forward = partial(_forward, module)
 
 
-def _forward(router: Any, kind: SoftmaxRouter, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(router.weight, DTensor) or router.weight.dtype not in _DTYPES:
         return type(router).forward(router, hidden)
+    kind = softmax_router(router)  # as its attributes are now
+    assert kind is not None
     logits = nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     dtype = torch.float32 if kind.keeps_float32 else logits.dtype
     weights, ids = _Choose.apply(logits, kind.top_k, kind.normalized, dtype)

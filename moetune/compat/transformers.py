@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -218,28 +218,34 @@ def is_rms_norm(module: nn.Module) -> bool:
     return hasattr(forward, "__code__") and _code_of(forward) in _RMS_NORMS
 
 
-def with_rotary(attention: nn.Module, rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any] | None:
-    """Return a module's forward method with `rotate` in the place of `apply_rotary_pos_emb`; None if it calls none.
+def calls_rotary(attention: nn.Module) -> bool:
+    """Return whether a module's forward calls `apply_rotary_pos_emb`, and this has the code of Llama's.
 
     Each model file in transformers has its own functions, which its modules find among the globals of the file. Code is
-    compared, so None is returned too for a function that is not Llama's, such as one that rotates other pairs.
-
-    Args:
-        attention: the module.
-        rotate: called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and with whatever else the module passes.
+    compared, so the result is False for a function that, for example, rotates other pairs.
     """
     forward: Any = type(attention).forward
     if not isinstance(forward, FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
-        return None
+        return False
     found: dict[str, Any] = {name: forward.__globals__.get(name) for name in _ROTARY}
-    if any(not isinstance(found[name], FunctionType) or _code_of(found[name]) != _ROTARY[name] for name in found):
-        return None
-    replaced = {"apply_rotary_pos_emb": functools.partial(rotate, found["apply_rotary_pos_emb"])}
+    return all(isinstance(found[name], FunctionType) and _code_of(found[name]) == _ROTARY[name] for name in found)
+
+
+def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a module's forward with `rotate` in the place of `apply_rotary_pos_emb`.
+
+    Args:
+        attention: a module of which `calls_rotary` is true.
+        rotate: called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and with whatever else the module passes.
+        args: arguments of the forward method, like `kwargs`.
+    """
+    forward: Any = type(attention).forward
+    replaced = {"apply_rotary_pos_emb": functools.partial(rotate, forward.__globals__["apply_rotary_pos_emb"])}
     copied = FunctionType(
         forward.__code__, forward.__globals__ | replaced, forward.__name__, forward.__defaults__, forward.__closure__
     )
     copied.__kwdefaults__ = forward.__kwdefaults__
-    return MethodType(copied, attention)
+    return copied(attention, *args, **kwargs)
 
 
 class SoftmaxRouter(NamedTuple):

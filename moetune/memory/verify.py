@@ -14,7 +14,7 @@ from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.measure import measure
 from moetune.memory.predict import allocator_here, predict, quick
 from moetune.memory.rows import settled
-from moetune.memory.trace import trace
+from moetune.memory.trace import NotTraceable, trace
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.dtypes import device_kind
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
@@ -101,7 +101,7 @@ def verify(
 
 def settled_on(run: ResolvedRun, device: torch.device) -> ResolvedRun:
     """Return a run with a number of layers in place of `train.keep_rows: auto`: those that fit `hardware.gpu`, or this
-    GPU if that is not set; none on a CPU.
+    GPU if that is not set; none on a CPU, or if the model's code cannot be traced.
 
     Raises:
         UserError: the run cannot be predicted.
@@ -109,7 +109,10 @@ def settled_on(run: ResolvedRun, device: torch.device) -> ResolvedRun:
     if device.type == "cpu":
         return run.keeping_rows(0) if run.config.train.keep_rows == "auto" else run
     gpu = run.config.hardware.gpu or catalog_name(device)
-    return settled(run, lambda one: quick(one, gpu=gpu))
+    try:
+        return settled(run, lambda one: quick(one, gpu=gpu))
+    except NotTraceable:
+        return run.keeping_rows(0)
 
 
 def catalog_name(device: torch.device) -> str:

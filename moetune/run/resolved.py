@@ -127,7 +127,7 @@ class ResolvedRun:
         train, layers = self.config.train, self.structure.moe_layers
         if train.loss_memory != "auto":
             return None if train.loss_memory == "none" else parse_size(train.loss_memory)
-        if not layers:
+        if not layers or not self._trains_in_layers:
             return LEAST
         tokens = (rows or train.micro_batch) * train.sequence_length // self.config.parallel.tp
         last, width = layers[-1], self.dtype.itemsize
@@ -136,8 +136,28 @@ class ResolvedRun:
         updates = any(one.fused_backward or one.offload for one in self.optimizers.values())
         # Experts of several kinds make smaller groups; trained ones are alone where gradients leave in backward.
         alone = mixed or (updates and last.index in self.selection.experts)
-        at_once, keeps = 0 if alone else self.expert_memory, last.index in self.keeps_rows
-        return max(LEAST, backward_bytes(last, train, tokens, width, at_once, keeps=keeps))
+        needed = backward_bytes(
+            last,
+            train,
+            tokens,
+            width,
+            at_once=0 if alone else self.expert_memory,
+            experts=last.shape.num_experts // self.config.parallel.ep,
+            dequantizes=len(self.selection.experts.get(last.index, ())) < last.shape.num_experts
+            and DTYPES.get(self.config.model.base) != self.dtype,
+            keeps=last.index in self.keeps_rows,
+        )
+        return max(LEAST, needed)
+
+    @property
+    def _trains_in_layers(self) -> bool:
+        """Whether anything in a decoder layer trains, so that gradients pass through layers."""
+        chosen, linears = self.selection, self.structure.linears()
+        return (
+            bool(chosen.experts or chosen.lora_experts)
+            or any(linears[path].layer is not None for path in chosen.lora_linears)
+            or any(part.layer is not None and part.name in chosen.full for part in self.structure.parameters)
+        )
 
     @cached_property
     def quantized_linears(self) -> tuple[str, ...]:

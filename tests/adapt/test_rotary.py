@@ -82,6 +82,17 @@ def test_norms_are_in_the_kernel_unless_one_of_them_trains() -> None:
     assert model.model.layers[0].self_attn.q_norm.weight.grad.abs().max() > 0
 
 
+def test_a_copied_model_has_norms_of_its_own() -> None:
+    """As the frozen reference of preference training: the original's norms train, and are not in its kernel."""
+    model, ids = qwen3(), torch.arange(4)[None]
+    copied = copy.deepcopy(model)
+    expected = model(ids).logits.detach()
+    attention = model.model.layers[0].self_attn.requires_grad_(True)
+    nn.init.normal_(attention.q_norm.weight)
+    assert torch.equal(copied(ids).logits.detach(), expected)
+    assert not torch.allclose(model(ids).logits.detach(), expected)
+
+
 def test_angles_of_another_dtype_are_rotated_by_the_models_own_code() -> None:
     """transformers promotes the product; the norms are computed all the same."""
     model, other = qwen3(), toy_model("qwen3_moe", num_hidden_layers=1).requires_grad_(False)
@@ -92,7 +103,7 @@ def test_angles_of_another_dtype_are_rotated_by_the_models_own_code() -> None:
 
 
 def test_llamas_attention_still_calls_its_function_by_name() -> None:
-    """`with_rotary` in compat/transformers.py replaces `apply_rotary_pos_emb` among the globals of this method."""
+    """compat/transformers.py replaces `apply_rotary_pos_emb` among the globals of this method."""
     assert "apply_rotary_pos_emb" in llama.LlamaAttention.forward.__code__.co_names
     assert llama.LlamaAttention.forward.__globals__["apply_rotary_pos_emb"] is llama.apply_rotary_pos_emb
     model = toy_model("mixtral", num_hidden_layers=1)

@@ -47,6 +47,31 @@ def test_experts_that_are_computed_alone_take_less() -> None:
         assert run.loss_bytes() == LEAST
 
 
+def test_matrices_that_are_not_dequantized_are_no_room() -> None:
+    """Of OLMoE in bf16, in groups of 32 experts; and nothing is room where no layer has a backward pass."""
+    run = olmoe_in_bf16(LORA)
+    assert run.loss_bytes(16) == 2 * (rows_of_group(32) + 16 * 2048 * 8 * 2048)
+    assert olmoe_in_bf16({"also": ["lm_head"]}).loss_bytes(16) == LEAST
+
+
+def rows_of_group(experts: int) -> int:
+    """Elements of the rows of OLMoE's experts in balanced routing of 16 × 2048 tokens: x, gate_up and act."""
+    return 16 * 2048 * 8 * experts // 64 * (2048 + 2048 + 1024)
+
+
+def olmoe_in_bf16(adapt: dict[str, Any], **sections: Any) -> ResolvedRun:
+    return resolve(config_of(Path("olmoe-1b-7b"), adapt, model={"base": "bf16"}, **sections), "cuda")
+
+
+@pytest.mark.full
+def test_the_peak_of_a_base_in_bf16_stays() -> None:
+    attention, peaks = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}}, {}
+    for memory in ("256MiB", "auto"):
+        run = olmoe_in_bf16(attention, train={"micro_batch": 1, "sequence_length": 2048, "loss_memory": memory})
+        peaks[memory] = Depths().at(run).parts().total
+    assert peaks["auto"] == peaks["256MiB"]
+
+
 @pytest.mark.parametrize(
     "train",
     [

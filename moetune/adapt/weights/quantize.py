@@ -64,17 +64,16 @@ def quantize(
         try:
             out.mkdir(parents=True, exist_ok=True)
             writer.take(f"--out {str(out)!r}", create=True)
-            if overwrite:
-                quantized_base.remove(out)
-            return _quantize(model, folder, out, on_read)
+            return _quantize(model, folder, out, on_read, overwrite=overwrite)
         except (OSError, SafetensorError) as error:
             if (reason := refused(error)) is None:
                 raise
             raise UserError(f"--out {str(out)!r} cannot be written: {reason}") from error
 
 
-def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[float], None] | None) -> dict[str, Any]:
-    quantized_base.begin(out, model, folder, weight_files(folder))
+def _quantize(
+    model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[float], None] | None, *, overwrite: bool
+) -> dict[str, Any]:
     device = torch.device(this_device())
     loaded = copy.deepcopy(model.plain)
     linears = linears_to_quantize(model.plain, model.structure, NOTHING)
@@ -82,7 +81,10 @@ def _quantize(model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[
     target = LoadTarget(
         loaded, model.structure, NOTHING, model.config, linears, device, context=context, on_read=on_read
     )
-    reader = CheckpointReader(folder, model.plain, model.source.name, target)
+    reader = CheckpointReader(folder, model.plain, model.source.name, target)  # refuses what does not fit the model
+    if overwrite:
+        quantized_base.remove(out)
+    quantized_base.begin(out, model, folder, weight_files(folder))
     with taking_fingerprint(folder) as taken:
         for path in target.layers:
             if not (out / quantized_base.layer_file(path)).is_file():

@@ -26,24 +26,26 @@ def _halves(at, column, half):
 
 @triton.jit
 def _heads(
-    x, dy, out, weight, cos, sin, tile, tokens, positions, heads, half, x_token, x_head, dy_token, dy_head, eps,
+    x, dy, out, weight, cos, sin, tile, tokens, length, positions, heads, half,
+    x_row, x_token, x_head, dy_row, dy_token, dy_head, eps,
     NORMED: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     number = tile * HEADS + tl.arange(0, HEADS)[:, None]
     inside = (number < tokens * heads) & (tl.arange(0, HALF) < half)[None, :]
     number = tl.minimum(number, tokens * heads - 1)
     token, head = number // heads, number % heads
+    row, place = (token // length).to(tl.int64), (token % length).to(tl.int64)
     column = tl.arange(0, HALF)[None, :]
     position = (token % positions).to(tl.int64) * 2 * half
     cos_a, cos_b = _halves(cos + position, column, half)
     sin_a, sin_b = _halves(sin + position, column, half)
     if NORMED or not BACKWARD:
-        a, b = _halves(x + token.to(tl.int64) * x_token + head.to(tl.int64) * x_head, column, half)
+        a, b = _halves(x + row * x_row + place * x_token + head.to(tl.int64) * x_head, column, half)
     if NORMED:
         rstd = tl.rsqrt(tl.sum(a * a + b * b, 1)[:, None] / (2 * half) + eps)
         weight_a, weight_b = _halves(weight, column, half)
     if BACKWARD:
-        dy_a, dy_b = _halves(dy + token.to(tl.int64) * dy_token + head.to(tl.int64) * dy_head, column, half)
+        dy_a, dy_b = _halves(dy + row * dy_row + place * dy_token + head.to(tl.int64) * dy_head, column, half)
         to_a, to_b = dy_a * cos_a + dy_b * sin_b, dy_b * cos_b - dy_a * sin_a
         if NORMED:
             to_a, to_b = to_a * weight_a, to_b * weight_b
@@ -58,27 +60,27 @@ def _heads(
     tl.store(to + half, to_b.to(out.dtype.element_ty), mask=inside)
 
 
-@kernel(do_not_specialize=["tokens", "positions", "of_q"])
+@kernel(do_not_specialize=["tokens", "length", "positions", "of_q"])
 def _rotate(
-    q, k, dq, dk, q_out, k_out, q_weight, k_weight, cos, sin, tokens, positions, of_q, q_heads, k_heads, half,
-    q_token, q_head, k_token, k_head, dq_token, dq_head, dk_token, dk_head, eps,
+    q, k, dq, dk, q_out, k_out, q_weight, k_weight, cos, sin, tokens, length, positions, of_q, q_heads, k_heads, half,
+    q_row, q_token, q_head, k_row, k_token, k_head, dq_row, dq_token, dq_head, dk_row, dk_token, dk_head, eps,
     NORMED: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     if tile < of_q:
         _heads(
-            q, dq, q_out, q_weight, cos, sin, tile, tokens, positions, q_heads, half,
-            q_token, q_head, dq_token, dq_head, eps, NORMED, BACKWARD, HEADS, HALF,
+            q, dq, q_out, q_weight, cos, sin, tile, tokens, length, positions, q_heads, half,
+            q_row, q_token, q_head, dq_row, dq_token, dq_head, eps, NORMED, BACKWARD, HEADS, HALF,
         )  # fmt: skip
     else:
         _heads(
-            k, dk, k_out, k_weight, cos, sin, tile - of_q, tokens, positions, k_heads, half,
-            k_token, k_head, dk_token, dk_head, eps, NORMED, BACKWARD, HEADS, HALF,
+            k, dk, k_out, k_weight, cos, sin, tile - of_q, tokens, length, positions, k_heads, half,
+            k_row, k_token, k_head, dk_row, dk_token, dk_head, eps, NORMED, BACKWARD, HEADS, HALF,
         )  # fmt: skip
 
 
 def _launch(q, k, dq, dk, cos, sin, q_weight, k_weight, eps, *, backward):
-    q, k, dq, dk = map(_by_token, (q, k, dq, dk))
+    q, k, dq, dk = map(_along_heads, (q, k, dq, dk))
     batch, q_heads, length, size = q.shape
     outs = [x.new_empty((batch, length, x.shape[1], size)) for x in (q, k)]
     tokens, half, normed = batch * length, size // 2, q_weight is not None
@@ -89,17 +91,16 @@ def _launch(q, k, dq, dk, cos, sin, q_weight, k_weight, eps, *, backward):
     cos, sin = cos.contiguous(), sin.contiguous()
     if tokens:
         _rotate[(of_q + of_k,)](
-            q, k, dq, dk, *outs, *weights, cos, sin, tokens, cos.numel() // size, of_q, q_heads, k.shape[1], half,
-            *(x.stride(dim) for x in (q, k, dq, dk) for dim in (2, 1)), float(eps),
+            q, k, dq, dk, *outs, *weights, cos, sin, tokens, length, cos.numel() // size, of_q,
+            q_heads, k.shape[1], half, *(x.stride(dim) for x in (q, k, dq, dk) for dim in (0, 2, 1)), float(eps),
             NORMED=normed, BACKWARD=backward, HEADS=each, HALF=padded,
         )  # fmt: skip
     return tuple(out.transpose(1, 2) for out in outs)
 
 
-def _by_token(x: Tensor) -> Tensor:
-    """Return the heads [B, h, S, d] so that the tokens of all rows are equally far apart; a copy if they are not."""
-    is_so = x.stride(3) == 1 and (len(x) == 1 or x.stride(0) == x.shape[2] * x.stride(2))
-    return x if is_so else x.transpose(1, 2).contiguous().transpose(1, 2)
+def _along_heads(x: Tensor) -> Tensor:
+    """Return the heads [B, h, S, d] so that the numbers of a head are neighbours; a copy if they are not."""
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def rotate(q, k, cos, sin, q_weight, k_weight, eps):

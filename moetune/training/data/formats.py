@@ -170,6 +170,10 @@ def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str
         if missing is not None:
             lost[index] = f"{missing[:40]!r} in the content of message {index + 1}"
         elif around is not None and end not in around:
+            # a template may look at how a content begins
+            appended = {**messages[index], "content": f"{content} {end.upper()}"}
+            if end in (rendered([*messages[:index], appended, *messages[index + 1 :]]) or end):
+                continue
             lost[index] = f"the end of the content of message {index + 1}"
     return lost
 

@@ -2,13 +2,14 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from moetune.adapt.weights import quantized_base
 from moetune.errors import UserError
@@ -251,6 +252,14 @@ def test_overwriting_removes_what_the_ledger_lists(packed: Path, tmp_path: Path,
     assert read_quantized_manifest(out).base == "int8"
     assert (out / "notes").is_dir()
     assert not (out / ".lock").exists()
+    lacking = tmp_path / "lacking"
+    shutil.copytree(source, lacking)
+    weights = load_file(lacking / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, lacking / "model.safetensors", {"format": "pt"})
+    ended = moetune("quantize", lacking, "--out", out, "--overwrite")
+    assert (ended.code, "model.norm.weight" in ended.err) == (2, True)
+    assert read_quantized_manifest(out).base == "int8"  # a base is not removed for a checkpoint that is refused
     other = tmp_path / "other"
     other.mkdir()
     (other / "rest.safetensors").write_text("mine")

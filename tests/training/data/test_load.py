@@ -518,6 +518,7 @@ def test_what_a_template_leaves_out_is_refused(tmp_path):
         ("m.content | tojson", ""),
         ("m.content | upper", ""),
         ("m.content | trim", ""),
+        ("(m.content if m.content[1] == '<' else m.content[:6]) if m.role == 'user' else m.content", ""),
     ],
 )
 def test_content_that_a_template_drops_is_refused(tmp_path, template, written, what):
