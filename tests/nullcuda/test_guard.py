@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from moetune.adapt import guard
 from moetune.experts.kernels.registry import OPERATORS, use_kernels
+from moetune.memory import verify
+from moetune.run.resolved import ResolvedRun
+from moetune.watch import train as watch_train
 from tests import small
 from tests.conftest import Ended
 from tests.nullcuda import runs
@@ -29,9 +33,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def run_file(small_model: Path, small_data: Path, tmp_path: Path) -> Path:
-    """Two steps of LoRA on everything."""
+    """Two steps of LoRA on everything, with as many kept rows as fit."""
     run = small.run_file(
-        small_model, small_data, tmp_path / "run", "lora", model={"dtype": "bf16"}, train={"steps": 2, "save_every": 2}
+        small_model,
+        small_data,
+        tmp_path / "run",
+        "lora",
+        model={"dtype": "bf16"},
+        train={"steps": 2, "save_every": 2, "keep_rows": "auto"},
     )
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
     return tmp_path / "run.yaml"
@@ -65,8 +74,16 @@ def test_a_run_without_a_kernel(
 ) -> None:
     monkeypatch.setattr(guard, "LIMIT", 60.0)
     monkeypatch.setenv(fault, kernel)
+    settled = list[tuple[str, ...]]()
+
+    def settled_on(run: ResolvedRun, device: torch.device) -> ResolvedRun:
+        settled.append(run.config.hardware.without_kernels)
+        return verify.settled_on(run, device)
+
+    monkeypatch.setattr(watch_train, "settled_on", settled_on)
     trained = moetune("train", run_file)
     assert trained.code == 0, trained.err
+    assert settled == [(operator,)]  # the rows that fit are those of a run without the kernel
     assert f"the kernel of {operator} {said}" in " ".join(trained.err.split())
     assert trained_without(run_file) == [operator], trained.err
     (verdict,) = cache.glob("[0-9a-f]*.json")
