@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moetune.adapt import guard
-from moetune.adapt.exercise import samples
+from moetune.adapt.exercise import Sizes, samples
 from moetune.adapt.guard import Key, Verdict, _Said
 from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, use_kernels, without_kernel
 
@@ -92,7 +92,7 @@ def test_all_kernels_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_ends_its_process_and_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a child of its own; the third child compares the rest."""
+    """Each in a child of its own; the third child compares the rest. A busy machine may be why a kernel hangs."""
     monkeypatch.setattr(guard, "LIMIT", 2.0)
     script = """
 say(begins='gated')
@@ -106,7 +106,19 @@ say(stopped='')
     assert failed.keys() == {"gated", "low_rank", "sum_rows_"}
     assert "illegal access" in failed["gated"]
     assert "2 seconds" in failed["low_rank"]
-    assert guard.kept(key_of()) is not None
+    assert guard.kept(key_of()) is None
+
+
+def test_a_kernel_that_ends_its_process_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdict_of(monkeypatch, "say(begins='gated')\nif 'gated' not in left_out: os._exit(1)\nsay(stopped='')")
+    assert verdict.failed.keys() == {"gated"}
+    assert guard.kept(key_of()) == verdict
+
+
+def test_a_child_imports_nothing_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('not the json of Python')")
+    monkeypatch.chdir(tmp_path)
+    assert "not the json" not in guard._child(guard._Asked(Sizes(), 0)).stopped
 
 
 @pytest.mark.parametrize(
@@ -173,6 +185,15 @@ def test_a_call_gives_the_references_result_whatever_the_kernel_does(
     whys = [why for one in said for why in one.failed.values()]
     assert len(whys) == (failed is not None)
     assert all(str(failed) in why for why in whys)
+
+
+@pytest.mark.parametrize("said", ["Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
+def test_a_full_card_is_no_fault_of_a_kernel(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise RuntimeError(said)
+
+    with pytest.raises(RuntimeError, match=said.split(maxsplit=1)[0]):
+        compared(full, monkeypatch)
 
 
 def test_a_kernel_that_does_not_compile_gives_way_before_anything_has_changed() -> None:
