@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -67,13 +67,22 @@ def checked(run: ResolvedRun, device: torch.device, say: Callable[[str], None]) 
 
 
 def checked_on_ranks(run: ResolvedRun, device: torch.device, ranks: Ranks, say: Callable[[str], None]) -> ResolvedRun:
-    """Return a run as `checked` does; of several ranks the first compares, and the others read its verdict."""
-    if ranks.is_single:
-        return checked(run, device, say)
+    """Return a run as `checked` does, without the operators whose kernel does not work on one of the ranks.
+
+    The first rank compares, and the others read its verdict; those that find none compare too.
+    """
     if ranks.is_first:
         run = checked(run, device, say)
     ranks.barrier()
-    return run if ranks.is_first else checked(run, device, lambda _: None)
+    if not ranks.is_first:
+        run = checked(run, device, lambda _: None)
+    mine = run.config.hardware.without_kernels
+    others = {name for names in ranks.gather(mine) for name in names} - {*mine}
+    for name in sorted(others):
+        say(
+            f"warning: the kernel of {name} does not work on another rank: torch's operations run in its place here too"
+        )
+    return _without(run, others) if others else run
 
 
 def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
@@ -110,7 +119,7 @@ def as_known_for(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     return as_known(run, device) if is_here else run
 
 
-def _without(run: ResolvedRun, failed: Mapping[str, str]) -> ResolvedRun:
+def _without(run: ResolvedRun, failed: Iterable[str]) -> ResolvedRun:
     names = tuple(sorted({*run.config.hardware.without_kernels, *failed}))
     return replace(run, config=run.config.but(hardware={"without_kernels": names}))
 

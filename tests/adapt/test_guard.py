@@ -15,6 +15,9 @@ from moetune.adapt import guard
 from moetune.adapt.exercise import Sizes, samples
 from moetune.adapt.guard import Key, Verdict, _Said
 from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, use_kernels, without_kernel
+from moetune.parallel.ranks import Ranks
+from moetune.run.resolve import ResolvedRun, resolve
+from tests.nullcuda import runs
 
 CARD = torch.device("cuda", 0)
 
@@ -142,6 +145,26 @@ def test_without_triton_no_kernel_works_and_that_is_not_kept(monkeypatch: pytest
     monkeypatch.setattr(guard, "on_gpu", lambda: None)
     assert verdict_of(monkeypatch, "raise SystemExit").failed.keys() == OPERATORS.keys() - {"grouped_mm"}
     assert guard.kept(key_of()) is None
+
+
+# --- Ranks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_does_not_work_on_one_rank_runs_on_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Second(Ranks):
+        def barrier(self) -> None: ...
+
+        def gather(self, value: Any) -> list[Any]:
+            return [("gated", "low_rank"), value, ()]
+
+    def checked(run: ResolvedRun, *_: Any) -> ResolvedRun:
+        return guard._without(run, ["gated", "sum_rows_"])
+
+    monkeypatch.setattr(guard, "checked", checked)
+    run, said = resolve(runs.toy_run(runs.write_toy(tmp_path / "model"), "lora"), "cpu"), list[str]()
+    together = guard.checked_on_ranks(run, CARD, Second(rank=1), said.append)
+    assert together.config.hardware.without_kernels == ("gated", "low_rank", "sum_rows_")
+    assert ["low_rank" in text for text in said] == [True]
 
 
 # --- One call -----------------------------------------------------------------------------------------------------
