@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -360,7 +361,7 @@ def compare_here() -> None:
     os.dup2(2, 1)  # what libraries print is no line of ours
     asked = parse_json(sys.stdin.buffer.readline(), _Asked, "stdin")
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
-    device, failed = torch.device("cuda", asked.device), set(asked.without)
+    device, failed, code = torch.device("cuda", asked.device), set(asked.without), 0
 
     def say(said: _Said) -> None:
         print(json.dumps(asdict(said)), file=out, flush=True)
@@ -374,13 +375,15 @@ def compare_here() -> None:
                 run()
             torch.cuda.synchronize(device)
     except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        say(_Said(stopped=f"out of memory: {one_line(error)}"))
+        if is_out_of_memory(error):
+            say(_Said(stopped=f"out of memory: {one_line(error)}"))
+        else:
+            traceback.print_exc()
+            code = 1
     else:
         say(_Said(stopped=""))
     sys.stderr.flush()
-    os._exit(0)  # not an exit of the interpreter, which would wait for the lock of stdin that the thread holds
+    os._exit(code)  # not an exit of the interpreter, which would wait for the lock of stdin that the thread holds
 
 
 def _compare_call(
