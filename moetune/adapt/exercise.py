@@ -230,7 +230,6 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
         dtype=config.model.dtype,
         top_k=top_k,
         expert_memory=run.expert_memory,
-        keep_rows=layer.index in run.keeps_rows,
         split_gate_up=run.model.gate_up_apart,
         gate=gate,
     )

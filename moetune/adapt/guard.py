@@ -17,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -29,7 +30,7 @@ import torch
 
 from moetune.adapt.exercise import Sizes, sizes_of
 from moetune.errors import UserError, one_line
-from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, on_gpu, without_kernel
+from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, is_out_of_memory, on_gpu, without_kernel
 from moetune.experts.kernels.self_check import CallsSeen, compared, is_alike, referred
 from moetune.files import cache_folder, write_whole
 from moetune.json_files import parse_json, read_sealed, sealed
@@ -40,7 +41,8 @@ from moetune.run.resolved import ResolvedRun
 
 LIMIT = 120.0
 """Seconds that the comparison of one operator may take; most of it is the compilation of its kernel."""
-_CHILD = (sys.executable, "-c", "from moetune.adapt.guard import compare_here; compare_here()")
+# -P: a file of the working folder is no module of ours
+_CHILD = (sys.executable, "-P", "-c", "from moetune.adapt.guard import compare_here; compare_here()")
 
 
 def checked(run: ResolvedRun, device: torch.device, say: Callable[[str], None]) -> ResolvedRun:
@@ -66,13 +68,22 @@ def checked(run: ResolvedRun, device: torch.device, say: Callable[[str], None]) 
 
 
 def checked_on_ranks(run: ResolvedRun, device: torch.device, ranks: Ranks, say: Callable[[str], None]) -> ResolvedRun:
-    """Return a run as `checked` does; of several ranks the first compares, and the others read its verdict."""
-    if ranks.is_single:
-        return checked(run, device, say)
+    """Return a run as `checked` does, without the operators whose kernel does not work on one of the ranks.
+
+    The first rank compares, and the others read its verdict; those that find none compare too.
+    """
     if ranks.is_first:
         run = checked(run, device, say)
     ranks.barrier()
-    return run if ranks.is_first else checked(run, device, lambda _: None)
+    if not ranks.is_first:
+        run = checked(run, device, lambda _: None)
+    mine = run.config.hardware.without_kernels
+    others = {name for names in ranks.gather(mine) for name in names} - {*mine}
+    for name in sorted(others):
+        say(
+            f"warning: the kernel of {name} does not work on another rank: torch's operations run in its place here too"
+        )
+    return _without(run, others) if others else run
 
 
 def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
@@ -109,7 +120,7 @@ def as_known_for(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     return as_known(run, device) if is_here else run
 
 
-def _without(run: ResolvedRun, failed: Mapping[str, str]) -> ResolvedRun:
+def _without(run: ResolvedRun, failed: Iterable[str]) -> ResolvedRun:
     names = tuple(sorted({*run.config.hardware.without_kernels, *failed}))
     return replace(run, config=run.config.but(hardware={"without_kernels": names}))
 
@@ -233,20 +244,24 @@ def _digest() -> str:
 def compare(key: Key, device: torch.device) -> Verdict:
     """Compare the kernels at the sizes of a key with their references, in child processes, and keep the verdict.
 
-    A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out.
+    A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out. With a kernel that
+    hangs the verdict is not kept, because a busy machine may have been the reason.
     """
     if on_gpu() is None:  # not kept: a compiler can be installed at any time
         # products take the same memory without, and torch's own kernel needs no Triton
         names = sorted(OPERATORS.keys() - {"grouped_mm"})
         return Verdict(key, dict.fromkeys(names, "cannot be compiled: Triton does not work here"))
     failed: dict[str, str] = {}
+    in_time = True
     while True:
         before = len(failed)
         ended = _child(_Asked(key.sizes, device.index or 0, tuple(failed)))
         failed |= ended.failed
+        in_time &= ended.in_time
         if not ended.stopped:
             verdict = Verdict(key, failed)
-            keep(verdict)
+            if in_time:
+                keep(verdict)
             return verdict
         if len(failed) == before:
             return Verdict(key, failed, ended.stopped)
@@ -283,10 +298,12 @@ class _Said:
 
 
 class _Ended(NamedTuple):
-    """How a child ended: the operators that failed, and why it did not compare all; empty if it did."""
+    """How a child ended: the operators that failed, why it did not compare all (empty if it did), and whether it was
+    never silent for `LIMIT` seconds."""
 
     failed: dict[str, str]
     stopped: str
+    in_time: bool = True
 
 
 def _child(asked: _Asked) -> _Ended:
@@ -313,14 +330,14 @@ def _child(asked: _Asked) -> _Ended:
     said = [parse_json(line, _Said, "the comparison of the kernels") for line in lines]
     failed = {name: why for one in said for name, why in one.failed.items()}
     if said and said[-1].stopped is not None:
-        return _Ended(failed, said[-1].stopped)
+        return _Ended(failed, said[-1].stopped)  # also of a child that does not end afterwards
     name = said[-1].begins if said else ""
     how = f"ended its process ({'; '.join(last) or f'code {child.returncode}'})"
     if not in_time:
         how = f"did not finish within {LIMIT:.0f} seconds"
     if name and (not in_time or child.returncode != -9):  # 9 is how the system ends a process for want of memory
         failed[name] = how
-    return _Ended(failed, how if name else f"the comparison {how}")
+    return _Ended(failed, how if name else f"the comparison {how}", in_time)
 
 
 def _lines_of(child: subprocess.Popen[bytes]) -> tuple[list[bytes], bool]:
@@ -344,7 +361,7 @@ def compare_here() -> None:
     os.dup2(2, 1)  # what libraries print is no line of ours
     asked = parse_json(sys.stdin.buffer.readline(), _Asked, "stdin")
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
-    device, failed = torch.device("cuda", asked.device), set(asked.without)
+    device, failed, code = torch.device("cuda", asked.device), set(asked.without), 0
 
     def say(said: _Said) -> None:
         print(json.dumps(asdict(said)), file=out, flush=True)
@@ -357,10 +374,16 @@ def compare_here() -> None:
             with CallsSeen(partial(_compare_call, dtype=DTYPES[sizes.dtype], failed=failed, say=say)):
                 run()
             torch.cuda.synchronize(device)
-    except torch.OutOfMemoryError as error:
-        say(_Said(stopped=f"out of memory: {one_line(error)}"))
+    except Exception as error:
+        if is_out_of_memory(error):
+            say(_Said(stopped=f"out of memory: {one_line(error)}"))
+        else:
+            traceback.print_exc()
+            code = 1
     else:
         say(_Said(stopped=""))
+    sys.stderr.flush()
+    os._exit(code)  # not an exit of the interpreter, which would wait for the lock of stdin that the thread holds
 
 
 def _compare_call(
@@ -377,9 +400,9 @@ def _compare_call(
     say(_Said(begins=operator.name))
     try:
         result, off = compared(operator, args, kernel)
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # of the compiler, the driver or the device
+        if is_out_of_memory(error):
+            raise
         raised = (
             "cannot be compiled or launched" if isinstance(error, KernelError) else f"raises {type(error).__name__}"
         )

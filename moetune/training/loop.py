@@ -359,6 +359,13 @@ class Watcher:
 
     pace = Pace()
 
+    def settled(self, run: ResolvedRun) -> ResolvedRun:
+        """Return a run of one rank with a number of layers in place of `train.keep_rows: auto`.
+
+        Called before the model is built, once it is known which kernels work.
+        """
+        return run
+
     def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:
         """Return a context manager to enter while weights are read.
 

@@ -146,6 +146,8 @@ def train(
             check_checkpoint(checkpoint)
             folder.base()  # raises if base.json is damaged, before the weights are read
         run = checked_on_ranks(run, device, ranks, say)
+        if ranks.is_single:
+            run = watcher.settled(run)
         config = run.config
         inputs = _inputs(run, folder, data, checkpoint, say)
         weights = run.model.source.folder if config.model.weights == "pretrained" else None

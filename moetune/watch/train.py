@@ -39,6 +39,9 @@ class Watch(Watcher):
         self.memory: MemoryRecord | None = None
         self._seen = watch_cuda() if device.type == "cuda" else {}
 
+    def settled(self, run: ResolvedRun) -> ResolvedRun:
+        return settled_on(run, self.device)
+
     def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:
         return loading_progress(self.console, folder)
 
@@ -110,8 +113,6 @@ def train(
     run = examine(run, device_kind(device))
     console = console or terminal(stderr=True, quiet=not ranks.is_first)
     where = run.device(device)
-    if not run.problems and not dry_run and ranks.is_single:
-        run = settled_on(run, where)
     return training.train(
         run, Watch(console, where), console, where, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks
     )

@@ -55,6 +55,7 @@ ADAPT: dict[str, dict[str, Any]] = {
         ("experts", {"base": "nf4"}, {"expert_memory": "1GiB"}),
         ("lora", {"base": "nf4"}, {"expert_memory": "1GiB"}),
         ("lora", {"base": "nf4", "double_quant": False}, {"checkpointing": "none"}),
+        ("lora", {"base": "nf4"}, {"keep_rows": 1}),
         ("split lora on some", {"base": "fp32"}, {}),
         ("split lora on some", {"base": "mxfp4"}, {"expert_memory": "1GiB"}),
     ],
@@ -73,6 +74,12 @@ def test_no_kind_of_call_is_left_out(adapt: str, model: dict[str, Any], train: d
     missing = {kind for kind in in_training if kind not in exercised}
     assert in_training
     assert not sorted(map(str, missing))
+
+
+def test_sizes_do_not_depend_on_kept_rows(tmp_path: Path) -> None:
+    """Their number is known only after the comparison."""
+    run = resolve(runs.toy_run(runs.write_toy(tmp_path / "model"), "lora"), "cpu")
+    assert sizes_of(run.keeping_rows(1)) == sizes_of(run)
 
 
 def test_the_samples_call_every_operator() -> None:

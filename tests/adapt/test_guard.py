@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from moetune.adapt import guard
-from moetune.adapt.exercise import samples
+from moetune.adapt.exercise import Sizes, samples
 from moetune.adapt.guard import Key, Verdict, _Said
 from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, use_kernels, without_kernel
+from moetune.parallel.ranks import Ranks
+from moetune.run.resolve import ResolvedRun, resolve
+from tests.nullcuda import runs
 
 CARD = torch.device("cuda", 0)
 
@@ -92,7 +95,7 @@ def test_all_kernels_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kernel_that_ends_its_process_and_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a child of its own; the third child compares the rest."""
+    """Each in a child of its own; the third child compares the rest. A busy machine may be why a kernel hangs."""
     monkeypatch.setattr(guard, "LIMIT", 2.0)
     script = """
 say(begins='gated')
@@ -106,7 +109,21 @@ say(stopped='')
     assert failed.keys() == {"gated", "low_rank", "sum_rows_"}
     assert "illegal access" in failed["gated"]
     assert "2 seconds" in failed["low_rank"]
-    assert guard.kept(key_of()) is not None
+    assert guard.kept(key_of()) is None
+
+
+def test_a_kernel_that_ends_its_process_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = verdict_of(monkeypatch, "say(begins='gated')\nif 'gated' not in left_out: os._exit(1)\nsay(stopped='')")
+    assert verdict.failed.keys() == {"gated"}
+    assert guard.kept(key_of()) == verdict
+
+
+def test_a_child_imports_nothing_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('not the json of Python')")
+    monkeypatch.chdir(tmp_path)
+    stopped = guard._child(guard._Asked(Sizes(), 99)).stopped
+    assert "not the json" not in stopped
+    assert "no Python frame" not in stopped  # what the child raised, not how the interpreter ended
 
 
 @pytest.mark.parametrize(
@@ -130,6 +147,26 @@ def test_without_triton_no_kernel_works_and_that_is_not_kept(monkeypatch: pytest
     monkeypatch.setattr(guard, "on_gpu", lambda: None)
     assert verdict_of(monkeypatch, "raise SystemExit").failed.keys() == OPERATORS.keys() - {"grouped_mm"}
     assert guard.kept(key_of()) is None
+
+
+# --- Ranks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_does_not_work_on_one_rank_runs_on_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Second(Ranks):
+        def barrier(self) -> None: ...
+
+        def gather(self, value: Any) -> list[Any]:
+            return [("gated", "low_rank"), value, ()]
+
+    def checked(run: ResolvedRun, *_: Any) -> ResolvedRun:
+        return guard._without(run, ["gated", "sum_rows_"])
+
+    monkeypatch.setattr(guard, "checked", checked)
+    run, said = resolve(runs.toy_run(runs.write_toy(tmp_path / "model"), "lora"), "cpu"), list[str]()
+    together = guard.checked_on_ranks(run, CARD, Second(rank=1), said.append)
+    assert together.config.hardware.without_kernels == ("gated", "low_rank", "sum_rows_")
+    assert ["low_rank" in text for text in said] == [True]
 
 
 # --- One call -----------------------------------------------------------------------------------------------------
@@ -173,6 +210,15 @@ def test_a_call_gives_the_references_result_whatever_the_kernel_does(
     whys = [why for one in said for why in one.failed.values()]
     assert len(whys) == (failed is not None)
     assert all(str(failed) in why for why in whys)
+
+
+@pytest.mark.parametrize("said", ["Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
+def test_a_full_card_is_no_fault_of_a_kernel(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise RuntimeError(said)
+
+    with pytest.raises(RuntimeError, match=said.split(maxsplit=1)[0]):
+        compared(full, monkeypatch)
 
 
 def test_a_kernel_that_does_not_compile_gives_way_before_anything_has_changed() -> None:

@@ -411,7 +411,9 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *activ
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = (CUcontext)1, 0; }
 CUresult cuCtxGetCurrent(CUcontext *context) { return *context = (CUcontext)1, 0; }
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr p) { return *(int *)value = 0, 0; }
-CUresult cuGetErrorString(CUresult result, const char **text) { return *text = result ? "out of memory" : "none", 0; }
+CUresult cuGetErrorString(CUresult result, const char **text) {
+    return *text = result == CUDA_ERROR_OUT_OF_MEMORY ? "out of memory" : result ? "launch failed" : "none", 0;
+}
 // Triton loads what it has compiled, and asks how many threads it may have. A kernel is its name.
 CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
     return *function = (CUfunction)strdup(name), 0;

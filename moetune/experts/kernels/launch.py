@@ -15,7 +15,7 @@ import torch
 import triton
 
 from moetune.errors import one_line
-from moetune.experts.kernels.registry import KernelError
+from moetune.experts.kernels.registry import KernelError, is_out_of_memory
 
 
 def next_power_of_2(number: int) -> int:
@@ -64,6 +64,7 @@ class QuickLaunch:
 
         Raises:
             KernelError: the kernel could not be compiled, loaded or launched; it has not run.
+            torch.OutOfMemoryError: the card has no memory for it.
         """
         if self._tensors < 0:
             self._check(args, constants)
@@ -87,13 +88,13 @@ class QuickLaunch:
         Products and sums are fused where the call does not say otherwise: Triton's own default depends on its version.
 
         Raises:
-            KernelError: as `_launch`.
+            KernelError, torch.OutOfMemoryError: as `_launch`.
         """
         try:
             return self.jitted[grid](*args, **{"enable_fp_fusion": True, **constants})
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # Triton's errors, LLVM's and the driver's have no class in common
+            if is_out_of_memory(error):
+                raise torch.OutOfMemoryError(one_line(error)) from error
             raise KernelError(f"{type(error).__name__}: {one_line(error)}") from error
 
     def _check(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:

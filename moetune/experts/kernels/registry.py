@@ -16,11 +16,20 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from moetune.errors import UserError
 
 
 class KernelError(Exception):
     """Raised by a kernel that cannot be compiled or launched, before it has changed any of its arguments."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that a GPU's memory ran out; that of CUDA, cuBLAS and Triton has no class."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        text in str(error) for text in ("out of memory", "ALLOC_FAILED")
+    )
 
 
 @dataclass(frozen=True)

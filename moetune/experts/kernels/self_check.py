@@ -64,7 +64,6 @@ class BankSizes:
         dtype: of token rows.
         top_k: experts per token.
         expert_memory: bytes of a group of dequantized experts.
-        keep_rows: backward uses the gate_up rows of forward.
         split_gate_up: gate and up are quantized separately.
         gate: alpha and limit of SwiGLU (`experts/activation.py`); None for another activation, which has no kernel.
     """
@@ -79,15 +78,14 @@ class BankSizes:
     dtype: Literal["bf16", "fp16", "fp32"]
     top_k: int
     expert_memory: int
-    keep_rows: bool
     split_gate_up: bool
     gate: tuple[float, float] | None
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
         """Build a bank of these sizes with random weights; return a function that runs it forward and backward.
 
-        It runs random tokens twice: with float32 routing weights, and with constant ones in the dtype of the rows. The
-        first expert receives no token if there are enough others.
+        It runs random tokens twice: with float32 routing weights, and with constant ones in the dtype of the rows and
+        the gate_up rows of forward kept for backward. The first expert receives no token if there are enough others.
         """
         bank = self._bank(device)
         _draw(bank)
@@ -97,13 +95,13 @@ class BankSizes:
         counts = torch.bincount(ids.flatten(), minlength=count).tolist()
 
         def run() -> None:
-            for weights_dtype in (torch.float32, dtype):
+            for weights_dtype, keep_rows in ((torch.float32, False), (dtype, True)):
                 permutation = bank.permutation(ids.to(device), counts)
                 x = torch.randn(tokens, self.shape.hidden, dtype=dtype, device=device).requires_grad_()
                 weights = torch.rand(tokens, self.top_k, device=device).to(weights_dtype)
-                weights.requires_grad_(weights_dtype == torch.float32)
+                weights.requires_grad_(not keep_rows)
                 with torch.enable_grad():
-                    y = expert_mlp(bank, x, weights, permutation, keep_rows=self.keep_rows)
+                    y = expert_mlp(bank, x, weights, permutation, keep_rows=keep_rows)
                     y.backward(torch.randn_like(y))
 
         return run
@@ -147,7 +145,7 @@ def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, r
     name: Any = next(name for name, one in DTYPES.items() if one == dtype)
     shape = ExpertShape(5, hidden, intermediate, True, False, False, True)
     apart = replace(shape, has_bias=True, is_concatenated=False)
-    plain = BankSizes(shape, (0, 1, 2, 3, 4), 0, rank, True, "nf4", True, name, 3, 1 << 30, False, True, (1.0, 0.0))
+    plain = BankSizes(shape, (0, 1, 2, 3, 4), 0, rank, True, "nf4", True, name, 3, 1 << 30, True, (1.0, 0.0))
     yield plain
     yield replace(plain, lora=(0, 1, 2), trained=2)
     yield replace(
@@ -155,7 +153,7 @@ def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, r
     )
     clamped = replace(plain, shape=apart, split_gate_up=False, gate=(1.702, 1.5))
     yield replace(clamped, storage="mxfp4")
-    yield replace(clamped, storage="int8", split=False, expert_memory=0, keep_rows=True)
+    yield replace(clamped, storage="int8", split=False, expert_memory=0)
 
 
 def calls(
