@@ -31,7 +31,7 @@ import torch
 from moetune.adapt.exercise import Sizes, sizes_of
 from moetune.errors import UserError, one_line
 from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, is_out_of_memory, on_gpu, without_kernel
-from moetune.experts.kernels.self_check import CallsSeen, compared, is_alike, referred
+from moetune.experts.kernels.self_check import CallsSeen, differences, is_alike, referred
 from moetune.files import cache_folder, write_whole
 from moetune.json_files import parse_json, read_sealed, sealed
 from moetune.models.catalog.gpus import Gpu
@@ -399,7 +399,13 @@ def _compare_call(
         return referred(operator, args)
     say(_Said(begins=operator.name))
     try:
-        result, off = compared(operator, args, kernel)
+        for off in differences(operator, args, kernel):
+            if not is_alike(off, dtype):
+                failed.add(operator.name)
+                why = f"differs from torch's operations by {off:.1e} of the largest value"
+                say(_Said(failed={operator.name: why}))
+                break
+            say(_Said(begins=operator.name))  # each tile has the time of an operator
     except Exception as error:  # of the compiler, the driver or the device
         if is_out_of_memory(error):
             raise
@@ -409,9 +415,6 @@ def _compare_call(
         failed.add(operator.name)
         say(_Said(failed={operator.name: f"{raised} ({one_line(error)})"}))
         torch.cuda.synchronize()  # raises if the device is of no use any more
-        return referred(operator, args)
-    if not is_alike(off, dtype):
-        failed.add(operator.name)
-        say(_Said(failed={operator.name: f"differs from torch's operations by {off:.1e} of the largest value"}))
+    result = referred(operator, args)
     say(_Said())
     return result

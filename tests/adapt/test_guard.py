@@ -212,6 +212,19 @@ def test_a_call_gives_the_references_result_whatever_the_kernel_does(
     assert all(str(failed) in why for why in whys)
 
 
+@pytest.mark.parametrize(("tile", "is_wrong"), [(right, False), (wrong, True), (refused, False)])
+def test_every_tile_is_compared(tile: Callable[..., Any], is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not compile is not chosen in a run."""
+
+    def kernel(*args: Any, tile: Callable[..., Any] = right) -> None:
+        tile(*args)
+
+    vars(kernel)["tiles"] = (right, tile)
+    out, said = compared(kernel, monkeypatch)
+    assert out[:, 0].tolist() == [3.0, 1.0, 5.0]
+    assert any(one.failed for one in said) == is_wrong
+
+
 @pytest.mark.parametrize("said", ["Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
 def test_a_full_card_is_no_fault_of_a_kernel(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:

@@ -7,6 +7,7 @@ a dispatch mode sees each operator with the arguments, layouts and aliases of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -21,7 +22,7 @@ from moetune.errors import one_line
 from moetune.experts.activation import SwiGLU
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext
-from moetune.experts.kernels.registry import OPERATORS, Operator, using_kernels
+from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, using_kernels
 from moetune.experts.mlp import expert_mlp
 from moetune.models.moe import ExpertShape
 from moetune.run.dtypes import DTYPES
@@ -209,29 +210,39 @@ def _kind(arg: Any) -> Hashable:
 
 
 def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> tuple[Any, float]:
-    """Run an operator's reference on its arguments, and its kernel twice on copies of them.
+    """Return the result of an operator's reference on its arguments, and before that the first of `differences`."""
+    off = next(differences(operator, args, kernel))
+    return referred(operator, args), off
 
-    The second launch takes the shorter way of `launch.py`.
 
-    Returns:
-        The reference's result, and the kernel's difference: the largest over all results and changed arguments,
-            relative to the largest value of each; NaN if a value is NaN. Of integers and dequantized weights, which
-            must be equal, 0 or 1.
+def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> Iterator[float]:
+    """Run an operator's reference and its kernel on copies of its arguments, and yield the kernel's difference; then
+    that with each of its tiles (tuning.py), because a run with more rows may choose another.
+
+    A difference is the largest over all results and changed arguments, relative to the largest value of each; NaN if a
+    value is NaN. Of integers and dequantized weights, which must be equal, it is 0 or 1. A tile that does not compile
+    is left out, as it is where the fastest is measured.
     """
-    changed = _changed(operator)
-    written = [args[place] for place in changed]
-    runs = [copied(args, written) for _ in range(2)]
-    found = [[*_each(kernel(*copies)), *(copies[place] for place in changed)] for copies in runs]
-    result = referred(operator, args)
-    expected = [*_each(result), *written]
-    is_exact = operator.name.startswith("dequantize")
-    differences = [
-        _difference(one, other, is_exact=is_exact)
-        for results in found
-        for one, other in zip(results, expected, strict=True)
-        if isinstance(other, Tensor) and other.numel()
-    ]
-    return result, float(torch.stack(differences).max()) if differences else 0.0
+    changed, used_up = _written(operator), _written(operator, scratch=True)
+    copies = copied(args, [args[place] for place in (*changed, *used_up)])
+    expected = [*_each(referred(operator, copies)), *(copies[place] for place in changed)]
+
+    def difference(launch: Callable[..., Any]) -> float:
+        found = []
+        for _ in range(2):  # the second launch takes the shorter way of launch.py
+            copies = copied(args, [args[place] for place in changed])
+            results = [*_each(launch(*copies)), *(copies[place] for place in changed)]
+            found += [
+                _difference(one, other, is_exact=operator.name.startswith("dequantize"))
+                for one, other in zip(results, expected, strict=True)
+                if isinstance(other, Tensor) and other.numel()
+            ]
+        return float(torch.stack(found).max()) if found else 0.0
+
+    yield difference(kernel)
+    for tile in getattr(kernel, "tiles", ()):
+        with suppress(KernelError):
+            yield difference(partial(kernel, tile=tile))
 
 
 def referred(operator: Operator, args: Sequence[Any]) -> Any:
@@ -244,13 +255,14 @@ def _each(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _changed(operator: Operator) -> list[int]:
-    """Return the positions of the arguments that an operator changes and that mean something afterwards."""
+def _written(operator: Operator, *, scratch: bool = False) -> list[int]:
+    """Return the positions of the arguments that an operator changes: those that mean something afterwards, or those
+    that its reference uses up."""
     schema = getattr(torch.ops.moetune, operator.name).default._schema
     return [
         place
         for place, one in enumerate(schema.arguments)
-        if one.alias_info is not None and one.alias_info.is_write and one.name not in operator.scratch
+        if one.alias_info is not None and one.alias_info.is_write and (one.name in operator.scratch) == scratch
     ]
 
 

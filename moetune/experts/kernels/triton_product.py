@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from moetune.experts.kernels.launch import kernel
-from moetune.experts.kernels.tuning import Tile, fastest
+from moetune.experts.kernels.tuning import Tile, fastest, tiled
 
 TILES = (
     Tile(128, 128, 32, num_warps=8, num_stages=4),
@@ -155,29 +155,32 @@ def _ratio(number: int, size: int) -> int:
     return -(-number // size)
 
 
-def grouped_mm(a, b, ends, counts):
+@tiled(TILES)
+def grouped_mm(a, b, ends, counts, tile=None):
     if b.dim() == 3:
         out = a.new_empty(a.shape[0], b.shape[2])
-        _multiply(out, a, b, ends, None)
+        _multiply(out, a, b, ends, None, tile)
         return out
     out, run = a.new_empty(len(counts), a.shape[0], b.shape[1]), partial(_launch_outer, a, b, ends)
     if out.numel():
-        run(out, _tile(run, out, [tile for tile in TILES if tile.rows >= 64], b.shape[0], len(counts), a.T, b))
+        tiles = [tile for tile in TILES if tile.rows >= 64]
+        run(out, tile if tile in tiles else _tile(run, out, tiles, b.shape[0], len(counts), a.T, b))
     return out
 
 
-def low_rank_product_(out, rows, matrices, narrow, second, ends, counts, scale, interleaved):
+@tiled(TILES)
+def low_rank_product_(out, rows, matrices, narrow, second, ends, counts, scale, interleaved, tile=None):
     columns = "all" if second.shape[2] == out.shape[1] else "alternate" if interleaved else "consecutive"
-    _multiply(out, rows, matrices, ends, (narrow, second, float(scale), columns))
+    _multiply(out, rows, matrices, ends, (narrow, second, float(scale), columns), tile)
 
 
-def _multiply(out, a, b, ends, terms):
+def _multiply(out, a, b, ends, terms, tile):
     experts, rows = b.shape[0], a.shape[0]
     if out.numel():
         # in a tile of more than twice the rows of an expert, most would be empty
         tiles = [tile for tile in TILES if tile.rows <= max(16, 2 * rows // experts)]
         run = partial(_launch_rows, a, b, ends, terms)
-        run(out, _tile(run, out, tiles, rows, experts, a, b, *(() if terms is None else terms[:2])))
+        run(out, tile or _tile(run, out, tiles, rows, experts, a, b, *(() if terms is None else terms[:2])))
 
 
 def _tile(run, out, tiles, rows, experts, *operands):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,6 +36,16 @@ class Tile(NamedTuple):
     deep: int
     num_warps: int
     num_stages: int
+
+
+def tiled(tiles: Sequence[Tile]) -> Callable[[Any], Any]:
+    """Return a decorator that notes among which tiles a function chooses; it takes one as `tile` to launch that."""
+
+    def define(function: Any) -> Any:
+        function.tiles = tiles
+        return function
+
+    return define
 
 
 _CHOSEN: dict[Hashable, Tile] = {}

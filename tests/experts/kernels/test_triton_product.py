@@ -69,6 +69,26 @@ def test_products_are_those_of_each_expert(interpreted: ModuleType, name: str, d
             torch.testing.assert_close(one, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("name", ["grouped_mm", "low_rank_product_"])
+def test_a_tile_that_is_asked_for_is_launched(
+    interpreted: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that these few rows would not admit; that of the products for each expert has 64 rows or more."""
+    launched = list[object]()
+    for launch in ("_launch_rows", "_launch_outer"):
+        monkeypatch.setattr(interpreted, launch, lambda *args: launched.append(args[-1]))
+    x, W, ends = random(5, 16), random(2, 16, 16), torch.tensor([2, 5], dtype=torch.int32)
+    kernel = getattr(interpreted, name)
+    assert kernel.tiles == interpreted.TILES
+    for tile in kernel.tiles:
+        if name == "grouped_mm":
+            kernel(x, W, ends, [2, 3], tile=tile)
+            kernel(x.T, x, ends, [2, 3], tile=tile)
+        else:
+            kernel(torch.empty(5, 16), x, W, random(5, 1, 4), random(2, 1, 16, 4), ends, [2, 3], 1, False, tile=tile)
+    assert [*dict.fromkeys(launched)] == [*interpreted.TILES]
+
+
 def test_without_any_row(interpreted: ModuleType) -> None:
     none, ends = torch.zeros(0, 24), torch.zeros(3, dtype=torch.int32)
     assert interpreted.grouped_mm(none, random(3, 24, 16), ends, [0] * 3).shape == (0, 16)
