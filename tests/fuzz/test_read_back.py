@@ -56,7 +56,6 @@ TABLE: dict[str, tuple[str, ...]] = {
 
 READ_BY = {
     "adapt/guard.py": "a verdict of the kernels: test_guard.py",
-    "experts/kernels/tuning.py": "tiles.json: test_tuning.py",
     "adapt/weights/stock.py": "model.safetensors.index.json: test_models.py",
     "adapt/weights/quantized_base.py": "packed/packed.json",
     "adapt/start_from/peft_adapter.py": "adapter/adapter_config.json",
@@ -79,6 +78,7 @@ READ_BY = {
 }
 """Who calls the reader -> a file of the table, or where else it is damaged."""
 RAW = {
+    "experts/kernels/tuning.py": "tiles.json: test_tuning.py",
     "models/catalog/__init__.py": "part of the package",
     "models/catalog/gpus.py": "part of the package",
     "cli/init.py": "part of the package",

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from moetune.errors import UserError
 from moetune.files import cache_folder, write_whole
-from moetune.json_files import read_json
 
 
 class Tile(NamedTuple):
@@ -115,9 +113,11 @@ def _events(count: int) -> list[torch.cuda.Event]:
 def _read() -> dict[str, dict[str, list[int]]]:
     """Return the file's content, kernels and shapes -> tile for each card; empty if it is missing or damaged."""
     try:
-        return read_json(_file(), dict[str, dict[str, list[int]]])
-    except UserError:
+        content = json.loads(_file().read_bytes())
+    except (OSError, ValueError, RecursionError):
         return {}
+    is_whole = isinstance(content, dict) and all(isinstance(of_card, dict) for of_card in content.values())
+    return content if is_whole else {}
 
 
 def _keep(name: str, tile: Tile) -> None:
