@@ -124,7 +124,9 @@ def test_signals_at_random_moments(
                 interrupted += 1
             else:
                 seconds *= 0.7  # it had ended
-        if not (command == "quantize" and (out / "packed.json").exists()):
+        if command == "quantize" and (out / "packed.json").exists():
+            (out / ".lock").unlink(missing_ok=True)  # of a process that was killed after its last file
+        else:
             assert in_process(command, runs, out, True, run) == 0, f"{signal.Signals(number).name}, round {index}"
         if command in LONG:
             assert_same(run | {"output": str(out)}, run | {"output": str(reference)})

@@ -14,7 +14,7 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from moetune.experts.kernels.launch import kernel
+from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
 from moetune.experts.kernels.tuning import Tile, fastest, tiled
 
 TILES = (
@@ -150,11 +150,6 @@ def _outer(
     tl.store(to, total.to(out.dtype.element_ty), mask=inside[:, None] & within[None, :])
 
 
-def _ratio(number: int, size: int) -> int:
-    """Return number / size, rounded up."""
-    return -(-number // size)
-
-
 @tiled(TILES)
 def grouped_mm(a, b, ends, counts, tile=None):
     if b.dim() == 3:
@@ -193,21 +188,21 @@ def _tile(run, out, tiles, rows, experts, *operands):
 
 def _launch_rows(a, b, ends, terms, out, tile):
     experts, deep, wide = b.shape
-    slots, across = a.shape[0] // tile.rows + experts, _ratio(wide, tile.wide)
+    slots, across = a.shape[0] // tile.rows + experts, ceil_div(wide, tile.wide)
     narrow, second, scale, columns = (a, b[:, None], 0.0, "all") if terms is None else terms
     rank = narrow.shape[-1]
     _rows_by_matrices[(slots * across,)](
         a, b, ends, narrow, second, out, experts, deep, wide, 0 if terms is None else rank, *a.stride(), *b.stride(),
         *second.stride(), scale, PARTS=0 if terms is None else narrow.shape[1], COLUMNS=columns,
         RANK=16 if terms is None or rank <= 16 else 32, WHOLE=deep % tile.deep == 0, BAND=BAND,
-        EXPERTS=1 << (experts - 1).bit_length(), ROWS=tile.rows, WIDE=tile.wide, DEEP=tile.deep,
+        EXPERTS=next_power_of_2(experts), ROWS=tile.rows, WIDE=tile.wide, DEEP=tile.deep,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def _launch_outer(a, b, ends, out, tile):
     experts, high, wide = out.shape
-    _outer[(_ratio(high, tile.rows) * _ratio(wide, tile.wide), experts)](
+    _outer[(ceil_div(high, tile.rows) * ceil_div(wide, tile.wide), experts)](
         a, b, ends, out, high, wide, *a.stride(), *b.stride(), ROWS=tile.rows, WIDE=tile.wide, DEEP=tile.deep,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moetune.experts.kernels.launch import kernel
+from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
 
 PAIRS = 1024  # pairs of numbers that a program rotates
 
@@ -84,9 +84,9 @@ def _launch(q, k, dq, dk, cos, sin, q_weight, k_weight, eps, *, backward):
     batch, q_heads, length, size = q.shape
     outs = [x.new_empty((batch, length, x.shape[1], size)) for x in (q, k)]
     tokens, half, normed = batch * length, size // 2, q_weight is not None
-    padded = 1 << (half - 1).bit_length()
+    padded = next_power_of_2(half)
     each = max(1, PAIRS // padded)
-    of_q, of_k = (-(-out.numel() // (size * each)) for out in outs)
+    of_q, of_k = (ceil_div(out.numel(), size * each) for out in outs)
     weights = (q_weight, k_weight) if normed else (cos, cos)
     cos, sin = cos.contiguous(), sin.contiguous()
     if tokens:

@@ -9,15 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from moetune.experts.kernels.launch import kernel
+from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
 
 LOGITS = 512  # logits that a program reads, at least those of one token; one warp, so that no sum crosses warps
 NUMBERS = 512  # numbers that a program sorts
 AT_ONCE = 4096  # comparisons of a number with an expert at a time
-
-
-def _next(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
 
 
 # --- Choice -------------------------------------------------------------------------------------------------------
@@ -58,8 +54,8 @@ def _choose(
 
 
 def _tiles(tokens, experts):
-    rows = max(1, LOGITS // _next(experts))
-    return (-(-tokens // rows),), {"ROWS": rows, "EXPERTS": _next(experts)}
+    rows = max(1, LOGITS // next_power_of_2(experts))
+    return (ceil_div(tokens, rows),), {"ROWS": rows, "EXPERTS": next_power_of_2(experts)}
 
 
 def choose(logits, top_k, normalized, dtype):
@@ -154,7 +150,7 @@ def _place(numbers, counts, order, size, blocks, NUMBERS: tl.constexpr, AT_ONCE:
 
 def sorted_positions(numbers, count):
     order = numbers.new_empty(len(numbers), dtype=torch.int64)
-    blocks, experts = -(-len(numbers) // NUMBERS), _next(count)
+    blocks, experts = ceil_div(len(numbers), NUMBERS), next_power_of_2(count)
     counts = numbers.new_empty(blocks, experts, dtype=torch.int32)
     tile = {"NUMBERS": NUMBERS, "AT_ONCE": max(1, min(NUMBERS, AT_ONCE // experts)), "EXPERTS": experts}
     if blocks:

@@ -112,6 +112,7 @@ def _events(count: int) -> list[torch.cuda.Event]:
 
 def _read() -> dict[str, dict[str, list[int]]]:
     """Return the file's content, kernels and shapes -> tile for each card; empty if it is missing or damaged."""
+    # Not `read_json`: the frames of its error hold the product's operands in a cycle, until garbage is collected.
     try:
         content = json.loads(_file().read_bytes())
     except (OSError, ValueError, RecursionError):
