@@ -22,7 +22,7 @@ def export(
     push: Annotated[str | None, option("ORG/NAME", "Also upload it to the hub, private, with a model card.")] = None,
     json_: Json = False,
 ) -> None:
-    """Export the newest checkpoint of a run as a delta, an adapter (PEFT, vLLM) or a merged checkpoint."""
+    """Export a run's newest checkpoint, or its best with early stopping: a delta, an adapter or a merged checkpoint."""
     if check and format_ in ("delta", "vllm"):
         raise UserError(
             f"--check computes with stock transformers and PEFT, which do not read --format {format_}; check merged "

@@ -30,6 +30,8 @@ OTHER_NAMES = {
     "neftune_noise_alpha": "train.neftune_alpha",
     "logging_steps": "train.log_every",
     **dict.fromkeys(("eval_steps", "evals_per_epoch"), "train.eval_every"),
+    **dict.fromkeys(("early_stopping_patience", "patience"), "train.early_stopping.patience"),
+    "load_best_model_at_end": "train.early_stopping",
     **dict.fromkeys(("save_steps", "saves_per_epoch"), "train.save_every"),
     **dict.fromkeys(("dataset", "datasets", "train_file", "dataset_name", "data_path"), "data.train"),
     **dict.fromkeys(("val_set_size", "val_size", "validation_split"), "data.validation"),

@@ -349,6 +349,16 @@ OneOrByPart = Annotated[
 ]
 
 
+class EarlyStoppingConfig(Section):
+    """End training when the held-out loss no longer falls, and keep its best checkpoint (`train.early_stopping:`).
+
+    Attributes:
+        patience: training ends after this many evaluations in a row that are no better than the best before them.
+    """
+
+    patience: Positive = 3
+
+
 class TrainConfig(Section):
     """The training loop (`train:`). A step is one optimizer update; docs/reference/run-file.md describes every key.
 
@@ -366,6 +376,7 @@ class TrainConfig(Section):
         eval_every: steps between two evaluations.
         save_every: steps between two checkpoints.
         keep_checkpoints: number of newest checkpoints to keep.
+        early_stopping: when to end before `steps`; None to run them all.
         eval_micro_batch: sequences in one forward pass of an evaluation; None for `micro_batch`.
         warmup: steps of linear warm-up.
         schedule: the learning rate after the warm-up: constant, or linear or cosine decay to zero.
@@ -397,6 +408,7 @@ class TrainConfig(Section):
     eval_every: Positive = 50
     save_every: Positive = 50
     keep_checkpoints: Positive = 3
+    early_stopping: EarlyStoppingConfig | None = None
     eval_micro_batch: Size | None = None
     warmup: NonNegative = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -622,6 +634,16 @@ class RunConfig(Section):
                 f"{', '.join(fused)} with optimizer.fused_backward frees each gradient as it comes, so "
                 f"{self.train.accumulate} micro-steps cannot add theirs up; set train.accumulate: 1 (and raise "
                 "train.micro_batch if there is room)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stops_by_held_out_loss(self) -> RunConfig:
+        """Raise `ValueError` for early stopping without held-out data."""
+        if self.train.early_stopping is not None and self.data is not None and not self.data.evaluates:
+            raise ValueError(
+                "train.early_stopping watches the held-out loss, and there is no held-out data; set data.eval, or "
+                "data.validation: 0.05 to hold out a part of data.train"
             )
         return self
 

@@ -48,7 +48,7 @@ def export(
     If the run file sets `data.chat_template`, all formats but `delta` also hold it, as `chat_template.jinja`.
 
     Args:
-        trained: a run folder, of which the newest checkpoint is exported; or an adapted model in memory. The base of a
+        trained: a run folder, of which `open_run` chooses the checkpoint; or an adapted model in memory. The base of a
             model in memory is the checkpoint that its `model.path` holds now.
         format: `delta`: only the changed tensors. `peft`: a PEFT adapter. `merged`: a whole checkpoint. `vllm`: an
             adapter for vLLM.

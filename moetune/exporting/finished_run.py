@@ -30,7 +30,7 @@ class FinishedRun:
 
     Attributes:
         path: the run folder; None for a model in memory.
-        step: the step of the newest complete checkpoint; None for a model in memory.
+        step: the step of the checkpoint; None for a model in memory.
         adapted: the adapted model. For a run folder it is on the meta device, without values.
         trained: the trained tensors, by their names in a training checkpoint.
         base: the name and fingerprint of the checkpoint that training started from; None if they were not recorded.
@@ -66,7 +66,9 @@ def in_memory(adapted: Adapted) -> FinishedRun:
 
 
 def open_run(path: Path) -> FinishedRun:
-    """Open the newest complete checkpoint of a run folder. Its tensors stay on disk and are read when they are used.
+    """Open the newest complete checkpoint of a run folder; with `train.early_stopping`, the one with the lowest loss.
+
+    Its tensors stay on disk and are read when they are used.
 
     Raises:
         UserError: `path` is no run folder; it has no checkpoint; the record of its base is missing; the model has
@@ -76,7 +78,7 @@ def open_run(path: Path) -> FinishedRun:
     config = read_run_config(path)
     folder = RunFolder(path)
     path = folder.path
-    checkpoint = folder.newest_whole(hold=True)
+    checkpoint = folder.newest_whole(best=config.train.early_stopping is not None, hold=True)
     if checkpoint is None:
         raise UserError(f"the run in {str(path)!r} has no checkpoint yet; train.save_every says when one is written")
     base = folder.base() if config.model.weights == "pretrained" else None
@@ -106,8 +108,10 @@ def open_run(path: Path) -> FinishedRun:
         if trained[name].dtype not in WEIGHTS:
             raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which nothing trains")
     refuse_not_finite(trained, f"checkpoint {str(checkpoint)!r}")
-    damaged = (f"skipping damaged {reason}" for reason in folder.damaged)
-    return FinishedRun(path, config, step_of(checkpoint), adapted, trained, base, (*damaged, *notes), folder)
+    notes = [*(f"skipping damaged {reason}" for reason in folder.damaged), *notes]
+    if checkpoint != folder.checkpoints()[-1] and config.train.early_stopping is not None:
+        notes.append(f"taking {checkpoint.name}, which has the lowest held-out loss")
+    return FinishedRun(path, config, step_of(checkpoint), adapted, trained, base, tuple(notes), folder)
 
 
 def read_run_config(path: Path) -> RunConfig:

@@ -33,6 +33,7 @@ from moetune.training.optim.schedule import rate_factor
 from moetune.training.optim.values import as_float, generator_states, set_generator_states
 from moetune.training.order import MicroBatch, share, shuffled
 from moetune.training.reporters import Reporters
+from moetune.training.run_folder import best_step, is_stopped
 from moetune.training.run_warnings import RunWarnings, refuse_broken_weights
 from moetune.training.run_writer import RunWriter
 from moetune.training.step.batch import Batch, Row, collate, uncounted
@@ -57,6 +58,7 @@ class Loop:
         micro_batch: rows per forward pass: `train.micro_batch`, or fewer after memory ran out (`train.on_oom`).
         tokens: tokens trained on up to the last line of metrics, without padding, on all ranks.
         total_load: layer index -> tokens [E] that each expert received up to the last line of metrics.
+        held_out: step -> held-out loss, of the evaluations after the first update.
         where: the current step, micro-step and phase, for reports of memory.
     """
 
@@ -80,6 +82,7 @@ class Loop:
         self.where = Where()
         self.step, self.tokens, self.micro_batch = 0, 0, self.config.train.micro_batch
         self.total_load: dict[int, Tensor] = {}
+        self.held_out: dict[int, float] = {}
         self.resume = resume
         if resume is not None:  # before the optimizer makes copies or shards of the weights
             self._restore_weights(resume)
@@ -144,8 +147,10 @@ class Loop:
                     # After the step: metrics, held-out loss, checkpoint.
                     ends, signal = self.step == train.steps, signals.received()
                     saves = ends or bool(signal) or self.step % train.save_every == 0
+                    evaluates = self.data.eval is not None and (ends or self.step % train.eval_every == 0)
                     so_far = epoch + (min(first + train.accumulate, len(left)) + len(mine) - len(left)) / len(mine)
-                    if saves or self.step % train.log_every == 0:  # a checkpoint does not save `interval`
+                    may_save = saves or (evaluates and train.early_stopping is not None)
+                    if may_save or self.step % train.log_every == 0:  # a checkpoint does not save `interval`
                         lr = self.optimizer.param_groups[0]["lr"]
                         moves = lr > 0 and self.step > train.warmup
                         tokens = torch.tensor(interval.sums.tokens, device=self.device)
@@ -158,9 +163,11 @@ class Loop:
                             so_far,
                         )  # fmt: skip
                         interval = Interval()
-                    if self.data.eval is not None and (ends or self.step % train.eval_every == 0):
+                    if evaluates:
                         self._evaluate(so_far)
                         interval.restart_clock()
+                        ends |= is_stopped(self.held_out, train.early_stopping)
+                        saves |= ends or (train.early_stopping is not None and best_step(self.held_out) == self.step)
                     if saves:
                         self._save()
                     if ends:
@@ -291,6 +298,8 @@ class Loop:
         model.train()
         total, tokens = self.ranks.total_over_data(sums).tolist()
         self._log({"step": self.step, "eval_loss": total / tokens, "eval_tokens": int(tokens)}, epoch)
+        if self.step:
+            self.held_out[self.step] = total / tokens
 
     def _save(self) -> None:
         """Write a checkpoint; raise `UserError` if a trained weight is not finite."""
@@ -298,7 +307,9 @@ class Loop:
         optimizer, trained = self.optimizer, self.adapted.trainable().values()
         # bytes: the tensors, and 1 MiB for the other files
         needed = sum(x.nbytes for x in (*trained, *optimizer.states(), *optimizer.masters())) + 2**20
-        with self.folder.new_checkpoint(self.step, self.config.train.keep_checkpoints, needed) as aside:
+        train = self.config.train
+        best = None if train.early_stopping is None else best_step(self.held_out)
+        with self.folder.new_checkpoint(self.step, train.keep_checkpoints, needed, best) as aside:
             checkpoint.write(aside, self.adapted, optimizer, self.step)
             if self.ranks.coordinates.tp == 0:  # the other tp ranks have the same random numbers
                 trainer_state.write_generators(aside, self.ranks.data_index, self.device)
@@ -336,6 +347,7 @@ class Loop:
             checkpoint.read_trained(folder, self.adapted)
             losses = (line["loss"] for line in self.folder.metrics() if line.get("loss") is not None)
             self.warnings.begin(next(losses, None))
+            self.held_out = self.folder.held_out()
             self.total_load.update(trainer_state.read_total_load(folder, self.adapted))
             self.step, micro_batch, self.tokens = trainer_state.read_state(folder)
             self.micro_batch = micro_batch or self.micro_batch

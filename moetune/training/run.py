@@ -43,7 +43,7 @@ from moetune.training.loop import Loop, Watcher
 from moetune.training.optim.saved import saved_bytes
 from moetune.training.optim.values import generator_states
 from moetune.training.reporters import check_reporters
-from moetune.training.run_folder import BASE_FILE, step_of
+from moetune.training.run_folder import BASE_FILE, is_stopped, step_of
 from moetune.training.run_warnings import RunWarnings
 from moetune.training.run_writer import RunWriter
 from moetune.training.same_run import Inputs
@@ -135,8 +135,8 @@ def train(
             start = _start(plain, overwrite)
         if dry_run:
             return TrainResult(output, 0, counts, 0, None, None)
-        if checkpoint is not None and step_of(checkpoint) >= config.train.steps:
-            say(f"{checkpoint} is where this run ends; to go on, raise train.steps")
+        if checkpoint is not None and (more := _way_to_go_on(folder, checkpoint, config)) is not None:
+            say(f"{checkpoint} is where this run ends; to go on, raise {more}")
             _complete(run, folder, say)
             step, _, tokens = read_state(checkpoint)
             return TrainResult(output, step, counts, tokens, *_held_out(folder))
@@ -375,6 +375,15 @@ def _checkpoint_bytes(adapted: Adapted) -> int:
         for name, p in adapted.trainable().items()
     )
     return ceil(sum(ranks.gather(mine)))
+
+
+def _way_to_go_on(folder: RunWriter, checkpoint: Path, config: RunConfig) -> str | None:
+    """Return the setting to raise for a run that has ended with this checkpoint; None if it has not ended."""
+    step = step_of(checkpoint)
+    if step >= config.train.steps:
+        return "train.steps"
+    held_out = {at: loss for at, loss in folder.held_out().items() if at <= step}
+    return "train.early_stopping.patience" if is_stopped(held_out, config.train.early_stopping) else None
 
 
 def _held_out(folder: RunWriter) -> tuple[float | None, float | None]:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from moetune.config.schema import EarlyStoppingConfig
 from moetune.errors import UserError
 from moetune.files import expanded, lock
 from moetune.json_files import read_sealed
@@ -53,10 +55,22 @@ class RunFolder:
         found = (path for path in self.checkpoints_path.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
         return sorted(found, key=step_of)
 
-    def newest_whole(self, *, hold: bool = False) -> Path | None:
+    def by_preference(self, *, best: bool) -> list[Path]:
+        """Return the folders of the complete checkpoints, newest first.
+
+        Args:
+            best: put the one with the lowest held-out loss before all others.
+        """
+        there = {step_of(path): path for path in reversed(self.checkpoints())}
+        held_out = self.held_out() if best else {}
+        first = best_step({step: held_out[step] for step in there if step in held_out})
+        return sorted(there.values(), key=lambda path: step_of(path) != first)
+
+    def newest_whole(self, *, best: bool = False, hold: bool = False) -> Path | None:
         """Return the folder of the newest checkpoint that is not damaged; None if there is no checkpoint at all.
 
         Args:
+            best: prefer the checkpoint with the lowest held-out loss to newer ones.
             hold: keep a run that is writing here from deleting the checkpoint while this object exists.
 
         Raises:
@@ -64,7 +78,7 @@ class RunFolder:
         """
         self.damaged = []
         there = self.checkpoints()
-        for checkpoint in reversed(there):
+        for checkpoint in self.by_preference(best=best):
             if hold:
                 with suppress(OSError):  # the checkpoint was removed meanwhile, or the file system has no locks
                     self._held = lock(checkpoint / MANIFEST, "rb", shared=True)
@@ -74,7 +88,7 @@ class RunFolder:
                 return checkpoint
             self.damaged.append(f"{checkpoint}: {reason}")
             if there != self.checkpoints():  # a run is writing here: look again
-                return self.newest_whole(hold=hold)
+                return self.newest_whole(best=best, hold=hold)
         if self.damaged:
             raise UserError(
                 f"no checkpoint of the run in {str(self.path)!r} is whole:\n  "
@@ -148,6 +162,25 @@ class RunFolder:
             if copy.is_file() and not text.startswith(whole := copy.read_bytes()) and damage(checkpoint) is None:
                 text = whole
         return parse_metrics(text, self.metrics_file)
+
+    def held_out(self) -> dict[int, float]:
+        """Return step -> held-out loss of the evaluations after the first update, from the metrics."""
+        return {line["step"]: line["eval_loss"] for line in self.metrics() if line["step"] and "eval_loss" in line}
+
+
+def best_step(held_out: Mapping[int, float]) -> int | None:
+    """Return the step of the lowest loss, the first of equal ones; None if there is no loss.
+
+    Args:
+        held_out: step -> held-out loss.
+    """
+    return min(sorted(held_out), key=held_out.__getitem__, default=None)
+
+
+def is_stopped(held_out: Mapping[int, float], early: EarlyStoppingConfig | None) -> bool:
+    """Return whether early stopping ends a run after these evaluations: the last `patience` are not the best."""
+    best = best_step(held_out)
+    return early is not None and best is not None and sum(step > best for step in held_out) >= early.patience
 
 
 def step_of(checkpoint: Path) -> int:

@@ -382,7 +382,7 @@ class RunWriter(RunFolder):
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def new_checkpoint(self, step: int, keep: int, needed: int = 0) -> Iterator[Path]:
+    def new_checkpoint(self, step: int, keep: int, needed: int = 0, best: int | None = None) -> Iterator[Path]:
         """Write a checkpoint in the body of the `with`; then complete it, and delete the oldest beyond `keep`.
 
         Yields a temporary folder, in which each rank writes its part. Afterwards the first rank adds copies of the
@@ -392,6 +392,7 @@ class RunWriter(RunFolder):
         Args:
             keep: number of checkpoints to keep, this one included.
             needed: bytes that will be written, to tell a full disk from other errors.
+            best: the step of a checkpoint that is kept in any case.
 
         Raises:
             UserError: the disk is full, or the system refused to write. The temporary folder is deleted then, and
@@ -437,7 +438,7 @@ class RunWriter(RunFolder):
             ) from error
         if first:
             sync(self.checkpoints_path)
-            for old in self.checkpoints()[:-keep]:
+            for old in [checkpoint for checkpoint in self.checkpoints()[:-keep] if step_of(checkpoint) != best]:
                 with suppress(OSError):  # a checkpoint that is locked by a reader is deleted after a later step
                     manifest = None if self._foreign(old) else lock(old / MANIFEST, "r+b")
                     if manifest is not None:

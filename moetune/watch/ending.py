@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from moetune.config.load import load_run_config
 from moetune.json_files import read_json
 from moetune.report.units import gib
 from moetune.run.folder_files import MemoryFile
-from moetune.training.run_folder import MEMORY_FILE, RunFolder
+from moetune.training.run_folder import MEMORY_FILE, RUN_FILE, RunFolder
 
 
 def ending(path: Path) -> Iterator[str]:
@@ -24,8 +25,9 @@ def ending(path: Path) -> Iterator[str]:
         predicted, measured = memory["predicted"], memory["measured"]["peak_allocated"]
         if measured and (size := predicted["as_routed"] or predicted["peak_allocated"]):
             yield f"peak memory: predicted {gib(size)}, measured {gib(measured)}"
-    if checkpoints := folder.checkpoints():
-        yield f"weights in {checkpoints[-1]}, losses in {folder.metrics_file}"
+    stops_early = load_run_config(path / RUN_FILE).train.early_stopping is not None
+    if checkpoints := folder.by_preference(best=stops_early):
+        yield f"weights in {checkpoints[0]}, losses in {folder.metrics_file}"
     run = shlex.quote(str(path))
     yield f"next: moetune report {run}"
     yield f"      moetune export {run} --format merged --out {shlex.quote(str(path) + '-merged')}"

@@ -7,12 +7,14 @@ import io
 import json
 import math
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -265,7 +267,7 @@ def test_a_checkpoint_takes_what_is_asked_of_the_disk(
     monkeypatch.setattr(
         RunWriter,
         "new_checkpoint",
-        lambda self, step, keep, needed=0: (asked.append(needed), new_checkpoint(self, step, keep, needed))[1],
+        lambda self, step, keep, needed, best: (asked.append(needed), new_checkpoint(self, step, keep, needed))[1],
     )
     sections = {"optimizer": {"name": "adamw", "offload": True}, "train": {"save_every": 3}}
     train(small.run_config(small_model, small_data, tmp_path / "run", "experts", **sections))
@@ -422,3 +424,39 @@ def test_weights_that_do_not_move_are_said(
     found = re.search(r"note: (\S+)% of the weights that train in 16 bits have moved", said.getvalue())
     assert (found is not None) == (high < 0.5)
     assert found is None or low <= float(found[1]) / 100 <= high
+
+
+def test_early_stopping_keeps_and_exports_the_best(
+    small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = small.write_data(tmp_path / "held_out.jsonl", [{"prompt": "x y z", "completion": "q w v u, 0 1 2 3"}])
+    settings = {
+        "steps": 40,
+        "eval_every": 1,
+        "save_every": 40,
+        "keep_checkpoints": 1,
+        "early_stopping": {"patience": 3},
+    }
+    sections: dict[str, Any] = {
+        "train": settings, "data": {"eval": str(held_out)}, "optimizer": {"name": "adamw", "lr": 0.05},
+    }  # fmt: skip
+    config = small.run_config(small_model, small_data, tmp_path / "run", "experts", **sections)
+    lines = trained(config)
+    losses = {line["step"]: line["eval_loss"] for line in lines if line.get("eval_loss") and line["step"]}
+    best, last = min(losses, key=lambda step: losses[step]), max(losses)
+    assert last == best + 3 < 40
+    assert [path.name for path in RunWriter(tmp_path / "run").checkpoints()] == [f"step-{best}", f"step-{last}"]
+
+    exported = moetune.export(tmp_path / "run", "delta", tmp_path / "delta")
+    assert (exported.step, exported.notes[0].split(",")[0]) == (best, f"taking step-{best}")
+    assert train(config, resume="auto").steps == last
+    assert "train.early_stopping.patience" in capsys.readouterr().err
+
+    shutil.rmtree(tmp_path / "run/checkpoints" / f"step-{last}")
+    assert train(config, resume="auto").steps == last  # what follows the best runs again, and ends as before
+    assert small.metrics_without_times(tmp_path / "run") == lines
+
+
+def test_early_stopping_needs_held_out_data(small_model: Path, small_data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=r"data\.validation"):
+        small.run_config(small_model, small_data, tmp_path / "run", train={"early_stopping": {}})
