@@ -223,7 +223,7 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
         shape=replace(layer.shape, num_experts=sum(counts), is_transposed=False),
         lora=ids,
         trained=counts[1],
-        rank=0 if lora is None else lora.rank,
+        rank=0 if lora is None else selection.ranks[layer.experts],
         split=lora is not None and lora.gate_up == "split",
         storage=config.model.base,
         double_quant=config.model.double_quant,
@@ -252,14 +252,14 @@ def _gate_of(run: ResolvedRun, layer: MoeLayer) -> tuple[float, float] | None:
 
 def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
     """Yield the sizes of the linear layers with LoRA, and of those whose quantized weights our operators unpack."""
-    model, lora, selection = run.config.model, run.selection.lora, run.selection
+    model, selection = run.config.model, run.selection
     quantized, with_lora = set(run.quantized_linears), set(selection.lora_linears)
     if run.config.parallel.tp > 1:
         with_lora = set()  # base and factors run as layers of their own
     for path, linear in run.structure.linears().items():
         storage = model.base if path in quantized and model.base in ("nf4", "int8") else model.dtype
-        if (path in with_lora and lora is not None) or storage == "int8":
-            rank = lora.rank if path in with_lora and lora is not None else 0
+        if path in with_lora or storage == "int8":
+            rank = selection.ranks[path] if path in with_lora else 0
             sizes = linear.in_features, linear.out_features
             yield LinearSizes(*sizes, storage, model.double_quant, model.dtype, rank)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,25 +31,27 @@ class Dropout(nn.Module):
         return torch.native_dropout(x, self.p, True)[0] if self.training else x
 
 
-def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -> None:
+def add_lora(model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig) -> None:
     """Wrap linear modules of a model with PEFT's LoRA, in place.
 
     The factors A and B are float32 parameters, and are cast to the dtype of the layer's input to multiply. PEFT freezes
     all other parameters of the model.
 
     Args:
-        lora: rank, alpha, scaling and dropout.
+        ranks: path of a linear module -> rank of its factors.
+        lora: alpha, scaling and dropout.
 
     Raises:
         UserError: PEFT did not wrap one of the modules.
     """
-    targets = [f"model.{path}" for path in paths]
     alpha: Any = lora.alpha  # PEFT accepts a float, but its annotation is int
-    config = PeftLoraConfig(r=lora.rank, lora_alpha=alpha, use_rslora=lora.rslora, target_modules=targets)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     # In a ModuleDict: for a transformers model PEFT would treat any gate_proj or w1 as a part of experts.
-    inject_adapter_in_model(config, nn.ModuleDict({"model": model}), low_cpu_mem_usage=on_meta)
-    for path in paths:
+    for rank in dict.fromkeys(ranks.values()):
+        targets = [f"model.{path}" for path in ranks if ranks[path] == rank]
+        config = PeftLoraConfig(r=rank, lora_alpha=alpha, use_rslora=lora.rslora, target_modules=targets)
+        inject_adapter_in_model(config, nn.ModuleDict({"model": model}), low_cpu_mem_usage=on_meta)
+    for path in ranks:
         module = model.get_submodule(path)
         if not hasattr(module, "lora_A"):
             raise UserError(

@@ -72,6 +72,15 @@ def _parse_expert_ids(value: object) -> object:
     return dict(sorted(by_layer.items()))
 
 
+def layer_range(text: str) -> tuple[int, ...] | None:
+    """Return the numbers of `0-5,8`; None if the text is no such list."""
+    try:
+        ids = parse_ids(text)
+    except ValueError:
+        return None
+    return ids if isinstance(ids, tuple) else None
+
+
 def _size_or(what: str, *words: str, share: float | None = None) -> BeforeValidator:
     """Return a validator for a positive memory size, one of `words`, or a float between 0 and `share` (both excluded).
 

@@ -38,7 +38,8 @@ from moetune.config.fields import (
     Strength,
     Text,
 )
-from moetune.errors import counted
+from moetune.config.ranks import LoraRank, is_by_target
+from moetune.errors import counted, suggest
 
 
 class Section(BaseModel):
@@ -180,7 +181,7 @@ class LoraConfig(Section):
     """Low-rank factors A and B on frozen linear layers and experts (`adapt.lora`): W + scale · B · A.
 
     Attributes:
-        rank: rows of A and columns of B.
+        rank: rows of A and columns of B: one number, or one for each target, for layers, or for layers of a target.
         alpha: the scale is alpha / rank.
         rslora: the scale is alpha / √rank instead (arXiv 2312.03732).
         dropout: dropout probability on the input of linear layers; must be 0 for experts.
@@ -191,7 +192,7 @@ class LoraConfig(Section):
         gate_up: `fused` shares one A between an expert's gate and up projections; `split` gives each its own.
     """
 
-    rank: Size
+    rank: LoraRank
     alpha: Annotated[float, Field(ge=1e-6, le=1e6)]
     rslora: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -201,15 +202,25 @@ class LoraConfig(Section):
     ids: IdsOrChoice = "all"
     gate_up: Literal["fused", "split"] = "fused"
 
-    @property
-    def plain_alpha(self) -> float:
-        """The alpha that gives the same scale without `rslora`."""
-        return self.alpha * self.rank**0.5 if self.rslora else self.alpha
+    @model_validator(mode="after")
+    def _a_rank_for_each_target(self) -> LoraConfig:
+        """Raise `ValueError` if `rank` has none for a target, or one for what is no target."""
+        if isinstance(self.rank, dict) and is_by_target(self.rank):
+            for key in self.rank:
+                if key not in self.targets:
+                    raise ValueError(f"rank: {key!r} is not in targets.{suggest(key, self.targets)}")
+            for target in self.targets:
+                if target not in self.rank:
+                    raise ValueError(f"rank: has no rank for {target!r}, which is in targets; add {target}: 8")
+        return self
 
-    @property
-    def scale(self) -> float:
-        """The number that B · A is multiplied by."""
-        return self.plain_alpha / self.rank
+    def plain_alpha(self, rank: int) -> float:
+        """Return the alpha that gives factors of this rank the same scale without `rslora`."""
+        return self.alpha * rank**0.5 if self.rslora else self.alpha
+
+    def scale(self, rank: int) -> float:
+        """Return the number that B · A of this rank is multiplied by."""
+        return self.plain_alpha(rank) / rank
 
 
 class AdaptConfig(Section):

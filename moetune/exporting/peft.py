@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -171,18 +173,22 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
     has_experts = bool(adapted.structure.moe_layers)
     as_parameters = [path for path in linears if has_experts and path.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
     parameters = [f"{path}.weight" for path in as_parameters]
-    ranks: dict[str, int] = {}
+    sizes: dict[str, tuple[int, float]] = {}  # name of a layer or parameter -> rank and alpha
+    for path in linears:
+        rank = adapted.selection.ranks[path]
+        sizes[f"{path}.weight" if path in as_parameters else path] = rank, lora.plain_alpha(rank)
     for layer in lora_layers(adapted):
-        parameters += [f"{layer.experts}.{stack}" for stack in lora_stacks(layer)]
-        parts = len(lora_of(adapted, layer).gate_up_rows)
-        if parts > 1:
-            ranks[rf"{layer.experts.rpartition('.')[2]}\.{lora_stacks(layer)[0]}"] = parts * lora.rank
+        rank = adapted.selection.ranks[layer.experts]
+        for stack, parts in zip(lora_stacks(layer), (len(lora_of(adapted, layer).gate_up_rows), 1), strict=True):
+            parameters.append(f"{layer.experts}.{stack}")
+            sizes[f"{layer.experts}.{stack}"] = parts * rank, parts * lora.plain_alpha(rank)
+    usual, patterns = _patterns(sizes)
     settings = PeftLoraConfig(
         task_type="CAUSAL_LM",
-        r=lora.rank,
-        lora_alpha=plain_number(lora.plain_alpha),
-        rank_pattern=ranks,
-        alpha_pattern={pattern: plain_number(lora.scale * rank) for pattern, rank in ranks.items()},
+        r=usual[0],
+        lora_alpha=plain_number(usual[1]),
+        rank_pattern={pattern: rank for pattern, (rank, _) in patterns.items()},
+        alpha_pattern={pattern: plain_number(alpha) for pattern, (_, alpha) in patterns.items() if alpha != usual[1]},
         target_modules=[],  # None would mean PEFT's defaults for the model type; the real ones are set below
         target_parameters=parameters or None,
         modules_to_save=list(saved) or None,
@@ -190,6 +196,30 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
         inference_mode=True,
     ).to_dict()
     return settings | {"target_modules": [path for path in linears if path not in as_parameters]}
+
+
+def _patterns(sizes: Mapping[str, tuple[int, float]]) -> tuple[tuple[int, float], dict[str, tuple[int, float]]]:
+    """Return the rank and alpha that most names have, and regular expression -> rank and alpha for the other names.
+
+    An expression is the last two parts of the name where all names with this ending have the same rank and alpha.
+
+    Args:
+        sizes: name -> rank and alpha.
+    """
+    often = Counter(sizes.values())
+    usual = max(often, key=lambda size: (often[size], -size[0]))
+    endings = defaultdict(set)
+    for name, size in sizes.items():
+        endings[_ending(name)].add(size)
+    return usual, {
+        re.escape(_ending(name) if endings[_ending(name)] == {size} else name): size
+        for name, size in sizes.items()
+        if size != usual
+    }
+
+
+def _ending(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
 
 
 def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:

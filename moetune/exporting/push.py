@@ -8,6 +8,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
 from moetune.config.load import load_run_config
+from moetune.config.ranks import ranks_as_text
 from moetune.errors import UserError, one_line
 from moetune.files import Ledger, expanded
 from moetune.models.hub.delta_folder import MANIFEST
@@ -30,7 +31,7 @@ def model_card(run: Path, format: str) -> ModelCard:
     facts = {
         "routers": None if config.adapt.router == "none" else "in full precision",
         "experts": None if config.adapt.experts is None else "chosen ones, in full precision",
-        "LoRA": None if lora is None else f"rank {lora.rank}, alpha {lora.alpha:g}",
+        "LoRA": None if lora is None else f"rank {ranks_as_text(lora.rank)}, alpha {lora.alpha:g}",
         "further parts": ", ".join(config.adapt.also) or None,
         "steps": f"{train.steps} of {train.micro_batch * train.accumulate} × {train.sequence_length} tokens",
         "optimizer": ", ".join({f"{one.name}, lr {one.lr:g}": None for one in config.optimizers.values()}),

@@ -58,7 +58,8 @@ def updates(run: FinishedRun) -> list[Update]:
     for path in selection.lora_linears:
         assert selection.lora is not None
         A, B = (trained[name] for name in linear_factors(path).values())
-        found.append(Update(f"{path}.weight", None, True, partial(_linear_with_lora, A, B, selection.lora.scale)))
+        scale = selection.lora.scale(selection.ranks[path])
+        found.append(Update(f"{path}.weight", None, True, partial(_linear_with_lora, A, B, scale)))
     whole = {name: whole_name(name, selection) for name in sorted(selection.full)}
     whole |= {name: name for name in adapted.run.router_biases.values()}
     for name, checkpoint_name in whole.items():

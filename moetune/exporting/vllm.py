@@ -10,7 +10,7 @@ for E experts, rank r, hidden size H and intermediate size I:
                       fastest in B (`_stack_moe_lora_weights`)
 
 One scale, lora_alpha / r, applies to all factors, so all have the same rank: factors of a lower rank, and experts
-without factors, are padded with zeros.
+without factors, are padded with zeros; B of factors with another scale is multiplied by the ratio of the scales.
 """
 
 from __future__ import annotations
@@ -59,10 +59,18 @@ def write_vllm(run: FinishedRun, out: Path) -> Written:
     mappings = key_mappings(adapted.run.model.plain, weights_of(headers(folder)))
     trained = {name: stored.rows().float() for name, stored in run.trained.items()}
     factors: dict[str, Factors] = {}
+    ranks, scale = adapted.selection.ranks, lora.scale(min(adapted.selection.ranks.values()))
+
+    def scaled(A: Tensor, B: Tensor, path: str) -> Factors:
+        return A, B * (lora.scale(ranks[path]) / scale)
+
     for layer in lora_layers(adapted):
         gate_up, down = (_mapping(mappings, f"{layer.experts}.{stack}") for stack in lora_stacks(layer))
         of_gate_up, of_down = (
-            split_experts(*joined_factors(adapted, layer, projection, trained), experts=layer.shape.num_experts)
+            split_experts(
+                *scaled(*joined_factors(adapted, layer, projection, trained), layer.experts),
+                experts=layer.shape.num_experts,
+            )
             for projection in ("gate_up", "down")
         )
         if gate_up.has_experts_apart:
@@ -75,7 +83,7 @@ def write_vllm(run: FinishedRun, out: Path) -> Written:
             factors |= {f"{module}.base_layer": of_gate_up, module: of_down}
     for path in adapted.selection.lora_linears:
         A, B = (trained[name] for name in linear_factors(path).values())
-        factors[_mapping(mappings, f"{path}.weight").every_key()[0].removesuffix(".weight")] = A, B
+        factors[_mapping(mappings, f"{path}.weight").every_key()[0].removesuffix(".weight")] = scaled(A, B, path)
     rank = max(A.shape[-2] for A, _ in factors.values())
     tensors: dict[str, Tensor] = {}
     for name, (A, B) in factors.items():
@@ -85,7 +93,7 @@ def write_vllm(run: FinishedRun, out: Path) -> Written:
             A, B = A.flatten(0, 1), B.permute(1, 2, 0).flatten(1)
         tensors |= {f"{name}.lora_A.weight": A, f"{name}.lora_B.weight": B}
     settings = PeftLoraConfig(
-        task_type="CAUSAL_LM", r=rank, lora_alpha=plain_number(lora.scale * rank), inference_mode=True
+        task_type="CAUSAL_LM", r=rank, lora_alpha=plain_number(scale * rank), inference_mode=True
     ).to_dict()
     targets = {name.removesuffix(".base_layer").rpartition(".")[2] for name in factors}
     settings |= {"target_modules": sorted(targets), "base_model_name_or_path": str(folder)}

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from datetime import date
 
+from moetune.config.ranks import ranks_as_text
 from moetune.config.schema import OptimizerConfig
 from moetune.errors import counted
 from moetune.models.selection import ranges
@@ -75,7 +76,7 @@ def trains(run: ResolvedRun) -> Iterator[str]:
     if adapt.router != "none":
         yield f"routers of {'all layers' if adapt.router == 'all' else f'layers {ranges(adapt.router)}'}"
     if adapt.lora is not None:
-        yield f"LoRA rank {adapt.lora.rank} on {', '.join(adapt.lora.targets)}"
+        yield f"LoRA rank {ranks_as_text(adapt.lora.rank)} on {', '.join(adapt.lora.targets)}"
     if adapt.also:
         yield ", ".join(adapt.also)
 

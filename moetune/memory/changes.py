@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from moetune.config.ranks import halved
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import Change, MemoryReport, PartName
@@ -178,7 +179,8 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         yield Saving(dict(smaller), "the same step in smaller pieces", _ACTIVATIONS)
     if (half := train.sequence_length // 2) >= _SHORTEST:
         yield Saving({"train.sequence_length": half}, "half as many tokens at once", _ACTIVATIONS)
-    if config.adapt.lora is not None and (rank := config.adapt.lora.rank // 2) >= _LOWEST:
+    rank, lowest = halved(0 if config.adapt.lora is None else config.adapt.lora.rank)
+    if lowest >= _LOWEST:
         parts: tuple[PartName, ...] = ("trainable_weights", "gradients", *_UPDATED)
         yield Saving({"adapt.lora.rank": rank}, "half the factors", parts)
     if single and (single.name, single.master_weights) != ("sgd", "none"):

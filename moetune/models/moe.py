@@ -58,18 +58,19 @@ class ExpertShape:
         weights = widened * self.hidden + self.hidden * self.intermediate
         return weights + (widened + self.hidden if self.has_bias else 0)
 
-    def trained_parameters(self, lora: LoraConfig | None) -> int:
+    def trained_parameters(self, lora: LoraConfig | None, rank: int | None) -> int:
         """Return how many parameters of one expert train.
 
         Args:
             lora: LoRA settings, to count the low-rank factors (`ExpertLora` in experts/bank.py); None to count the
                 whole expert.
+            rank: rank of the factors; None without LoRA.
         """
-        if lora is None:
+        if lora is None or rank is None:
             return self.parameters_per_expert
         parts = 2 if self.has_gate else 1
         factors = parts if lora.gate_up == "split" else 1
-        return lora.rank * (factors * self.hidden + (parts + 1) * self.intermediate + self.hidden)
+        return rank * (factors * self.hidden + (parts + 1) * self.intermediate + self.hidden)
 
 
 @dataclass(frozen=True)

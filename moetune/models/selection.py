@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moetune.config.fields import IdsByLayer, IdSet
+from moetune.config.ranks import rank_of
 from moetune.config.resolved import ResolvedAdapt, ResolvedLora
 from moetune.config.schema import ExpertsConfig, LoraConfig
 from moetune.errors import suggest
@@ -25,6 +26,7 @@ class Selection:
         experts: layer index -> ids of experts that train in full precision.
         lora_experts: layer index -> ids of frozen experts that get low-rank factors.
         lora_linears: paths of the linear layers that get low-rank factors.
+        ranks: path of a linear layer, or of a layer's experts module, that gets factors -> their rank.
         lora: settings of the factors; None without LoRA.
         left_out: paths of linear layers in a chosen component that get no factors, because factors would have no
             effect.
@@ -34,22 +36,25 @@ class Selection:
     experts: Mapping[int, tuple[int, ...]]
     lora_experts: Mapping[int, tuple[int, ...]]
     lora_linears: tuple[str, ...]
+    ranks: Mapping[str, int]
     lora: LoraConfig | None
     left_out: tuple[str, ...] = ()
 
     def without(self, layers: Collection[int], structure: ModelStructure) -> Selection:
         """Return the selection without the given decoder layers."""
         rest = structure.without(layers)
+        paths = {*rest.linears(), *(layer.experts for layer in rest.moe_layers)}
         return Selection(
             self.full & {one.name for one in rest.parameters},
             {layer: ids for layer, ids in self.experts.items() if layer not in layers},
             {layer: ids for layer, ids in self.lora_experts.items() if layer not in layers},
             tuple(path for path in self.lora_linears if path in rest.linears()),
+            {path: rank for path, rank in self.ranks.items() if path in paths},
             self.lora,
         )
 
 
-NOTHING = Selection(frozenset(), {}, {}, (), None)
+NOTHING = Selection(frozenset(), {}, {}, (), {}, None)
 """The selection in which nothing trains."""
 
 
@@ -77,7 +82,10 @@ def select(adapt: ResolvedAdapt, structure: ModelStructure, inert: Collection[st
     if not (full or experts or lora_linears or lora_experts or resolver.problems):
         resolver.problems.append("adapt: nothing trains; set router, experts, lora or also")
     left_out = tuple(resolver.left_out)
-    return Selection(frozenset(full), experts, lora_experts, lora_linears, adapt.lora, left_out), resolver.problems
+    return (
+        Selection(frozenset(full), experts, lora_experts, lora_linears, resolver.ranks, adapt.lora, left_out),
+        resolver.problems,
+    )
 
 
 _MLP: tuple[Component, ...] = ("experts", "dense_mlp")
@@ -96,6 +104,7 @@ class _Resolver:
     def __init__(self, structure: ModelStructure, inert: Collection[str]) -> None:
         self.structure, self.inert = structure, inert
         self.left_out: dict[str, None] = {}
+        self.ranks: dict[str, int] = {}
         self.moe_layers = {layer.index: layer for layer in structure.moe_layers}
         self.problems: list[str] = []
 
@@ -166,6 +175,8 @@ class _Resolver:
                     for layer in ids
                     if (rest := tuple(e for e in ids[layer] if e not in trained.get(layer, ())))
                 }
+                for layer in experts:
+                    self._set_rank(config, target, self.moe_layers[layer].experts, layer)
                 if not experts and not self.problems:
                     self.problems.append(f"{where}: no frozen expert in the chosen layers to put LoRA on")
                 continue
@@ -192,8 +203,21 @@ class _Resolver:
                 found = [path for path in found if path not in cannot]
             elif unreached:
                 self.problems.append(f"{where}: {target!r} {_UNREACHED} ({unreached[0]}); leave it out")
+            for path in found:
+                self._set_rank(config, target, path, self.structure.linears()[path].layer)
             linears |= dict.fromkeys(found)
         return tuple(linears), experts
+
+    def _set_rank(self, config: ResolvedLora, target: str, path: str, layer: int | None) -> None:
+        """Note the rank of the factors at `path` in `ranks`; report a layer without a rank, or with two."""
+        rank = rank_of(config.rank, target, layer)
+        if rank is None:
+            where = f"{target!r} in layer {layer}" if layer is not None else f"{path}, which is in no layer"
+            self.problems.append(f"adapt.lora.rank: has no rank for {where}; add one, or leave it out of targets")
+        elif self.ranks.setdefault(path, rank) != rank:
+            self.problems.append(
+                f"adapt.lora.rank: {path} is named by two targets, with rank {self.ranks[path]} and with {rank}"
+            )
 
     def _expert_ids(self, where: str, layers: IdSet, ids: IdSet | IdsByLayer) -> IdsByLayer:
         """Return layer index -> ids of existing experts; layers without a chosen expert are left out."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from moetune.config.fields import IdSet
 from moetune.config.load import load_run_config
+from moetune.config.ranks import ranks_as_text
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
 from moetune.memory.changes import changed
@@ -210,6 +211,8 @@ def axis_of(run: ResolvedRun, key: str) -> Axis:
     part: Any = config.adapt.lora if section == "adapt.lora" else config.adapt.experts
     if part is None:
         raise UserError(f"--solve {key}: the run file has no {section}; nothing of it trains")
+    if last == "rank" and not isinstance(part.rank, int):
+        raise UserError(f"--solve {key}: the run file has several ranks, {ranks_as_text(part.rank)}; write one")
     if last == "rank":
         linears = structure.linears("attention").values()
         smallest = min(min(linear.in_features, linear.out_features) for linear in linears)

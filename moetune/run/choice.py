@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moetune.config.fields import IdsByLayer
+from moetune.config.ranks import rank_of
 from moetune.config.resolved import ResolvedAdapt, ResolvedLora, resolved
 from moetune.config.schema import AdaptConfig, ChoiceConfig, ExpertsConfig, LoraConfig
 from moetune.errors import UserError
@@ -209,7 +210,8 @@ def _number_per_layer(choice: ChoiceConfig, layers: Iterable[MoeLayer], where: s
         asked, each, least = choice.experts, len(shapes), f"one in each of {len(shapes)} layers"
     else:
         asked = choice.parameters or 0
-        each = sum(shape.trained_parameters(lora) for shape in shapes)
+        ranks = [None if lora is None else rank_of(lora.rank, "experts", layer.index) for layer in layers]
+        each = sum(shape.trained_parameters(lora, rank) for shape, rank in zip(shapes, ranks, strict=True))
         least = f"the {each:,} of one expert of each layer"
     if not (k := min(asked // max(each, 1), fewest)):
         name = "parameters" if choice.experts is None else "experts"

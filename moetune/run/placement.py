@@ -82,7 +82,7 @@ def balance_experts(
 def _trained_parameters(layer: MoeLayer, selection: Selection) -> list[int]:
     counts = [0] * layer.shape.num_experts
     for expert in selection.lora_experts.get(layer.index, ()):
-        counts[expert] = layer.shape.trained_parameters(selection.lora)
+        counts[expert] = layer.shape.trained_parameters(selection.lora, selection.ranks.get(layer.experts))
     for expert in selection.experts.get(layer.index, ()):
         counts[expert] = layer.shape.parameters_per_expert
     return counts

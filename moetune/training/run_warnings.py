@@ -220,7 +220,7 @@ def _idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, 
         for ids, lora in ((selection.experts, None), (selection.lora_experts, selection.lora)):
             for expert in ids.get(layer.index, ()):
                 if layer.index in load and not load[layer.index][expert]:
-                    idle[layer.index, expert] = layer.shape.trained_parameters(lora)
+                    idle[layer.index, expert] = layer.shape.trained_parameters(lora, selection.ranks.get(layer.experts))
     return idle
 
 

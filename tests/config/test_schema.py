@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from moetune.config.schema import LoraConfig, RunConfig
@@ -40,3 +41,28 @@ def test_rows_are_kept_of_some_layers_or_of_all() -> None:
         RunConfig.model_validate(raw)
     raw["train"]["keep_rows"] = "none"
     assert RunConfig.model_validate(raw).train.keep_rows == "none"
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        ({}, "by target"),
+        ({"attention": 4, "0-3": 2}, "by target"),
+        ({"0-3": {"4": 2}}, "by target"),
+        ({"0-3": 4, "3": 2}, "layer 3 has two ranks"),
+        ({"attention": 4, "expert": 2}, "Did you mean 'experts'"),
+        ({"attention": 4}, "'experts'"),
+        ({"attention": 4, "experts": 0}, "greater than 0"),
+    ],
+)
+def test_ranks_that_say_nothing_or_too_much(rank: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        LoraConfig.model_validate({"rank": rank, "alpha": 8})
+
+
+def test_ranks_are_read_back_from_yaml() -> None:
+    lora = {"rank": {"attention": 64, "experts": {"0-3": 8, 4: 16}}, "alpha": 16}
+    config = RunConfig.model_validate({"model": {"path": "x"}, "adapt": {"lora": lora}})
+    assert RunConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+    assert config.but(adapt={"lora": {"rank": 8}}).adapt.lora.rank == 8
+    assert config.but(adapt={"lora": {"rank": {"0-9": 8}}}).adapt.lora.rank == {"0-9": 8}

@@ -50,6 +50,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2", {"router": "all", "lora": LORA | {"targets": [*ALL, "shared_experts", "dense_mlp"]}},
     ),
     "deepseek_v2 split": ("deepseek_v2", {"lora": LORA | {"gate_up": "split"}}),
+    "mixtral, a rank for each": ("mixtral", {"lora": LORA | {"rank": {"attention": 5, "experts": 2}}}),
+    "mixtral split, a rank for each layer": (
+        "mixtral",
+        {"lora": LORA | {"rank": {"attention": 2, "experts": {"0": 3, 1: 4}}, "gate_up": "split", "rslora": True}},
+    ),
+    "deepseek_v2, a rank for layers": ("deepseek_v2", {"lora": LORA | {"rank": {"0": 2, "1": 4}}}),
     "deepseek_v3, a buffer in the router": ("deepseek_v3", {"router": "all", "lora": LORA}),
 }  # fmt: skip
 

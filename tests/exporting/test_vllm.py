@@ -41,12 +41,23 @@ def read_as_vllm(folder: Path, rank: int) -> Iterator[tuple[str, int | None, Ten
             yield f"{module.removesuffix('.base_layer')}.{stack}", expert, of_expert
 
 
-@pytest.mark.parametrize("gate_up", ["fused", "split"])
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_vllm_would_compute_what_a_merged_checkpoint_does(model_type: str, gate_up: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "gate_up", "rank"),
+    [
+        *(
+            (model_type, gate_up, 2)
+            for model_type in ("mixtral", "qwen3_moe", "gpt_oss")
+            for gate_up in ("fused", "split")
+        ),
+        ("mixtral", "fused", {"attention": 4, "experts": {1: 3, 2: 2}}),
+    ],
+)
+def test_vllm_would_compute_what_a_merged_checkpoint_does(
+    model_type: str, gate_up: str, rank: Any, tmp_path: Path
+) -> None:
     """Every projection of every expert of an adapted layer has factors; those of experts 2 and 3 are not zero."""
     base = write_base(tmp_path / "base", model_type, num_hidden_layers=3)
-    run = write_run(tmp_path / "run", base, {"lora": LORA | {"gate_up": gate_up}})
+    run = write_run(tmp_path / "run", base, {"lora": LORA | {"gate_up": gate_up, "rank": rank}})
     result = export(run.path, "vllm", tmp_path / "vllm")
     export(run.path, "merged", tmp_path / "merged")
     settings = json.loads((tmp_path / "vllm" / "adapter_config.json").read_text())

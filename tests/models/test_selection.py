@@ -235,3 +235,27 @@ def test_lora_on_a_tied_head_is_refused(target: str, models: dict[str, ModelStru
     assert "model.embed_tokens.weight (tied)" in problem
     assert "adapt.also: [embedding]" in problem
     assert linears(models["tied"], "attention")
+
+
+def test_ranks_by_target_and_layer(deepseek: ModelStructure) -> None:
+    targets = ["attention", "experts", "dense_mlp"]
+    rank = {"attention": {"0-1": 4, "2-3": 2}, "experts": 8, "dense_mlp": {0: 16}}
+    ranks = chosen(deepseek, lora={**LORA, "targets": targets, "rank": rank}).ranks
+    of_layers = {path: rank for path, rank in ranks.items() if path.endswith("o_proj")}
+    assert list(of_layers.values()) == [4, 4, 2, 2]
+    assert {rank for path, rank in ranks.items() if path.endswith("experts")} == {8}
+    assert {path.split(".")[2] for path, rank in ranks.items() if rank == 16} == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "said"),
+    [
+        ({"0-2": 4}, ["attention"], "'attention' in layer 3"),
+        ({"0-3": 4}, ["lm_head"], "lm_head, which is in no layer"),
+        ({"attention": 4, "q_proj": 2}, ["attention", "q_proj"], "with rank 4 and with 2"),
+    ],
+)
+def test_ranks_that_are_missing_or_two(rank: Any, targets: list[str], said: str, mixtral: ModelStructure) -> None:
+    (message, *_) = problems(mixtral, lora={**LORA, "rank": rank, "targets": targets})
+    assert message.startswith("adapt.lora.rank: ")
+    assert said in message

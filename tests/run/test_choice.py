@@ -119,7 +119,7 @@ def test_parameters_of_lora_are_those_of_the_model(gate_up: str, small_model: Pa
     adapted = build(RunConfig.model_validate({"model": {"path": str(small_model)}, "adapt": {"lora": lora}}), "meta")
     held = sum(p.numel() for p in adapted.trainable().values())
     layers = adapted.structure.moe_layers
-    assert held == sum(layer.shape.trained_parameters(LoraConfig.model_validate(lora)) for layer in layers)
+    assert held == sum(layer.shape.trained_parameters(LoraConfig.model_validate(lora), 4) for layer in layers)
 
 
 def test_coverage_is_beside_that_of_a_random_choice(file: Path, mixtral: ModelStructure) -> None:

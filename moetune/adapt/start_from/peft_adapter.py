@@ -118,7 +118,9 @@ class _Reading:
     def _linear(self, path: str) -> dict[str, Tensor]:
         names = linear_factors(path)
         rank, into = self.trainable[names["A"]].shape
-        factors = self._factors(path, path, rank, into, outputs=len(self.trainable[names["B"]]))
+        lora = self.adapted.selection.lora
+        assert lora is not None
+        factors = self._factors(path, path, rank, into, lora.scale(rank), outputs=len(self.trainable[names["B"]]))
         return {} if factors is None else {names[factor]: factors[factor] for factor in "AB"}
 
     def _experts(self, layer: MoeLayer) -> dict[str, Tensor]:
@@ -128,7 +130,7 @@ class _Reading:
             A, B = (getattr(lora, f"{projection}_{factor}") for factor in "AB")
             _, parts, rank, into = A.shape
             where = f"{layer.experts}.{stack}"
-            found = self._factors(path, where, parts * rank, into, parts * B.shape[2], shape.num_experts)
+            found = self._factors(path, where, parts * rank, into, lora.scale, parts * B.shape[2], shape.num_experts)
             if found is None:
                 continue
             A_all, B_all = split_experts(found["A"], found["B"], shape.num_experts)
@@ -160,7 +162,7 @@ class _Reading:
                 self.problems.append(f"{where}: expert {expert} has factors; adapt.lora leaves it out")
 
     def _factors(
-        self, path: str, target: str, rank: int, into: int, outputs: int, experts: int = 1
+        self, path: str, target: str, rank: int, into: int, scale: float, outputs: int, experts: int = 1
     ) -> dict[str, Tensor] | None:
         """Take lora_A and lora_B under `path` out of `left`; report a missing factor or a wrong shape, rank or scale.
 
@@ -169,6 +171,7 @@ class _Reading:
             target: the layer's path in the plain model, for messages and for PEFT's patterns.
             rank: rank per expert that the selection sets.
             into: number of input features.
+            scale: the number that the selection multiplies B·A by.
             outputs: number of output features.
             experts: number of experts that the two matrices hold.
 
@@ -188,11 +191,8 @@ class _Reading:
         if len(A) != rank * experts:
             self.problems.append(f"{target}: rank {len(A) // experts}, and adapt.lora asks for {rank}")
             return None
-        lora = self.adapted.selection.lora
-        assert lora is not None
-        scale, wanted = self._scale(target, rank), lora.scale
-        if not math.isclose(scale, wanted, rel_tol=1e-9):
-            self.problems.append(f"{target}: alpha / rank is {scale:g}, and adapt.lora asks for {wanted:g}")
+        if not math.isclose(found_scale := self._scale(target, rank), scale, rel_tol=1e-9):
+            self.problems.append(f"{target}: alpha / rank is {found_scale:g}, and adapt.lora asks for {scale:g}")
         return {"A": A, "B": B}
 
     def _scale(self, target: str, rank: int) -> float:

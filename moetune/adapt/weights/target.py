@@ -88,7 +88,10 @@ class LoadTarget:
         if path not in self.banks:
             layer, selection = self.layers[path], self._selection
             lora, ids = selection.lora, selection.lora_experts.get(layer.index, ())
-            plan = LoraPlan(ids, lora.rank, lora.plain_alpha, split=lora.gate_up == "split") if lora and ids else None
+            plan = None
+            if lora is not None and ids:
+                rank = selection.ranks[path]
+                plan = LoraPlan(ids, rank, lora.plain_alpha(rank), split=lora.gate_up == "split")
             self.banks[path] = ExpertBank(
                 layer.shape,
                 BankPlan(selection.experts.get(layer.index, ()), plan),

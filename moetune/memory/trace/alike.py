@@ -118,7 +118,7 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
     for number, (path, layer) in enumerate(decoder_layers(run.model.plain).items()):
         trains = (
             frozenset(name.removeprefix(path) for name in selection.full if name.startswith(f"{path}.")),
-            frozenset(name.removeprefix(path) for name in selection.lora_linears if name.startswith(f"{path}.")),
+            frozenset((name.removeprefix(path), rank) for name, rank in selection.ranks.items() if f"{path}." in name),
             selection.experts.get(number, ()),
             selection.lora_experts.get(number, ()),
         )

@@ -97,6 +97,16 @@ def test_other_numbers_of_layers_that_keep_rows(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.full
+def test_layers_of_two_ranks(tmp_path: Path) -> None:
+    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=10)
+    for border in (5, 6):
+        rank = {"attention": 8, "experts": {f"0-{border - 1}": 4, f"{border}-9": 2}}
+        lora = {"lora": {"rank": rank, "alpha": 8, "targets": ["attention", "experts"]}}
+        run = resolve(toy_run(toy, "mixtral", lora), "cuda")
+        assert Depths().at(run).parts() == trace(run).parts()
+
+
+@pytest.mark.full
 def test_numbers_that_do_not_tell_are_not_shared(tmp_path: Path) -> None:
     """Five layers train and five do not: who is born with all of which group cannot be told."""
     toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=10)

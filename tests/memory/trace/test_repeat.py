@@ -17,6 +17,7 @@ LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention",
 EXPERTS: dict[str, Any] = {"experts": {"layers": "0-4", "ids": [0, 1]}, "router": "0-4"}
 EVERYTHING: dict[str, Any] = {"also": ["*"]}
 ON_HOST = {"model": {"experts_on": "host"}, "train": {"checkpointing": "offload"}}
+RANKS = {"lora": {**LORA["lora"], "rank": {"attention": 8, "experts": {"0-4": 4, "5-9": 2}}}}
 OFFLOAD = {"optimizer": {"name": "adamw", "offload": True}}
 EVALUATED = {"train": {"eval_micro_batch": 6}, "data": {"eval": "unread"}}
 KEEPS_ROWS = {"train": {"keep_rows": 5, "accumulate": 2}}
@@ -26,6 +27,7 @@ CASES = {
     "experts": ("mixtral", EXPERTS, {"train": {"accumulate": 3}}, {"num_hidden_layers": 9}),
     "turns": ("gpt_oss", LORA, {}, {"num_hidden_layers": 8, **TURNS}),
     "unchecked": ("deepseek_v2", LORA, {"train": {"checkpointing": "none"}}, {"num_hidden_layers": 6}),
+    "a rank for each": ("mixtral", RANKS, {}, {"num_hidden_layers": 10}),
     "rows kept of some": ("mixtral", LORA, KEEPS_ROWS, {"num_hidden_layers": 10}),
     "lomo": ("mixtral", EXPERTS, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
     "two passes": ("llama", EVERYTHING, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
@@ -42,7 +44,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "replicas, ep": (EXPERTS, {"ep": 2, "replicate": 2}, 1, "nf4"),
     "tp, ep": (LORA, {"tp": 2, "ep": 2}, 1, "fp32"),
 }
-ON_A_PUSH = ("turns", "rows kept of some", "experts on the host", "fsdp, ep")
+ON_A_PUSH = ("turns", "a rank for each", "rows kept of some", "experts on the host", "fsdp, ep")
 
 
 def storages(traced: Trace) -> Counter[tuple]:

@@ -1,0 +1,77 @@
+"""`LoraRank`, the type of `adapt.lora.rank`: one rank, or ranks by target, by layers, or by layers of each target."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from moetune.config.fields import Size, layer_range
+
+Ranks = dict[str, Size | dict[str, Size]]
+
+
+def _check_ranks(value: object) -> object:
+    """Return a number unchanged, and a mapping with its keys as text.
+
+    Raises:
+        ValueError: a mapping is empty, mixes names with layers, has a mapping below layers, or names a layer twice.
+    """
+    if not isinstance(value, dict):
+        return value
+    ranks = {str(key): _check_ranks(rank) for key, rank in value.items()}
+    layers = {key: found for key in ranks if (found := layer_range(key)) is not None}
+    if not ranks or 0 < len(layers) < len(ranks) or any(isinstance(ranks[key], dict) for key in layers):
+        raise ValueError(
+            "write ranks by target, {attention: 64, experts: 8}, by layers, {0-5: 8, 6-31: 16}, or by layers of a "
+            "target, {attention: 64, experts: {0-5: 8, 6-31: 16}}"
+        )
+    seen: set[int] = set()
+    for found in layers.values():
+        if twice := seen.intersection(found):
+            raise ValueError(f"layer {min(twice)} has two ranks")
+        seen.update(found)
+    return ranks
+
+
+LoraRank = Annotated[Size | Ranks, BeforeValidator(_check_ranks)]
+
+
+def is_by_target(ranks: int | Ranks) -> bool:
+    """Return whether the keys of `ranks` are targets."""
+    return isinstance(ranks, dict) and layer_range(next(iter(ranks))) is None
+
+
+def rank_of(ranks: int | Ranks, target: str, layer: int | None) -> int | None:
+    """Return the rank of a layer's factors; None if `ranks` does not name the layer.
+
+    Args:
+        target: the entry of `adapt.lora.targets` that the factors are for.
+        layer: index of the decoder layer; None outside of the layers.
+    """
+    here = ranks[target] if isinstance(ranks, dict) and is_by_target(ranks) else ranks
+    if isinstance(here, int):
+        return here
+    for key, rank in here.items():
+        if isinstance(rank, int) and layer is not None and layer in (layer_range(key) or ()):
+            return rank
+    return None
+
+
+def halved(ranks: Any) -> tuple[Any, int]:
+    """Return an `adapt.lora.rank` with every rank halved, rounded down, and the smallest of the results."""
+    if isinstance(ranks, int):
+        return ranks // 2, ranks // 2
+    parts = {key: halved(rank) for key, rank in ranks.items()}
+    return {key: half for key, (half, _) in parts.items()}, min(least for _, least in parts.values())
+
+
+def ranks_as_text(ranks: int | Ranks) -> str:
+    """Return `16`, or `64 (attention), 8 (experts)`; layers of a target are `8 (experts 0-5)`."""
+    if isinstance(ranks, int):
+        return str(ranks)
+    said = []
+    for key, rank in ranks.items():
+        inside = {key: rank} if isinstance(rank, int) else {f"{key} {layers}": one for layers, one in rank.items()}
+        said += [f"{one} ({where})" for where, one in inside.items()]
+    return ", ".join(said)
