@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Discriminator, Tag
 
 from moetune.config.fields import Size, layer_range
 
-Ranks = dict[str, Size | dict[str, Size]]
+Ranks = dict[str, int | dict[str, int]]
+"""Target or layers (`0-5`) -> rank, or target -> layers -> rank."""
 
 
 def _check_ranks(value: object) -> object:
@@ -34,7 +35,11 @@ def _check_ranks(value: object) -> object:
     return ranks
 
 
-LoraRank = Annotated[Size | Ranks, BeforeValidator(_check_ranks)]
+_which = Discriminator(lambda raw: "several" if isinstance(raw, dict) else "one")
+_OfTarget = Annotated[Annotated[Size, Tag("one")] | Annotated[dict[str, Size], Tag("several")], _which]
+LoraRank = Annotated[
+    Annotated[Size, Tag("one")] | Annotated[dict[str, _OfTarget], Tag("several")], _which, BeforeValidator(_check_ranks)
+]
 
 
 def is_by_target(ranks: int | Ranks) -> bool:

@@ -51,8 +51,8 @@ def test_set(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     answers = []
     for seed in cases(pytestconfig):
         draw = random.Random(seed)
-        overrides = []
-        for _ in range(draw.choice((1, 1, 2, 5))):
+        overrides = ["train.steps=7"] if seed % 20 == 0 else []  # which alone is accepted
+        for _ in range(draw.choice((1, 1, 2, 5)) if seed % 20 else 0):
             key = draw.choice(
                 [*keys, *keys, *WHOLE, "adapt.lora.rank", "optimizer.lora.lr", "a..b", "", ".", "x" * 5000]
             )
