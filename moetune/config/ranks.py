@@ -63,6 +63,12 @@ def rank_of(ranks: int | Ranks, target: str, layer: int | None) -> int | None:
     return None
 
 
+def layers_named(ranks: int | Ranks) -> set[int]:
+    """Return the layers that the keys of `ranks` name."""
+    inside = ranks.items() if isinstance(ranks, dict) else ()
+    return {layer for key, rank in inside for layer in layer_range(key) or layers_named(rank)}  # type: ignore[arg-type]
+
+
 def halved(ranks: Any) -> tuple[Any, int]:
     """Return an `adapt.lora.rank` with every rank halved, rounded down, and the smallest of the results."""
     if isinstance(ranks, int):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moetune.config.fields import IdsByLayer, IdSet
-from moetune.config.ranks import rank_of
+from moetune.config.ranks import layers_named, rank_of
 from moetune.config.resolved import ResolvedAdapt, ResolvedLora
 from moetune.config.schema import ExpertsConfig, LoraConfig
 from moetune.errors import suggest
@@ -163,6 +163,7 @@ class _Resolver:
         if not isinstance(config.ids, str) and "experts" not in config.targets:
             self.problems.append("adapt.lora.ids: chooses experts, and adapt.lora.targets has no experts")
         layers = set(self._layers("adapt.lora.layers", config.layers, every_layer, "does not exist"))
+        self._layers("adapt.lora.rank", tuple(sorted(layers_named(config.rank))), every_layer, "does not exist")
         linears: dict[str, None] = {}
         experts: IdsByLayer = {}
         for index, target in enumerate(config.targets):

@@ -251,6 +251,7 @@ def test_ranks_by_target_and_layer(deepseek: ModelStructure) -> None:
     ("rank", "targets", "said"),
     [
         ({"0-2": 4}, ["attention"], "'attention' in layer 3"),
+        ({"attention": {"0-4": 4}}, ["attention"], "layer 4 does not exist"),
         ({"0-3": 4}, ["lm_head"], "lm_head, which is in no layer"),
         ({"attention": 4, "q_proj": 2}, ["attention", "q_proj"], "with rank 4 and with 2"),
     ],
