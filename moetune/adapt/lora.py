@@ -18,9 +18,7 @@ from moetune.errors import UserError
 
 class Dropout(nn.Module):
     """Dropout that keeps a mask of one byte per element on every device, so that a trace on a CPU shows a GPU's memory.
-
-    torch's own dropout keeps a mask of floats on a CPU.
-    """
+    torch's own keeps a mask of floats on a CPU."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -31,16 +29,11 @@ class Dropout(nn.Module):
 
 
 def add_lora(model: PreTrainedModel, paths: tuple[str, ...], lora: LoraConfig) -> None:
-    """Wrap linear modules of a model with PEFT's LoRA, in place.
+    """Wrap the linear modules at `paths` with PEFT's LoRA, in place; raise `UserError` if PEFT did not wrap one of
+    them.
 
-    The factors A and B are float32 parameters, and are cast to the dtype of the layer's input to multiply. PEFT freezes
-    all other parameters of the model.
-
-    Args:
-        lora: rank, alpha, scaling and dropout.
-
-    Raises:
-        UserError: PEFT did not wrap one of the modules.
+    The factors A and B are float32 parameters, cast to the dtype of the layer's input to multiply. PEFT freezes all
+    other parameters of the model.
     """
     targets = [f"model.{path}" for path in paths]
     alpha: Any = lora.alpha  # PEFT accepts a float, but its annotation is int
