@@ -59,6 +59,7 @@ def predict(
             sizes, which is faster but does not simulate the allocator. None: `trace`.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
             the report has no verdict, and memory outside the allocator is that of an L40S.
+        routing: assumed number of tokens that each expert receives.
         allocator: for traces, the configuration of torch's allocator that is simulated. None: what the environment
             variables set, else `expandable`, as in `moetune train`.
         depths: cache of recorded closed forms, to be shared by predictions of similar runs. None: a new cache.
@@ -136,11 +137,8 @@ def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
 
 
 def allocator_here(unset: Allocator = "default") -> Allocator:
-    """Return the allocator that PYTORCH_ALLOC_CONF or else PYTORCH_CUDA_ALLOC_CONF configures.
-
-    Args:
-        unset: returned if neither variable is set.
-    """
+    """Return the allocator that PYTORCH_ALLOC_CONF or else PYTORCH_CUDA_ALLOC_CONF configures; `unset` if neither is
+    set."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     if settings is None:
         return unset
@@ -192,9 +190,8 @@ def _assuming(report: MemoryReport, *more: str) -> MemoryReport:
 def _rank(
     found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
 ) -> RankMemory:
-    """Return the memory of one rank.
-
-    Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS workspaces) count as `transient_peak`.
+    """Return the memory of one rank. Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS workspaces)
+    count as `transient_peak`.
 
     Args:
         outside: bytes outside the allocator: context and NCCL buffers.
@@ -226,10 +223,9 @@ def _rank(
 def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity: int | None) -> tuple[int, int]:
     """Simulate the allocator on a trace; return its peaks of allocated and of reserved bytes.
 
-    Loading may leave a hole between the weights. The trace is simulated without a hole, with a hole of `matrix` bytes,
-    and with one of eight times as many; the largest reservation is returned. If that exceeds `capacity` although the
-    allocated bytes do not, the three simulations are repeated within `capacity`, where unused memory is returned to the
-    driver.
+    Loading may leave a hole between the weights. The largest reservation of three simulations is returned: without a
+    hole, with a hole of `matrix` bytes, and with one of eight times as many. If it exceeds `capacity` although the
+    allocated bytes do not, they are repeated within `capacity`, where unused memory is returned to the driver.
     """
 
     def events(hole: int) -> Iterator[Event]:

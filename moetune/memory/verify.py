@@ -56,7 +56,7 @@ class Outcome:
 def verify(
     run: AnyRun, steps: int, routing: AssumedRouting | None = None, device: torch.device | str | None = None
 ) -> Outcome:
-    """Take real steps with random weights, and predict the memory of the same steps.
+    """Take `steps` real steps with random weights, and predict the memory of the same steps.
 
     Args:
         run: a resolved run must have been resolved for the kind of `device`.
@@ -101,11 +101,8 @@ def verify(
 
 def settled_on(run: ResolvedRun, device: torch.device) -> ResolvedRun:
     """Return a run with a number of layers in place of `train.keep_rows: auto`: those that fit `hardware.gpu`, or this
-    GPU if that is not set; none on a CPU, or if the model's code cannot be traced.
-
-    Raises:
-        UserError: the run cannot be predicted.
-    """
+    GPU if that is not set; 0 on a CPU, or if the model's code cannot be traced. Raise `UserError` if the run cannot be
+    predicted."""
     if device.type == "cpu":
         return run.keeping_rows(0) if run.config.train.keep_rows == "auto" else run
     gpu = run.config.hardware.gpu or catalog_name(device)
