@@ -171,13 +171,6 @@ def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:
     return ends | {"max_length_q": longest, "max_length_k": longest}
 
 
-def cu_seqlens_of(positions_BS: Tensor) -> dict[str, Any]:
-    """Return the keyword arguments of `cu_seqlens`, computed from position ids [B, S] on the CPU that restart at 0 with
-    every document and every row."""
-    begins = (positions_BS.flatten() == 0).nonzero().flatten().tolist()
-    return cu_seqlens([end - begin for begin, end in zip(begins, [*begins[1:], positions_BS.numel()], strict=True)])
-
-
 # --- The attention function ---------------------------------------------------------------------------------------
 
 

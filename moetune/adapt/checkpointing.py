@@ -173,7 +173,7 @@ class _KeptInput:
 
 class InputsOnHost:
     """Checkpoints layers with their inputs in host memory. An input is copied to the host in the forward pass, and back
-    in the backward pass while the following layer's backward runs."""
+    in the backward pass while the layer above it runs its own."""
 
     def __init__(self, device: torch.device, contexts: Callable[[], tuple[Any, Any]]) -> None:
         self._out, self._back, self._contexts = CopyStream(device), CopyStream(device), contexts

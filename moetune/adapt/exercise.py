@@ -1,8 +1,8 @@
 """The calls of a run's operators at its own sizes: `sizes_of` a run, and exercises that make these calls.
 
-An exercise runs a part of the model, forward and backward, on a few random tokens. The guard compares each operator
-that an exercise calls with its reference; so a part of the model that calls a new operator needs a class with the
-method `exercise`, and a field of `Sizes`.
+An exercise runs a part of the model, forward and backward, on a few random tokens; the guard compares each operator
+that it calls with its reference. So a part of the model that calls a new operator needs a class with the method
+`exercise`, and a field of `Sizes`.
 """
 
 from __future__ import annotations

@@ -211,7 +211,8 @@ def _triton() -> str:
 
 
 def _ptxas() -> str:
-    """Return which ptxas Triton calls: its own, or files named by the environment, with size and time of change."""
+    """Return which ptxas Triton calls: its own, or files named by the environment, with their sizes and modification
+    times."""
     named = []
     for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
         if path := os.environ.get(variable):

@@ -127,9 +127,10 @@ def is_setting_of_host(key: str, value: object) -> bool:
 def savings(config: RunConfig) -> Iterator[Saving]:
     """Yield the savings that `config` does not use yet, ordered by how much they change the training.
 
-    1. Equal updates in slower steps: recomputation, gradients freed early, host memory instead of GPU memory. 2. Lower
-    precision: stochastic rounding instead of master weights, 8-bit optimizer states, 4-bit frozen weights. 3. The same
-    step in smaller micro-batches. 4. Different training: shorter sequences, a lower LoRA rank, SGD.
+    1. Equal updates in slower steps: recomputation, gradients freed early, host memory instead of GPU memory.
+    2. Lower precision: stochastic rounding instead of master weights, 8-bit optimizer states, 4-bit frozen weights.
+    3. The same step in smaller micro-batches.
+    4. Different training: shorter sequences, a lower LoRA rank, SGD.
     """
     train, model, optimizer = config.train, config.model, config.optimizer
     single = optimizer if isinstance(optimizer, OptimizerConfig) else None

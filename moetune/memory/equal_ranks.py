@@ -29,8 +29,9 @@ def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
     """Return one key per rank, in rank order; ranks with equal keys need equal memory.
 
     A key holds the numbers of trained experts and of experts with LoRA in each layer; the rank's shard if some tensor
-    does not divide evenly among the FSDP ranks; its `tp` index if the tokens do not among the tensor-parallel ranks;
-    and with `by_expert` its `ep` index, because experts then receive different numbers of tokens.
+    does not divide evenly among the FSDP ranks; its `tp` index if the tokens do not divide evenly among the
+    tensor-parallel ranks; and with `by_expert` its `ep` index, because experts then receive different numbers of
+    tokens.
     """
     run = resolve(run, "cuda")
     parallel = run.config.parallel

@@ -97,35 +97,29 @@ def predict(
         ),
     }
     if method == "formula":
-        report = _reported(
-            run, card, by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing)), None, common
-        )
+        found = by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing))
+        report = _reported(run, card, found, None, common)
     else:
-        traces = by_kind(run, routing, lambda rank: tracing(run, routing, rank=rank, gpu=card))
-        report = _reported(run, card, traces, allocator or allocator_here("expandable"), common)
+        found = by_kind(run, routing, lambda rank: tracing(run, routing, rank=rank, gpu=card))
+        report = _reported(run, card, found, allocator or allocator_here("expandable"), common)
     if method != "formula" and name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
-        named = f"; the name of a card gives it, of about this size: {cards}" if cards else ""
-        report = replace(
-            report,
-            notes=(
-                *report.notes,
-                f"no time: a size says not how fast a card is{named}",
-            ),
-        )
+        named = f"; give the name of a card of about this size: {cards}" if cards else ""
+        report = _noting(report, f"no time: a size does not say how fast a card is{named}")
     if report.fits is not False or not advise:
         return report
     if config.parallel.ranks > 1:
         note = "the layout decides, and `moetune compare` shows others beside it (docs/guides/parallel.md)"
-        return replace(report, notes=(*report.notes, note))
+        return _noting(report, note)
 
     def needs(config: RunConfig) -> MemoryReport:
         changed = resolve(config, run.device_type, like=run)
         return predict(changed, method="formula", gpu=name, routing=routing, depths=depths, advise=False)
 
     changes = tuple(one.change_of(report) for one in islice(fitting(config, report, needs), 3))
-    notes = () if changes else ("no change of the run file is known that makes it fit",)
-    return replace(report, changes=changes, notes=(*report.notes, *notes))
+    if not changes:
+        return _noting(report, "no change of the run file is known that makes it fit")
+    return replace(report, changes=changes)
 
 
 def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
@@ -183,8 +177,12 @@ def _reported(
     return _assuming(report, f"allocator: {_WORDS[allocator]}, simulated on the trace")
 
 
-def _assuming(report: MemoryReport, *more: str) -> MemoryReport:
-    return replace(report, assumptions=(*report.assumptions, *more))
+def _noting(report: MemoryReport, note: str) -> MemoryReport:
+    return replace(report, notes=(*report.notes, note))
+
+
+def _assuming(report: MemoryReport, more: str) -> MemoryReport:
+    return replace(report, assumptions=(*report.assumptions, more))
 
 
 def _rank(

@@ -205,10 +205,10 @@ def _copy(device: torch.device) -> float:
     return 2 * source.nbytes / _fastest(device, lambda: target.copy_(source))
 
 
-def _fastest(device: torch.device, run: Callable[[], Tensor], times: int = 5) -> float:
-    """Return the seconds of the fastest of `times` calls, after one call that is not counted."""
+def _fastest(device: torch.device, run: Callable[[], Tensor]) -> float:
+    """Return the seconds of the fastest of five calls, after one call that is not counted."""
     taken = []
-    for _ in range(times + 1):
+    for _ in range(6):
         began = time.perf_counter()
         run()
         if device.type == "cuda":

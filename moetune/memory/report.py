@@ -224,8 +224,8 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of gate_up that layers keep for backward (`train.keep_rows`): of `layers` with experts, `kept` keep theirs,
-    each of which takes `bytes`."""
+    """Outputs of gate_up (rows) that layers keep for backward (`train.keep_rows`): of `layers` with experts, `kept`
+    keep theirs, each of which takes `bytes`."""
 
     layers: int
     kept: int

@@ -21,6 +21,7 @@ from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 TOLERANCE = 0.05
 """Largest relative difference of predicted and measured `peak_allocated` with which `verify` passes."""
+_NAMES = ("peak_allocated", "peak_reserved", "peak_process", "host_bytes")
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,12 @@ def verify(
     routing = routing or measured.routing
     if device.type == "cpu":
         traced = trace(run, routing)
-        peak = traced.parts(traced.peak).total
-        predicted = {
-            "peak_allocated": peak,
-            "peak_reserved": None,
-            "peak_process": None,
-            "host_bytes": traced.host_peak,
-        }
+        allocated, on_host = traced.parts().total, traced.host_peak
+        predicted = dict(zip(_NAMES, (allocated, None, None, on_host), strict=True))
     else:
         card, allocator = catalog_name(device), allocator_here()
         rank = predict(run, method="trace", gpu=card, routing=routing, allocator=allocator).fullest
-        names = ("peak_allocated", "peak_reserved", "peak_process", "host_bytes")
-        predicted = {name: getattr(rank, name) for name in names}
+        predicted = {name: getattr(rank, name) for name in _NAMES}
     return Outcome(
         predicted=predicted,
         measured={name: getattr(measured, name) for name in predicted},

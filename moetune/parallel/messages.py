@@ -35,7 +35,7 @@ class Message:
 
     @property
     def is_known(self) -> bool:
-        """Whether `kind` is one of `Kind`, so that `bytes` holds."""
+        """Whether `kind` is one of `Kind`, so that `bytes` is known."""
         return self.kind in typing.get_args(Kind)
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,12 @@ def is_quiet() -> bool:
     return PARENT in os.environ
 
 
-def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, str] = os.environ) -> int:
+def start_ranks(command: Sequence[str], ranks: int) -> int:
     """Run `command` once for each rank on this machine, and wait until all have ended.
 
     Rank 0 has this process's stdin, stdout and stderr. The others have no stdin or stdout; stderr goes to a temporary
     file. If a rank fails, the others get a few seconds to end, then are stopped, and the error of the rank that failed
     first is printed on stderr. SIGINT and SIGTERM are passed on to the ranks.
-
-    Args:
-        environment: environment variables of the ranks, to which those of a launcher are added.
 
     Returns:
         0, or the exit code of a failed rank: the lowest-numbered with a positive code, else 128 + the signal that ended
@@ -74,7 +71,7 @@ def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, st
     """
     with tempfile.TemporaryDirectory(prefix="moetune-") as name:
         folder = Path(name)
-        common = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), PARENT: str(os.getpid())}
+        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), PARENT: str(os.getpid())}
         common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         processes = []
@@ -152,7 +149,7 @@ def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
             tail = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
             errors.append((float("inf"), rank, tail or f"it ended with code {code}"))
     if not errors:
-        return "error: a rank failed without a word"
+        return "error: a rank failed and left no message"
     _, rank, first = min(errors)
     is_common = len(errors) == len(processes) and all(message == first for _, _, message in errors)
     return f"error: {first}" if is_common else f"error: rank {rank}: {first}"

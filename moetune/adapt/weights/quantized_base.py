@@ -272,7 +272,7 @@ def _fill(
 
 
 def _read_held(opened: Any, name: str, target: LoadTarget) -> Tensor:
-    """Return a tensor, or of a tensor with rows for all experts of a layer those of the experts on this rank."""
+    """Return a tensor; if it has rows for all experts of a layer, only those of the experts on this rank."""
     bank = next((bank for path, bank in target.banks.items() if name.startswith(f"{path}.")), None)
     if bank is None or name.endswith((".nested_code", ".pairs")) or len(bank.held) == bank.expert_shape.num_experts:
         return opened.get_tensor(name)

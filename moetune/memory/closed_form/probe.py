@@ -79,8 +79,9 @@ class ProbeSizes:
     def count(self, total: int, experts: int, top_k: int, shares: int) -> list[int]:
         """Return the tokens that each of `experts` experts receives, which sum to `total`; idle experts receive none.
 
-        `total` is tokens × `top_k` of a rank's share: `shares` ranks divide the tokens of a batch (`token_shares`). If
-        it is that of a micro-batch, the experts that are idle in a micro-batch are meant, else those in the evaluation.
+        `total` is tokens × `top_k` of one of the `shares` ranks that divide the tokens of a batch (`token_shares`). If
+        it is a micro-batch's, the experts that are idle in a micro-batch receive none, else those that are idle in the
+        evaluation.
         """
         return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // shares])
 

@@ -251,7 +251,8 @@ def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
 
 
 def _low_rank_product(out: Tensor, rows: Tensor, matrices: Tensor, narrow: Tensor, second: Tensor, *_: Any) -> float:
-    """FLOPs of a grouped product with low-rank terms, 2·N·(p·q + P·r·q'): second [C, P, q', r]."""
+    """FLOPs of a grouped product with low-rank terms, 2·N·(p·q + P·r·q'): [N, p] by [C, p, q], and second [C, P, q',
+    r]."""
     return _grouped(rows, matrices) + 2.0 * len(rows) * second[0].numel()
 
 
@@ -385,7 +386,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _of_sort(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Launches that sort a vector [n]: 2 up to 4096 elements (a single block), else a radix pass per byte, plus 3."""
+    """Launches that sort a vector [n]: two up to 4,096 elements (a single block), else three and one for each byte
+    (radix)."""
     return 2 if args[0].numel() <= 4096 else 3 + args[0].element_size()
 
 
@@ -395,7 +397,8 @@ def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> flo
 
 
 def _of_flash_backward(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Three launches, and two sums over the query heads of each key head if there are fewer key heads."""
+    """Three launches; if there are fewer key heads than query heads, two more, which sum over the query heads of
+    each."""
     return 3 if args[1].shape[1] == args[2].shape[1] else 5
 
 

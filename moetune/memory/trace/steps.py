@@ -229,7 +229,7 @@ class Steps(Watched):
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
-        """Return a context that adds the work of counting each expert's tokens, which a trace skips, to the count."""
+        """Return a context that also counts the work of counting each expert's tokens, which a trace skips."""
         counter, hooks = tracker.counter, self.adapted.expert_context.hooks
         if counter is None:
             return nullcontext()

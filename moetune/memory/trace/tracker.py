@@ -136,8 +136,8 @@ class Tracker(TorchDispatchMode):
 
     def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
         """Record an allocation of `size` bytes by an operation, or under a label, `op`, and return the number of its
-        block. Raise `torch.OutOfMemoryError` if it would exceed the limit, which does not concern host memory;
-        `refused` then has it."""
+        block. Raise `torch.OutOfMemoryError`, and note it in `refused`, if it would exceed the limit, which does not
+        concern host memory."""
         born = len(self.log.entries)
         if self.limit is not None and not on_host and self._bytes + size > self.limit:
             self.refused = born, size
