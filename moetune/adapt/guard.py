@@ -41,7 +41,7 @@ from moetune.run.resolved import ResolvedRun
 
 LIMIT = 120.0
 """Seconds that the comparison of one operator may take; most of it is the compilation of its kernel."""
-# -P: a file of the working folder is no module of ours
+# -P: import no files of the working folder
 _CHILD = (sys.executable, "-P", "-c", "from moetune.adapt.guard import compare_here; compare_here()")
 
 
@@ -109,7 +109,7 @@ def as_known_for(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
         return run
     device = torch.device("cuda", 0)
     here = torch.cuda.get_device_properties(device)
-    # a card that is not in the catalog is known by its memory
+    # a card that is not in the catalog is identified by its memory
     is_here = card is None or card.full_name == here.name or card.memory.value == here.total_memory
     return as_known(run, device) if is_here else run
 
@@ -242,7 +242,7 @@ def compare(key: Key, device: torch.device) -> Verdict:
     hung, the verdict is not kept, because a busy machine may have been the reason.
     """
     if on_gpu() is None:  # not kept: a compiler can be installed at any time
-        # products take the same memory without, and torch's own kernel needs no Triton
+        # all but the grouped product: torch's own kernel needs no Triton, and the reference takes the same memory
         names = sorted(OPERATORS.keys() - {"grouped_mm"})
         return Verdict(key, dict.fromkeys(names, "cannot be compiled: Triton does not work here"))
     failed: dict[str, str] = {}
@@ -318,7 +318,7 @@ def _child(asked: _Asked) -> _Ended:
     said = [parse_json(line, _Said, "the comparison of the kernels") for line in lines]
     failed = {name: why for one in said for name, why in one.failed.items()}
     if said and said[-1].stopped is not None:
-        return _Ended(failed, said[-1].stopped)  # also of a child that does not end afterwards
+        return _Ended(failed, said[-1].stopped)  # even if the child does not exit afterwards
     name = said[-1].begins if said else ""
     how = f"ended its process ({'; '.join(last) or f'code {child.returncode}'})"
     if not in_time:
@@ -346,7 +346,7 @@ def compare_here() -> None:
     """Compare kernels with their references as the `_Asked` in the first line of stdin says; print a `_Said` for each
     step. Ends when stdin is closed, because the process that asked has then ended."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no line of ours
+    os.dup2(2, 1)  # what libraries print must not mix with our lines
     asked = parse_json(sys.stdin.buffer.readline(), _Asked, "stdin")
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
     device, failed, code = torch.device("cuda", asked.device), set(asked.without), 0
@@ -390,8 +390,8 @@ def _compare_call(
                 why = f"differs from torch's operations by {off:.1e} of the largest value"
                 say(_Said(failed={operator.name: why}))
                 break
-            say(_Said(begins=operator.name))  # each tile has the time of an operator
-    except Exception as error:  # of the compiler, the driver or the device
+            say(_Said(begins=operator.name))  # `LIMIT` applies to each tile anew
+    except Exception as error:  # raised by the compiler, the driver or the device
         if is_out_of_memory(error):
             raise
         raised = (

@@ -34,7 +34,7 @@ from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 
-_OF_OTHERS = (
+_NOT_PLAIN = (
     "use_dora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
     "fan_in_fan_out", "use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config", "arrow_config",
     "megatron_config",
@@ -277,7 +277,7 @@ def _plain_lora(folder: Path) -> tuple[_Scales, dict[str, Tensor]]:
     """Return the scales and the tensors of an adapter. Raise `UserError` as `read_adapter`, or if it is not plain
     LoRA."""
     settings, tensors = read_adapter(folder)
-    others = [f"{key}: {settings[key]}" for key in _OF_OTHERS if settings.get(key)]
+    others = [f"{key}: {settings[key]}" for key in _NOT_PLAIN if settings.get(key)]
     if settings.get("bias", "none") != "none":
         others.append(f"bias: {settings['bias']}")
     if settings.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):

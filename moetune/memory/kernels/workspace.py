@@ -29,12 +29,12 @@ FLOAT = 4
 
 def before(func: Any, capability: Capability, args: Any, kwargs: Any) -> Iterable[int]:
     """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes."""
-    return _FIRST[func](capability, *args, **kwargs) if func in _FIRST else ()
+    return _BEFORE[func](capability, *args, **kwargs) if func in _BEFORE else ()
 
 
 def after(func: Any, capability: Capability, args: Any) -> Iterable[int]:
     """Return the sizes of the workspaces that an operation allocates after its outputs, in bytes."""
-    return _TAKEN[func](capability, *args) if func in _TAKEN else ()
+    return _AFTER[func](capability, *args) if func in _AFTER else ()
 
 
 def _ceil(number: int, multiple: int) -> int:
@@ -236,9 +236,9 @@ def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, coun
 HOST_OUTPUTS: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 """Operator -> indices of its outputs in host memory: the seed and the offset of dropout (cuda/attention.cu:
 _efficient_attention_forward)."""
-_FIRST: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
+_BEFORE: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
 """Operator -> function that yields the workspaces allocated before its output."""
-_TAKEN: dict[Any, Callable[..., Iterator[int]]] = {
+_AFTER: dict[Any, Callable[..., Iterator[int]]] = {
     aten.sort.stable: _sort,
     torch.ops.moetune.grouped_mm.default: _grouped_mm,
     aten._softmax_backward_data.default: _softmax_backward,
