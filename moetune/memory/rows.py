@@ -24,8 +24,9 @@ def settled(run: ResolvedRun, predict: Callable[[ResolvedRun], MemoryReport]) ->
     """Return a run with a number of layers, or `none`, in place of `train.keep_rows: auto`; other runs unchanged.
 
     As many layers keep their rows as leave the report's margin free, so the verdict of a run never changes. The
-    prediction is repeated until no further layer fits, because a layer that keeps its rows needs less in backward and
-    may take less than the rows. `predict` predicts a run on the GPU in question, and raises `UserError`.
+    prediction is repeated until no further layer fits, because a layer that keeps its rows needs less in backward, and
+    may take less than its rows. `predict` returns the prediction of a run on the GPU in question; its errors are
+    raised.
     """
     if run.config.train.keep_rows != "auto":
         return run

@@ -14,7 +14,7 @@ class Coordinates:
 
     Rank numbers count `tp` fastest, then `fsdp`, `replicate` and `pp`. `ep` regroups the `replicate · fsdp · tp` ranks
     of a pipeline stage: `ep` consecutive ranks store different experts. The ranks that store the same experts are `ep`
-    apart; every `expert_shards` of them share one copy of these experts.
+    apart; each `expert_shards` in a row share one copy of these experts.
 
     Attributes:
         pp: pipeline stage; stages divide the decoder layers.

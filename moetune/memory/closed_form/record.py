@@ -209,8 +209,8 @@ def _compare(
 
 
 def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, np.ndarray]:
-    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and [blocks] their places. Raise
-    `NoClosedForm` as `_places_of`."""
+    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and `_places_of` the log, whose
+    `NoClosedForm` it raises."""
     config, adapted = steps.config, steps.adapted
     shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
