@@ -1,13 +1,12 @@
 """Select a model's attention function; run packed documents with variable-length attention, without a mask.
 
 With `model.attention: sdpa`, packed documents share a row, and scaled dot-product attention separates them by a mask
-[B, 1, S, S]. On a GPU torch has a kernel (`torch.nn.attention.varlen`, flash attention) that takes the offsets of the
-documents (`cu_seqlens`) instead and gives the same values, so `sdpa` selects this kernel where it can be used. The
-offsets are part of the batch, under the names of transformers' FlashAttentionKwargs, and each layer's attention
-function receives them as keyword arguments.
+[B, 1, S, S]. On a GPU, torch's flash attention (`torch.nn.attention.varlen`) computes the same values from the offsets
+of the documents (`cu_seqlens`), so `sdpa` selects it where it can be used. The offsets are part of the batch, under the
+names of transformers' FlashAttentionKwargs, and reach each layer's attention function as keyword arguments.
 
 Shapes: B rows of S tokens, T = B·S tokens; h heads of queries, h_kv heads of keys and values; head size d of queries
-and keys, d_v of values.
+and keys, d_v of values; n documents.
 """
 
 from __future__ import annotations
@@ -47,12 +46,8 @@ def attention_for(
     device: torch.device,
     capability: Capability | None,
 ) -> str:
-    """Return the name of the attention function that a run's model is built with.
-
-    Args:
-        device: the device on which the model is built; may be meta.
-        capability: CUDA compute capability of the GPU that the model runs on; None for a CPU.
-    """
+    """Return the name of the attention function that a run's model is built with on `device`, which may be meta.
+    `capability` is the CUDA compute capability of the GPU that the model runs on; None for a CPU."""
     if config.model.attention == "flash_attention_2" and device.type == "meta":
         return VARLEN  # stands for the flash_attn package, which has the same kernels and interface
     if config.model.attention != "sdpa" or capability is None or not config.packs:
@@ -61,13 +56,11 @@ def attention_for(
 
 
 def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability) -> bool:
-    """Return whether every layer can separate packed documents by `cu_seqlens`, with torch's kernel on this GPU.
+    """Return whether every layer can separate packed documents by `cu_seqlens`, with torch's kernel on a GPU of this
+    compute capability.
 
-    The kernel supports no attention sinks, soft-capping, sparse attention or dropout, no heads larger than 256, and no
-    heads that need more shared memory than the GPU has. It needs a GPU of compute capability 8.0 or later and 16 bits.
-
-    Args:
-        capability: CUDA compute capability of the GPU.
+    The kernel needs compute capability 8.0 or later and 16 bits. It supports no attention sinks, soft-capping, sparse
+    attention or dropout, no heads larger than 256, and no heads that need more shared memory than the GPU has.
     """
     return (
         capability >= (8, 0)
@@ -89,8 +82,7 @@ def _largest_head(plain: PreTrainedModel) -> int:
     """Return the largest head size of a model, or `_NO` if an attention layer cannot use variable-length attention.
 
     Every attention layer must receive `cu_seqlens`, and the sliding window that its mask has, by keyword. To find out,
-    a copy of the model is run on the meta device with an attention function and a mask function that record their
-    arguments.
+    a copy of the model runs on the meta device with attention and mask functions that record their arguments.
     """
     model = copy.deepcopy(plain).train()  # attention receives its dropout in training mode only
     windows: dict[int, int | None] = {}
@@ -152,10 +144,8 @@ class _NoExperts(nn.Module):
 
 
 def has_little_shared_memory(capability: Capability) -> bool:
-    """Return whether a GPU of this capability has 99 KiB of shared memory per block and not 163 KiB or more.
-
-    Consumer GPUs, and others with the same chips, have 99 KiB.
-    """
+    """Return whether a GPU of this compute capability has 99 KiB of shared memory per block, as consumer GPUs do, and
+    not 163 KiB or more."""
     return capability in ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
@@ -170,28 +160,15 @@ def wants_cu_seqlens(model: PreTrainedModel) -> bool:
 def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:
     """Return the keyword arguments by which attention separates documents that lie one after the other.
 
-    Args:
-        lengths: number of tokens of each of the batch's n documents, row by row; they sum to T.
-
-    Returns:
-        `cu_seq_lens_q` and `cu_seq_lens_k`: the start of each document, and T, int32 [n + 1] on the CPU. `max_length_q`
-        and `max_length_k`: the longest length, an int, so that the host need not wait for the device.
+    `lengths` are the tokens of each document, row by row, and sum to T. `cu_seq_lens_q` and `cu_seq_lens_k` are the
+    start of each document, and T: int32 [n + 1] on the CPU. `max_length_q` and `max_length_k` are the longest length,
+    an int, so that the host need not wait for the device.
     """
     starts = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
     # Two tensors here too, because copying the batch to a device makes two.
     ends = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts.clone()}
     return ends | {"max_length_q": longest, "max_length_k": longest}
-
-
-def cu_seqlens_of(positions_BS: Tensor) -> dict[str, Any]:
-    """Return the same keyword arguments as `cu_seqlens`, from position ids.
-
-    Args:
-        positions_BS: position ids [B, S] on the CPU, which restart at 0 with every document and every row.
-    """
-    begins = (positions_BS.flatten() == 0).nonzero().flatten().tolist()
-    return cu_seqlens([end - begin for begin, end in zip(begins, [*begins[1:], positions_BS.numel()], strict=True)])
 
 
 # --- The attention function ---------------------------------------------------------------------------------------
@@ -209,16 +186,15 @@ def varlen_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each document, with the signature of transformers' attention functions.
-
-    Without `cu_seq_lens_q` it is transformers' scaled dot-product attention with `attention_mask`.
+    """Causal attention within each document, with the signature of transformers' attention functions. Without
+    `cu_seq_lens_q` it is transformers' scaled dot-product attention with `attention_mask`.
 
     Args:
         query: [B, h, S, d]; key [B, h_kv, S, d]; value [B, h_kv, S, d_v].
         scaling: factor of the scores; None for 1/√d.
-        cu_seq_lens_q: offsets of the documents, int32 [n + 1], from `cu_seqlens`.
+        cu_seq_lens_q: starts of the documents, and T, int32 [n + 1], as from `cu_seqlens`.
         max_length_q: tokens of the longest document.
-        sliding_window: number of last tokens, including the own one, that a token attends to; None for all.
+        sliding_window: number of last tokens, its own included, that a token attends to; None for all.
 
     Returns:
         The output [B, S, h, d_v], and None for the attention weights.
@@ -241,17 +217,10 @@ def varlen_attention(
 def within_documents(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
 ) -> Tensor:
-    """Run torch's variable-length kernel: causal attention of each token to its own document; CUDA only.
+    """Run torch's variable-length kernel, on CUDA only: each token attends to its own document up to itself.
 
-    Args:
-        q: queries [T, h, d]; k and v [T, h_kv, d].
-        starts: offsets of the documents, int32 [n + 1], from `cu_seqlens`.
-        longest: tokens of the longest document.
-        scaling: factor of the scores.
-        window: number of last tokens, including the own one, that a token attends to; 0 for all.
-
-    Returns:
-        The output [T, h, d].
+    Arguments are those of `varlen_attention` in the kernel's layout: q [T, h, d], k and v [T, h_kv, d]; `starts` and
+    `longest` are `cu_seq_lens_q` and `max_length_q`; a `window` of 0 is none. Returns [T, h, d].
     """
     options: dict[str, Any] = {"scale": scaling, "window_size": (window - 1, 0)}
     if _ASKS_FOR_GROUPS:

@@ -66,15 +66,12 @@ class Adapted:
         return self.run.selection
 
     def part_of(self, name: str) -> Part:
-        """Return the part of the run file (`router`, `experts`, `lora` or `other`) of a name in `learned()`."""
+        """Return the part (`router`, `experts`, `lora` or `other`) to which a name in `learned()` belongs."""
         return "router" if name in self.run.router_biases.values() else self.run.parts[name]
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
-        """Return name -> parameter of all parameters that train, as the optimizer updates them.
-
-        The mapping is computed once, so it holds the sharded parameters even while FSDP2 has gathered weights in their
-        place.
-        """
+        """Return name -> parameter of all parameters that train, as the optimizer updates them: sharded ones, even
+        while FSDP2 has gathered weights in their place."""
         return self._trainable
 
     @cached_property
@@ -82,16 +79,14 @@ class Adapted:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def router_biases(self) -> dict[str, Tensor]:
-        """Return name -> correction bias, float32 [E], of the routers whose bias is updated; equal on every rank.
-
-        Empty unless `train.router_bias_rate` is set.
-        """
+        """Return name -> correction bias, float32 [E], of the routers whose bias is updated; equal on every rank. Empty
+        unless `train.router_bias_rate` is set."""
         here = {layer.index for layer in self.structure.moe_layers}
         names = (name for layer, name in self.run.router_biases.items() if layer in here)
         return {name: self.model.get_buffer(name) for name in names}
 
     def learned(self) -> dict[str, Tensor]:
-        """Return name -> tensor of all that a run changes: parameters that train, and correction biases of routers."""
+        """Return name -> tensor of all that a run changes: `trainable()` and `router_biases()`."""
         return {**self.trainable(), **self.router_biases()}
 
     def of_experts(self) -> list[nn.Parameter]:
@@ -116,8 +111,8 @@ def build(
         run: a resolved run, the values of a run file, or its path.
         on_read: called repeatedly while weights are read, with the fraction that has been read (0 to 1).
         ranks: the ranks of the run, as seen by this one.
-        capability: with the device `meta`, the CUDA compute capability of the GPU that the model is built for; None for
-            a CPU. Ignored on a GPU, whose own capability is read.
+        capability: on `meta`, the CUDA compute capability of the GPU that the model is built for, None for a CPU;
+            ignored on a GPU, which is asked for its own.
 
     Raises:
         UserError: the run cannot be resolved, the weights cannot be read or do not fit the model, or a tensor is not in

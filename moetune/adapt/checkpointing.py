@@ -29,15 +29,10 @@ aten = torch.ops.aten
 
 
 def checkpoint_layers(model: PreTrainedModel, how: str, device: torch.device) -> None:
-    """Set activation checkpointing of every decoder layer, in place.
+    """Set activation checkpointing of every decoder layer, in place: a layer keeps its input and its router's choices.
 
-    A layer keeps its input and the choices of its router. Checkpointing that is enabled later by other code, such as a
-    trainer, works the same way.
-
-    Args:
-        how: `full`, or `offload`, which keeps the layers' inputs in host memory until the backward pass; not enabled
-            for `none` and `experts_only`.
-        device: the device of the model.
+    `how` is `full`, or `offload`, which keeps the layers' inputs in host memory until the backward pass. With `none`
+    and `experts_only` checkpointing stays off; if other code, such as a trainer, enables it later, it works as `full`.
     """
     contexts = RoutersOf(model).contexts
     keeping = partial(torch_checkpoint, use_reentrant=False, context_fn=contexts)
@@ -47,10 +42,10 @@ def checkpoint_layers(model: PreTrainedModel, how: str, device: torch.device) ->
 
 
 class RoutersOf:
-    """Hooks that switch on the recording or replaying of routers' choices in checkpointed calls.
+    """Hooks that record or replay the routers' choices in checkpointed calls.
 
-    Recording or replaying is on from the start of an MoE block, where its router runs, to the start of its experts.
-    Elsewhere no dispatch mode is active, because a dispatch mode costs microseconds per operation.
+    They are active from the start of an MoE block, where its router runs, to the start of its experts. Elsewhere no
+    dispatch mode is active, because it costs microseconds per operation.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -62,11 +57,8 @@ class RoutersOf:
             bank.register_forward_pre_hook(lambda *_: self.call and self.call.end())
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the context managers for the forward pass and for the recomputation of one checkpointed call.
-
-        The choices are recorded in the first and replayed in the second. Suits `context_fn` of
-        `torch.utils.checkpoint`.
-        """
+        """Return the context managers for the forward pass and for the recomputation of one checkpointed call, as
+        `context_fn` of `torch.utils.checkpoint` does. Choices are recorded in the first and replayed in the second."""
         kept: list[Tensor] = []
         rows: list[list[int]] = []
         return _Call(self, _Choices(kept, again=False), rows), _Call(self, _Choices(kept, again=True), rows)
@@ -76,9 +68,8 @@ class _Call:
     """Context of one checkpointed call: its forward pass, or its recomputation.
 
     Args:
-        routers: the hooks of the model.
         mode: the dispatch mode that records or replays choices; active while a router computes.
-        rows: for each bank of the call, the number of rows of each expert; filled in the forward pass, read in the
+        rows: number of rows of each expert, for each bank of the call; filled in the forward pass, read in the
             recomputation.
     """
 
@@ -121,10 +112,8 @@ class _Call:
 
 class _Choices(TorchDispatchMode):
     """Dispatch mode that records the indices of every `choose`, `topk` and `max` along a dimension, by which routers
-    choose.
-
-    With `again`, it returns the recorded indices instead, and the values of the current input at these indices.
-    """
+    choose. With `again`, it returns the recorded indices instead, and the values of the current input at these
+    indices."""
 
     def __init__(self, kept: list[Tensor], *, again: bool) -> None:
         super().__init__()
@@ -183,11 +172,8 @@ class _KeptInput:
 
 
 class InputsOnHost:
-    """Checkpoints layers with their inputs in host memory.
-
-    An input is copied to the host in the forward pass, and back in the backward pass while the following layer's
-    backward runs.
-    """
+    """Checkpoints layers with their inputs in host memory. An input is copied to the host in the forward pass, and back
+    in the backward pass while the layer above it runs its own."""
 
     def __init__(self, device: torch.device, contexts: Callable[[], tuple[Any, Any]]) -> None:
         self._out, self._back, self._contexts = CopyStream(device), CopyStream(device), contexts
@@ -196,10 +182,8 @@ class InputsOnHost:
     def checkpoint(self, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
         """Replacement for `torch.utils.checkpoint.checkpoint`, for layers whose first argument is the hidden states.
 
-        Args:
-            hidden: the layer's input, which is kept on the host. A leaf of the graph stays on the device, because
-                autograd holds it anyway.
-            args: further arguments of the layer, which stay on the device.
+        Only `hidden` is kept on the host; further arguments stay on the device, and so does a leaf of the graph, which
+        autograd holds anyway.
         """
         recomputed = partial(torch_checkpoint, function, use_reentrant=False, context_fn=self._contexts)
         if hidden.is_leaf:  # such as a frozen embedding's output: autograd keeps leaves anyway
@@ -225,6 +209,7 @@ class InputsOnHost:
         return output
 
     def _bring(self, kept: _KeptInput) -> Tensor:
+        """Return an input on the device, and begin to copy the one before it, which backward needs next."""
         before: _KeptInput | None = None
         while self._kept:
             last = self._kept.pop()()

@@ -14,12 +14,8 @@ from moetune.run.resolve import AnyRun, resolve
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers of parameters.
-
-    Attributes:
-        trainable: number of parameters that the run would train, `total` and by part (`router`, `experts`, `lora`,
-            `other`); None if a model was counted and not a run.
-    """
+    """Numbers of parameters of a model. `trainable` counts those that the run would train, as `count_trainable`; None
+    if a model was counted and not a run."""
 
     model: str
     parameter_count: ParameterCount
@@ -34,12 +30,11 @@ def count(of: AnyRun) -> Count:
     """Count the parameters of a model and, if a run is given, those that the run would train. Read no weights.
 
     Args:
-        of: what to count: a run file (a path ending in `.yaml` or `.yml`), a run as an object, or any other string as
-            the name or folder of a model, as in `model.path`.
+        of: a run file (a path ending in `.yaml` or `.yml`), a run as an object, or any other string as the name or
+            folder of a model, as in `model.path`.
 
     Raises:
-        UserError: the model is not found or its parameters could not be counted correctly, or the run cannot be
-            resolved.
+        UserError: the model is not found, its parameters cannot be counted correctly, or the run cannot be resolved.
     """
     if not isinstance(of, str) or of.endswith((".yaml", ".yml")):
         run = resolve(of)

@@ -1,7 +1,7 @@
 """The calls of a run's operators at its own sizes: `sizes_of` a run, and exercises that make these calls.
 
-An exercise runs a part of the model, forward and backward, on a few random tokens. An operator that no exercise calls
-is not compared with its reference: a part of the model that calls a new operator becomes a class with the method
+An exercise runs a part of the model, forward and backward, on a few random tokens; the guard compares each operator
+that it calls with its reference. So a part of the model that calls a new operator needs a class with the method
 `exercise`, and a field of `Sizes`.
 """
 
@@ -39,11 +39,11 @@ class LinearSizes:
     """What the calls of a linear layer depend on, beside the number of token rows.
 
     Attributes:
-        inputs, outputs: features.
-        storage: of the frozen weight.
-        double_quant: NF4's scales are quantized.
-        dtype: of token rows.
-        rank: of LoRA's factors; 0 without LoRA.
+        inputs, outputs: numbers of features.
+        storage: precision of the frozen weight.
+        double_quant: whether NF4's scales are quantized.
+        dtype: dtype of token rows.
+        rank: rank of LoRA's factors; 0 without LoRA.
     """
 
     inputs: int
@@ -54,10 +54,8 @@ class LinearSizes:
     rank: int
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Build a layer of these sizes with random weights; return a function that runs it forward and backward.
-
-        With LoRA it also runs without a gradient of the input, as below the first layer that trains.
-        """
+        """Build a layer of these sizes with random weights; return a function that runs it forward and backward. With
+        LoRA it also runs without a gradient of the input, as below the first layer that trains."""
         dtype, base = DTYPES[self.dtype], self._base(device)
         if self.rank:
             A = nn.Linear(self.inputs, self.rank, bias=False, device=device)
@@ -92,10 +90,9 @@ class HeadSizes:
     """What the rotation of queries and keys depends on (`adapt/rotary.py`), beside the number of token rows.
 
     Attributes:
-        heads: number of heads of queries; `kv_heads` of keys.
-        size: of a head.
-        has_norms: the kernel computes an RMS norm of each head.
-        dtype: of heads.
+        heads, kv_heads: numbers of heads of queries and of keys, of `size` elements each.
+        has_norms: whether the kernel also computes an RMS norm of each head.
+        dtype: dtype of heads and angles.
     """
 
     heads: int
@@ -105,7 +102,8 @@ class HeadSizes:
     dtype: Literal["bf16", "fp16", "fp32"]
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Return a function that rotates heads of random tokens and gradients, by positions of all rows and of each."""
+        """Return a function that rotates random queries and keys, and gradients of them; first by angles that all rows
+        share, then by angles of each row."""
         dtype, length = DTYPES[self.dtype], tokens // 2
 
         def drawn(*shape: int) -> Tensor:
@@ -128,11 +126,9 @@ class RouterSizes:
     """What the choice of experts depends on (`adapt/routers.py`), beside the number of token rows.
 
     Attributes:
-        experts: number of experts.
-        top_k: experts per token.
-        normalized: weights are divided by their sum.
-        keeps_float32: weights stay in float32.
-        dtype: of logits.
+        normalized: whether a token's weights are divided by their sum.
+        keeps_float32: whether weights stay in float32.
+        dtype: dtype of logits.
     """
 
     experts: int
@@ -142,10 +138,9 @@ class RouterSizes:
     dtype: Literal["bf16", "fp16", "fp32"]
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Return a function that chooses experts by random logits, and weighs them again, forward and backward.
-
-        No two logits of a token are equal in 16 bits, for up to 512 experts: a kernel may choose any of equals.
-        """
+        """Return a function that chooses experts by random logits, and computes their weights again, forward and
+        backward. No two logits of a token are equal in 16 bits, for up to 512 experts: of equal logits a kernel may
+        choose either."""
         dtype = DTYPES[self.dtype]
         order = torch.rand(tokens, self.experts).argsort(-1)
         logits = (order.to(device) / 64 - 4).to(dtype)
@@ -187,10 +182,8 @@ def samples(dtype: torch.dtype) -> Sizes:
 
 
 def sizes_of(run: ResolvedRun) -> Sizes:
-    """Return the sizes at which a run calls operators.
-
-    Under expert parallelism they are those of a rank with an even share of the experts.
-    """
+    """Return the sizes at which a run calls operators; under expert parallelism, those of a rank with an even share of
+    the experts."""
     first = {layer.shape: layer for layer in reversed(run.structure.moe_layers)}
     gates = {shape: _gate_of(run, layer) for shape, layer in first.items()}
     kinds = Counter(_bank_of(run, layer, gates[layer.shape]) for layer in run.structure.moe_layers)
@@ -203,10 +196,9 @@ def _unlike(sizes: Iterable[T]) -> tuple[T, ...]:
 
 
 def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None) -> BankSizes:
-    """Return the sizes of one layer's experts.
-
-    If the experts with LoRA follow on one another, there are as few experts as make groups of all sizes of the run's.
-    """
+    """Return the sizes of an expert bank that calls operators as one layer's does, with as few experts as possible
+    (`_few`). On one rank, if the experts with LoRA are not consecutive, it has all of the layer's experts, because
+    their places matter."""
     config, selection, ep = run.config, run.selection, run.config.parallel.ep
     trained = selection.experts.get(layer.index, ())
     frozen = [expert for expert in range(layer.shape.num_experts) if expert not in trained]
@@ -236,22 +228,23 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
 
 
 def _few(count: int, most: int, top_k: int) -> int:
-    """Return a number of experts that are divided into groups of the same sizes as `count` experts, at most `most` a
-    group; at least `top_k` + 1 if there are so many."""
+    """Return how many experts suffice for one group of each size that `count` experts make, at most `most` in a group;
+    at least `top_k` + 1 if there are so many."""
     groups = -(-count // most)
     alike = count if groups < 2 else count // groups + (-(-count // groups) if count % groups else 0)
     return min(count, max(alike, top_k + 1))
 
 
 def _gate_of(run: ResolvedRun, layer: MoeLayer) -> tuple[float, float] | None:
-    """Return alpha and limit of the experts' SwiGLU; None if they have another activation."""
+    """Return (alpha, limit) of the experts' SwiGLU; None if they have another activation."""
     experts = run.model.plain.get_submodule(layer.experts)
     gate = recognize(activation_of(experts, has_gate=layer.shape.has_gate), layer.shape)
     return (gate.alpha, gate.limit) if isinstance(gate, SwiGLU) else None
 
 
 def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
-    """Yield the sizes of the linear layers with LoRA, and of those whose quantized weights our operators unpack."""
+    """Yield the sizes of the linear layers with LoRA, and of those stored in int8, which moetune's operators
+    dequantize."""
     model, selection = run.config.model, run.selection
     quantized, with_lora = set(run.quantized_linears), set(selection.lora_linears)
     if run.config.parallel.tp > 1:

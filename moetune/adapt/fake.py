@@ -31,13 +31,8 @@ def build_fake(
 ) -> Adapted:
     """Build the adapted model on the meta device with `build`, and replace every meta tensor by a fake one.
 
-    Args:
-        ranks: the ranks of the run, as seen by one of them. Several ranks need an initialized process group, for
-            example torch's `fake` backend, which sends nothing.
-        capability: CUDA compute capability of the GPU that is predicted; None for a CPU.
-
-    Raises:
-        UserError: as `build`.
+    Arguments and errors are those of `build`. Several ranks need an initialized process group, for example torch's
+    `fake` backend, which sends nothing.
     """
     add_missing_fakes()
     adapted = build(run, "meta", ranks=ranks, capability=capability)
@@ -60,23 +55,15 @@ def build_fake(
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Yield every tensor of a model on this rank: parameters, buffers, and quantization states of 4-bit linear layers.
-
-    The local shard is yielded for a parameter that is sharded over ranks.
-    """
+    """Yield every tensor of a model on this rank: parameters (of sharded ones the local shard), buffers, and
+    quantization states of 4-bit linear layers."""
     yield from (local_tensor(parameter) for parameter in model.parameters())
     yield from model.buffers()
     for module in model.modules():
-        state = getattr(getattr(module, "weight", None), "quant_state", None) if _is_4bit(module) else None
-        if state is not None:
-            nested = state.state2
+        if isinstance(module, Linear4bit) and (state := getattr(module.weight, "quant_state", None)) is not None:
             yield from (state.absmax, state.code)
-            if nested is not None:
+            if (nested := state.state2) is not None:
                 yield from (state.offset, nested.absmax, nested.code)
-
-
-def _is_4bit(module: nn.Module) -> bool:
-    return isinstance(module, Linear4bit)
 
 
 def _fake(tensor: Tensor) -> Tensor:

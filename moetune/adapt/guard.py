@@ -1,9 +1,9 @@
 """The guard of a run on CUDA: its kernels are compared with torch's operations on this machine, at the run's own sizes.
 
-A child process compares them, because a kernel that accesses memory illegally takes its whole process along, and one
-that hangs can only be killed. The verdict is kept on disk under all that it depends on, so that the next start costs
-nothing. An operator whose kernel differs, raises or does not finish runs torch's operations in its place: the run's
-`hardware.without_kernels` names it, and so the run folder and every prediction of the run.
+A child process compares them, because a kernel that accesses memory illegally ends its whole process, and one that
+hangs can only be killed. The verdict is kept on disk under all that it depends on (`Key`), so that the next start need
+not compare. An operator whose kernel differs, raises or does not finish runs torch's operations instead, and is listed
+in the run's `hardware.without_kernels`, which the run folder and every prediction of the run contain.
 """
 
 from __future__ import annotations
@@ -41,17 +41,15 @@ from moetune.run.resolved import ResolvedRun
 
 LIMIT = 120.0
 """Seconds that the comparison of one operator may take; most of it is the compilation of its kernel."""
-# -P: a file of the working folder is no module of ours
+# -P: import no files of the working folder
 _CHILD = (sys.executable, "-P", "-c", "from moetune.adapt.guard import compare_here; compare_here()")
 
 
 def checked(run: ResolvedRun, device: torch.device, say: Callable[[str], None]) -> ResolvedRun:
-    """Return a run with the operators whose kernel does not work on a device in `hardware.without_kernels`.
+    """Return a run whose `hardware.without_kernels` also lists the operators whose kernel does not work on `device`.
 
-    Their kernels are compared with torch's operations unless a verdict of the same comparison is kept.
-
-    Args:
-        say: prints that kernels are being compared, and which do not work.
+    The kernels are compared with torch's operations, unless a verdict of the same comparison is kept. `say` prints that
+    a comparison runs, and which kernels do not work.
     """
     if device.type != "cuda" or not any(sizes := sizes_of(run)):
         return run
@@ -68,10 +66,8 @@ def checked(run: ResolvedRun, device: torch.device, say: Callable[[str], None]) 
 
 
 def checked_on_ranks(run: ResolvedRun, device: torch.device, ranks: Ranks, say: Callable[[str], None]) -> ResolvedRun:
-    """Return a run as `checked` does, without the operators whose kernel does not work on one of the ranks.
-
-    The first rank compares, and the others read its verdict; those that find none compare too.
-    """
+    """Return a run as `checked` does, without the kernels that fail on any of the ranks. The first rank compares, and
+    the others read its verdict; those that find none compare too."""
     if ranks.is_first:
         run = checked(run, device, say)
     ranks.barrier()
@@ -87,11 +83,9 @@ def checked_on_ranks(run: ResolvedRun, device: torch.device, ranks: Ranks, say: 
 
 
 def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
-    """Return a run with the operators that have run without their kernel so far, and add them to the verdict.
-
-    Beside those of `hardware.without_kernels` they are those whose kernel failed to compile at a call that was not
-    compared before. Returns `run` itself if there are none.
-    """
+    """Return a run whose `hardware.without_kernels` also lists the operators whose kernel failed to compile during the
+    run, at a call that was not compared before, and add these to the kept verdict. Returns `run` itself if there are
+    none."""
     failed = {name: why for name, why in without_kernel().items() if name not in run.config.hardware.without_kernels}
     if device.type != "cuda" or not failed:
         return run
@@ -102,7 +96,7 @@ def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
 
 
 def as_known(run: ResolvedRun, device: torch.device) -> ResolvedRun:
-    """Return a run as `checked` does if a verdict is kept, else the run itself; nothing is compared."""
+    """Return a run as `checked` does if a verdict is kept, else `run` itself; nothing is compared."""
     if device.type != "cuda" or not any(_folder().glob("*.json")) or not any(sizes := sizes_of(run)):
         return run
     verdict = kept(Key.of(device, sizes))
@@ -110,12 +104,12 @@ def as_known(run: ResolvedRun, device: torch.device) -> ResolvedRun:
 
 
 def as_known_for(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
-    """Return a run as `as_known` does if this machine has a GPU and it is `card`, or `card` is None; else itself."""
+    """Return a run as `as_known` does if this machine's first GPU is `card`, or `card` is None; else `run` itself."""
     if not torch.cuda.is_available() or not any(_folder().glob("*.json")):
         return run
     device = torch.device("cuda", 0)
     here = torch.cuda.get_device_properties(device)
-    # a card that is not in the catalog is known by its memory
+    # a card that is not in the catalog is identified by its memory
     is_here = card is None or card.full_name == here.name or card.memory.value == here.total_memory
     return as_known(run, device) if is_here else run
 
@@ -135,8 +129,8 @@ class Key:
     Attributes:
         card: the GPU's name and compute capability.
         driver: version of the driver, and of the CUDA that it supports.
-        versions: those of torch and Triton, and of ptxas "Triton's own" or the file that TRITON_PTXAS_PATH names.
-        kernels: digest of the source of kernels and references.
+        versions: those of torch and Triton; under `ptxas` which ptxas Triton calls.
+        kernels: digest of the source of kernels, references and exercises.
         sizes: the sizes at which they are compared.
     """
 
@@ -148,7 +142,6 @@ class Key:
 
     @classmethod
     def of(cls, device: torch.device, sizes: Sizes) -> Key:
-        """Return the key of a comparison on a device of this machine."""
         major, minor = torch.cuda.get_device_capability(device)
         card = f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
         versions = {"torch": torch.__version__, "triton": _triton(), "ptxas": _ptxas()}
@@ -181,7 +174,7 @@ class Verdict:
 
 
 def kept(key: Key) -> Verdict | None:
-    """Return the verdict that is kept under a key; None if there is none, or its file is damaged."""
+    """Return the verdict kept under a key; None if there is none, it is incomplete, or its file is damaged."""
     try:
         verdict = read_sealed(key.file, Verdict)
     except UserError:  # not there, or not what was written: compared again
@@ -218,7 +211,8 @@ def _triton() -> str:
 
 
 def _ptxas() -> str:
-    """Return which ptxas Triton calls: its own, or files named by the environment, with size and time of change."""
+    """Return which ptxas Triton calls: its own, or files named by the environment, with their sizes and modification
+    times."""
     named = []
     for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
         if path := os.environ.get(variable):
@@ -242,13 +236,13 @@ def _digest() -> str:
 
 
 def compare(key: Key, device: torch.device) -> Verdict:
-    """Compare the kernels at the sizes of a key with their references, in child processes, and keep the verdict.
+    """Compare the kernels at the sizes of a key with their references, in child processes; keep the verdict on disk.
 
-    A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out. With a kernel that
-    hangs the verdict is not kept, because a busy machine may have been the reason.
+    A child ends at a kernel that hangs or breaks the device, and the next child leaves that kernel out. If a kernel
+    hung, the verdict is not kept, because a busy machine may have been the reason.
     """
     if on_gpu() is None:  # not kept: a compiler can be installed at any time
-        # products take the same memory without, and torch's own kernel needs no Triton
+        # all but the grouped product: torch's own kernel needs no Triton, and the reference takes the same memory
         names = sorted(OPERATORS.keys() - {"grouped_mm"})
         return Verdict(key, dict.fromkeys(names, "cannot be compiled: Triton does not work here"))
     failed: dict[str, str] = {}
@@ -269,13 +263,7 @@ def compare(key: Key, device: torch.device) -> Verdict:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a child is to compare.
-
-    Attributes:
-        sizes: the sizes.
-        device: index of the GPU.
-        without: operators that are left out.
-    """
+    """What a child is to compare: all operators but `without`, at `sizes`, on the GPU with the index `device`."""
 
     sizes: Sizes
     device: int
@@ -288,8 +276,8 @@ class _Said:
 
     Attributes:
         begins: operator; empty once it is compared.
-        failed: operator -> what is wrong.
-        stopped: why nothing more is compared; empty at the end of all.
+        failed: operator -> what is wrong with its kernel.
+        stopped: None until the child ends; then why it did not compare all, empty if it did.
     """
 
     begins: str = ""
@@ -330,7 +318,7 @@ def _child(asked: _Asked) -> _Ended:
     said = [parse_json(line, _Said, "the comparison of the kernels") for line in lines]
     failed = {name: why for one in said for name, why in one.failed.items()}
     if said and said[-1].stopped is not None:
-        return _Ended(failed, said[-1].stopped)  # also of a child that does not end afterwards
+        return _Ended(failed, said[-1].stopped)  # even if the child does not exit afterwards
     name = said[-1].begins if said else ""
     how = f"ended its process ({'; '.join(last) or f'code {child.returncode}'})"
     if not in_time:
@@ -341,8 +329,8 @@ def _child(asked: _Asked) -> _Ended:
 
 
 def _lines_of(child: subprocess.Popen[bytes]) -> tuple[list[bytes], bool]:
-    """Return the whole lines that a child writes until it ends, or until it has been silent for `LIMIT` seconds; and
-    whether it ended."""
+    """Return the whole lines that a child writes until it ends or has been silent for `LIMIT` seconds; and whether it
+    ended."""
     assert child.stdout is not None
     text = b""
     with child.stdout as out:
@@ -355,10 +343,10 @@ def _lines_of(child: subprocess.Popen[bytes]) -> tuple[list[bytes], bool]:
 
 
 def compare_here() -> None:
-    """Compare kernels with their references as an `_Asked` in the first line of stdin says; print a `_Said` for each
-    step, and end when stdin does, because the process that asked has ended."""
+    """Compare kernels with their references as the `_Asked` in the first line of stdin says; print a `_Said` for each
+    step. Ends when stdin is closed, because the process that asked has then ended."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no line of ours
+    os.dup2(2, 1)  # what libraries print must not mix with our lines
     asked = parse_json(sys.stdin.buffer.readline(), _Asked, "stdin")
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
     device, failed, code = torch.device("cuda", asked.device), set(asked.without), 0
@@ -389,11 +377,8 @@ def compare_here() -> None:
 def _compare_call(
     operator: Operator, args: Sequence[Any], *, dtype: torch.dtype, failed: set[str], say: Callable[[_Said], None]
 ) -> Any:
-    """Compare one call's kernel with the reference, and return the reference's result.
-
-    Raises:
-        Exception: the device is of no use any more.
-    """
+    """Compare one call's kernel with the reference, and return the reference's result. Raises if the device is out of
+    memory or can no longer be used."""
     kernel = None if operator.name in failed else operator.kernel(*args)
     if kernel is None:
         return referred(operator, args)
@@ -405,8 +390,8 @@ def _compare_call(
                 why = f"differs from torch's operations by {off:.1e} of the largest value"
                 say(_Said(failed={operator.name: why}))
                 break
-            say(_Said(begins=operator.name))  # each tile has the time of an operator
-    except Exception as error:  # of the compiler, the driver or the device
+            say(_Said(begins=operator.name))  # `LIMIT` applies to each tile anew
+    except Exception as error:  # raised by the compiler, the driver or the device
         if is_out_of_memory(error):
             raise
         raised = (

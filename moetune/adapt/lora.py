@@ -19,9 +19,7 @@ from moetune.errors import UserError
 
 class Dropout(nn.Module):
     """Dropout that keeps a mask of one byte per element on every device, so that a trace on a CPU shows a GPU's memory.
-
-    torch's own dropout keeps a mask of floats on a CPU.
-    """
+    torch's own keeps a mask of floats on a CPU."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -32,17 +30,14 @@ class Dropout(nn.Module):
 
 
 def add_lora(model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig) -> None:
-    """Wrap linear modules of a model with PEFT's LoRA, in place.
+    """Wrap linear modules with PEFT's LoRA, in place; raise `UserError` if PEFT did not wrap one of them.
 
-    The factors A and B are float32 parameters, and are cast to the dtype of the layer's input to multiply. PEFT freezes
-    all other parameters of the model.
+    The factors A and B are float32 parameters, cast to the dtype of the layer's input to multiply. PEFT freezes all
+    other parameters of the model.
 
     Args:
         ranks: path of a linear module -> rank of its factors.
         lora: alpha, scaling and dropout.
-
-    Raises:
-        UserError: PEFT did not wrap one of the modules.
     """
     alpha: Any = lora.alpha  # PEFT accepts a float, but its annotation is int
     on_meta = any(parameter.is_meta for parameter in model.parameters())

@@ -1,8 +1,8 @@
 """A frozen linear layer with LoRA as one autograd function: y = W·x + b + s·B·(A·x), forward and backward.
 
 W is frozen and may be quantized; it is dequantized for each pass. The products with the factors use the kernels of the
-experts (experts/kernels/operators.py): one launch forward and two backward, where separate layers need six and nine.
-The gradient of x is accumulated in one tensor. x and A·x are kept for the backward pass.
+experts (experts/kernels/operators.py): one launch forward and two backward, where separate layers need six and nine. x
+and A·x are kept for the backward pass.
 
 Shapes: p input features, q output features, r rank, N rows.
 """
@@ -33,16 +33,13 @@ _ONE = (None, None)
 def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float) -> Tensor | None:
     """Return base(x) + scale·B(A(x)), [..., q], as one autograd function; gradients flow to x, A and B.
 
+    Returns None if the layers must be run separately: `base` is not a plain, 4-bit or quantized linear layer, or has a
+    parameter that trains; a weight is a DTensor; or a layer has forward hooks (as under tensor parallelism).
+
     Args:
         x: input [..., p].
-        A: linear layer with the factor [r, p].
-        B: linear layer with the factor [q, r].
+        A, B: linear layers with the factors [r, p] and [q, r].
         scale: LoRA's factor s.
-
-    Returns:
-        The output, or None if the layers must be run separately: `base` is not a plain, 4-bit or quantized linear
-        layer, or has a parameter that trains; a weight is a DTensor; or a layer has forward hooks (as under tensor
-        parallelism).
     """
     if type(base) not in (nn.Linear, Linear4bit, QuantizedLinear) or any(p.requires_grad for p in base.parameters()):
         return None
@@ -84,12 +81,8 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weight of a linear layer, [q, p], in `dtype`.
-
-    Args:
-        linear: an `nn.Linear`, `Linear4bit` or `QuantizedLinear`.
-        dtype: dtype of the result. If an `nn.Linear` has this dtype, its own weight is returned, not a copy.
-    """
+    """Return the weight, [q, p], of an `nn.Linear`, `Linear4bit` or `QuantizedLinear` in `dtype`; the weight itself,
+    not a copy, of an `nn.Linear` in this dtype."""
     if isinstance(linear, QuantizedLinear):
         return linear.stack.matrix(0, dtype)
     if not isinstance(linear, Linear4bit):

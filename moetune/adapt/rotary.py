@@ -1,4 +1,4 @@
-"""Rotary position embedding and the norms of queries and keys by one kernel each way.
+"""Rotary position embedding, together with the norms of queries and keys, by one kernel forward and one backward.
 
 transformers' code launches five kernels to rotate queries, five to rotate keys and nine each for their gradients, all
 of which read and write whole tensors. experts/kernels/rotary.py has the formulas. The backward pass keeps the queries
@@ -25,31 +25,26 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _Norms:
-    """The RMS norms of an attention layer's queries and keys, whose results are rotated and have no other use.
-
-    Attributes:
-        q, k: the modules.
-        plain: their forward methods.
-    """
+    """The RMS norms of an attention layer's queries and keys, whose results are rotated and have no other use. `q` and
+    `k` are the modules, `plain` their own forward methods."""
 
     q: Any
     k: Any
     plain: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
     def are_fused(self, dtype: torch.dtype) -> bool:
-        """Return whether the norms of heads in `dtype` are computed by the kernel that rotates them.
-
-        If one of the weights trains, or has another dtype, both modules compute their norms themselves.
-        """
+        """Return whether the kernel that rotates heads in `dtype` also computes their norms. If one of the weights
+        trains, or has another dtype, both modules compute their norms themselves."""
         weights = self.q.weight, self.k.weight
         return not any(weight.requires_grad or weight.dtype != dtype for weight in weights)
 
 
 def fuse_rotary(model: nn.Module) -> None:
-    """Make the attention layers of a model rotate queries and keys by one kernel, and compute their norms in it.
+    """Make the attention layers of a model rotate queries and keys by one kernel that also computes their norms, in
+    place.
 
-    Done in place, for layers that call Llama's `apply_rotary_pos_emb` by its code in transformers; others stay as they
-    are. Norms are included where attention has the code of Qwen3-MoE.
+    This concerns layers that call Llama's `apply_rotary_pos_emb` by its code in transformers; norms are included where
+    attention has the code of Qwen3-MoE. Other layers stay as they are.
     """
     for module in list(model.modules()):
         if not calls_rotary(module):
@@ -86,7 +81,7 @@ def _rotate(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Replacement of transformers' `apply_rotary_pos_emb`, which is `plain`."""
+    """Replacement of transformers' `apply_rotary_pos_emb`, which is passed as `plain`."""
     is_normed = norms is not None and norms.are_fused(q.dtype)
     if not args and not kwargs and _fits(q, k, cos, sin):
         weights, eps = (None, None), 0.0

@@ -1,4 +1,4 @@
-"""Softmax routers by one kernel after their product with the hidden states, and one backward.
+"""Softmax routers by two kernels: one forward, after the product of weight and hidden states, and one backward.
 
 transformers' code launches seven kernels from the logits to the weights, and thirteen for their gradient.
 experts/kernels/routing.py has the formulas. The backward pass keeps the logits in their dtype, and the ids.
@@ -21,7 +21,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def fuse_routers(model: nn.Module) -> None:
-    """Replace the forward method of every router of a model that has the code of Mixtral's or Qwen3-MoE's, in place."""
+    """Replace the forward method of every router whose code is Mixtral's or Qwen3-MoE's by the fused one, in place."""
     for module in model.modules():
         if softmax_router(module) is not None:
             module.forward = partial(_forward, module)

@@ -15,10 +15,8 @@ from moetune.run.resolve import ResolvedRun
 
 
 def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
-    """Raise `UserError` if a frozen expert, or a linear layer to be quantized, is not stored as `model.base` says.
-
-    Linear layers are checked only if `model.base` is `nf4`.
-    """
+    """Raise `UserError` if a frozen expert is not stored as `model.base` says or, with `nf4`, a linear layer to be
+    quantized."""
     selection, config = run.selection, run.config.model
     for layer in run.structure.moe_layers:
         bank = model.get_submodule(layer.experts)
@@ -42,9 +40,9 @@ def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
 def refuse_misplaced(model: PreTrainedModel, config: ResolvedModelConfig, device: torch.device) -> None:
     """Raise `UserError` naming the first tensor that is not where the run file says.
 
-    Only quantized experts may be in host memory, under `model.experts_on: host`, and then pinned if the device is a
-    GPU. All else must be on `device`. This catches placements by size, such as `device_map="auto"`, which put the last
-    layers on the host and move them to the GPU and back in every step.
+    All tensors must be on `device`, except that quantized experts under `model.experts_on: host` must be in host
+    memory, and pinned if the device is a GPU. This catches placements by size, such as `device_map="auto"`, which put
+    the last layers on the host and move them to the GPU and back in every step.
     """
     by_design = set()
     for path, module in model.named_modules():

@@ -1,9 +1,8 @@
 """Simulation of torch's CUDA caching allocator: bytes that a sequence of allocations and frees reserves.
 
 No GPU is needed. The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` with
-default settings and a single stream. docs/concepts/allocator.md explains them and lists what is left out.
-
-All sizes are in bytes. Requests are rounded up to multiples of 512 bytes first.
+default settings and a single stream; docs/concepts/allocator.md explains them and lists what is left out. All sizes are
+in bytes; requests are first rounded up to multiples of 512.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ class Reserved:
     """Result of a simulation; all sizes in bytes.
 
     Attributes:
-        peak_allocated: largest sum of blocks in use, as reported by `torch.cuda.max_memory_allocated`.
-        peak_reserved: largest amount of GPU memory held by the allocator, in use or cached, as reported by
+        peak_allocated: largest sum of blocks in use, as from `torch.cuda.max_memory_allocated`.
+        peak_reserved: most GPU memory held by the allocator, in use or cached, as from
             `torch.cuda.max_memory_reserved`.
         reserved_at_end: GPU memory held by the allocator after the last event.
-        cache_flushes: number of times that the GPU was full and the allocator returned all unused memory to the driver.
-            Each flush stalls the GPU.
-        fits: False if a request failed even after a flush. The simulation stops at that event, as a process would with
-            an out-of-memory error.
+        cache_flushes: number of times that the GPU was full and the allocator returned all unused memory to the driver,
+            which stalls the GPU.
+        fits: False if a request failed even after a flush. The simulation stops there, as a process would for lack of
+            memory.
     """
 
     peak_allocated: int
@@ -57,8 +56,8 @@ def simulate(events: Iterable[Event], *, expandable: bool, capacity: int | None 
     Args:
         events: allocations and frees in order. An id may be used again after its storage was freed.
         expandable: simulate `expandable_segments:True` instead of torch's default segments.
-        capacity: bytes of GPU memory that the allocator may hold: the GPU's memory less what is used outside the
-            allocator. None: no limit.
+        capacity: bytes of GPU memory that the allocator may hold, which is the GPU's less what is used outside the
+            allocator; None for no limit.
     """
     card = _Card(capacity)
     large: _Pool
@@ -124,8 +123,8 @@ class _Card:
 class _Block:
     """A contiguous address range: in use, free, or (in an expandable segment) free and not backed by memory.
 
-    `before` and `after` are the adjacent blocks in the same segment; None at its ends. `mapped` is False where no
-    memory backs the addresses.
+    `before` and `after` are the adjacent blocks in the same segment; None at its ends. `mapped` is whether memory backs
+    it.
     """
 
     __slots__ = ("address", "after", "before", "in_use", "mapped", "size")
@@ -152,11 +151,8 @@ class _Block:
 class _Pool(ABC):
     """Base class of a memory pool: its free blocks, sorted by size and then address for a best-fit search by bisection.
 
-    The allocator has two pools, for requests up to 1 MiB and for larger requests. Both take memory from one card, and
-    blocks never move between them.
-
-    Args:
-        split_above: bytes that a block must have beyond a request for the remainder to be split off as a free block.
+    The allocator has two pools, for requests up to 1 MiB and for larger ones. Both take memory from one card, and
+    blocks never move between them. A block is split if it has more than `split_above` bytes beyond a request.
     """
 
     def __init__(self, card: _Card, split_above: int) -> None:
@@ -171,10 +167,8 @@ class _Pool(ABC):
 
     @abstractmethod
     def grow(self, size: int) -> _Block | None:
-        """Reserve more memory and return a free block of at least `size` bytes that is not in the free list.
-
-        Returns None if the card has too little memory left.
-        """
+        """Reserve more memory and return a free block of at least `size` bytes that is not in the free list; None if
+        the card has too little memory left."""
 
     @abstractmethod
     def give_back(self) -> None:
@@ -245,11 +239,8 @@ class _SegmentPool(_Pool):
 
 
 class _ExpandablePool(_Pool):
-    """Pool with `expandable_segments:True`: a single segment with unlimited addresses, backed by memory page by page.
-
-    Args:
-        page: bytes of a page, 20 MiB in the large pool and 2 MiB in the small one.
-    """
+    """Pool with `expandable_segments:True`: a single segment with unlimited addresses, backed by memory page by page. A
+    `page` has 20 MiB in the large pool and 2 MiB in the small one."""
 
     def __init__(self, card: _Card, page: int) -> None:
         super().__init__(card, split_above=0)

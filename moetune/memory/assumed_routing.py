@@ -35,10 +35,8 @@ class AssumedRouting:
 
         Without a recorded load the last experts are the fullest. Expert gradients accumulate in index order, so this
         order needs most memory. For `worst`, K experts receive as many rows as possible, but every other expert still
-        receives one row if there are enough, because it then has gradients too.
-
-        Raises:
-            UserError: the recorded load lacks this layer, or has another number of experts.
+        receives one row if there are enough, because it then has gradients too. Raises `UserError` if the recorded load
+        lacks this layer, or has another number of experts.
         """
         if not self.load:
             return _rows(self.fullest, tokens, top_k, num_experts)
@@ -49,11 +47,8 @@ class AssumedRouting:
         return _capped(tokens * top_k, tokens, shares)
 
     def count_rows(self, layer: int, ids: Tensor, num_experts: int) -> list[int]:
-        """Return the assumed rows; has the signature of `ExpertHooks.count_rows` and replaces it in a trace.
-
-        Args:
-            ids: chosen experts [T, K], of which only the shape is used.
-        """
+        """Return the assumed rows, given the chosen experts `ids` [T, K], of which only the shape is used; replaces
+        `ExpertHooks.count_rows` in a trace."""
         return self.rows(layer, ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
 
 
@@ -112,9 +107,8 @@ def parse_routing(text: str) -> AssumedRouting:
 def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> list[int]:
     """Return the rows of E experts for an assumption that holds for all layers.
 
-    Args:
-        fullest: load of the last expert as a multiple of the mean, while the others share the rest evenly; None: as
-            many rows as possible to the last experts, but at least one to every other expert if there are enough.
+    With `fullest`, the last expert has this multiple of the mean, and the others share the rest evenly. If it is None,
+    the last experts receive as many rows as possible, but every other expert at least one if there are enough.
     """
     total = tokens * top_k
     most = tokens if fullest is None else min(tokens, -int(-min(fullest, num_experts) * total // num_experts))

@@ -23,10 +23,9 @@ _SHORTEST, _LOWEST = 512, 8
 
 
 class Saving(NamedTuple):
-    """Candidate settings that may save memory.
+    """Candidate settings that may save memory: dotted run-file key -> new value.
 
     Attributes:
-        settings: dotted run-file key -> new value.
         why: how they save memory, in a few words for the user.
         parts: the parts of the peak (`Parts`) that they can reduce.
     """
@@ -38,11 +37,8 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings with which a run fits, and the prediction of the run with them.
-
-    Attributes:
-        why: one explanation for each saving that was applied.
-    """
+    """Settings with which a run fits, the prediction of the run with them, and one explanation for each saving
+    applied."""
 
     settings: dict[str, object]
     why: tuple[str, ...]
@@ -82,11 +78,8 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict) -> Iterat
 
 
 def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Remedy | None:
-    """Add savings in order until the run fits, then drop those no longer needed, from the last to the first.
-
-    Savings whose parts hold no more than 1 % of the missing bytes at the peak are not tried. Returns None if the run
-    does not fit with all savings.
-    """
+    """Add savings in order until the run fits, then drop those no longer needed, from the last to the first; None if
+    all of them do not suffice. Savings whose parts hold at most 1 % of the missing bytes at the peak are not tried."""
     taken: list[Saving] = []
     tried: list[Saving] = []
     now = Remedy({}, (), report)
@@ -135,8 +128,7 @@ def is_setting_of_host(key: str, value: object) -> bool:
 def savings(config: RunConfig) -> Iterator[Saving]:
     """Yield the savings that `config` does not use yet, ordered by how much they change the training.
 
-    1. The updates stay the same: recomputation, gradients freed early, host memory instead of GPU memory. Steps get
-       slower.
+    1. Equal updates in slower steps: recomputation, gradients freed early, host memory instead of GPU memory.
     2. Lower precision: stochastic rounding instead of master weights, 8-bit optimizer states, 4-bit frozen weights.
     3. The same step in smaller micro-batches.
     4. Different training: shorter sequences, a lower LoRA rank, SGD.
@@ -189,15 +181,10 @@ def savings(config: RunConfig) -> Iterator[Saving]:
 
 
 def changed(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
-    """Return a copy of a run file with new values.
+    """Return a copy of a run file with new values, given as dotted key -> value, such as `{"train.micro_batch": 1}`.
 
     If `optimizer.name` changes, `betas`, `eps` and `momentum` are removed, so that the new optimizer's defaults apply.
-
-    Args:
-        settings: dotted key -> new value, such as `{"train.micro_batch": 1}`.
-
-    Raises:
-        UserError: the result is not a valid run file.
+    Raises `UserError` if the result is not a valid run file.
     """
     raw = config.model_dump(mode="json", exclude_unset=True)
     for key, value in settings.items():

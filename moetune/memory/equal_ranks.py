@@ -14,12 +14,8 @@ _Value = TypeVar("_Value")
 
 
 def by_kind(run: ResolvedRun, routing: AssumedRouting, find: Callable[[int], _Value]) -> dict[int, _Value]:
-    """Call `find` for one rank of each group of ranks that need equal memory; return rank -> its group's result.
-
-    Args:
-        routing: with any other than `BALANCED`, ranks that hold different experts are never grouped.
-        find: called with a rank's number.
-    """
+    """Call `find` with the number of one rank of each group of ranks that need equal memory; return rank -> its group's
+    result. Unless `routing` is `BALANCED`, ranks that hold different experts are never grouped."""
     found: dict[Hashable, _Value] = {}
     by_rank = {}
     for rank, kind in enumerate(kinds_of_ranks(run, by_expert=routing != BALANCED)):
@@ -32,12 +28,10 @@ def by_kind(run: ResolvedRun, routing: AssumedRouting, find: Callable[[int], _Va
 def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
     """Return one key per rank, in rank order; ranks with equal keys need equal memory.
 
-    A key holds the numbers of trained experts and of experts with LoRA in each layer, and the rank's shard if some
-    tensor does not divide evenly among the FSDP ranks, or the tokens among the tensor-parallel ranks.
-
-    Args:
-        by_expert: also distinguish ranks that hold different experts, because experts receive different numbers of
-            tokens.
+    A key holds the numbers of trained experts and of experts with LoRA in each layer; the rank's shard if some tensor
+    does not divide evenly among the FSDP ranks; its `tp` index if the tokens do not divide evenly among the
+    tensor-parallel ranks; and with `by_expert` its `ep` index, because experts then receive different numbers of
+    tokens.
     """
     run = resolve(run, "cuda")
     parallel = run.config.parallel

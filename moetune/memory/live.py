@@ -30,12 +30,8 @@ from moetune.training.optim.optimizers import CombinedOptimizer
 
 
 class Storage(NamedTuple):
-    """A storage that was alive.
-
-    Attributes:
-        made_by: on a CPU the operation and module that made it, such as `mm.default in <module path>`; on CUDA the
-            shape and dtype of a tensor on it; empty if unknown.
-    """
+    """A live storage. `made_by` is on a CPU the operation and module that allocated it, such as `mm.default in <module
+    path>`; on CUDA the shape and dtype of a tensor on it; empty if unknown."""
 
     bytes: int
     made_by: str
@@ -89,8 +85,8 @@ def refused_by_tracker(tracker: Tracker) -> Refused | None:
 def watch_cuda() -> dict[int, Refused]:
     """Register an observer that records the state of a CUDA device whenever it refuses an allocation.
 
-    Returns a dict, device index -> state at the last refused allocation, that the observer updates. The result is
-    cached: all calls return the same dict and register one observer.
+    Returns a dict, device index -> state at the last refused allocation, that the observer updates. All calls return
+    the same dict and register one observer.
     """
     seen: dict[int, Refused] = {}
 
@@ -129,7 +125,7 @@ class Owned(NamedTuple):
     Attributes:
         part: the part of the memory report to which they belong.
         name: the owner, such as a component of the model, `optimizer states`, or the operation of a temporary.
-        storages: how many there are.
+        storages: number of storages.
     """
 
     part: PartName
@@ -142,11 +138,7 @@ def owned(refused: Refused, adapted: Adapted | None, optimizer: CombinedOptimize
     """Group the storages of a refused allocation by owner, largest group first.
 
     Storages that belong to neither the model nor the optimizer are reported as `transient_peak`, grouped by what made
-    them.
-
-    Args:
-        adapted: the model, with its gradients; None if it was not built yet.
-        optimizer: None if it was not made yet.
+    them. `adapted` is the model, with its gradients; it and the optimizer are None if they were not made yet.
     """
     left, found = dict(refused.storages), defaultdict[tuple[PartName, str], list[int]](list)
     for tensor, part, name in _named(adapted, optimizer):
@@ -178,11 +170,7 @@ def _named(adapted: Adapted | None, optimizer: CombinedOptimizer | None) -> Iter
 
 
 class Process(NamedTuple):
-    """A process that uses a GPU.
-
-    Attributes:
-        bytes: GPU memory that the process uses.
-    """
+    """A process that uses `bytes` of a GPU's memory."""
 
     pid: int
     name: str
@@ -190,10 +178,8 @@ class Process(NamedTuple):
 
 
 def processes_on(device: torch.device) -> list[Process]:
-    """Return the processes on a GPU, this one included, as listed by `nvidia-smi`.
-
-    Returns an empty list if `nvidia-smi` is missing, fails, or sees no processes, as in most containers.
-    """
+    """Return the processes on a GPU, this one included, as listed by `nvidia-smi`; an empty list if that is missing,
+    fails, or sees no processes, as in most containers."""
     if shutil.which("nvidia-smi") is None:
         return []
     asked = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"

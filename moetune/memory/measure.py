@@ -26,8 +26,8 @@ class Measured:
     Attributes:
         peak_allocated: peak of live tensors on the device.
         peak_reserved: peak of the caching allocator; None on a CPU.
-        peak_process: GPU memory in use after the last step as reported by the driver, by all processes on the GPU; None
-            on a CPU.
+        peak_process: GPU memory that all processes on the GPU use after the last step, as the driver reports; None on a
+            CPU.
         tokens_per_second: over all steps but the first, which loads kernels and creates optimizer states; over the
             first if there is only one.
         routing: the rows that each expert received in each call, for a prediction that replays them. Its `load` holds,
@@ -57,10 +57,7 @@ class Measured:
 
 
 def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ranks = SINGLE_RANK) -> Measured:
-    """Take real steps on `device` with random weights and random tokens, and measure them.
-
-    Args:
-        ranks: the ranks of a distributed run, as this process sees them. Every rank must call `measure`.
+    """Take real steps on `device` with random weights and random tokens, and measure them. Every rank must call it.
 
     Raises:
         UserError: as `build`; or the run has settings that cannot be predicted or needs a package that is not

@@ -20,22 +20,19 @@ channels take 3.28 GB, 14.6 MB for each connection.
 def outside_allocator(parallel: ParallelConfig, card: Gpu) -> int:
     """Return the bytes that one process takes on its GPU outside torch's allocator: CUDA context plus NCCL buffers.
 
-    The context's size is `card.context`, which `models/catalog/gpus.yaml` lists for each GPU with its source. NCCL's
-    buffers are computed by `communicators`. This project measured neither.
+    The context's size is `card.context`, which `models/catalog/gpus.yaml` lists with its source; NCCL's buffers are
+    computed by `communicators`. This project measured neither.
     """
     return card.context.value + communicators(parallel, card.channels.value)
 
 
 def communicators(parallel: ParallelConfig, channels: int) -> int:
-    """Return the bytes of NCCL's buffers on rank 0, summed over all communicators.
+    """Return the bytes of NCCL's buffers on rank 0, summed over all communicators, with `channels` between two GPUs.
 
         bytes = (rings + pairs) · channels · CONNECTION
 
     rings: number of distinct groups of ranks with which rank 0 communicates; a ring needs one connection per channel,
     whatever its length. pairs: number of other ranks of its `ep` group; all-to-all needs a connection to each of them.
-
-    Args:
-        channels: NCCL channels between two GPUs.
     """
     groups = _groups(parallel)
     rings = len(set(groups.values()) - {frozenset({0})})

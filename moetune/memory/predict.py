@@ -59,6 +59,7 @@ def predict(
             sizes, which is faster but does not simulate the allocator. None: `trace`.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
             the report has no verdict, and memory outside the allocator is that of an L40S.
+        routing: assumed number of tokens that each expert receives.
         allocator: for traces, the configuration of torch's allocator that is simulated. None: what the environment
             variables set, else `expandable`, as in `moetune train`.
         depths: cache of recorded closed forms, to be shared by predictions of similar runs. None: a new cache.
@@ -96,35 +97,29 @@ def predict(
         ),
     }
     if method == "formula":
-        report = _reported(
-            run, card, by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing)), None, common
-        )
+        found = by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing))
+        report = _reported(run, card, found, None, common)
     else:
-        traces = by_kind(run, routing, lambda rank: tracing(run, routing, rank=rank, gpu=card))
-        report = _reported(run, card, traces, allocator or allocator_here("expandable"), common)
+        found = by_kind(run, routing, lambda rank: tracing(run, routing, rank=rank, gpu=card))
+        report = _reported(run, card, found, allocator or allocator_here("expandable"), common)
     if method != "formula" and name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
-        named = f"; the name of a card gives it, of about this size: {cards}" if cards else ""
-        report = replace(
-            report,
-            notes=(
-                *report.notes,
-                f"no time: a size says not how fast a card is{named}",
-            ),
-        )
+        named = f"; give the name of a card of about this size: {cards}" if cards else ""
+        report = _noting(report, f"no time: a size does not say how fast a card is{named}")
     if report.fits is not False or not advise:
         return report
     if config.parallel.ranks > 1:
         note = "the layout decides, and `moetune compare` shows others beside it (docs/guides/parallel.md)"
-        return replace(report, notes=(*report.notes, note))
+        return _noting(report, note)
 
     def needs(config: RunConfig) -> MemoryReport:
         changed = resolve(config, run.device_type, like=run)
         return predict(changed, method="formula", gpu=name, routing=routing, depths=depths, advise=False)
 
     changes = tuple(one.change_of(report) for one in islice(fitting(config, report, needs), 3))
-    notes = () if changes else ("no change of the run file is known that makes it fit",)
-    return replace(report, changes=changes, notes=(*report.notes, *notes))
+    if not changes:
+        return _noting(report, "no change of the run file is known that makes it fit")
+    return replace(report, changes=changes)
 
 
 def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
@@ -136,11 +131,8 @@ def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
 
 
 def allocator_here(unset: Allocator = "default") -> Allocator:
-    """Return the allocator that PYTORCH_ALLOC_CONF or else PYTORCH_CUDA_ALLOC_CONF configures.
-
-    Args:
-        unset: returned if neither variable is set.
-    """
+    """Return the allocator that PYTORCH_ALLOC_CONF or else PYTORCH_CUDA_ALLOC_CONF configures; `unset` if neither is
+    set."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
     if settings is None:
         return unset
@@ -185,16 +177,19 @@ def _reported(
     return _assuming(report, f"allocator: {_WORDS[allocator]}, simulated on the trace")
 
 
-def _assuming(report: MemoryReport, *more: str) -> MemoryReport:
-    return replace(report, assumptions=(*report.assumptions, *more))
+def _noting(report: MemoryReport, note: str) -> MemoryReport:
+    return replace(report, notes=(*report.notes, note))
+
+
+def _assuming(report: MemoryReport, more: str) -> MemoryReport:
+    return replace(report, assumptions=(*report.assumptions, more))
 
 
 def _rank(
     found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
 ) -> RankMemory:
-    """Return the memory of one rank.
-
-    Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS workspaces) count as `transient_peak`.
+    """Return the memory of one rank. Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS workspaces)
+    count as `transient_peak`.
 
     Args:
         outside: bytes outside the allocator: context and NCCL buffers.
@@ -226,10 +221,9 @@ def _rank(
 def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity: int | None) -> tuple[int, int]:
     """Simulate the allocator on a trace; return its peaks of allocated and of reserved bytes.
 
-    Loading may leave a hole between the weights. The trace is simulated without a hole, with a hole of `matrix` bytes,
-    and with one of eight times as many; the largest reservation is returned. If that exceeds `capacity` although the
-    allocated bytes do not, the three simulations are repeated within `capacity`, where unused memory is returned to the
-    driver.
+    Loading may leave a hole between the weights. The largest reservation of three simulations is returned: without a
+    hole, with a hole of `matrix` bytes, and with one of eight times as many. If it exceeds `capacity` although the
+    allocated bytes do not, they are repeated within `capacity`, where unused memory is returned to the driver.
     """
 
     def events(hole: int) -> Iterator[Event]:

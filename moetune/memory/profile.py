@@ -68,7 +68,7 @@ class Profile:
 
     Attributes:
         dtype: the model's dtype, such as `bfloat16`.
-        seconds: wall-clock time of the profiled step. Profiling makes the step slower.
+        seconds: wall-clock time of the step, which profiling makes slower.
         parts: part of the step (`WorkPart`) -> its time and work, longest first.
         launches: kernel launches that the profiler recorded; if it recorded none (on a CPU, or without permission to
             profile the GPU), launches counted from the operations.
@@ -122,14 +122,9 @@ class _Ranges(TorchDispatchMode):
 
 
 def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
-    """Take two steps with random weights, profile a third, and write the profiler's trace for chrome://tracing.
-
-    Args:
-        file: the trace file to write, as JSON; compressed if the name ends in `.gz`.
-
-    Raises:
-        UserError: as `build`; or the file cannot be written.
-    """
+    """Take two steps with random weights, profile a third, and write the profiler's trace for chrome://tracing to
+    `file`, as JSON that is compressed if the name ends in `.gz`. Raise `UserError` as `build`, or if it cannot be
+    written."""
     adapted = build(run.with_random_weights(), device)
     adapted.model.train()
     config, on_cuda = run.config, device.type == "cuda"
@@ -210,10 +205,10 @@ def _copy(device: torch.device) -> float:
     return 2 * source.nbytes / _fastest(device, lambda: target.copy_(source))
 
 
-def _fastest(device: torch.device, run: Callable[[], Tensor], times: int = 5) -> float:
-    """Return the seconds of the fastest of `times` calls, after one call that is not counted."""
+def _fastest(device: torch.device, run: Callable[[], Tensor]) -> float:
+    """Return the seconds of the fastest of five calls, after one call that is not counted."""
     taken = []
-    for _ in range(times + 1):
+    for _ in range(6):
         began = time.perf_counter()
         run()
         if device.type == "cuda":

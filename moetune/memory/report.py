@@ -73,7 +73,6 @@ class Term:
         name: what the tensors are, or the module and operation that made them.
         formula: bytes as a formula; empty where a trace has none.
         numbers: values of the formula's variables, or the number of storages.
-        bytes: total of the line.
         page: page of the documentation that explains it, relative to `docs/`, such as `concepts/weights.md`.
     """
 
@@ -87,14 +86,13 @@ class Term:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Storages that are alive at the peak and were made by the same operation, in the same module and phase.
+    """`count` storages of `bytes` in all that are alive at the peak and were made by the same operation, in the same
+    module and phase.
 
     Attributes:
         part: the part of the peak in which they are counted.
         module: path of the module; empty if made outside any module.
-        phase: the phase in which they were made.
         op: name of the operation, or a label of the tensors.
-        count: number of storages.
     """
 
     part: PartName
@@ -180,8 +178,7 @@ class Collective:
     Attributes:
         axis: the axis of the layout along which the ranks communicate, such as `fsdp`.
         what: the phase of the step, such as `in backward`.
-        calls: number of calls in the step.
-        bytes: bytes that each rank sends in all these calls.
+        bytes: bytes that each rank sends in all `calls`.
     """
 
     kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast", "point-to-point"]
@@ -206,7 +203,7 @@ class Change:
     Attributes:
         settings: `key=value` strings, in the form that `--set` takes.
         saves: bytes by which `MemoryReport.required` decreases.
-        peak_process: bytes required with the change (`MemoryReport.required`, without the allocator's cache).
+        peak_process: `MemoryReport.required` with the change, in bytes: without the allocator's cache.
         why: how the change saves memory, in a few words.
     """
 
@@ -227,13 +224,8 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of gate_up that layers keep for backward (`train.keep_rows`).
-
-    Attributes:
-        layers: number of layers with experts.
-        kept: number of layers that keep their rows.
-        bytes: bytes of one layer's rows.
-    """
+    """Outputs of gate_up (rows) that layers keep for backward (`train.keep_rows`): of `layers` with experts, `kept`
+    keep theirs, each of which takes `bytes`."""
 
     layers: int
     kept: int
@@ -296,9 +288,7 @@ class MemoryReport:
     @property
     def required(self) -> int:
         """Bytes that the GPU must have: peak of live tensors, in a step or during loading, plus `outside_allocator`.
-
-        The allocator's cache is not included, because it is released when the GPU is full.
-        """
+        The allocator's cache is not included, because it is released when the GPU is full."""
         return max(max(rank.peak_allocated for rank in self.ranks), self.load.gpu) + self.fullest.outside_allocator
 
     @property
@@ -308,10 +298,8 @@ class MemoryReport:
 
     @property
     def verdict(self) -> Verdict | None:
-        """`no` if `required` exceeds the usable bytes, `tight` if `required + allowance` does, else `yes`.
-
-        None without a GPU. Trace and closed form give the same verdict, because both count the same storages.
-        """
+        """`no` if `required` exceeds the usable bytes, `tight` if `required + allowance` does, else `yes`; None without
+        a GPU. Trace and closed form give the same verdict, because both count the same storages."""
         if self.gpu is None:
             return None
         if self.required > self.gpu.usable_bytes:
@@ -326,9 +314,7 @@ class MemoryReport:
     @property
     def rows_that_fit(self) -> int | None:
         """Number of layers that could keep their rows with the margin of `allowance` left free; at least so many fit.
-
-        None without a GPU, if the run does not fit, and where the number of layers cannot be chosen.
-        """
+        None without a GPU, if the run does not fit, and where the number of layers cannot be chosen."""
         if self.rows is None or self.headroom_bytes is None or not self.fits:
             return None
         each = self.rows.bytes * (100 + TIGHT_PERCENT) // 100 + 1

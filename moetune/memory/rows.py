@@ -1,4 +1,4 @@
-"""`train.keep_rows: auto`: the number of layers whose gate_up rows have room on a GPU."""
+"""`train.keep_rows: auto`: the number of layers for which a GPU has room to keep gate_up's outputs for backward."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from moetune.run.resolve import ResolvedRun
 
 
 def rows_of(run: ResolvedRun) -> Rows | None:
-    """Return how many layers of a run keep gate_up's rows, and the bytes of one layer's.
-
-    A layer's rows take tokens · top_k · out bytes in the compute dtype, for `out` columns of gate_up. None for a dense
-    model, for `checkpointing: none`, which keeps all, and for several ranks, whose numbers of rows differ.
-    """
+    """Return how many layers of a run keep gate_up's outputs (rows), and the bytes of one layer's: tokens · top_k ·
+    columns of gate_up · bytes of the compute dtype. None for a dense model, for `checkpointing: none`, which keeps all,
+    and for several ranks, whose numbers of rows differ."""
     train, layers = run.config.train, run.structure.moe_layers
     if not layers or train.checkpointing == "none" or run.config.parallel.ranks > 1:
         return None
@@ -25,15 +23,10 @@ def rows_of(run: ResolvedRun) -> Rows | None:
 def settled(run: ResolvedRun, predict: Callable[[ResolvedRun], MemoryReport]) -> ResolvedRun:
     """Return a run with a number of layers, or `none`, in place of `train.keep_rows: auto`; other runs unchanged.
 
-    As many layers keep their rows as leave the report's margin free, so the verdict of a run never changes. A further
-    layer takes at most its rows: it may take less, because a layer that keeps them needs less in backward.
-
-    Args:
-        run: a run for the GPU in question.
-        predict: returns the prediction of a run on this GPU.
-
-    Raises:
-        UserError: as `predict`.
+    As many layers keep their rows as leave the report's margin free, so the verdict of a run never changes. The
+    prediction is repeated until no further layer fits, because a layer that keeps its rows needs less in backward, and
+    may take less than its rows. `predict` returns the prediction of a run on the GPU in question; its errors are
+    raised.
     """
     if run.config.train.keep_rows != "auto":
         return run

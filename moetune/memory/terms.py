@@ -65,8 +65,7 @@ def terms_of(traced: Trace) -> Iterator[Term]:
     """Yield the lines that explain the peak of a trace, largest first; within a part they sum to that part.
 
     Storages form a line if they belong to the same part and were made by the same operation in the same kind of module,
-    in any layer. Traces from a closed form have a formula for each line; other traces only for weights and optimizer
-    states.
+    in any layer. Lines of a closed form have formulas; of other traces only those of weights and optimizer states.
     """
     lines: dict[tuple[PartName, str], Counter[_Alike]] = {}
     like, sizes = traced.events.like, traced.bytes
@@ -81,7 +80,7 @@ def terms_of(traced: Trace) -> Iterator[Term]:
 
 
 def _term(part: PartName, name: str, alike: Counter[_Alike], sizes: Mapping[str, int]) -> Term:
-    """Return the line of one group.
+    """Return the line of one group of storages.
 
     Args:
         name: what made the storages, which is also looked up in `_STORED` and `_STATES`.

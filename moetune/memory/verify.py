@@ -21,6 +21,7 @@ from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 TOLERANCE = 0.05
 """Largest relative difference of predicted and measured `peak_allocated` with which `verify` passes."""
+_NAMES = ("peak_allocated", "peak_reserved", "peak_process", "host_bytes")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Outcome:
 def verify(
     run: AnyRun, steps: int, routing: AssumedRouting | None = None, device: torch.device | str | None = None
 ) -> Outcome:
-    """Take real steps with random weights, and predict the memory of the same steps.
+    """Take `steps` real steps with random weights, and predict the memory of the same steps.
 
     Args:
         run: a resolved run must have been resolved for the kind of `device`.
@@ -78,18 +79,12 @@ def verify(
     routing = routing or measured.routing
     if device.type == "cpu":
         traced = trace(run, routing)
-        peak = traced.parts(traced.peak).total
-        predicted = {
-            "peak_allocated": peak,
-            "peak_reserved": None,
-            "peak_process": None,
-            "host_bytes": traced.host_peak,
-        }
+        allocated, on_host = traced.parts().total, traced.host_peak
+        predicted = dict(zip(_NAMES, (allocated, None, None, on_host), strict=True))
     else:
         card, allocator = catalog_name(device), allocator_here()
         rank = predict(run, method="trace", gpu=card, routing=routing, allocator=allocator).fullest
-        names = ("peak_allocated", "peak_reserved", "peak_process", "host_bytes")
-        predicted = {name: getattr(rank, name) for name in names}
+        predicted = {name: getattr(rank, name) for name in _NAMES}
     return Outcome(
         predicted=predicted,
         measured={name: getattr(measured, name) for name in predicted},
@@ -101,11 +96,8 @@ def verify(
 
 def settled_on(run: ResolvedRun, device: torch.device) -> ResolvedRun:
     """Return a run with a number of layers in place of `train.keep_rows: auto`: those that fit `hardware.gpu`, or this
-    GPU if that is not set; none on a CPU, or if the model's code cannot be traced.
-
-    Raises:
-        UserError: the run cannot be predicted.
-    """
+    GPU if that is not set; 0 on a CPU, or if the model's code cannot be traced. Raise `UserError` if the run cannot be
+    predicted."""
     if device.type == "cpu":
         return run.keeping_rows(0) if run.config.train.keep_rows == "auto" else run
     gpu = run.config.hardware.gpu or catalog_name(device)

@@ -13,8 +13,8 @@ class Coordinates:
     """A rank's index on each axis of the layout.
 
     Rank numbers count `tp` fastest, then `fsdp`, `replicate` and `pp`. `ep` regroups the `replicate · fsdp · tp` ranks
-    of a pipeline stage: `ep` consecutive ranks store different experts. Of the ranks that store the same experts, `ep`
-    apart, each `expert_shards` in a row share one copy of them.
+    of a pipeline stage: `ep` consecutive ranks store different experts. The ranks that store the same experts are `ep`
+    apart; each `expert_shards` in a row share one copy of these experts.
 
     Attributes:
         pp: pipeline stage; stages divide the decoder layers.
@@ -56,20 +56,14 @@ def data_ranks(parallel: ParallelConfig) -> int:
 
 
 def token_shares(parallel: ParallelConfig) -> int:
-    """Return how many ranks hold the same tokens and each dispatch an equal share of them to experts.
-
-    Tensor-parallel ranks hold the same tokens. With expert parallelism each dispatches a share, so the result is tp;
-    without it, each runs the experts of all its tokens, so the result is 1.
-    """
+    """Return how many ranks hold the same tokens and each dispatch an equal share of them to experts: tp under expert
+    parallelism; 1 without it, where each tensor-parallel rank runs the experts of all its tokens."""
     return parallel.tp if parallel.ep > 1 else 1
 
 
 def expert_shards(parallel: ParallelConfig) -> int:
-    """Return the number of ranks that share one copy of the same experts.
-
-    Without expert parallelism this is fsdp. With it, fsdp · tp / gcd(fsdp · tp, ep): the ranks of one replica with the
-    same experts.
-    """
+    """Return the number of ranks that share one copy of the same experts: fsdp without expert parallelism; with it fsdp
+    · tp / gcd(fsdp · tp, ep), the ranks of one replica with the same experts."""
     if parallel.ep == 1:
         return parallel.fsdp
     return parallel.fsdp * parallel.tp // gcd(parallel.fsdp * parallel.tp, parallel.ep)

@@ -1,9 +1,8 @@
 """The DeepSpeed engine (ZeRO-1, 2, 3 and ZeRO-Offload), driven by moetune's own training steps.
 
-Only this file and compat/deepspeed.py, which has its private interfaces, import deepspeed.
-
-DeepSpeed averages gradients over ranks. Here each rank's loss is its share of the step's loss, so that gradients must
-be summed; the loss is therefore multiplied by the number of ranks before backward.
+Only this file and compat/deepspeed.py, which has its private interfaces, import deepspeed. DeepSpeed averages gradients
+over ranks. Here each rank's loss is its share of the step's loss, so gradients must be summed; the loss is therefore
+multiplied by the number of ranks before backward.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def is_installed() -> bool:
 
 
 def require_deepspeed() -> None:
-    """Raise `UserError`, the message for the user, if the deepspeed package is not installed."""
+    """Raise `UserError` if the deepspeed package is not installed."""
     if not is_installed():
         raise UserError(
             "parallel.engine: deepspeed needs a package that is not installed: DS_BUILD_OPS=0 pip install "
@@ -38,11 +37,8 @@ def require_deepspeed() -> None:
 
 @contextmanager
 def without_others() -> Iterator[None]:
-    """Let DeepSpeed run on this rank alone within the `with` block, for a trace.
-
-    Raises:
-        UserError: the deepspeed package is not installed.
-    """
+    """Let DeepSpeed run on this rank alone within the `with` block, for a trace. Raise `UserError` if it is not
+    installed."""
     require_deepspeed()
     with patches.without_others():
         yield
@@ -59,6 +55,7 @@ class Engine:
     Attributes:
         engine: DeepSpeed's engine.
         stage: ZeRO stage, 1 to 3.
+        ranks: number of ranks.
 
     Raises:
         UserError: the deepspeed package is not installed.
@@ -75,12 +72,8 @@ class Engine:
         self.ranks = torch.distributed.get_world_size()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Run backward of one micro-batch, and reduce gradients over ranks after the last one of a step.
-
-        Args:
-            loss: this rank's share of the step's loss.
-            last: whether this is the last micro-batch of the step.
-        """
+        """Run backward of one micro-batch from this rank's share of the step's loss; reduce gradients over ranks after
+        the `last` micro-batch of a step."""
         self.engine.set_gradient_accumulation_boundary(last)
         patches.prepare_backward(self.engine)
         # 0 * loss makes all gradients NaN if the loss is not finite, so that DeepSpeed skips the step
@@ -95,11 +88,8 @@ class Engine:
         self.engine.step()
 
     def forget(self) -> None:
-        """Drop the gradients of a step whose gradients are not all finite.
-
-        Raises:
-            AssertionError: the gradients were finite, so DeepSpeed has updated the weights.
-        """
+        """Drop the gradients of a step whose gradients are not all finite. Raise `AssertionError` if they were finite,
+        because DeepSpeed has then updated the weights."""
         self.engine.step()
         assert not self.engine.was_step_applied()
 
@@ -137,10 +127,8 @@ class Engine:
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
     def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the whole optimizer states of a parameter by name; all ranks must call it.
-
-        A 16-bit parameter has its float32 copy under the key "master". Under ZeRO-1 and 2, call `link_states` first.
-        """
+        """Return the whole optimizer states of a parameter by name; all ranks must call it. A 16-bit parameter has its
+        float32 copy under the key "master". Under ZeRO-1 and 2, call `link_states` first."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         states = {"master": safe_get_full_fp32_param(parameter)} if parameter.itemsize < 4 else {}

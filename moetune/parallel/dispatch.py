@@ -29,8 +29,7 @@ class _DispatchState(NamedTuple):
     Attributes:
         weights_TK: routing weights of the tokens that this rank sent.
         order: [T·K] flat positions token·K + choice of the sent rows, in the order of sending.
-        sends: number of rows sent to each of the R ranks.
-        receives: number of rows received from each of the R ranks.
+        sends, receives: numbers of rows sent to, and received from, each of the R ranks.
         tokens: number of this rank's tokens before tensor-parallel ranks divided them.
     """
 
@@ -70,15 +69,13 @@ class TokenDispatcher:
     def dispatch(
         self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hooks: ExpertHooks
     ) -> Dispatched:
-        """Send each token's row to the ranks of its K experts; return the rows that this rank receives.
-
-        All R ranks must call it. Differentiable in `hidden_TH`.
+        """Send each token's row to the ranks of its K experts; return the rows that this rank receives. All R ranks
+        must call it. Differentiable in `hidden_TH`.
 
         Args:
             layer: the layer's index.
             hidden_TH: token rows.
-            ids_TK: ids of each token's experts.
-            weights_TK: routing weights, kept for `combine`.
+            ids_TK, weights_TK: ids of each token's experts, and routing weights, which are kept for `combine`.
             hooks: determines the send and receive counts.
         """
         if layer in self._trained and torch.is_grad_enabled() and not hidden_TH.requires_grad:
@@ -111,10 +108,8 @@ class TokenDispatcher:
         return Dispatched(rows_SH, held_S[:, None], by_expert, state)
 
     def combine(self, output_SH: Tensor, state: _DispatchState) -> Tensor:
-        """Send results [S, H] back; return the weighted sum for each of this rank's tokens, [T, H].
-
-        All R ranks must call it. `state` is that of `dispatch`.
-        """
+        """Send results [S, H] back; return the weighted sum for each of this rank's tokens, [T, H]. All R ranks must
+        call it, with the `state` of their call of `dispatch`."""
         rows = all_to_all(output_SH, state.sends, state.receives, self._ep.get_group())
         by_choice = torch.empty_like(rows)
         by_choice[state.order] = rows

@@ -30,17 +30,18 @@ from moetune.run.tensor_plan import SPLIT, style_of, tensor_plan
 
 
 def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) -> None:
-    """Split and shard a model in place as its ranks' layout says; do nothing for a single rank or for DeepSpeed.
+    """Split and shard a model in place as its ranks' layout says; do nothing for a single rank or for DeepSpeed, which
+    shards when the optimizer is made (training/optim/zero.py).
 
     This rank must hold its own experts and everything else whole, and the expert banks must have their dispatcher
-    (adapt/weights/target.py). DeepSpeed shards when the optimizer is made (training/optim/zero.py).
+    (adapt/build.py).
 
     Raises:
         AssertionError: tensor parallelism cannot split a linear layer of attention; run/validation.py refuses such
             runs.
     """
     parallel = ranks.parallel
-    if ranks.is_single or parallel.engine == "deepspeed":  # DeepSpeed shards in training/optim/zero.py
+    if ranks.is_single or parallel.engine == "deepspeed":
         return
     assert ranks.dense is not None
     if parallel.tp > 1:
@@ -50,10 +51,8 @@ def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) 
 
 
 def _split_matrices(model: PreTrainedModel, structure: ModelStructure, tp: DeviceMesh) -> None:
-    """Split attention's linear layers by heads over the ranks of `tp`, with transformers' plan and layers.
-
-    LoRA factors are split like their layer: B if the layer's rows are split, A if its columns are.
-    """
+    """Split attention's linear layers by heads over the ranks of `tp`, with transformers' plan and layers. LoRA factors
+    are split like their layer: B if the layer's rows are split, A if its columns are."""
     plan = tensor_plan(model)
     resolved: dict[str, str] = {}
     for path in structure.linears("attention"):
@@ -94,7 +93,7 @@ def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def _shard_bank(bank: ExpertBank, ranks: Ranks, reshard: bool) -> None:
-    """Shard an expert bank over ranks that store the same experts; no-op for one such rank, or if nothing trains."""
+    """Shard a bank over the ranks that store the same experts; do nothing for one such rank, or if nothing trains."""
     assert ranks.expert is not None
     if ranks.expert.size(1) == 1 or not any(True for _ in bank.parameters()):
         return
@@ -103,15 +102,11 @@ def _shard_bank(bank: ExpertBank, ranks: Ranks, reshard: bool) -> None:
 
 
 def _shard_module(module: nn.Module, mesh: DeviceMesh, reshard: bool | None, ignored: set[nn.Parameter]) -> None:
-    """Apply `fully_shard` to a module, with summed gradients.
+    """Apply `fully_shard` to a module over the ranks of `mesh`, with summed gradients; parameters in `ignored` stay as
+    they are. `reshard` frees the gathered weights after forward; None for FSDP2's default.
 
     FSDP2 needs one dtype per group of parameters, so submodules with parameters of another dtype become a group of
     their own.
-
-    Args:
-        mesh: ranks to shard over.
-        reshard: free the gathered weights after forward; None for FSDP2's default.
-        ignored: parameters that stay as they are.
     """
     trained = [
         (owner, p)
@@ -136,14 +131,9 @@ def _sum(modules: list[FSDPModule]) -> None:
 def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
     """Before a micro-step, tell FSDP2 whether to reduce gradients and free gathered weights in its backward.
 
-    Under ZeRO-1, gradients are reduced, and gathered weights freed, only in the last micro-step of a step. Under
-    ZeRO-2, gradients are reduced in every micro-step, and weights freed in the last. Gradients of replicas are summed
-    over the replicas in the last micro-step.
-
-    Args:
-        stack: the decoder, as FSDP2 sharded it; any other module is left alone.
-        ranks: this rank's layout.
-        last: whether the micro-step is the last of its step.
+    ZeRO-1 reduces gradients, and frees gathered weights, only in the `last` micro-step of a step. ZeRO-2 reduces
+    gradients in every micro-step, and frees weights in the last. Gradients of replicas are summed over the replicas in
+    the last micro-step. `stack` is the decoder, as FSDP2 sharded it; any other module is left alone.
     """
     parallel = ranks.parallel
     if not isinstance(stack, FSDPModule) or (parallel.zero == 3 and parallel.replicate == 1):

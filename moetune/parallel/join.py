@@ -1,4 +1,4 @@
-"""Turns this process into a rank: one of several launched processes, or for predictions one without the others."""
+"""Turns this process into a rank of a run: with the other ranks' processes, or alone for a prediction."""
 
 from __future__ import annotations
 
@@ -25,13 +25,9 @@ _ABOUT_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RA
 
 
 def check_launch(parallel: ParallelConfig) -> None:
-    """Check that as many processes were started as the run file has ranks, and that each has a GPU.
+    """Raise `UserError` unless as many processes were started as the run file has ranks, and each has a GPU.
 
-    GPUs are counted only if torch sees any. If no launcher started this process, it will start all ranks on this
-    machine.
-
-    Raises:
-        UserError: the number of processes differs from `parallel.ranks`, or the machine has fewer GPUs than ranks.
+    GPUs are counted only if torch sees any. A process that no launcher started will start all ranks on this machine.
     """
     started = number_in_environment("WORLD_SIZE", 1)
     if started > 1 and started != parallel.ranks:
@@ -54,10 +50,8 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
 
     With several ranks, torch.distributed is initialized with NCCL on "cuda", else with Gloo, and the launcher's
     environment variables (`RANK`, `WORLD_SIZE`, …) are removed, because libraries that find them would distribute the
-    model again. At the end of the block all ranks wait for each other.
-
-    Raises:
-        UserError: as `check_launch`, or the other ranks cannot be reached with the launcher's variables.
+    model again. At the end of the block all ranks wait for each other. Raises `UserError` as `check_launch`, or if the
+    other ranks cannot be reached with the launcher's variables.
     """
     check_launch(parallel)
     if parallel.ranks == 1:
@@ -105,10 +99,8 @@ def _die_with_parent() -> None:
 def fake_ranks(parallel: ParallelConfig, rank: int) -> Iterator[Ranks]:
     """Make this process rank `rank` without other processes within the `with` block, for predictions.
 
-    Collectives return at once and send nothing. Yields the `Ranks` on CPU meshes, or `SINGLE_RANK` for one rank.
-
-    Raises:
-        UserError: the layout uses DeepSpeed, which is not installed.
+    Collectives return at once and send nothing. Yields the `Ranks` on CPU meshes, or `SINGLE_RANK` for one rank. Raises
+    `UserError` if the layout uses DeepSpeed, which is not installed.
     """
     if parallel.ranks == 1:
         yield SINGLE_RANK

@@ -22,9 +22,10 @@ class Message:
     Attributes:
         kind: a `Kind`, or the schema name of an operation that this file does not cover.
         group: torch's name of the process group; empty for an unknown operation.
-        bytes: bytes that this rank sends, with n ranks and a ring algorithm: (n - 1)/n of the whole tensor, twice that
-            for all-reduce; for all-to-all the rows for other ranks; for reduce and broadcast the whole tensor, and 0 on
-            the last rank of the ring. 0 for an unknown operation.
+        ranks: number of ranks n in the group.
+        bytes: bytes that this rank sends with a ring algorithm: (n - 1)/n of the whole tensor, twice that for
+            all-reduce; for all-to-all the rows for other ranks; for reduce and broadcast the whole tensor, and 0 on the
+            last rank of the ring. 0 for an unknown operation.
     """
 
     kind: Kind | str
@@ -34,16 +35,13 @@ class Message:
 
     @property
     def is_known(self) -> bool:
-        """Whether `kind` is one of `Kind`, so that `bytes` holds."""
+        """Whether `kind` is one of `Kind`, so that `bytes` is known."""
         return self.kind in typing.get_args(Kind)
 
 
 def message(func: Any, args: Any) -> Message | None:
-    """Return what this rank sends in an operation; None if the operation sends nothing, such as a barrier.
-
-    Args:
-        func: operator overload whose namespace is one of `NAMESPACES`.
-    """
+    """Return what this rank sends in an operation, an operator overload whose namespace is one of `NAMESPACES`; None if
+    the operation sends nothing, such as a barrier."""
     match func._schema.name:
         case "c10d::allreduce_":
             return _ring("all-reduce", sum(tensor.nbytes for tensor in args[0]), args[1])
@@ -70,7 +68,7 @@ def message(func: Any, args: Any) -> Message | None:
 
 
 def _chain(kind: Kind, tensors: Any, group: Any, end: int) -> Message:
-    """Return the message of a reduce or broadcast in which each rank but `end` sends all of the tensors once."""
+    """Return the message of a reduce or broadcast, in which each rank but `end` sends all of the tensors once."""
     members = _group(group)
     size = 0 if members.rank() == end % members.size() else sum(tensor.nbytes for tensor in tensors)
     return Message(kind, members.group_name, members.size(), size)

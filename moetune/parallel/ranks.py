@@ -23,7 +23,7 @@ from moetune.run.placement import EVERYTHING, Placement
 class Ranks:
     """This process's rank in a run, and its collectives with the other ranks.
 
-    The sums over ranks do nothing in a run of one rank. All ranks must make the same calls.
+    All ranks must make the same calls. The sums over ranks do nothing in a run of one rank.
 
     Attributes:
         rank: number of this rank, from 0.
@@ -44,11 +44,8 @@ class Ranks:
 
     @classmethod
     def join(cls, parallel: ParallelConfig, device_type: str) -> Ranks:
-        """Return the ranks of this process, with meshes made by torch.distributed, which must be initialized.
-
-        Raises:
-            AssertionError: the number of processes is not `parallel.ranks`.
-        """
+        """Return the `Ranks` of this process, with meshes made by torch.distributed, which must be initialized for
+        `parallel.ranks` processes."""
         if parallel.ranks == 1:
             return cls(parallel)
         world = dist.get_world_size()
@@ -91,12 +88,8 @@ class Ranks:
         return data_ranks(self.parallel)
 
     def copies(self, tensor: Tensor, *, of_expert: bool) -> int:
-        """Return how many ranks store the same part of a parameter.
-
-        Args:
-            tensor: the parameter, or its gradient; a DTensor if it is sharded.
-            of_expert: whether it belongs to an expert, which only 1/`ep` of the ranks store.
-        """
+        """Return how many ranks store the same part of `tensor`: a parameter or its gradient, a DTensor if it is
+        sharded. Parameters `of_expert` are stored by only 1/`ep` of the ranks."""
         parts = self.parallel.ep if of_expert else 1
         if isinstance(tensor, DTensor):
             for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
@@ -116,11 +109,8 @@ class Ranks:
         return tensor
 
     def axis_of(self, sent: Message) -> str:
-        """Return the axis of the layout along which a message goes: "ep", "fsdp", "tp", "replicate", "data" or "all".
-
-        "efsdp" is the axis over which ranks with the same experts shard them. For an unknown group, returns the group's
-        name.
-        """
+        """Return the axis of the layout along which a message goes: "ep", "fsdp", "tp", "replicate", "data" or "all";
+        "efsdp" for ranks that shard the same experts. For an unknown group, return the group's name."""
         # axes with the same ranks share a process group in torch; only the experts use all-to-all
         if sent.kind == "all-to-all":
             return "ep"
@@ -141,12 +131,10 @@ class Ranks:
         return groups | {self.dense.get_group(axis).group_name: axis for axis, size in sizes if size > 1}
 
     def reduce(self, gradients: Mapping[nn.Parameter, Tensor], experts: Collection[nn.Parameter]) -> None:
-        """Sum gradients over ranks in place, except those that FSDP2 reduces.
+        """Sum each parameter's gradient over ranks in place, except those that FSDP2 reduces.
 
-        Args:
-            gradients: this rank's gradient of each parameter.
-            experts: the parameters among them that belong to experts. Under expert parallelism they are summed only
-                over the ranks that store the same experts, all others over the ranks with different data.
+        Gradients are summed over the ranks with different data; under expert parallelism those of `experts`, the
+        parameters that belong to experts, only over the ranks that store the same experts.
         """
         if self.is_single:
             return

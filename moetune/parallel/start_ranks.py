@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,22 +25,15 @@ _GRACE = 5.0  # seconds for other ranks to report an error, and again to end aft
 
 
 def was_launched() -> bool:
-    """Return whether this process is one of several ranks: `WORLD_SIZE` in the environment is above 1.
-
-    Raises:
-        UserError: `WORLD_SIZE` is not a number.
-    """
+    """Return whether this process is one of several ranks: `WORLD_SIZE` in the environment is above 1. Raise
+    `UserError` if it is not a number."""
     return number_in_environment("WORLD_SIZE", 1) > 1
 
 
 def number_in_environment(name: str, default: int | None = None) -> int:
     """Return an environment variable that a launcher sets, such as `RANK`, as a non-negative integer.
 
-    Args:
-        default: the number if the variable is not set; None if it must be set.
-
-    Raises:
-        UserError: the variable is missing without a default, or is not a decimal number of at most 9 digits.
+    Raises `UserError` if the variable is not a decimal number of at most 9 digits, or is not set and has no `default`.
     """
     text = os.environ.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
@@ -49,10 +42,8 @@ def number_in_environment(name: str, default: int | None = None) -> int:
 
 
 def note_failure(message: str) -> None:
-    """Write this rank's error message to the file that its launcher, moetune or torchrun, reads.
-
-    Does nothing without a launcher (`TORCHELASTIC_ERROR_FILE` is not set) or if the file exists already.
-    """
+    """Write this rank's error message to the file that its launcher, moetune or torchrun, reads. Do nothing without a
+    launcher (`TORCHELASTIC_ERROR_FILE` is not set) or if the file exists already."""
     file = os.environ.get(_ERROR_FILE)
     if file and not Path(file).exists():
         said = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}, "at": time.time()}
@@ -64,15 +55,12 @@ def is_quiet() -> bool:
     return PARENT in os.environ
 
 
-def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, str] = os.environ) -> int:
+def start_ranks(command: Sequence[str], ranks: int) -> int:
     """Run `command` once for each rank on this machine, and wait until all have ended.
 
     Rank 0 has this process's stdin, stdout and stderr. The others have no stdin or stdout; stderr goes to a temporary
     file. If a rank fails, the others get a few seconds to end, then are stopped, and the error of the rank that failed
     first is printed on stderr. SIGINT and SIGTERM are passed on to the ranks.
-
-    Args:
-        environment: environment variables of the ranks, to which those of a launcher are added.
 
     Returns:
         0, or the exit code of a failed rank: the lowest-numbered with a positive code, else 128 + the signal that ended
@@ -83,7 +71,7 @@ def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, st
     """
     with tempfile.TemporaryDirectory(prefix="moetune-") as name:
         folder = Path(name)
-        common = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), PARENT: str(os.getpid())}
+        common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), PARENT: str(os.getpid())}
         common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         common.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         processes = []
@@ -104,10 +92,8 @@ def start_ranks(command: Sequence[str], ranks: int, environment: Mapping[str, st
 
 @contextmanager
 def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on to the ranks within the `with` block; yield the list of signals received so far.
-
-    A terminal sends Ctrl-C to the ranks too, so they count signals within a second as one.
-    """
+    """Pass SIGINT and SIGTERM on to the ranks within the `with` block; yield the list of signals received so far. A
+    terminal sends Ctrl-C to the ranks too, so they count signals within a second as one."""
     passed: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -125,10 +111,8 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Wait until all processes have ended, and return the exit code that `start_ranks` documents.
-
-    After a failure, the other processes get `_GRACE` seconds to end, then SIGTERM, and after as long again SIGKILL.
-    """
+    """Wait until all processes have ended, and return the exit code that `start_ranks` documents. After a failure, the
+    other processes get `_GRACE` seconds to end, then SIGTERM, and after as long again SIGKILL."""
     while not _have_ended(processes, 0.0):
         if any(process.poll() for process in processes) and not _have_ended(processes, _GRACE):
             for process in processes:
@@ -165,7 +149,7 @@ def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
             tail = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
             errors.append((float("inf"), rank, tail or f"it ended with code {code}"))
     if not errors:
-        return "error: a rank failed without a word"
+        return "error: a rank failed and left no message"
     _, rank, first = min(errors)
     is_common = len(errors) == len(processes) and all(message == first for _, _, message in errors)
     return f"error: {first}" if is_common else f"error: rank {rank}: {first}"

@@ -1,7 +1,7 @@
 """Load a delta, full-precision weights under the base checkpoint's tensor names, into an adapted model.
 
 Every tensor of the delta must be needed for a parameter that trains. Parameters that train and are not in the delta
-keep their initial values: those of the base model, and for LoRA those of freshly drawn factors.
+keep their initial values: the base model's, or freshly drawn LoRA factors.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class _Target:
     Attributes:
         parameter: name of the parameter in the adapted model.
         mapping: the tensors and their conversion; for an expert of a stack, the tensors that hold its rows.
-        expert: id of the expert whose weights the parameter holds; None for a parameter of the plain model.
-        layer: the expert's layer; None for a parameter of the plain model.
+        expert, layer: id and layer of the expert whose weights the parameter holds; None for a parameter of the plain
+            model.
         stack: name of the parameter that holds all experts of the layer in the plain model, such as `down_proj`.
     """
 
@@ -80,9 +80,8 @@ def _experts_in(delta: Delta, key: str) -> list[int]:
 def check_delta(adapted: Adapted, delta: Delta) -> None:
     """Raise `UserError` if a delta does not fit the parameters that train; compare names and shapes, read no weights.
 
-    Raises:
-        UserError: a tensor or an expert's row of the delta is not needed for any trained parameter, other tensors of
-            the same parameter are missing from the delta, or a shape differs.
+    A delta does not fit if no trained parameter needs one of its tensors or an expert's row, if other tensors of the
+    same parameter are missing from it, or if a shape differs.
     """
     targets, problems = _targets(adapted, delta)
     trainable = adapted.learned()
@@ -104,10 +103,8 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
 
 
 def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
-    """Check a delta with `check_delta`, then copy its values into the model, one parameter at a time.
-
-    Returns:
-        Notes for the user on trained parameters that are not in the delta.
+    """Check a delta with `check_delta`, then copy its values into the model, one parameter at a time. Return notes for
+    the user on trained parameters that are not in the delta.
 
     Raises:
         UserError: the delta does not fit; or it has different values for two names that the model ties, in which case
@@ -134,10 +131,8 @@ def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
 
 
 def _targets(adapted: Adapted, delta: Delta) -> tuple[list[_Target], list[str]]:
-    """Return the parameters that the delta has values for, and the problems found.
-
-    A problem is a tensor that no trained parameter needs, or a parameter for which only some tensors are in the delta.
-    """
+    """Return the parameters that the delta has values for, and the problems found: tensors that no trained parameter
+    needs, and parameters for which only some tensors are in the delta."""
     targets: list[_Target] = []
     problems: list[str] = []
     used: dict[str, set[int | None]] = {key: set() for key in delta.tensors}

@@ -1,7 +1,4 @@
-"""Load a PEFT adapter folder, written by moetune or by PEFT itself, into an adapted model.
-
-Pickles are never opened.
-"""
+"""Load a PEFT adapter folder, written by moetune or by PEFT itself, into an adapted model. Pickles are never opened."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 
-_OF_OTHERS = (
+_NOT_PLAIN = (
     "use_dora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
     "fan_in_fan_out", "use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config", "arrow_config",
     "megatron_config",
@@ -49,7 +46,8 @@ Tensors = Mapping[str, Tensor]
 
 
 class _Scales(BaseModel):
-    """The settings of an adapter that set the scale of its factors, under PEFT's names; None for PEFT's default."""
+    """The settings of an adapter from which the scale of its factors follows, under PEFT's names; None for PEFT's
+    default."""
 
     lora_alpha: FiniteFloat
     alpha_pattern: dict[Pattern[str], FiniteFloat] | None = None
@@ -147,13 +145,8 @@ class _Reading:
         return values
 
     def _check_ids(self, where: str, A: Tensor, B: Tensor, ids: tuple[int, ...]) -> None:
-        """Report experts that have factors in the adapter or in the selection, but not in both.
-
-        Args:
-            A: factors of all E experts [E, R, in].
-            B: factors of all E experts [E, out, R].
-            ids: experts that have LoRA in the selection.
-        """
+        """Report experts that have factors in the adapter or in the selection, but not in both. A [E, R, in] and B [E,
+        out, R] are the adapter's factors of all E experts; `ids` are the experts that have LoRA in the selection."""
         for expert in range(len(A)):
             has_A, has_B = bool(A[expert].any()), bool(B[expert].any())
             if expert in ids and not has_A and not has_B:
@@ -170,9 +163,8 @@ class _Reading:
             path: where PEFT stores the factors.
             target: the layer's path in the plain model, for messages and for PEFT's patterns.
             rank: rank per expert that the selection sets.
-            into: number of input features.
+            into, outputs: numbers of input and output features.
             scale: the number that the selection multiplies B·A by.
-            outputs: number of output features.
             experts: number of experts that the two matrices hold.
 
         Returns:
@@ -205,10 +197,8 @@ class _Reading:
         return alpha / (math.sqrt(rank) if self.scales.use_rslora else rank)
 
     def _full(self, wanted: set[str]) -> dict[str, Tensor]:
-        """Return the values of the parameters in `wanted`, which train in full precision, and report what is missing.
-
-        A parameter may be stored under its own name or under one that is tied to it.
-        """
+        """Return the values of the parameters in `wanted`, which train in full precision, and report what is missing. A
+        parameter may be stored under its own name or under one that is tied to it."""
         values: dict[str, Tensor] = {}
         tied = self.adapted.structure.tied
         for stored in list(self.left):
@@ -284,13 +274,10 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _plain_lora(folder: Path) -> tuple[_Scales, dict[str, Tensor]]:
-    """Return the scales and the tensors of an adapter.
-
-    Raises:
-        UserError: as `read_adapter`; or the adapter is not plain LoRA.
-    """
+    """Return the scales and the tensors of an adapter. Raise `UserError` as `read_adapter`, or if it is not plain
+    LoRA."""
     settings, tensors = read_adapter(folder)
-    others = [f"{key}: {settings[key]}" for key in _OF_OTHERS if settings.get(key)]
+    others = [f"{key}: {settings[key]}" for key in _NOT_PLAIN if settings.get(key)]
     if settings.get("bias", "none") != "none":
         others.append(f"bias: {settings['bias']}")
     if settings.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):

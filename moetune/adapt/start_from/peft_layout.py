@@ -32,13 +32,14 @@ PREFIX = "base_model.model."
 
 
 def join_experts(A: Tensor, B: Tensor, ids: Iterable[int], experts: int, rows: tuple[slice, ...]) -> tuple[Tensor, ...]:
-    """Combine the factors of some experts into PEFT's two matrices for all E experts; the other experts get zeros.
+    """Combine the factors of n experts into PEFT's two matrices for all E experts of a layer, with zeros for the
+    others.
 
     Args:
         A: [n, parts, r, in], where parts is 2 if gate and up have separate factors, else 1.
         B: [n, parts, out / parts, r].
         ids: ids of the n experts.
-        experts: E, the number of experts of the layer.
+        experts: E.
         rows: the output rows of each part.
 
     Returns:
@@ -56,28 +57,22 @@ def join_experts(A: Tensor, B: Tensor, ids: Iterable[int], experts: int, rows: t
 
 
 def split_experts(lora_A: Tensor, lora_B: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return the factors of each expert, A [E, R, in] and B [E, out, R], as views of PEFT's matrices where possible.
-
-    Args:
-        lora_A: [E·R, in].
-        lora_B: [out, R·E].
-        experts: E.
-    """
+    """Return the factors of each of E experts, A [E, R, in] and B [E, out, R], as views where possible of PEFT's
+    matrices `lora_A` [E·R, in] and `lora_B` [out, R·E]."""
     outputs = lora_B.shape[0]
     return lora_A.unflatten(0, (experts, -1)), lora_B.reshape(outputs, -1, experts).permute(2, 0, 1)
 
 
 def split_parts(B: Tensor, rank: int, rows: tuple[slice, ...]) -> tuple[Tensor, bool]:
-    """Split the B factors of joined parts, such as gate and up, into those of each part.
+    """Split the B factors [n, out, parts·r] of joined parts, such as gate and up, into those of each part.
 
     Args:
-        B: [n, out, parts·r].
         rank: r, the rank of a part.
         rows: the output rows of each part.
 
     Returns:
         The B factors [n, parts, out / parts, r], and whether B has nonzero values that belong to no part, so that the
-        parts share factors.
+            parts share factors.
     """
     blocks, rest = [], B.clone()
     for part, of_part in enumerate(rows):
@@ -88,7 +83,7 @@ def split_parts(B: Tensor, rank: int, rows: tuple[slice, ...]) -> tuple[Tensor, 
 
 
 def plain_number(number: float) -> Any:
-    """Return the number as an int if it is a whole number."""
+    """Return a whole number as an int, any other as it is."""
     return int(number) if number == int(number) else number
 
 

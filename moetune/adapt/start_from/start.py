@@ -22,11 +22,8 @@ _ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, "adapter_model.bin")
 
 @dataclass(frozen=True)
 class Start:
-    """Initial values for what trains, checked as far as possible without reading frozen weights.
-
-    Attributes:
-        delta: the opened delta; None if the folder holds a PEFT adapter.
-    """
+    """Initial values for what trains, checked as far as possible without reading frozen weights. `delta` is the opened
+    delta; None if the folder holds a PEFT adapter."""
 
     folder: Path
     delta: Delta | None = None
@@ -34,11 +31,8 @@ class Start:
     def load(self, adapted: Adapted, base: Base | None) -> tuple[str, ...]:
         """Copy the values into the adapted model; return notes for the user.
 
-        Args:
-            base: the checkpoint that the frozen weights were read from; may be None only if this is a PEFT adapter.
-
-        Raises:
-            UserError: the values do not fit the model, or were trained on other frozen weights.
+        `base` is the checkpoint that the frozen weights were read from; it may be None only for a PEFT adapter. Raises
+        `UserError` if the values do not fit the model, or were trained on other frozen weights.
         """
         try:
             if self.delta is None:
@@ -59,11 +53,8 @@ class Start:
 def open_start(adapted: Adapted) -> Start | None:
     """Open and check the folder that `adapt.start_from` names; return None if the setting is not used.
 
-    Args:
-        adapted: the run's model, on the meta device.
-
-    Raises:
-        UserError: the folder does not exist, is neither adapter nor delta, is damaged, or does not fit the run.
+    `adapted` is the run's model, on the meta device. Raises `UserError` if the folder does not exist, is neither
+    adapter nor delta, is damaged, or does not fit the run.
     """
     start_from = adapted.run.config.adapt.start_from
     if start_from is None:

@@ -22,15 +22,10 @@ from moetune.run.resolve import ResolvedModel, ResolvedRun
 def noting_base(model: ResolvedModel, ranks: Ranks = SINGLE_RANK) -> Iterator[Callable[[], Base | None]]:
     """Compute the fingerprint of the checkpoint in other threads while the `with` block loads its weights.
 
-    Yields a function that waits for the fingerprint and returns the `Base`. Call it inside the `with` block, after the
-    weights are loaded, because loading may download them. It returns None for random weights. For a quantized base it
-    returns the original checkpoint, as recorded when that was quantized.
-
-    Args:
-        ranks: the ranks of the run; each reads a share of the files, and each gets the whole fingerprint.
-
-    Raises:
-        UserError: by the yielded function, if the loaded weights are not in any folder.
+    Yields a function that waits for the fingerprint and returns the `Base`: None for random weights; for a quantized
+    base the original checkpoint, as recorded when that was quantized. Call it inside the block after the weights are
+    loaded, because loading may download them; it raises `UserError` if no folder holds them. With several ranks each
+    reads a share of the files, and each gets the whole fingerprint.
     """
     source = model.source
     if model.config.weights == "random" or source.quantized_base is not None:
@@ -66,23 +61,15 @@ def build_noting(
     on_read: Callable[[float], None] | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> tuple[Adapted, Base | None]:
-    """Build the adapted model on `device`; return it and the checkpoint that its frozen weights were read from.
-
-    The checkpoint is None for random weights. Arguments and errors are those of `build`.
-    """
+    """Build the adapted model as `build`; return it and the checkpoint that its frozen weights were read from, which is
+    None for random weights."""
     with noting_base(run.model, ranks) as noted:
         return build(run, device, on_read, ranks), noted()
 
 
 def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) -> None:
-    """Raise `UserError` if a checkpoint has changed since it was recorded.
-
-    Args:
-        noted: the checkpoint as it was recorded.
-        found: the fingerprint of the checkpoint now.
-        what: what was trained on the checkpoint, for the message.
-        where: the folder of the checkpoint, for the message.
-    """
+    """Raise `UserError` if the checkpoint `noted` has changed: its fingerprint is now `found`. For the message, `what`
+    was trained on the checkpoint, and `where` is its folder."""
     difference = noted.fingerprint.difference(found)
     if difference is not None:
         raise UserError(
@@ -92,15 +79,11 @@ def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) 
 
 
 def refuse_other_headers(made_for: Base, model: ResolvedModel, what: str) -> None:
-    """Raise `UserError` if `what` was made for another checkpoint than a model's; read no weights.
+    """Raise `UserError` if `what`, an adapter or a delta, was made for another checkpoint than a run's model; read no
+    weights.
 
     Names, dtypes and shapes of tensors are compared; for a quantized base also the digests in its manifest. Nothing is
     compared if the weights are not on this machine yet.
-
-    Args:
-        made_for: the checkpoint that `what` was made for.
-        model: the model of the run.
-        what: an adapter or a delta, for the message.
     """
     source = model.source
     difference = None

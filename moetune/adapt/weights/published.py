@@ -30,16 +30,11 @@ class CheckpointReader:
     """Reads a checkpoint into a model, expert by expert and tensor by tensor; each is freed before the next is read.
 
     Weights are quantized from the values and dtype that the checkpoint has, whatever the compute dtype, so that
-    `moetune quantize` writes what every run would quantize. What a published format holds quantized is first rounded to
-    the compute dtype.
+    `moetune quantize` writes what every run would quantize. Weights that the checkpoint holds quantized are first
+    rounded to the compute dtype.
 
-    Creating the reader checks names, shapes and dtypes, and reads no weight.
-
-    Args:
-        target: stores the tensors in the model.
-
-    Raises:
-        UserError: the checkpoint does not fit the model in the names, shapes or dtypes of its tensors.
+    Creating the reader checks names, shapes and dtypes, and reads no weight; it raises `UserError` if they do not fit.
+    `target` stores the tensors in the model.
     """
 
     def __init__(self, folder: Path, plain: PreTrainedModel, name: str, target: LoadTarget) -> None:
@@ -102,10 +97,8 @@ class CheckpointReader:
         realize_buffers(model, self._target.device)
 
     def _read_apart(self, path: str, stack: str, mapping: KeyMapping) -> None:
-        """Read experts that have tensors of their own.
-
-        Matrices of frozen experts that are already NF4 as the run demands are stored as they are.
-        """
+        """Read experts that have tensors of their own. Frozen experts that are already NF4 as the run demands are
+        stored as they are."""
         for expert in self._target.bank(path).held:
             one = mapping.of_expert(expert)
             pieces = [self._stored[key] for key in one.every_key()]
@@ -118,10 +111,8 @@ class CheckpointReader:
             self._target.put_expert(path, stack, expert, one.to_model(self._read)[0])
 
     def _read_rows(self, path: str, stack: str, stored: Stored) -> None:
-        """Read experts that are rows of one tensor.
-
-        MXFP4 is stored as it is if the expert is frozen and `model.base` is MXFP4.
-        """
+        """Read experts that are rows of one tensor. MXFP4 is stored as it is if the expert is frozen and `model.base`
+        is MXFP4."""
         for expert in self._target.bank(path).held:
             is_frozen = self._target.pieces_of(path, stack, expert) is not None
             if is_frozen and isinstance(stored, Mxfp4) and self._target.config.base == "mxfp4":
@@ -144,10 +135,8 @@ class CheckpointReader:
         return _narrowed(self._stored[key].whole(self._target.device))
 
     def _converted(self, mapping: KeyMapping) -> Tensor:
-        """Return a parameter in the checkpoint's dtype.
-
-        It is converted on the CPU if transformers marks it as too large for a GPU.
-        """
+        """Return a parameter in the checkpoint's dtype, converted on the CPU if transformers marks it as too large for
+        a GPU."""
         on_host = mapping.conversion is not None and mapping.conversion.force_cpu
         device = torch.device("cpu") if on_host else self._target.device
         return mapping.to_model(lambda key: self._stored[key].whole(device))
@@ -211,10 +200,7 @@ def _narrowed(weight: Tensor) -> Tensor:
 
 def read_published(target: LoadTarget, model: ResolvedModel) -> None:
     """Read the checkpoint of a model into the target's model, which is on the meta device; download it first if needed.
-
-    Raises:
-        UserError: the checkpoint cannot be found, downloaded or read, or does not fit the model.
-    """
+    Raise `UserError` if it cannot be found, downloaded or read, or does not fit the model."""
     folder = model.source.weights()
     CheckpointReader(folder, model.plain, model.source.name, target).read_all(target.model)
     finish_reading(target.model, folder)
@@ -230,12 +216,8 @@ def finish_reading(model: PreTrainedModel, folder: Path) -> None:
 
 
 def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
-    """Raise `UserError` if `wrong` is not empty; the message lists its first ten entries.
-
-    Args:
-        wrong: descriptions of tensors that do not fit.
-        what: the weights, in the plural, for the message.
-    """
+    """Raise `UserError` if `wrong`, descriptions of tensors that do not fit, is not empty; the message lists the first
+    ten. `what` names the weights in it, in the plural."""
     if wrong:
         more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
         raise UserError(f"{what} do not fit {model!r}: {'; '.join([*wrong][:10])}{more}")

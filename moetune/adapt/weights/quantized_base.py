@@ -3,8 +3,8 @@
 A quantized base is a checkpoint with weights that `moetune quantize` has quantized, so that loading takes a fraction of
 the time. The folder has one safetensors file for each layer's experts, `rest.safetensors` for all other tensors, the
 model's configuration and tokenizer, a ledger of these files, and a manifest, `packed.json`. The manifest is written
-last; it says what was quantized and how, with the size and SHA-256 of each weight file. When a base is read, other
-threads compute the digests of its files, and a file that has changed raises an error with its name.
+last; it says what was quantized and how, with the size and SHA-256 of each weight file. While a base is read, other
+threads compute the digests of its files; one that has changed raises `UserError`.
 """
 
 from __future__ import annotations
@@ -54,22 +54,16 @@ def layer_file(path: str) -> str:
 
 
 def write_bank(folder: Path, path: str, bank: ExpertBank) -> None:
-    """Write one layer's experts to their file, under a temporary name first, so that the file is never incomplete.
-
-    Args:
-        bank: the layer's experts, all of them frozen.
-    """
+    """Write one layer's experts, all frozen, to their file, under a temporary name first, so that the file is never
+    incomplete."""
     _write(folder / layer_file(path), {f"{path}.{name}": tensor for name, tensor in bank.named_buffers()})
 
 
 def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTrainedModel) -> None:
-    """Write all tensors except the experts to `rest.safetensors`.
+    """Write all tensors of `model`, which has its weights loaded and no experts, to `rest.safetensors`.
 
-    A tensor that was quantized, or is quantized in the checkpoint, is written as the model has it; any other with the
-    checkpoint's values.
-
-    Args:
-        model: the model with its weights loaded, without experts.
+    A tensor that was quantized, or is quantized in the checkpoint `source`, is written as the model has it; any other
+    with the checkpoint's values. `plain` is the model on the meta device, as its configuration describes it.
     """
     stored = open_checkpoint(source)
     mappings = key_mappings(plain, stored)
@@ -87,18 +81,14 @@ def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTra
 
 
 def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Path]) -> None:
-    """Prepare a folder for a new or interrupted quantized base; copy configuration and tokenizer into it.
+    """Prepare a folder for a new or interrupted quantized base; copy configuration and tokenizer into it from `source`.
 
     What is to be quantized is recorded in the folder, or compared with what was recorded there before. The ledger lists
-    all files that will be written.
-
-    Args:
-        source: folder of the checkpoint.
-        weights: the checkpoint's weight files.
+    all files that will be written. `weights` are the checkpoint's weight files.
 
     Raises:
-        UserError: the folder holds other files or a finished quantized base; it was begun for another model,
-            precision or version of the checkpoint; or its record is damaged.
+        UserError: the folder holds other files or a finished quantized base; it was begun for another model, precision
+            or version of the checkpoint; or its record is damaged.
     """
     plan = {
         "schema": 1,
@@ -133,11 +123,8 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
 
 
 def remove(folder: Path) -> None:
-    """Remove a quantized base, finished or not, from a folder: the files in its ledger, the manifest first.
-
-    Raises:
-        UserError: the folder has entries and no ledger of a quantized base, or a file that the ledger does not list.
-    """
+    """Remove a quantized base, finished or not, from a folder: the files in its ledger, the manifest first. Raise
+    `UserError` if the folder has entries and no ledger of a quantized base, or a file that the ledger does not list."""
     ledger = Ledger(folder)
     if not any(item.name != WriterLock.NAME for item in folder.iterdir()):
         return
@@ -156,12 +143,7 @@ def remove(folder: Path) -> None:
 
 def finish(folder: Path, source: Fingerprint, experts: Iterable[str]) -> dict[str, int]:
     """Write the manifest, which completes the quantized base; return the number of weight files and their total bytes.
-
-    Args:
-        folder: folder of the quantized base.
-        source: fingerprint of the checkpoint.
-        experts: paths of the experts modules of all layers.
-    """
+    `source` is the fingerprint of the checkpoint, `experts` are the paths of the experts modules of all layers."""
     files = sorted([folder / REST, *(folder / layer_file(path) for path in experts)])
     with digesting(files, _THREADS) as digests:
         entries = {file.name: {"bytes": file.stat().st_size, "sha256": digests()[file.name]} for file in files}
@@ -180,11 +162,8 @@ def _read_begun(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all that is stored of a model besides experts.
-
-    These are the parameters and persistent buffers that are not on the meta device, and the quantization states of
-    4-bit layers.
-    """
+    """Yield (name, tensor) of all that is stored of a model besides experts: parameters and persistent buffers that are
+    not on the meta device, and the quantization states of 4-bit layers."""
     persistent = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in persistent and not tensor.is_meta:
@@ -207,13 +186,11 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def check_quantized_base(run: ResolvedRun) -> None:
-    """Raise `UserError` if a run's model is a quantized base that the run cannot use; accept any other model.
+    """Raise `UserError` if a run's model is a quantized base that the run cannot use; accept any other model. Read no
+    weights.
 
-    The run's settings are compared with the manifest, and the sizes of the files with those in it. No weights are read.
-
-    Raises:
-        UserError: the base has another precision than `model.base` or `model.double_quant`; a file is missing or has
-            the wrong size; or the run trains whole experts, for which the base has no weights in full precision.
+    The base must have the precision that `model.base` and `model.double_quant` set, and all files in the sizes that the
+    manifest lists. The run may not train whole experts, which the base holds only quantized.
     """
     manifest, config = run.model.source.quantized_base, run.config.model
     if manifest is None:
@@ -240,14 +217,11 @@ def check_quantized_base(run: ResolvedRun) -> None:
 def read_quantized_base(
     target: LoadTarget, run: ResolvedRun, ranks: Ranks, on_read: Callable[[float], None] | None = None
 ) -> None:
-    """Read the quantized base of a run into the target's model. Each rank reads only the experts that it holds.
+    """Read the quantized base of a run into the target's model. Each rank reads only the experts that it holds, and
+    computes the digests of a share of the files.
 
-    Args:
-        ranks: the ranks of the run; each computes the digests of a share of the files.
-        on_read: called after each file with the fraction of all bytes that has been read (0 to 1).
-
-    Raises:
-        UserError: as `check_quantized_base`; or a file is damaged, lacks a tensor, or differs from its digest.
+    `on_read` is called after each file with the fraction of all bytes that has been read (0 to 1). Raises `UserError`
+    as `check_quantized_base`; or if a file is damaged, lacks a tensor, or differs from its digest.
     """
     check_quantized_base(run)
     manifest, folder = run.model.source.quantized_base, Path(str(run.model.source.folder))
@@ -298,7 +272,7 @@ def _fill(
 
 
 def _read_held(opened: Any, name: str, target: LoadTarget) -> Tensor:
-    """Return a tensor, or of a tensor with rows for all experts of a layer those of the experts on this rank."""
+    """Return a tensor; if it has rows for all experts of a layer, only those of the experts on this rank."""
     bank = next((bank for path, bank in target.banks.items() if name.startswith(f"{path}.")), None)
     if bank is None or name.endswith((".nested_code", ".pairs")) or len(bank.held) == bank.expert_shape.num_experts:
         return opened.get_tensor(name)

@@ -35,9 +35,8 @@ METHOD = "moetune"
 
 @register_quantization_config(METHOD)
 class MoetuneConfig(QuantizationConfigMixin):
-    """Settings (`quantization_config=`) with which `from_pretrained` loads a model quantized by moetune.
-
-    No parameter of the loaded model trains.
+    """Settings (`quantization_config=`) with which `from_pretrained` loads a model quantized by moetune, which does not
+    train.
 
     Args:
         base: precision of the experts and linear layers, as `model.base` in a run file.
@@ -60,18 +59,13 @@ class MoetuneConfig(QuantizationConfigMixin):
 @register_quantizer(METHOD)
 class MoetuneQuantizer(LoadingQuantizer):
     """Quantizes experts and linear layers while `from_pretrained` reads a checkpoint, as a `MoetuneConfig` says.
-
-    transformers creates it for that configuration and calls `load` in place of its own loading.
-    """
+    transformers creates it for that configuration and calls `load` in place of its own loading."""
 
     quantization_config: MoetuneConfig
 
     def load(self, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
-        """Read a checkpoint into a model on the meta device, quantizing its experts and linear layers.
-
-        Raises:
-            UserError: the model's experts cannot be quantized, or the checkpoint does not fit the model.
-        """
+        """Read a checkpoint into a model on the meta device, quantizing its experts and linear layers. Raise
+        `UserError` if the experts cannot be quantized, or the checkpoint does not fit the model."""
         plain, structure = copy.deepcopy(model), read_structure(model)
         raise_problems(validation.unsupported_experts(model, structure))
         dtype = next(name for name, one in DTYPES.items() if one == model.config.dtype)

@@ -15,11 +15,9 @@ from moetune.run.names import stacks
 def fill_randomly(target: LoadTarget, *, draws: bool = True) -> None:
     """Draw every weight with the initialization rules of the model's code, and quantize what stays frozen.
 
-    On the meta device, or with `draws=False`, only replace modules by expert banks and quantized layers; weights stay
-    on the meta device without values, except those of the banks, which are allocated on the target's device.
-
-    Raises:
-        UserError: the model's code has no rule to initialize one of the tensors.
+    On the meta device, or with `draws=False`, only replace modules by expert banks and quantized layers: weights stay
+    on the meta device, except those of the banks, which are allocated on the target's device. Raises `UserError` if the
+    model's code has no rule to initialize one of the tensors.
     """
     model, device = target.model, target.device if draws else torch.device("meta")
     target.make_banks()
@@ -48,16 +46,8 @@ def realize_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
-    """Allocate a module's own meta tensors on `device` and initialize them with the rules of the model's code.
-
-    Tensors of submodules, and tensors that are not on the meta device, are left alone.
-
-    Args:
-        device: where to allocate; the meta device does nothing.
-
-    Raises:
-        UserError: the model's code has no rule to initialize one of the tensors.
-    """
+    """Allocate a module's own meta tensors on `device` and initialize them with the rules of the model's code; do
+    nothing if `device` is meta. Raise `UserError` if there is no rule for one of them."""
     module = model.get_submodule(path)
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     if device.type == "meta" or not any(tensor.is_meta for tensor in own.values()):
@@ -81,10 +71,8 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
 
 
 def _draw(model: PreTrainedModel, path: str, fresh: list[Tensor]) -> None:
-    """Initialize the tensors `fresh` of the module at `path` by its own rule.
-
-    Tensors that this rule skips are initialized by the rule of a module around it.
-    """
+    """Initialize the tensors `fresh` of the module at `path` by its own rule, and those that this rule skips by the
+    rule of a module around it."""
     while True:
         holder = model.get_submodule(path)
         for tensor in (*holder.parameters(), *holder.buffers()):

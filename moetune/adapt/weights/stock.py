@@ -17,10 +17,7 @@ from moetune.run.resolve import ResolvedModel
 
 
 def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
-    """Load a model with transformers' `from_pretrained`, in the model's dtype.
-
-    Args:
-        model: the resolved model; its weights are downloaded if needed.
+    """Load a model with transformers' `from_pretrained`, in the model's dtype; download its weights if needed.
 
     Raises:
         UserError: the weights cannot be found, downloaded or loaded; or a tensor is missing, unexpected or of another

@@ -76,10 +76,8 @@ class LoadTarget:
     # --- Experts ----------------------------------------------------------------------------------------------------
 
     def make_banks(self) -> None:
-        """Create the banks of all layers before any weight is read.
-
-        Temporary tensors of the reading would otherwise leave gaps between the banks in memory.
-        """
+        """Create the banks of all layers before any weight is read, because temporary tensors of the reading would
+        otherwise leave gaps between the banks in memory."""
         for path in self.layers:
             self.bank(path)
 
@@ -107,29 +105,21 @@ class LoadTarget:
         return self.banks[path]
 
     def put_expert(self, path: str, stack: str, expert: int, weight: Tensor) -> None:
-        """Store one expert's matrix or bias, quantized unless the expert trains.
-
-        Args:
-            weight: the expert's slice of the stack, in the model's layout, of any dtype.
-        """
+        """Store one expert's matrix or bias, quantized unless the expert trains. `weight` is the expert's slice of the
+        stack, in the model's layout, of any dtype."""
         self.bank(path).put_(expert, matrix_of(stack), out_in(self.layers[path], stack, weight))
         self._note(weight.numel())
 
     def put_quantized_expert(self, path: str, stack: str, expert: int, *pieces: Mapping[str, Tensor]) -> None:
-        """Store a frozen expert's matrix that a checkpoint holds already quantized.
-
-        Args:
-            pieces: tensors by name, for the whole matrix or, if `pieces_of` returns 2 pieces, for gate and for up.
-        """
+        """Store a frozen expert's matrix that a checkpoint holds already quantized: tensors by name, in one piece for
+        the whole matrix or, if `pieces_of` returns 2, in one for gate and one for up."""
         layer = self.layers[path]
         self.bank(path).put_quantized_(expert, matrix_of(stack), *pieces)
         self._note(getattr(self.model.get_submodule(path), stack).numel() // layer.shape.num_experts)
 
     def pieces_of(self, path: str, stack: str, expert: int) -> tuple[int, tuple[int, int]] | None:
-        """Return how many pieces a frozen expert's matrix is quantized in, and the shape [out, in] of each piece.
-
-        Return None if the expert trains or the stack holds biases, which are not quantized.
-        """
+        """Return how many pieces a frozen expert's matrix is quantized in, and the shape [out, in] of each; None if the
+        expert trains or the stack holds biases, which are not quantized."""
         bank, matrix = self.bank(path), matrix_of(stack)
         if expert not in bank.frozen_slots or matrix.endswith("_bias"):
             return None
@@ -151,11 +141,9 @@ class LoadTarget:
     # --- Linear layers ----------------------------------------------------------------------------------------------
 
     def put_linear(self, path: str, weight: Tensor) -> None:
-        """Store the weight of a linear layer [out, in] of any dtype, and replace the layer by a quantized one.
-
-        The layer keeps the weight as it is if `model.base` is the compute dtype, or is MXFP4, which applies to
-        experts only.
-        """
+        """Store the weight of a linear layer [out, in] of any dtype, and replace the layer by a quantized one. The
+        layer keeps the weight as it is if `model.base` is the compute dtype, or is MXFP4, which applies to experts
+        only."""
         linear = cast(nn.Linear, self.model.get_submodule(path))
         self._note(weight.numel())
         if DTYPES.get(self.config.base) == self.dtype or self.config.base == "mxfp4":
@@ -179,13 +167,9 @@ class LoadTarget:
         self.model.set_submodule(path, quantized.requires_grad_(False))
 
     def put_4bit(self, path: str, data: Tensor, state: dict[str, Tensor]) -> None:
-        """Store the weight of a linear layer that is already quantized in 4 bits.
-
-        Args:
-            path: path of the linear layer, which is replaced by a `Linear4bit` unless it is one.
-            data: the quantized weight, two values per byte.
-            state: the quantization state, under bitsandbytes' names.
-        """
+        """Store the weight of a linear layer that is already quantized in 4 bits: `data` has two values per byte,
+        `state` the quantization state under bitsandbytes' names. The layer is replaced by a `Linear4bit` unless it is
+        one."""
         linear = self.model.get_submodule(path)
         if not isinstance(linear, Linear4bit):
             linear = self._empty_4bit(cast(nn.Linear, linear), "nested_absmax" in state)
@@ -214,11 +198,8 @@ class LoadTarget:
     # --- All else ---------------------------------------------------------------------------------------------------
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Store a parameter or buffer under its name in the model, converted to the dtype that the model has for it.
-
-        Raises:
-            RuntimeError: the tensor has another shape than the model's.
-        """
+        """Store a parameter or buffer under its name in the model, in the dtype that the model has for it. Raise
+        `RuntimeError` if it has another shape than the model's."""
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
         there = getattr(module, last)
@@ -240,8 +221,6 @@ class LoadTarget:
 
 
 def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
-    """Return one expert's slice of a stack in the layout of a bank: a weight as [out, in], a bias unchanged.
-
-    The result is a view.
-    """
+    """Return a view of one expert's slice of a stack in the layout of a bank: a weight as [out, in], a bias
+    unchanged."""
     return tensor.T if layer.shape.is_transposed and not stack.endswith("bias") else tensor

@@ -25,27 +25,16 @@ _WHERE = ("targets", "layers", "ids")
 
 @dataclass
 class Depths:
-    """Cache of closed forms that reuses a record for all runs with the same shortened model.
-
-    A closed form is the memory of a run as formulas of its sizes. The cache is in memory; the records are also kept on
-    disk (store.py).
-    """
+    """Cache in memory of closed forms, the memory of runs as formulas of their sizes; one record serves all runs with
+    the same shortened model. The records are also kept on disk (store.py)."""
 
     _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
 
     def at(self, run: ResolvedRun, rank: int = 0, gpu: Gpu | None = None, routing: AssumedRouting = BALANCED) -> Trace:
         """Evaluate the closed form of a run; record a step first if no run with the same shortened model has one.
 
-        Args:
-            gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
-            routing: assumed number of tokens that each expert receives.
-
-        Returns:
-            The trace of the run's last step, with bytes by formula, as from `ClosedForm.at`.
-
-        Raises:
-            NoClosedForm: the run has no closed form, for instance because its engine is DeepSpeed.
-            UserError: a recorded load in `routing` does not match the model's layers or experts.
+        `gpu` is the GPU whose attention kernels and workspaces are assumed, None for a CPU; `routing` the assumed
+        number of tokens that each expert receives. Result and errors are those of `ClosedForm.at`.
         """
         form = ClosedForm(run, rank, gpu)
         if can_be_shortened(run.config):

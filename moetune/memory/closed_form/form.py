@@ -48,8 +48,8 @@ class _Size:
         shape: selects the record to evaluate.
         sizes: values of the named sizes, without those of experts.
         rows: decoder layer -> tokens of each of its experts.
-        batch: division of a micro-batch's tokens in the loss.
-        held_out: division of an evaluation's batch; None if that batch has no more rows than a micro-batch.
+        batch, held_out: division of the tokens of a micro-batch, and of an evaluation's batch, in the loss; None if the
+            latter has no more rows than a micro-batch.
     """
 
     shape: Shape
@@ -82,10 +82,8 @@ class ClosedForm:
 
     @cached_property
     def short(self) -> Shortened:
-        """The decoder layers that are recorded, and the groups among them that stand for others.
-
-        `short.run` is the run with all its layers, unlike in the result of `alike.shorten`.
-        """
+        """The decoder layers that are recorded, and the groups among them that stand for others. Unlike in the result
+        of `alike.shorten`, `short.run` is the run with all its layers."""
         if not can_be_shortened(self.run.config):
             return Shortened(self.run, tuple(range(self.run.structure.num_layers)), ())
         kept, units = groups(self.kinds)
@@ -114,12 +112,12 @@ class ClosedForm:
     ) -> Trace | None:
         """Evaluate the closed form at the sizes of a run of this kind.
 
-        Reads records from disk; a step of a new shape is recorded, which takes seconds, and written to disk.
+        Records are read from disk. If no step of the run's shape is recorded, it is recorded, which takes seconds, and
+        written to disk; or None is returned if not `may_record`.
 
         Args:
             config: run of this kind, whose sizes are used.
             routing: assumed number of tokens that each expert receives.
-            may_record: False to return None if no step of this shape has been recorded.
 
         Returns:
             The trace of the run's last step on the whole model, with bytes by formula, without collectives and work.
@@ -159,12 +157,8 @@ class ClosedForm:
         return replace(found, load=load_peaks(self.run, found))
 
     def _size(self, config: ResolvedConfig, routing: AssumedRouting) -> _Size:
-        """Return the sizes of a run.
-
-        Raises:
-            NoClosedForm: layers differ in which experts receive no token; or tensor-parallel ranks dispatch unequal
-                shares of the tokens.
-        """
+        """Return the sizes of a run. Raise `NoClosedForm` if layers differ in which experts receive no token, or if
+        tensor-parallel ranks dispatch unequal shares of the tokens."""
         assert self.recorded is not None
         head, train, length = self.recorded.head, config.train, config.train.sequence_length
         if alignment(length) % token_shares(config.parallel):
@@ -187,11 +181,8 @@ class ClosedForm:
         return _Size(shape, sizes_of(train.micro_batch, length, batch, more, held_out), rows, batch, held_out)
 
     def _rows(self, trained: int, held_out: int, routing: AssumedRouting) -> dict[int, ExpertRows]:
-        """Return decoder layer -> tokens of each of its experts.
-
-        Args:
-            trained: tokens of a micro-batch.
-        """
+        """Return decoder layer -> tokens of each of its experts, for the tokens of a micro-batch and of an evaluation's
+        batch."""
         shares, known = token_shares(self.run.config.parallel), dict[Hashable, ExpertRows]()
 
         def of(layer: MoeLayer) -> ExpertRows:
@@ -208,11 +199,8 @@ class ClosedForm:
 
     @contextmanager
     def _steps(self) -> Iterator[Steps]:
-        """Build the shortened model on fake tensors; yield its steps, with all optimizer states created.
-
-        Raises:
-            NoClosedForm: the engine is DeepSpeed, or code within the context reads the values of tensors.
-        """
+        """Build the shortened model on fake tensors; yield its steps, with all optimizer states created. Raise
+        `NoClosedForm` if the engine is DeepSpeed, or code within the context reads the values of tensors."""
         if self.run.config.parallel.engine == "deepspeed":
             raise NoClosedForm("DeepSpeed has no closed form: it joins all that trains; use --method trace")
         try:
@@ -281,11 +269,8 @@ _PROBED = (256, 768)
 
 
 def _head_of(steps: Steps) -> KnownHead:
-    """Return the sizes of the LM head, after forward passes at two lengths.
-
-    Raises:
-        NoClosedForm: the passes allocate different numbers of tensors, so the model's code loops over the sequence.
-    """
+    """Return the sizes of the LM head, from forward passes at two lengths. Raise `NoClosedForm` if these allocate
+    different numbers of tensors, because the model's code then loops over the sequence."""
     adapted, lengths = steps.adapted, []
     trains = _head_trains(adapted.model)
     # FSDP2's first forward pass creates buffers that stay, so it is not compared.
@@ -314,8 +299,8 @@ def _head_trains(model: PreTrainedModel) -> bool:
 def record_ahead(run: ResolvedRun) -> None:
     """Record the steps of all kinds of ranks of a run and write them to disk, before the ranks start.
 
-    A rank cannot record while it runs, because recording needs a fake process group. For a run without a closed form
-    nothing is raised: the `memory.json` in its run folder then has no prediction.
+    A rank cannot record while it runs, because recording needs a fake process group. A run without a closed form raises
+    nothing; its `memory.json` then has no prediction.
     """
     card = find_gpu(run.config.hardware.gpu or "l40s") if run.device_type == "cuda" else None
     try:

@@ -19,10 +19,10 @@ class ProbeSizes:
     """Probe sizes: the sizes at which one step is recorded, to factor the bytes of its tensors into sizes.
 
     Attributes:
-        sequence: tokens of a row.
+        rows, sequence: rows of a micro-batch, and tokens of a row.
         held_out_rows: rows of an evaluation's batch, if there is one.
-        batch: division of a micro-batch's tokens in the loss.
-        held_out: the same for an evaluation's batch; None without an evaluation.
+        batch, held_out: division of the tokens of a micro-batch, and of an evaluation's batch, in the loss; None
+            without an evaluation.
         idle: ids of the experts that receive no token, in a micro-batch and in an evaluation's batch.
     """
 
@@ -37,9 +37,8 @@ class ProbeSizes:
     def of(cls, shape: Shape, own: Collection[int], number: int) -> ProbeSizes:
         """Choose the sizes of a step to record: rows and length with large prime factors, and chunks of the loss.
 
-        Args:
-            own: sizes of the dimensions of the model's weights; numbers of rows and of tiles do not divide them.
-            number: which of several different choices to return, from 0.
+        `own` are the sizes of the dimensions of the model's weights, which no number of rows or tiles divides.
+        `number`, from 0, selects one of several different choices.
         """
         free = (p for p in primes(53) if _is_rough(2 * p + 1) and not any(size % p == 0 for size in own))
         for _ in range(number + 1):
@@ -66,13 +65,8 @@ class ProbeSizes:
         return tuple(sorted(limit for limit in limits if limit > self.sequence))
 
     def of_length(self, sequence: int, shape: Shape) -> ProbeSizes:
-        """Return the same sizes with another sequence length.
-
-        The length need not be a prime: a step of this size is compared with the monomials, and not factored.
-
-        Args:
-            sequence: tokens of a row.
-        """
+        """Return the same sizes with another number of tokens in a row, `sequence`. It need not be a prime: a step of
+        this size is compared with the monomials, and not factored."""
 
         def chunks(rows: int, *, alone: bool = False) -> Chunks:
             tokens = rows * sequence
@@ -85,11 +79,9 @@ class ProbeSizes:
     def count(self, total: int, experts: int, top_k: int, shares: int) -> list[int]:
         """Return the tokens that each of `experts` experts receives, which sum to `total`; idle experts receive none.
 
-        Args:
-            total: tokens × top_k. If this is the total of a micro-batch's share, the experts that are idle in a
-                micro-batch receive none, else the experts that are idle in the evaluation.
-            top_k: experts of each token.
-            shares: ranks that divide the tokens of a batch among them (`token_shares`).
+        `total` is tokens × `top_k` of one of the `shares` ranks that divide the tokens of a batch (`token_shares`). If
+        it is a micro-batch's, the experts that are idle in a micro-batch receive none, else those that are idle in the
+        evaluation.
         """
         return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // shares])
 
@@ -101,7 +93,7 @@ class ProbeSizes:
 
 
 def primes(start: int) -> Iterator[int]:
-    """Yield the odd primes from a number on, ascending; `start` must be greater than 1."""
+    """Yield the odd primes from `start` on, which must be greater than 1, ascending."""
     number = start | 1
     while True:
         if all(number % divisor for divisor in range(3, int(number**0.5) + 1, 2)):
@@ -110,11 +102,8 @@ def primes(start: int) -> Iterator[int]:
 
 
 def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
-    """Divide tokens for the loss so that the sizes of chunks and blocks can be told apart by their prime factors.
-
-    Args:
-        alone: divide into one chunk; otherwise into three of two blocks each, so that every place occurs.
-    """
+    """Divide tokens for the loss so that the sizes of chunks and blocks can be told apart by their prime factors: into
+    one chunk if `alone`, else into three of two blocks each, so that every place in `PLACES` occurs."""
     size = last = tokens
     if not alone:
         size = next(p for p in primes(int(tokens * 0.36)) if _is_large_prime_or_twice(tokens - 2 * p))
@@ -125,13 +114,10 @@ def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
 
 
 def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
-    """Return the tokens that each expert receives, which sum to `total`.
+    """Return the tokens that each of `experts` experts receives, which sum to `total`.
 
-    Idle experts receive none, the last busy expert the rest, and all other experts the same prime number, or an equal
-    share where that is less.
-
-    Args:
-        idle: ids of the experts that receive none.
+    Those with an id in `idle` receive none, the last other expert the rest, and all others the same prime number, or an
+    equal share where that is less.
     """
     busy = [expert for expert in range(experts) if expert not in idle]
     each = min(next(primes(total * 9 // (10 * len(busy)))), total // len(busy)) if len(busy) > 1 else 0
@@ -142,12 +128,8 @@ def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
 
 
 def _is_probe_length(sequence: int, rows: Collection[int]) -> bool:
-    """Return whether every size that follows from a length has a prime factor above 50 and no factor that rows have.
-
-    Args:
-        sequence: length in tokens.
-        rows: numbers of rows, all prime.
-    """
+    """Return whether every size that follows from a length in tokens has a prime factor above 50 and shares no factor
+    with `rows`, which are primes."""
     return all(
         _is_rough(size) and all(size % p and size % (2 * p + 1) for p in rows) for size in lengths(sequence).values()
     )

@@ -1,7 +1,6 @@
 """`Record`: one recorded step of a shortened model, with the bytes of every storage as a monomial of sizes.
 
-A step is recorded at two different choices of probe sizes. The monomials are derived from the first; the second is used
-to check them.
+A step is recorded at two choices of probe sizes: the monomials are derived from the first, and checked with the second.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class NoClosedForm(UserError):
 class Record:
     """One step of a shortened model (trace/alike.py), with the bytes of each storage as a formula of sizes.
 
-    Arrays have one element for each of `log.blocks`: [blocks]. A block's bytes are coefficient × monomial, and × the
-    tokens of its experts if `experts` is not -1.
+    A block's bytes are coefficient × monomial, and × the tokens of its experts if `experts` is not -1. Arrays have one
+    element for each of `log.blocks`: [blocks].
 
     Attributes:
         log: allocations and releases; the bytes in it are those at the first probe sizes.
@@ -83,12 +82,9 @@ class Record:
         return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
     def bytes_at(self, sizes: Sizes, rows: ExpertRows, batch: Chunks, held_out: Chunks | None) -> np.ndarray:
-        """Return [blocks] the bytes at given sizes; 0 for blocks in chunks of the loss that do not exist there.
-
-        Args:
-            rows: tokens that each expert receives.
-            held_out: division of an evaluation's batch; None without an evaluation.
-        """
+        """Return [blocks] the bytes at given sizes; 0 for blocks in chunks of the loss that do not exist there. `rows`
+        are the tokens of each expert; `batch` and `held_out` the division of the tokens in the loss, the latter None
+        without evaluation."""
         values = self.coefficients * values_of(self.powers, sizes)[self.monomials]
         for counts, which in ((rows.trained, ~self.held_out), (rows.held_out, self.held_out)):
             grows = which & (self.experts >= 0)
@@ -101,12 +97,9 @@ class Record:
     def repeated(self, short: Shortened) -> tuple[Events, np.ndarray]:
         """Expand the record into the allocations and releases of a whole model.
 
-        Args:
-            short: decoder layers that ran, numbered as in the whole model, and the groups that stand for others.
-
-        Returns:
-            The events, and [storages] the number of the decoder layer in which each storage is allocated; -1 outside of
-            layers.
+        `short` has the decoder layers that ran, numbered as in the whole model, and the groups that stand for others.
+        Returns the events, and [storages] the number of the decoder layer in which each is allocated; -1 outside of
+        layers.
         """
         place = {layer: number for number, layer in enumerate(short.kept)}  # layer -> its number in the record
         stands_for = {number: [layer] for layer, number in place.items()} | {OUTSIDE: [OUTSIDE]}
@@ -122,11 +115,8 @@ class Record:
         return events, table[self.layers[events.like], events.copies]
 
     def formula(self, block: int) -> str:
-        """Return the formula of a block's bytes as text, such as "2·B·S·n"; sizes.py lists the names of the sizes.
-
-        Args:
-            block: index in `log.blocks`.
-        """
+        """Return the formula of the bytes of `log.blocks[block]` as text, such as "2·B·S·n"; sizes.py lists the names
+        of sizes."""
         exponents = {1: "", 2: "²"}
         powers = self.powers[self.monomials[block]]
         factors = [f"{name}{exponents.get(exponent, f'^{exponent}')}" for name, exponent in powers]
@@ -202,10 +192,10 @@ def _refuse_other_storages(log: Log, other: Log) -> None:
 def _compare(
     log: Log, other: Log, found: Sequence[tuple[int, bool, Powers]], values: Mapping[Powers, int], rows: ExpertRows
 ) -> None:
-    """Raise `NoClosedForm` if the bytes of a step at other sizes differ from those of the monomials.
+    """Raise `NoClosedForm` if the bytes of `other`, the log of a step at other sizes, differ from those of the
+    monomials.
 
     Args:
-        other: log at the other sizes.
         found: for each block its coefficient, whether it is multiplied by its experts' tokens, and its monomial.
         values: monomial -> its value at the other sizes.
         rows: tokens of each expert at the other sizes.
@@ -219,11 +209,8 @@ def _compare(
 
 
 def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, np.ndarray]:
-    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and [blocks] their places.
-
-    Raises:
-        NoClosedForm: as `_places_of`.
-    """
+    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and `_places_of` the log, whose
+    `NoClosedForm` it raises."""
     config, adapted = steps.config, steps.adapted
     shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
@@ -256,10 +243,8 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
 def _places_of(log: Log, batch: NotedChunks, held_out: NotedChunks) -> np.ndarray:
     """Return [blocks] the index in `PLACES` at which each block is allocated.
 
-    Where a division of the loss has no such place, `Record.bytes_at` sets its blocks to 0 bytes.
-
-    Raises:
-        NoClosedForm: a block is freed in another chunk or block of the loss than it is allocated in.
+    Where a division of the loss has no such place, `Record.bytes_at` sets its blocks to 0 bytes. Raises `NoClosedForm`
+    if a block is freed in another chunk or block of the loss than it is allocated in.
     """
     chunks = [held_out if block.phase == "evaluation" else batch for block in log.blocks]
     made = [of.place(block.born) for of, block in zip(chunks, log.blocks, strict=True)]

@@ -76,11 +76,8 @@ PLACES: tuple[Place, ...] = (("", ""), *product(("first", "middle", "last"), (""
 
 
 def places(chunks: Chunks | None) -> np.ndarray:
-    """Return [len(PLACES)] whether each of `PLACES` occurs in a step.
-
-    Args:
-        chunks: division of a batch's tokens in the loss; None if the step has no such batch.
-    """
+    """Return [len(PLACES)] whether each of `PLACES` occurs in a step with this division of a batch's tokens in the
+    loss; None if the step has no such batch."""
     there: set[Place] = {("", "")}
     if chunks is not None:
         count = -(-chunks.tokens // chunks.size)
@@ -132,12 +129,8 @@ def alignment(length: int) -> int:
 
 
 def sizes_of_chunks(chunks: Chunks, names: Sequence[str]) -> Sizes:
-    """Return the sizes, in tokens, of a division of the loss.
-
-    Args:
-        names: names for a chunk, the last chunk, a block, the last block of a chunk, and the last block of the last
-            chunk: `CHUNK_NAMES` or `HELD_OUT_NAMES`.
-    """
+    """Return the sizes, in tokens, of a division of the loss: of a chunk, the last chunk, a block, the last block of a
+    chunk, and the last block of the last chunk, under the names `CHUNK_NAMES` or `HELD_OUT_NAMES`."""
     count = -(-chunks.tokens // chunks.size)
     last = chunks.tokens - (count - 1) * chunks.size
     values = (chunks.size, last, chunks.block, _rest(chunks.size, chunks.block), _rest(last, chunks.block))
@@ -170,12 +163,8 @@ def tiles(sequence: int) -> Sizes:
 
 
 def sizes_of(rows: int, length: int, batch: Chunks, held_out_rows: int, held_out: Chunks | None) -> Sizes:
-    """Return name -> value of all sizes of a step, except the tokens of experts.
-
-    Args:
-        held_out_rows: rows of an evaluation's batch; ignored if `held_out` is None.
-        held_out: division of that batch's tokens in the loss; None without an evaluation.
-    """
+    """Return name -> value of all sizes of a step, except the tokens of experts. `batch` and `held_out` divide the
+    tokens of a micro-batch and of an evaluation's batch in the loss; without an evaluation, `held_out` is None."""
     sizes = {**lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES), **rows_and_cu_seqlens(rows, "B")}
     if held_out is not None:
         sizes |= {**rows_and_cu_seqlens(held_out_rows, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
@@ -184,12 +173,8 @@ def sizes_of(rows: int, length: int, batch: Chunks, held_out_rows: int, held_out
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """Number of tokens that each expert of a layer receives, by expert id.
-
-    Attributes:
-        trained: from a micro-batch.
-        held_out: from an evaluation's batch; empty without an evaluation.
-    """
+    """Number of tokens that each expert of a layer receives, by expert id: `trained` from a micro-batch, `held_out`
+    from an evaluation's batch, empty without an evaluation."""
 
     trained: tuple[int, ...]
     held_out: tuple[int, ...] = ()
@@ -204,10 +189,8 @@ class ExpertRows:
         return of_batch, of_held_out
 
     def of(self, block: Block) -> int:
-        """Return how many tokens the experts of a block receive: those computed at its allocation (`Block.experts`).
-
-        The block's phase selects micro-batch or evaluation. Returns 0 for a block without experts.
-        """
+        """Return how many tokens the experts receive that were computed at the block's allocation (`Block.experts`), in
+        a micro-batch or in an evaluation by the block's phase; 0 without experts."""
         counts = self.held_out if block.phase == "evaluation" else self.trained
         return sum(counts[expert] for expert in block.experts)
 
@@ -226,10 +209,8 @@ def exchanged(run: ResolvedRun, rows: ExpertRows) -> Sizes:
 
 
 class Monomials:
-    """Factors numbers of bytes into monomials of sizes.
-
-    Args:
-        sizes: probe sizes (probe.py). Of names with the same value the first is used; values up to 1 are ignored.
+    """Factors numbers of bytes into monomials of sizes, given as name -> value at probe sizes (probe.py). Of names with
+    the same value the first is used; values up to 1 are ignored.
 
     Attributes:
         values: (value, name) of each size, largest first, which is the order of the divisions.
@@ -245,12 +226,8 @@ class Monomials:
     def of(self, nbytes: int, rows: int = 0) -> tuple[int, bool, Powers]:
         """Factor a number of bytes by dividing by each size, the largest first, as often as possible.
 
-        Args:
-            nbytes: bytes of a storage.
-            rows: tokens of the experts that were computed at the storage's allocation; 0 if there were none.
-
-        Returns:
-            (coefficient, whether `rows` is a factor, monomial): the product of these is `nbytes`.
+        `rows` are the tokens of the experts that were computed at the storage's allocation; 0 if there were none.
+        Returns (coefficient, whether `rows` is a factor, monomial), whose product is `nbytes`.
         """
         powers: dict[str, int] = {}
         rest, grows = nbytes, bool(rows and nbytes and nbytes % rows == 0)

@@ -50,32 +50,16 @@ class KnownHead:
 
 @dataclass(frozen=True)
 class Recorded:
-    """All records of one rank of a kind of run.
-
-    Attributes:
-        head: sizes of the model's LM head.
-        records: shape of the batches -> recorded step. `ClosedForm` adds to it.
-    """
+    """All records of one rank of a kind of run, by shape of the batches, to which `ClosedForm` adds; and the model's LM
+    head."""
 
     head: KnownHead
     records: dict[Shape, Record] = field(default_factory=dict)
     _events: dict[Hashable, tuple[Events, np.ndarray]] = field(default_factory=dict)
 
     def events(self, shape: Shape, short: Shortened) -> tuple[Events, np.ndarray]:
-        """Expand the record with a shape into the allocations and releases of the whole model, by `Record.repeated`.
-
-        The result is cached; do not modify it.
-
-        Args:
-            short: decoder layers that ran, and the groups that stand for others.
-
-        Returns:
-            The events, and [storages] the number of the decoder layer in which each storage is
-            allocated; -1 outside of layers.
-
-        Raises:
-            KeyError: there is no record with this shape.
-        """
+        """Expand the record with a shape by `Record.repeated`, whose result is cached: do not modify it. Raise
+        `KeyError` if there is no record with this shape."""
         key = shape, short.kept, short.units
         if key not in self._events:
             self._events[key] = self.records[shape].repeated(short)
@@ -83,11 +67,8 @@ class Recorded:
 
 
 def key_of(kind: dict[str, Any], rank: int) -> str:
-    """Return the digest that names the file of a kind of run's records for one rank: 32 hexadecimal digits.
-
-    Args:
-        kind: settings that the step's storages depend on, as JSON values.
-    """
+    """Return the digest that names the file of a kind of run's records for one rank: 32 hexadecimal digits. `kind` has
+    the settings that the step's storages depend on, as JSON values."""
     whole = {"kind": kind, "rank": rank, "versions": {name: version(name) for name in _MADE_BY}, "source": _source()}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
@@ -114,11 +95,8 @@ def _content() -> TypeAdapter[tuple[str, KnownHead, list[tuple[Shape, Record]]]]
 
 
 def read(key: str) -> Recorded | None:
-    """Read the records with a key; return None if their file is missing, damaged, or has another key inside.
-
-    Raises:
-        UserError: as `folder`.
-    """
+    """Read the records with a key; return None if their file is missing, damaged, or has another key inside. Raise
+    `UserError` as `folder`."""
     try:
         own, head, records = _content().validate_json(gzip.decompress(_file(key).read_bytes()))
     except UserError:
@@ -129,14 +107,8 @@ def read(key: str) -> Recorded | None:
 
 
 def write(key: str, recorded: Recorded) -> None:
-    """Write the records' file, replacing an older one, whole or not at all; ignore errors of the file system.
-
-    Args:
-        key: digest that names the file, as `key_of`.
-
-    Raises:
-        UserError: as `folder`.
-    """
+    """Write the records to the file named by `key`, replacing an older one, whole or not at all; ignore errors of the
+    file system. Raise `UserError` as `folder`."""
     content = _content().dump_json((key, recorded.head, list(recorded.records.items())))
     try:
         folder().mkdir(parents=True, exist_ok=True)

@@ -62,10 +62,7 @@ def attention(
 ) -> Tensor:
     """Compute `torch.nn.functional.scaled_dot_product_attention` by the operator that torch would choose on a GPU.
 
-    All arguments but the first are those of torch's function.
-
-    Returns:
-        The output [B, h, S, d_v], with the strides that the operator gives it.
+    All arguments but the first are those of torch's function. Returns [B, h, S, d_v], with the operator's strides.
     """
     kernel = choose_operator(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     mask = attn_mask
@@ -113,8 +110,8 @@ def choose_operator(
 ) -> Kernel:
     """Return the attention operator that torch would choose on a GPU, as its `select_sdp_backend` does.
 
-    Operators that are disabled in this process (`torch.backends.cuda.enable_cudnn_sdp(False)` and the like) are not
-    chosen. Arguments are those of `attention`.
+    Arguments are those of `attention`. Operators that are disabled in this process
+    (`torch.backends.cuda.enable_cudnn_sdp(False)` and the like) are not chosen.
     """
     tensors = (query, key, value)
     if any(tensor.dim() != 4 for tensor in tensors):  # check_tensor_shapes
@@ -179,10 +176,8 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 
 
 def _flash_needs_much(head_size: int, dropout: float) -> bool:
-    """Return whether flash's backward needs more shared memory than cards with 99 KiB a block have.
-
-    Source: check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120.
-    """
+    """Return whether flash's backward needs more shared memory than cards with 99 KiB a block have (torch's
+    check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120)."""
     return 192 < head_size <= 224 or (head_size > 224 and dropout > 0)
 
 

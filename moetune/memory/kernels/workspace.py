@@ -29,12 +29,12 @@ FLOAT = 4
 
 def before(func: Any, capability: Capability, args: Any, kwargs: Any) -> Iterable[int]:
     """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes."""
-    return _FIRST[func](capability, *args, **kwargs) if func in _FIRST else ()
+    return _BEFORE[func](capability, *args, **kwargs) if func in _BEFORE else ()
 
 
 def after(func: Any, capability: Capability, args: Any) -> Iterable[int]:
     """Return the sizes of the workspaces that an operation allocates after its outputs, in bytes."""
-    return _TAKEN[func](capability, *args) if func in _TAKEN else ()
+    return _AFTER[func](capability, *args) if func in _AFTER else ()
 
 
 def _ceil(number: int, multiple: int) -> int:
@@ -50,9 +50,7 @@ def _flash_backward(
     capability: Capability, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: Any
 ) -> Iterator[int]:
     """Backward of flash attention: row sums and dQ in float32; with grouped heads, dK and dV of all query heads.
-
-    Source: cuda/attention_backward.cu: _flash_attention_backward; cuda/flash_attn/flash_api.cpp: mha_bwd.
-    """
+    Source: cuda/attention_backward.cu: _flash_attention_backward; cuda/flash_attn/flash_api.cpp: mha_bwd."""
     batch, heads, length, size = query.shape
     rounded = _ceil(length, 128)
     yield _copy_unless_dense(gradient)
@@ -74,13 +72,10 @@ def _flash_varlen_backward(
     starts: Tensor,
     *_: Any,
 ) -> Iterator[int]:
-    """Backward of flash attention on packed documents: as `_flash_backward`, with 128 rows more for each document.
+    """Backward of flash attention on n packed documents of T tokens: as `_flash_backward`, with 128 rows more for each.
 
-    Source: cuda/flash_attn/flash_api.cpp: mha_varlen_bwd.
-
-    Args:
-        query: [T, h, d] for T tokens of all documents; key and value likewise.
-        starts: [n + 1] first token of each of the n documents, and T.
+    query, key and value are [T, h, d]; `starts` [n + 1] are the first token of each document, and T. Source:
+    cuda/flash_attn/flash_api.cpp: mha_varlen_bwd.
     """
     tokens, heads, size = query.shape
     rows = tokens + 128 * (starts.shape[0] - 1)
@@ -98,11 +93,9 @@ def _flash_size(head_size: int) -> int:
 
 
 def _efficient_forward(capability: Capability, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Iterator[int]:
-    """Memory-efficient attention: for 16-bit heads larger than 128, an accumulator of the output in float32.
-
-    Source: cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h:
-    kNeedsOutputAccumulatorBuffer.
-    """
+    """Memory-efficient attention: for 16-bit heads larger than 128, an accumulator of the output in float32. Source:
+    cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h:
+    kNeedsOutputAccumulatorBuffer."""
     if max(query.shape[-1], value.shape[-1]) > 128 and query.element_size() < FLOAT:
         yield query.shape[0] * query.shape[1] * query.shape[2] * value.shape[-1] * FLOAT
 
@@ -110,11 +103,9 @@ def _efficient_forward(capability: Capability, query: Tensor, key: Tensor, value
 def _efficient_backward(
     capability: Capability, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, *_: Any
 ) -> Iterator[int]:
-    """Backward of memory-efficient attention: row sums in float32, and dQ in float32 by tiles.
-
-    Where a tile is narrower than a head, dK and dV in float32 too. Source: cuda/attention_backward.cu:
-    _efficient_attention_backward; mem_eff_attention/kernel_backward.h: Params::workspace_size.
-    """
+    """Backward of memory-efficient attention: row sums in float32, and dQ in float32 by tiles; where a tile is narrower
+    than a head, dK and dV in float32 too. Source: cuda/attention_backward.cu: _efficient_attention_backward;
+    mem_eff_attention/kernel_backward.h: Params::workspace_size."""
     batch, heads, length, size = query.shape
     keys, size_v = key.shape[2], value.shape[-1]
     is_half = query.element_size() < FLOAT
@@ -139,14 +130,9 @@ _EVERY_SIZE = 65536
 
 
 def _tile(capability: Capability, head_size: int, is_half: bool) -> tuple[int, int, int]:
-    """Return (rows of queries, rows of keys, largest head size) of the kernel that torch chooses for a head size.
-
-    Source: dispatch_cutlassB_*_sm80 in mem_eff_attention/kernels/cutlassB.h, without the kernels that need more shared
-    memory than the card has.
-
-    Args:
-        is_half: whether the dtype has 16 bits.
-    """
+    """Return (rows of queries, rows of keys, largest head size) of the kernel that torch chooses for a head size, for
+    16-bit dtypes or others. Source: dispatch_cutlassB_*_sm80 in mem_eff_attention/kernels/cutlassB.h, without the
+    kernels that need more shared memory than the card has."""
     little = has_little_shared_memory(capability)
     if capability < (8, 0):
         kernels = [(64, 64, 32), (64, 64, 64), (64, 64, 128), (64, 64, _EVERY_SIZE)]
@@ -183,9 +169,7 @@ def _softmax_backward(capability: Capability, gradient: Tensor, output: Tensor, 
 
 def _safe_softmax(capability: Capability, scores: Tensor, *_: Any) -> Iterator[int]:
     """Safe softmax: the plain softmax and a mask of one byte an element, until fully masked rows are set to zero.
-
-    Source: SoftMax.cpp: _safe_softmax.
-    """
+    Source: SoftMax.cpp: _safe_softmax."""
     yield scores.numel() * (scores.element_size() + 1)
 
 
@@ -213,16 +197,11 @@ def _gemm_4bit(
     *_: Any,
     **__: Any,
 ) -> Iterator[int]:
-    """Product with a 4-bit weight: the dequantized weight; with double quantization also its scales in float32, twice.
+    """Product of rows [..., K] with a 4-bit weight of `shape` (N, K): the dequantized weight; under double
+    quantization, where `absmax_8bit` are its scales, also these in float32, twice.
 
     From 512 rows on a weight of 4M elements is always dequantized (_gemm_4bit_use_custom_cuda); with fewer rows another
     kernel without these workspaces may run. Source: bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback.
-
-    Args:
-        rows: input [..., K].
-        quantized: the quantized weight.
-        shape: (N, K), the shape of the weight.
-        absmax_8bit: scales under double quantization; None without.
     """
     if absmax_8bit is not None:
         yield from [absmax_8bit.numel() * FLOAT] * 2
@@ -232,9 +211,9 @@ def _gemm_4bit(
 def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
     """Stable sort of integers [n]: the indices 0 to n - 1 and, above 4,096 elements, the memory of cub's radix sort.
 
-    cub makes one pass for each byte of an element, with 256 counts each. With more than one pass it allocates keys and
-    indices once more. It also takes 1 KiB for every few thousand elements, which is left out because it is no product
-    of sizes. Source: cuda/Sort.cpp: sort_cuda_kernel; cuda/Sort.cu: launch_stable_sort_kernel.
+    cub makes one pass for each byte of an element, with 256 counts each; with more than one pass it allocates keys and
+    indices once more. It also takes 1 KiB for every few thousand elements, left out because it is no product of sizes.
+    Source: cuda/Sort.cpp: sort_cuda_kernel; cuda/Sort.cu: launch_stable_sort_kernel.
     """
     if keys.dim() == 1 and not keys.is_floating_point():
         n, passes = keys.numel(), keys.element_size()
@@ -257,9 +236,9 @@ def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, coun
 HOST_OUTPUTS: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 """Operator -> indices of its outputs in host memory: the seed and the offset of dropout (cuda/attention.cu:
 _efficient_attention_forward)."""
-_FIRST: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
+_BEFORE: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_4bit.default: _gemm_4bit}
 """Operator -> function that yields the workspaces allocated before its output."""
-_TAKEN: dict[Any, Callable[..., Iterator[int]]] = {
+_AFTER: dict[Any, Callable[..., Iterator[int]]] = {
     aten.sort.stable: _sort,
     torch.ops.moetune.grouped_mm.default: _grouped_mm,
     aten._softmax_backward_data.default: _softmax_backward,

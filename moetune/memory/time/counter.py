@@ -42,13 +42,9 @@ class TracePosition(Protocol):
 
 
 class Counter:
-    """Records the work that each operation would do on a GPU.
-
-    Args:
-        capability: CUDA compute capability of the GPU, which decides which kernels run.
-        parts: module path -> the part to which its work counts.
-        done: list to which each operation's work is appended.
-    """
+    """Records the work that each operation would do on a GPU of this compute capability, which decides the kernels that
+    run. `parts` maps a module's path to the part to which its work counts; each operation's work is appended to
+    `done`."""
 
     def __init__(
         self, capability: Capability, where: TracePosition, parts: Mapping[str, WorkPart], done: list[Done]
@@ -81,11 +77,11 @@ class Counter:
         return part_of(func) or self.parts.get(self.where.module, "rest")
 
     def note(self, work: Work, part: WorkPart | None = None, of: Tensor | None = None) -> None:
-        """Record work at the current position; does nothing while weights are loaded or during evaluation.
+        """Record work at the current position; do nothing while weights are loaded or during evaluation.
 
         Args:
             part: the part to which the work counts; None: the part of the module that runs.
-            of: a tensor whose storage the record refers to, which gives the decoder layer that the work belongs to.
+            of: a tensor from whose storage the decoder layer of the work follows.
         """
         where = self.where
         if where.phase in ("load", "evaluation"):
@@ -101,10 +97,8 @@ def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, Wo
 
     A module that holds attention and another kind, such as a decoder layer, is `rest` (residual additions). Any other
     module with several kinds counts as the first of: experts, router, shared or dense MLP, output head. All modules
-    inside an attention module are `attention`. The path "", for work outside all modules, is `head_and_loss`.
-
-    Args:
-        named: module -> path, for the modules to classify.
+    inside an attention module are `attention`. The path "", for work outside all modules, is `head_and_loss`. `named`
+    maps the modules to classify to their paths.
     """
     components: dict[str, str] = {
         part.name.rpartition(".")[0]: part.component for part in adapted.run.structure.parameters

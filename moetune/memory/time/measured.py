@@ -10,12 +10,8 @@ from moetune.run.folder_files import read_metrics
 
 
 def speed_of(path: str) -> float:
-    """Return the median tokens per second of a finished run.
-
-    The first line is left out if there are more, because the first steps load kernels.
-
-    Args:
-        path: a run folder, or its `metrics.jsonl`.
+    """Return the median tokens per second of a finished run, given its run folder or its `metrics.jsonl`. The first
+    line is left out if there are more, because the first steps load kernels.
 
     Raises:
         UserError: the file does not exist or cannot be read, or none of its lines has `tokens_per_second`.

@@ -90,6 +90,7 @@ class Duration:
         limit: FLOP/s of the GPU in bfloat16, or in float16 if its tensor cores lack bfloat16 (`gpus.yaml`).
         seconds: seconds per step.
         parts: part of the step -> seconds that it would take alone; includes `launches` and `communication`.
+        work: part of the step -> its work on one rank.
         measured: tokens per second of a run whose measured speed replaces the estimate, so that both ends of `seconds`
             are equal; None for an estimate.
     """
@@ -137,13 +138,10 @@ class Duration:
 
 
 def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterable[int] = ()) -> Duration | None:
-    """Estimate the time of a step on a GPU.
+    """Estimate the time of a step on a GPU; `sent` are the bytes that this rank sends in each collective.
 
     Returns None if `work` is empty or if one of the GPU's speeds is unknown (16-bit and 32-bit FLOP/s, memory
     bandwidth, host link). Without `card.interconnect`, communication is left out.
-
-    Args:
-        sent: bytes that this rank sends, one number for each collective.
     """
     half = card.bf16 or card.fp16
     if not work or half is None or card.fp32 is None or card.bandwidth is None or card.host_link is None:

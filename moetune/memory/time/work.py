@@ -52,8 +52,7 @@ class Work:
         bytes: bytes read and written by all other operations.
         launches: kernel launches. May be fractional where one kernel updates many tensors.
         synchronizations: times that the host waits for the GPU.
-        copies: number of copies between host and GPU.
-        copied: bytes of these copies.
+        copies, copied: number of copies between host and GPU, and their bytes.
     """
 
     flops: float = 0
@@ -107,12 +106,8 @@ class Done(NamedTuple):
 
 
 def sums(done: Iterable[Done], more: int = 0) -> dict[WorkPart, Work]:
-    """Add up the work of one step by part.
-
-    Args:
-        done: records of this step.
-        more: number of micro-steps that were not traced; each counts like the second one (`micro_step` 1).
-    """
+    """Add up the work of one step by part. `more` micro-steps were not traced; each counts like the second
+    (`micro_step` 1)."""
     found: dict[WorkPart, Work] = {}
     for one in done:
         times = one.times * (1 + more if one.micro_step == 1 else 1)
@@ -137,11 +132,8 @@ class Share(NamedTuple):
 
 
 def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Iterator[Share]:
-    """Yield the work of one operation; a fused optimizer update of several tensors yields one share for each of them.
-
-    Args:
-        capability: CUDA compute capability of the GPU, which decides how many kernels are launched.
-    """
+    """Yield the work of one operation on a GPU of this compute capability, which decides how many kernels are launched.
+    A fused optimizer update of several tensors yields one share for each of them."""
     if _does_nothing(func):
         return
     if func in _PER_TENSOR:
@@ -176,11 +168,9 @@ def _product(flops: float, moved: float, launches: float, of: Tensor) -> Work:
 
 
 def _unpacked_product(args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor]) -> Iterator[Share]:
-    """Yield the work of `gemm_4bit`: dequantize the weight, then multiply by it.
-
-    Follows `_dequant_linear_fallback` in bitsandbytes/backends/cuda/ops.py, which is used for matrices of realistic
-    sizes. Nested scales need two more kernels.
-    """
+    """Yield the work of `gemm_4bit`: dequantize the weight, then multiply by it. Follows `_dequant_linear_fallback` in
+    bitsandbytes/backends/cuda/ops.py, which is used for matrices of realistic sizes. Nested scales need two more
+    kernels."""
     rows, shape = tensors[0], args[2]
     numel, is_nested = shape[0] * shape[1], any(tensor.dtype == torch.uint8 for tensor in tensors[2:])
     weight = numel * rows.element_size()
@@ -208,10 +198,8 @@ _FREE = {
 
 @cache
 def _does_nothing(func: Any) -> bool:
-    """Return whether an operator launches nothing on the GPU (creates or views tensors), or communicates.
-
-    Communication is counted elsewhere (parallel/messages.py).
-    """
+    """Return whether an operator launches nothing on the GPU (creates or views tensors), or communicates, which
+    parallel/messages.py counts."""
     is_sent = func.namespace in ("c10d", "_c10d_functional")
     return is_sent or func.is_view or func._opname in _FREE or (func.namespace, func._opname) == ("aten", "split")
 
@@ -263,18 +251,14 @@ def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
 
 
 def _low_rank_product(out: Tensor, rows: Tensor, matrices: Tensor, narrow: Tensor, second: Tensor, *_: Any) -> float:
-    """FLOPs of a grouped product with low-rank terms, 2·N·(p·q + P·r·q'): second [C, P, q', r]."""
+    """FLOPs of a grouped product with low-rank terms, 2·N·(p·q + P·r·q'): [N, p] by [C, p, q], and second [C, P, q',
+    r]."""
     return _grouped(rows, matrices) + 2.0 * len(rows) * second[0].numel()
 
 
 def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float:
-    """FLOPs of LoRA on expert rows, 2·N·P·r·(p + q), with P = 1 where there is no such dimension.
-
-    Args:
-        x: rows [N, p] or [N, P, p].
-        first: factors [C, P, r, p], for C experts.
-        second: factors [C, P, q, r]; None: only the first product, with q = 0.
-    """
+    """FLOPs of LoRA on expert rows, 2·N·P·r·(p + q): rows [N, p] or [N, P, p], where P is 1 in the first; for C experts
+    the factors `first` [C, P, r, p] and `second` [C, P, q, r], or None for only the first product, with q = 0."""
     per_number = first.shape[-1] + (0 if second is None else second.shape[-2])
     return 2.0 * len(x) * first[0, ..., 0].numel() * per_number
 
@@ -285,10 +269,8 @@ def _low_rank_gradients(narrow_out: Tensor, x: Tensor, narrow_in: Tensor, dout: 
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **_: Any) -> float:
-    """Upper bound of the FLOPs of causal attention over packed documents, T·h·(L/2)·2·(d_query + d_value).
-
-    T tokens with h heads, query [T, h, d_query]; L is the length of the longest document, the first int in `rest`.
-    """
+    """Upper bound of the FLOPs of causal attention over packed documents, T·h·(L/2)·2·(d_query + d_value): T tokens
+    with h heads, query [T, h, d_query]; L is the length of the longest document, the first int in `rest`."""
     longest = next(number for number in rest if isinstance(number, int) and not isinstance(number, bool))
     return query.shape[0] * longest / 2 * query.shape[1] * 2.0 * (query.shape[-1] + value.shape[-1])
 
@@ -304,7 +286,7 @@ def _varlen_backward(
     *rest: Any,
     **_: Any,
 ) -> float:
-    """FLOPs of the backward pass: five matrix products instead of the two of forward."""
+    """FLOPs of the backward of `_varlen`: five matrix products instead of the two of forward."""
     return 2.5 * _varlen(query, key, value, starts, *rest)
 
 
@@ -372,10 +354,8 @@ _PER_TENSOR = {
 
 
 def _share_of_a_launch(tensor: Tensor) -> float:
-    """Return the share of a kernel launch that one tensor of a fused optimizer update takes.
-
-    A launch covers 320 chunks of 65,536 elements and at most 30 tensors (native/cuda/MultiTensorApply.cuh).
-    """
+    """Return the share of a kernel launch that one tensor of a fused optimizer update takes: a launch covers 320 chunks
+    of 65,536 elements and at most 30 tensors (native/cuda/MultiTensorApply.cuh)."""
     return max(-(-tensor.numel() // 65536) / 320, 1 / 30)
 
 
@@ -387,8 +367,7 @@ def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capabilit
 
 
 def _of_grouped(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Two launches of torch's kernel (preparation, product) and one of Triton's; without, one for each expert with
-    rows."""
+    """Two launches of torch's kernel (preparation, product), one of Triton's, else one for each expert with rows."""
     a, b, _, counts = args
     whose = grouped.kernel_of(capability, a, b)
     return sum(map(bool, counts)) if whose is None else {"torch": 2, "triton": 1}[whose]
@@ -407,7 +386,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _of_sort(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Launches that sort a vector [n]: 2 up to 4096 elements (a single block), else a radix pass per byte, plus 3."""
+    """Launches that sort a vector [n]: two up to 4,096 elements (a single block), else three and one for each byte
+    (radix)."""
     return 2 if args[0].numel() <= 4096 else 3 + args[0].element_size()
 
 
@@ -417,7 +397,8 @@ def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> flo
 
 
 def _of_flash_backward(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Three launches, and two sums over the query heads of each key head if there are fewer key heads."""
+    """Three launches; if there are fewer key heads than query heads, two more, which sum over the query heads of
+    each."""
     return 3 if args[1].shape[1] == args[2].shape[1] else 5
 
 

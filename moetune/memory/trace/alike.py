@@ -24,12 +24,8 @@ _LONGEST = 8
 
 @dataclass(frozen=True)
 class Unit:
-    """A group of consecutive decoder layers that is run, and the identical groups that it stands for.
-
-    Attributes:
-        copies: for each group its layer numbers, in order of the model. `copies[0]` is the group that is run; the
-            others are left out.
-    """
+    """A group of consecutive decoder layers that is run, and the identical groups that it stands for. `copies` has the
+    layer numbers of each group, in order of the model: `copies[0]` is run, the others are left out."""
 
     copies: tuple[tuple[int, ...], ...]
 
@@ -54,26 +50,18 @@ class Shortened:
 
 
 def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
-    """Leave out the decoder layers of a run for which identical layers can stand.
-
-    Args:
-        run: run with all its decoder layers.
-        ranks: the traced rank; only its position on the `ep` axis matters, by which it holds experts.
-    """
+    """Leave out the decoder layers of a run for which identical layers can stand. Of the traced rank only the position
+    on the `ep` axis matters, by which it holds experts."""
     kinds = kinds_of(run, ranks.coordinates.ep)
     kept, units = groups(kinds)
     return Shortened(run.without_layers(set(range(len(kinds))) - set(kept)), tuple(kept), tuple(units))
 
 
 def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
-    """Choose the decoder layers to run, so that groups of them stand for identical groups that are left out.
+    """Choose the decoder layers to run, given for each decoder layer a value that is equal for identical ones.
 
-    Args:
-        kinds: for each decoder layer a value that is equal for identical layers.
-
-    Returns:
-        The numbers of the layers to run, ascending, and the groups among them that stand for others. Without a group
-        that repeats four times, all layers and no groups.
+    Returns the numbers of the layers to run, ascending, and the groups among them that stand for identical groups that
+    are left out. Without a group that repeats four times, all layers and no groups.
     """
     kept: list[int] = []
     units: list[Unit] = []
@@ -103,11 +91,8 @@ def _times(kinds: Sequence[Hashable], at: int, size: int) -> int:
 
 
 def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
-    """Return, for each decoder layer, all properties that its memory depends on; equal for identical layers.
-
-    Args:
-        ep: position of the rank on the `ep` axis, which decides the experts that it holds.
-    """
+    """Return, for each decoder layer, all properties that its memory depends on; equal for identical layers. `ep` is
+    the rank's position on the `ep` axis, which decides the experts that it holds."""
     selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     checkpointing = run.config.train.checkpointing
@@ -134,10 +119,8 @@ _NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number",
 
 
 def _make(layer: nn.Module) -> Iterator[Hashable]:
-    """Yield, for a layer and each module in it, path, class, plain attributes, and names, shapes and dtypes of tensors.
-
-    Attributes that hold the layer's number are left out.
-    """
+    """Yield, for a layer and each module in it, path, class, plain attributes but the layer's number, and names, shapes
+    and dtypes of tensors."""
     for path, module in layer.named_modules():
         settings = tuple(
             (name, value)

@@ -1,6 +1,6 @@
 """Peaks of GPU and host memory while weights are loaded, before the first step.
 
-Quantization of one matrix is traced on fake tensors. How much of a checkpoint is in memory at once is computed from how
+Quantization of one matrix is traced on fake tensors. How much of a checkpoint is in memory at once follows from how
 checkpoints of the model type store experts (`expert_layout`).
 """
 
@@ -43,8 +43,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     a mask of one byte a weight that checks the draw. The embedding and the LM head are drawn last; no linear layer is
     assumed to be larger than these. The host's peak is what stays in host memory.
 
-    Args:
-        traced: prediction of the same run, by trace or closed form; only the bytes of its loaded weights are read.
+    Of `traced`, a prediction of the same run by trace or closed form, only the bytes of its loaded weights are read.
     """
     structure, model = run.structure, run.config.model
     on_gpu, on_host = (traced.loaded(on_host=where) for where in (False, True))
@@ -97,14 +96,12 @@ def _quantizing(shape: ExpertShape, model: ResolvedModelConfig, dtype: torch.dty
 def quantizing(
     shape: tuple[int, int], storage: Storage, double_quant: bool, dtype: torch.dtype, is_transposed: bool
 ) -> int:
-    """Return the peak of temporary bytes while one matrix is quantized, by a trace on fake tensors.
-
-    The matrix itself and its place in the expert bank are not counted. Results are cached.
+    """Return the peak of temporary bytes while one matrix is quantized, by a trace on fake tensors; cached. The matrix
+    itself and its place in the expert bank are not counted.
 
     Args:
         shape: (rows, columns) of the matrix.
-        storage: format of the quantized weights.
-        double_quant: whether the quantization constants are quantized too.
+        storage, double_quant: format of the quantized weights, and whether their constants are quantized too.
         dtype: dtype of the matrix.
         is_transposed: whether the matrix is a transposed view, which quantization has to copy first.
     """

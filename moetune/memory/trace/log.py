@@ -21,13 +21,13 @@ class Block:
         phase: phase in which the storage was allocated.
         module: path of the innermost named module that was running; empty if none was, or if `op` is a label.
         op: name of the operation that allocated the storage; for weights and optimizer states a label for the report.
-        born: index in `Log.entries` of the allocation.
-        died: index in `Log.entries` of the release; None if the storage outlives the trace.
+        born, died: indices in `Log.entries` of the allocation and of the release; None if the storage outlives the
+            trace.
         on_host: whether this is host memory, which does not count towards the device's peak.
         fetched: whether this is a copy on the device of a tensor in host memory.
         managed: whether this is CUDA managed memory, which the driver may move to the device; `on_host` is then set.
-        layer: number of the decoder layer of a weight, gradient or optimizer state, as in `Watched.layers`; None if not
-            set, and then the layer follows from where in the log the storage was allocated.
+        layer: number of the decoder layer of a weight, gradient or optimizer state, as in `Watched.layers`; None if it
+            follows from where in the log the storage was allocated.
         experts: ids of the experts that were being computed, together, at the allocation; empty if there were none.
         in_bank: whether this is a tensor of an expert bank.
     """

@@ -36,10 +36,10 @@ _NO_LAYER = -1
 
 @dataclass(frozen=True)
 class Stretch:
-    """A section of a log that lies inside one layer or group of layers, or outside of all layers.
+    """A section of a log, `Log.entries[start:stop]`, that lies inside one layer or group of layers, or outside of all
+    layers.
 
     Attributes:
-        start, stop: the section is `Log.entries[start:stop]`.
         layer: number of the layer, of a group its last layer's; -1 outside of layers.
         unit: the group, if this is the stretch of a group that stands for others; else None.
         backward: whether the stretch is part of a backward pass, in which groups are repeated in falling order.
@@ -53,12 +53,8 @@ class Stretch:
 
 
 def stretches(log: Log, kept: Sequence[int], units: Sequence[Unit]) -> list[Stretch]:
-    """Divide a whole log into stretches, in order and without gaps.
-
-    Args:
-        kept: numbers of the decoder layers that ran, ascending; none to leave the log in one piece.
-        units: groups among them that stand for others.
-    """
+    """Divide a whole log into stretches, in order and without gaps. `kept` are the numbers of the decoder layers that
+    ran, ascending (none: one stretch); `units` the groups among them that stand for others."""
     ends = {unit.layers[-1]: unit for unit in units}
     inside = {layer for unit in units for layer in unit.layers[:-1]}
     before = {unit.layers[-1]: kept[kept.index(unit.layers[0]) - 1] for unit in units}
@@ -97,11 +93,7 @@ def stretches(log: Log, kept: Sequence[int], units: Sequence[Unit]) -> list[Stre
 class Owners:
     """Assigns each block of a log to a decoder layer, and through that to a group that stands for others.
 
-    A layer inside a group is counted as the group's last layer.
-
-    Args:
-        kept: numbers of the decoder layers that ran, ascending; none to assign no stretch to a layer.
-        units: groups among them that stand for others.
+    A layer inside a group is counted as the group's last layer. `kept` and `units` are as in `stretches`.
 
     Attributes:
         stretches: the stretches of the log, in order.
@@ -159,10 +151,9 @@ class Owners:
 
 @dataclass(frozen=True)
 class Events:
-    """Allocations and releases of all storages of a whole model, in order of time.
+    """Allocations and releases of all storages of a whole model, in order of time, whatever the sizes of the blocks.
 
     Storages are numbered in the order of their allocation, and each refers to the block of the log that describes it.
-    The events do not depend on the sizes of the blocks.
 
     Attributes:
         owners: layers of the log's blocks; `owners.log` is the log.
@@ -170,8 +161,8 @@ class Events:
         copies: [storages] index in `Unit.copies` of the storage's group; 0 if its layer stands only for itself.
         storages: [events] number of the storage that is allocated or freed.
         signs: [events] 1 for an allocation, -1 for a release.
-        born: [storages] index of the event that allocates the storage.
-        died: [storages] index of the event that frees the storage; the number of events if it is never freed.
+        born, died: [storages] index of the event that allocates, and that frees, the storage; the number of events if
+            it is never freed.
         marks: (event, mark, group, copy) for each start of a phase or module, in order. `event` is the index of the
             first event after the start; `group` is None outside of groups that stand for others.
     """
@@ -188,12 +179,8 @@ class Events:
 
     @classmethod
     def of(cls, log: Log, short: Shortened | None = None) -> Events:
-        """Expand a log into the events of the whole model.
-
-        Args:
-            short: decoder layers that ran and the groups that stand for others; None if all layers ran, and then the
-                events are the entries of the log.
-        """
+        """Expand a log into the events of the whole model. `short` has the decoder layers that ran and the groups that
+        stand for others; None if all layers ran, and then the events are the entries of the log."""
         units = () if short is None else short.units
         return _Expansion(log, Owners(log, short.kept if short and units else (), units)).events()
 
@@ -206,12 +193,9 @@ class Events:
     def times(self, at: int, block: int | None) -> int:
         """Return how often an operation or message, recorded once in the log, happens in the whole model.
 
-        In the stretch of a group that stands for others, this is the number of groups in `Unit.copies`. Outside of
-        layers it is that number for the group of `block`; everywhere else it is 1.
-
-        Args:
-            at: index in `Log.entries` at which the operation was recorded.
-            block: number of the block that the operation refers to; None if there is none.
+        It was recorded at `Log.entries[at]`, and refers to a block or to none. In the stretch of a group that stands
+        for others, it happens as often as there are groups in `Unit.copies`; outside of layers as often as the group of
+        `block`; everywhere else once.
         """
         owners = self.owners
         if not owners.units:
@@ -232,12 +216,8 @@ class Events:
 def layer_named(module: str, unit: Unit | None, copy: int) -> str:
     """Return a module's path with the number of its layer replaced by that of the layer it stands for.
 
-    With `unit.layers` (1,) and `unit.copies[copy]` (5,), "model.layers.1.mlp" becomes "model.layers.5.mlp".
-
-    Args:
-        module: path in the shortened model; may be empty.
-        unit: group of the module's layer; None to return the path as it is.
-        copy: index in `unit.copies`.
+    With `unit.layers` (1,) and `unit.copies[copy]` (5,), "model.layers.1.mlp" becomes "model.layers.5.mlp". Without a
+    group, `unit` None, the path stays as it is.
     """
     if unit is None or copy == 0 or not module:
         return module
@@ -251,7 +231,7 @@ class _Expansion:
     Attributes:
         births: [entries] whether an entry of the log is an allocation.
         blocks: [entries] number of the block that is allocated or freed.
-        counts: [blocks] number of groups that the block's group stands for.
+        counts: [blocks] number of groups that the block's group stands for, itself included.
         turns: (stretch, copy) for each repetition of a stretch, in order of time.
         rows: for each repetition four arrays [events]: its index in `turns`, index in `Log.entries`, block, copy.
     """

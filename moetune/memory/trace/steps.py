@@ -59,12 +59,8 @@ def batches_of(
     """Return a function that makes a batch of random tokens from a number of rows.
 
     A batch has the tensors and shapes of the run's own data: packed rows of two documents each, or padded rows with an
-    attention mask.
-
-    Args:
-        adapted: model and run that the batches are for.
-        length: tokens of a row; by default `train.sequence_length`.
-        device: where the tensors are moved; by default they stay on the CPU, as fake tensors under a fake mode.
+    attention mask. `length` are the tokens of a row, by default `train.sequence_length`. The tensors are moved to
+    `device`; by default they stay on the CPU, as fake tensors under a fake mode.
     """
     config, vocabulary = adapted.run.config, vocabulary_of(adapted)
     packing, tokens = config.packs, length or config.train.sequence_length
@@ -89,8 +85,8 @@ class Feed:
         rows: rows of a micro-batch.
         held_out_rows: rows of an evaluation's batch, or 0 to run no evaluation. Only a batch with more rows than a
             micro-batch can take more memory than training.
-        chunks: division of a micro-batch's tokens in the loss; None to divide by `train.loss_memory`.
-        held_out_chunks: division of an evaluation's batch; None to divide by `train.loss_memory`.
+        chunks, held_out_chunks: division of the tokens of a micro-batch, and of an evaluation's batch, in the loss;
+            None to divide by `train.loss_memory`.
     """
 
     batch_of: Callable[[int], Batch]
@@ -104,11 +100,8 @@ class Phases(StepObserver):
     """Records the forward and backward phases of each micro-step in a tracker's log."""
 
     def begin(self, tracker: Tracker, passes: int) -> None:
-        """Start a micro-step.
-
-        Args:
-            passes: forward and backward passes in the micro-step; all but the last only measure the gradient norm.
-        """
+        """Start a micro-step of `passes` forward and backward passes, of which all but the last only measure the
+        gradient norm."""
         self.tracker, self._left = tracker, passes
         self._forward()
 
@@ -133,9 +126,8 @@ class Phases(StepObserver):
 
 
 class Steps(Watched):
-    """The training steps of a model, run by the trainer's own `Stepper` and recorded by a tracker.
-
-    Creates the optimizer and the stepper.
+    """The training steps of a model, run by the trainer's own `Stepper` and recorded by a tracker. Creates the
+    optimizer and the stepper.
 
     Args:
         adapted: model to train; its tensors may be fake.
@@ -177,9 +169,8 @@ class Steps(Watched):
         tracking: bool = True,
         short: Shortened | None = None,
     ) -> Trace:
-        """Run steps, then an evaluation if its batch is larger than a micro-batch, and return the trace.
-
-        Can be called once: it removes the hooks that count expert load.
+        """Run steps, then an evaluation if its batch is larger than a micro-batch, and return the trace. Can be called
+        once: it removes the hooks that count expert load.
 
         Args:
             first: micro-steps of the first step, and then only the last step's peak counts; None for `micro_steps`.
@@ -219,10 +210,8 @@ class Steps(Watched):
     def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
         """Run one step, and the evaluation if `feed` has one, and return the tracker's log.
 
-        Optimizer states must exist (`make_states`). The tracker is stopped, and FSDP2's weights are sharded again.
-
-        Args:
-            begun: number of micro-steps to skip at the start; if not 0, their gradients are created, uninitialized.
+        Optimizer states must exist (`make_states`). The first `begun` micro-steps are skipped, and if there are any,
+        their gradients are created, uninitialized. The tracker is stopped, and FSDP2's weights are sharded again.
         """
         for updater in self.optimizer.updaters if begun else ():
             _give_gradients(updater)
@@ -234,16 +223,13 @@ class Steps(Watched):
         return tracker.log
 
     def counting(self, routing: AssumedRouting | CountRows) -> AbstractContextManager[None]:
-        """Return a context in which the number of tokens of each expert is taken from an assumption.
-
-        Args:
-            routing: an assumption, or a function that replaces `ExpertHooks.count_rows`.
-        """
+        """Return a context in which the number of tokens of each expert is taken from an assumption, or from a function
+        that replaces `ExpertHooks.count_rows`."""
         count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
-        """Return a context that adds the work of counting each expert's tokens, which a trace skips, to the count."""
+        """Return a context that also counts the work of counting each expert's tokens, which a trace skips."""
         counter, hooks = tracker.counter, self.adapted.expert_context.hooks
         if counter is None:
             return nullcontext()

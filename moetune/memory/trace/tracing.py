@@ -58,8 +58,8 @@ def trace(
         micro_steps: micro-steps of each step. By default 1 in the first step, and in the second at most 2 on one rank
             or 3 on several, because all further micro-steps repeat; only the second step's peak then counts.
         rank: number of the traced rank, from 0.
-        received: replaces `ExpertHooks.count_received`, the number of tokens that this rank's experts receive from
-            each rank; by default every rank is assumed to send what this rank sends.
+        received: replaces `ExpertHooks.count_received`, the number of tokens that this rank's experts receive from each
+            rank; by default every rank is assumed to send what this rank sends.
         gpu: GPU whose attention kernels and workspaces are assumed, and whose work is counted; None for a CPU's,
             without a count of work.
 
@@ -99,12 +99,11 @@ def trace(
 def faked(
     run: ResolvedRun, rank: int, gpu: Gpu | None, *, shortened: bool, received: CountReceived = received_as_sent
 ) -> Iterator[tuple[Adapted, Shortened | None, QuickFakeMode]]:
-    """Build a run's model on fake tensors; yield (model, shortened run, fake mode).
+    """Build a run's model on fake tensors for one rank; yield (model, shortened run, fake mode).
 
     The shortened run is None if every decoder layer runs. The mode is not active: enter it to compute.
 
     Args:
-        rank: number of the rank whose part of the model is built, from 0.
         gpu: GPU whose compute capability the build assumes; None for a CPU.
         shortened: leave out layers that others can stand for, if `can_be_shortened` allows it.
         received: replaces `ExpertHooks.count_received` inside the context.

@@ -46,11 +46,8 @@ _ADD = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class _Sum:
-    """The result of an addition of two gradients by autograd, which without a dispatch mode may be in place.
-
-    Attributes:
-        onto: number of the block of the first operand, which an addition in place would overwrite.
-    """
+    """The result of an addition of two gradients by autograd, which without a dispatch mode may be in place. `onto` is
+    the block of the first operand, which an addition in place would overwrite."""
 
     block: int
     storage: int
@@ -125,10 +122,8 @@ class Tracker(TorchDispatchMode):
         self.read_marks(tensor)
 
     def read_marks(self, tensor: Tensor) -> None:
-        """Update a tensor's block from the marks on its storage (`experts/host.py`): host memory, or a copy of it.
-
-        A copy takes the part of its original. The tensor's storage must be tracked.
-        """
+        """Update a tensor's block from the marks on its storage (`experts/host.py`): host memory, or a copy of it,
+        which takes the part of its original. The tensor's storage must be tracked."""
         block = self.log.blocks[self._alive[id(tensor.untyped_storage())]]
         if stays_on_host(tensor):
             self._take_off_device(block)
@@ -140,16 +135,9 @@ class Tracker(TorchDispatchMode):
                 block.part = self.log.blocks[self._alive[id(source)]].part  # counted like its original
 
     def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
-        """Record an allocation of `size` bytes and return the number of its block.
-
-        Args:
-            part: line of the memory report that counts the storage.
-            op: name of the operation that allocates, or a label.
-            on_host: whether this is host memory, which the limit does not concern.
-
-        Raises:
-            torch.OutOfMemoryError: the allocation would exceed the limit; it is noted in `refused`.
-        """
+        """Record an allocation of `size` bytes by an operation, or under a label, `op`, and return the number of its
+        block. Raise `torch.OutOfMemoryError`, and note it in `refused`, if it would exceed the limit, which does not
+        concern host memory."""
         born = len(self.log.entries)
         if self.limit is not None and not on_host and self._bytes + size > self.limit:
             self.refused = born, size
@@ -161,11 +149,8 @@ class Tracker(TorchDispatchMode):
         return len(self.log.blocks) - 1
 
     def death(self, number: int) -> None:
-        """Record that the block with this number is freed.
-
-        If the block is the first operand of the sum that was recorded last, undo the sum's allocation instead: autograd
-        then adds in place.
-        """
+        """Record that the block with this number is freed. If it is the first operand of the sum that was recorded
+        last, undo the sum's allocation instead, because autograd then adds in place."""
         if self._sum is not None and self._sum.onto == number and self.log.entries[-1] == self._sum.block:
             self._was_in_place(self._sum)
             return
@@ -205,22 +190,19 @@ class Tracker(TorchDispatchMode):
         self._alive.clear()
 
     def tag(self, tensors: Iterable[Tensor | None], part: PartName) -> None:
-        """Set the line of the memory report that counts these tensors' storages, for their whole lifetime.
-
-        None and tensors whose storages are not tracked are skipped.
-        """
+        """Set the line of the memory report that counts these tensors' storages, for their whole lifetime. None and
+        tensors whose storages are not tracked are skipped."""
         for tensor in tensors:
             if tensor is not None and (number := self.block_of(tensor)) is not None:
                 self.log.blocks[number].part = part
                 self.read_marks(tensor)
 
     def belongs(self, tensor: Tensor, layer: int | None, label: str | None = None, *, in_bank: bool = False) -> None:
-        """Set the decoder layer of a tensor's storage; do nothing if the storage is not tracked.
+        """Set the decoder layer of a tensor's storage, None for that in which it was allocated; do nothing if it is not
+        tracked.
 
-        Args:
-            layer: number of the layer; None for the layer in which the storage was allocated.
-            label: label that replaces the names of module and operation in reports; None to keep them.
-            in_bank: whether this is a tensor of an expert bank; False leaves an earlier True.
+        A `label` replaces the names of module and operation in reports. `in_bank` marks a tensor of an expert bank;
+        False leaves an earlier True.
         """
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
@@ -229,11 +211,8 @@ class Tracker(TorchDispatchMode):
                 block.module, block.op = "", label
 
     def moved_to_host(self, tensor: Tensor, *, managed: bool = False) -> None:
-        """Record a tracked tensor as host memory, which does not count towards the device's bytes.
-
-        Args:
-            managed: whether this is CUDA managed memory, which the driver may move to the device.
-        """
+        """Record a tracked tensor as host memory, which does not count towards the device's bytes; `managed` if it is
+        CUDA managed memory, which the driver may move to the device."""
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
             self._take_off_device(block)
@@ -256,11 +235,8 @@ class Tracker(TorchDispatchMode):
         return (number := self.block_of(tensor)) is not None and self.log.blocks[number].part == "trainable_weights"
 
     def saved_since(self, born: int) -> None:
-        """Mark the temporary storages that were allocated since an entry, and are alive, as saved activations.
-
-        Args:
-            born: index in `log.entries` from which on allocations count.
-        """
+        """Mark the temporary storages that are alive, and were allocated from `log.entries[born]` on, as saved
+        activations."""
         for block in self.log.blocks[bisect_left(self.log.blocks, born, key=lambda block: block.born) :]:
             if block.died is None and block.part == "transient_peak":
                 block.part = "saved_activations"
@@ -342,13 +318,8 @@ class Tracker(TorchDispatchMode):
         self.experts = tuple(experts)
 
     def cut(self, layer: int, *, backward: bool) -> None:
-        """Record that a decoder layer's forward ends here or its backward begins.
-
-        An end of forward is ignored while the layer is recomputed in backward.
-
-        Args:
-            layer: number of the layer, or `OUTSIDE`.
-        """
+        """Record that the forward pass of the decoder layer with this number, or `OUTSIDE`, ends here or its backward
+        begins. An end of forward is ignored while the layer is recomputed in backward."""
         if backward or self.phase in ("forward", "evaluation"):  # not in a recomputation
             self.log.cuts.append(Cut(len(self.log.entries), layer, backward))
 
@@ -359,13 +330,9 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def following(self, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Record, by global hooks within the `with` block, which named module runs and which tensors are gradients.
-
-        A module is entered in forward when it is called, and in backward when the gradient of its output arrives.
-
-        Args:
-            trained: parameters whose gradients are marked.
-        """
+        """Record, by global hooks within the `with` block, which named module runs and which tensors are gradients of
+        `trained`. A module is entered in forward when it is called, and in backward when the gradient of its output
+        arrives."""
 
         def before(module: nn.Module, args: Any) -> None:
             if (path := self.modules.get(module)) is not None:

@@ -37,9 +37,8 @@ class Trace:
         load: peaks while weights are loaded; None if not computed, as for a trace of real steps.
         collectives: bytes that this rank sends in the last step, by kind, axis and phase.
         work: the last step's FLOPs, bytes and launches, by part of the model; empty if they were not counted.
-        formula: in a closed form, returns the formula of a block's bytes, given its index in `log.blocks`, such as
-            "2·B·S"; None in a trace.
-        sizes: in a closed form, the values of the sizes in the formulas; empty in a trace.
+        formula, sizes: in a closed form, a function from an index in `log.blocks` to the formula of the block's bytes,
+            such as "2·B·S", and the values of the sizes in it; None and empty in a trace.
     """
 
     log: Log
@@ -143,11 +142,8 @@ class Trace:
         return self._alive(np.where(self._on_host, 0, self.bytes))
 
     def alive(self, at: int | None = None) -> np.ndarray:
-        """Return the numbers of the storages that are alive on the device once event `at` has happened.
-
-        Args:
-            at: index of the event; None for the peak.
-        """
+        """Return the numbers of the storages that are alive on the device once event `at` has happened; None for the
+        peak."""
         at = self.peak if at is None else at
         return np.flatnonzero((self.events.born <= at) & (self.events.died > at) & ~self._on_host)
 
@@ -176,12 +172,8 @@ class Trace:
         return Parts(*(int(sizes[part == name].sum()) for name in PART_NAMES))
 
     def loaded(self, *, on_host: bool = False, in_bank: bool = False) -> int:
-        """Return the bytes of the model's weights and buffers that exist before the first step.
-
-        Args:
-            on_host: True to count weights in host memory, False to count weights on the device.
-            in_bank: True to count only the weights of expert banks.
-        """
+        """Return the bytes of the model's weights and buffers that exist before the first step, on the device or
+        `on_host`; `in_bank` counts only the weights of expert banks."""
         column = self.events.column
         is_weight = (column("phase") == "load") & np.isin(column("part"), ("frozen_weights", "trainable_weights"))
         return int(self.bytes[is_weight & (self._on_host == on_host) & (column("in_bank") >= in_bank)].sum())
@@ -203,13 +195,8 @@ class Trace:
     # --- Views --------------------------------------------------------------------------------------------------
 
     def moment(self, largest: int = 20) -> Moment:
-        """Return step, phase and module of the peak, and the storages that are alive then.
-
-        Storages of the same part, module, phase and operation are summed.
-
-        Args:
-            largest: number of sums to return, largest first; 0 for none.
-        """
+        """Return step, phase and module of the peak, and the storages that are alive then. Storages of the same part,
+        module, phase and operation are summed; `largest` is the number of sums to return, largest first."""
         _, mark, unit, copy = self.events.marks[bisect_right(self.events.marks, self.peak, key=lambda one: one[0]) - 1]
         groups: dict[tuple[PartName, str, Phase, str], list[int]] = {}
         for storage in self.alive().tolist() if largest else ():
@@ -222,13 +209,8 @@ class Trace:
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
 
     def timeline(self, points: int = 600) -> tuple[Sample, ...]:
-        """Return samples of the last step's bytes by part, each the fullest moment of its section of the step.
-
-        The sample with which a phase begins is labelled, such as "forward 0"; others have an empty label.
-
-        Args:
-            points: approximate number of samples.
-        """
+        """Return about `points` samples of the last step's bytes by part, each the fullest moment of its section of the
+        step. The sample with which a phase begins is labelled, such as "forward 0"; others have an empty label."""
         marks = self.events.marks
         begin = next(at for at, mark, *_ in marks if mark.step == marks[-1][1].step)
         labels: dict[int, str] = {}
@@ -251,13 +233,11 @@ class Trace:
         )
 
     def allocations(self, before: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield (storage, bytes) for each allocation on the device and (storage, -1) for each release, in order.
+        """Yield (storage, bytes) for each allocation on the device and (storage, -1) for each release, in order: the
+        input of the allocator simulation (memory/allocator.py).
 
-        This is the input of the allocator simulation (memory/allocator.py).
-
-        Args:
-            before: bytes of a block that is allocated before everything else and freed when the first step begins,
-                which leaves a hole of that size, as loading may.
+        A block of `before` bytes is allocated before everything else and freed when the first step begins, which leaves
+        a hole of that size, as loading may.
         """
         begin = next((at for at, mark, *_ in self.events.marks if mark.phase != "load"), 0)
         yield _BEFORE_ALL, before

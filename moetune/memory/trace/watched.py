@@ -49,11 +49,8 @@ class Watched:
         self.named = named_modules(adapted)
 
     def tracker(self, *, counts: bool = False) -> Tracker:
-        """Return a new tracker, not yet active, that names this model's modules.
-
-        Args:
-            counts: count FLOPs, bytes and launches of each operation; ignored without a `gpu`.
-        """
+        """Return a new tracker, not yet active, that names this model's modules; `counts` makes it count FLOPs, bytes
+        and launches of each operation, if there is a `gpu`."""
         parts = work_parts(self.adapted, self.named) if counts and self.gpu is not None else None
         return Tracker(self.named, capability=self.capability, parts=parts)
 
@@ -74,13 +71,9 @@ class Watched:
 
     @contextmanager
     def watching(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        """Record the model's operations, layer boundaries and expert groups in a tracker within the `with` block.
-
-        For a GPU, `scaled_dot_product_attention` is replaced by the operator that runs on that GPU.
-
-        Args:
-            tracking: False to record only layer boundaries and expert groups, and no operations.
-        """
+        """Record the model's operations, layer boundaries and expert groups in a tracker within the `with` block;
+        without `tracking` no operations. For a GPU, `scaled_dot_product_attention` is replaced by the operator that
+        runs on it."""
         watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts)
         attention = nullcontext() if self.capability is None else replace_attention(self.capability)
         with self._cutting(tracker), watching, tracker if tracking else nullcontext(), attention:
@@ -143,11 +136,8 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
 
 
 def named_modules(adapted: Adapted) -> dict[nn.Module, str]:
-    """Return module -> path for the modules that a report names.
-
-    These are the modules at most two levels below a decoder layer or, outside of the layers, below the model; modules
-    inside of a layer's experts are left out.
-    """
+    """Return module -> path for the modules that a report names: those at most two levels below a decoder layer or,
+    outside of the layers, below the model; without those inside of a layer's experts."""
     layers = tuple(f"{path}." for path in decoder_layers(adapted.model))
     experts = tuple(f"{layer.experts}." for layer in adapted.structure.moe_layers)
     named = {}
