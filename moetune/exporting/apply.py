@@ -132,7 +132,7 @@ def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> N
 
 
 def _find_base(to: str) -> tuple[Path, str]:
-    """Return the folder and the name of the base `to`.
+    """Return the folder and the name of the base `to`, a folder, catalog name or hub id.
 
     Raises:
         UserError: the weights are not on this machine, or the folder holds a quantized base that moetune wrote.

@@ -112,7 +112,7 @@ def _expert_with_lora(
 def placed(run: FinishedRun, chosen: Iterable[Update], base: Mapping[str, Stored]) -> list[tuple[Update, KeyMapping]]:
     """Pair each update with the tensors of the base checkpoint that store its parameter.
 
-    A tied parameter gives one pair for each of its names in the checkpoint. Raise `UserError` if there is none.
+    A tied parameter gives one pair for each of its names in the checkpoint. Raise `UserError` if it has none there.
     """
     mappings, found = key_mappings(run.adapted.run.model.plain, base), []
     for one in chosen:

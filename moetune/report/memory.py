@@ -99,7 +99,7 @@ def on_host(report: MemoryReport) -> str:
 
 
 def rows(report: MemoryReport) -> str:
-    """Return a sentence on how many layers could keep gate_up's rows for a faster backward; empty if no more fit."""
+    """Return a sentence on how many layers could keep gate_up's outputs for a faster backward; empty if no more fit."""
     if report.rows is None or (report.rows_that_fit or 0) <= report.rows.kept:
         return ""
     fit = report.rows_that_fit

@@ -158,7 +158,7 @@ def _scores_for(file: str, structure: ModelStructure, where: str) -> Scores:
 
 
 def _share(rule: str, layer: LayerScores) -> list[float]:
-    """Return the fraction of a layer's routing that each expert receives, which sum to 1.
+    """Return each expert's fraction of a layer's routing; the fractions sum to 1.
 
     The rule `gate` counts routing weights (ESFT's average gate score), all others tokens (its token selection ratio).
     """

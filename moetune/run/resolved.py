@@ -79,7 +79,7 @@ class ResolvedRun:
         router_scores: layer index -> how routing weights follow from logits, by softmax or sigmoid; filled only with
             `train.dense_router_gradient`.
         router_biases: layer index -> name of the correction bias to update; filled only with `train.router_bias_rate`.
-        keeps_rows: indices of the layers that keep gate_up's rows for backward (`train.keep_rows`).
+        keeps_rows: indices of the layers that save the outputs of gate_up for backward (`train.keep_rows`).
         scored: (key of the run file, scores) for each choice of experts by scores.
         problems: one line for each reason why the run can be neither predicted nor trained. Empty if `resolve` made it.
     """
@@ -191,10 +191,7 @@ class ResolvedRun:
         return replace(self, config=config, keeps_rows=layers_keeping_rows(config.train, self.structure))
 
     def without_layers(self, layers: Collection[int]) -> ResolvedRun:
-        """Return a copy of the run, with its own meta model, that lacks the decoder layers with these indices.
-
-        Predictions record such a smaller model.
-        """
+        """Return a copy of the run, with its own meta model, that lacks the decoder layers with these indices."""
         structure, selection = self.structure.without(layers), self.selection.without(layers, self.structure)
         plain = copy.deepcopy(self.model.plain)
         leave_out(plain, layers)
@@ -213,10 +210,10 @@ class ResolvedRun:
 
 
 def layers_keeping_rows(train: TrainConfig, structure: ModelStructure) -> frozenset[int]:
-    """Return the indices of the layers that keep gate_up's rows: the last `train.keep_rows` layers with experts.
+    """Return the indices of the layers that save gate_up's outputs for backward: the last `train.keep_rows` MoE layers.
 
     The last layers are the first in backward, so their rows are freed before other layers are recomputed. All layers
-    keep them under `checkpointing: none`, and none under `keep_rows: auto` until the GPU is known (memory/rows.py).
+    save them under `checkpointing: none`, and none under `keep_rows: auto` until the GPU is known (memory/rows.py).
     """
     layers = [layer.index for layer in structure.moe_layers]
     if train.checkpointing == "none":

@@ -145,7 +145,10 @@ def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
-    """Yield a line if one of the `routers` that train has no correction bias for `train.router_bias_rate` to update."""
+    """Yield a line if no router trains, or one that does has no correction bias for `train.router_bias_rate`.
+
+    `routers` is the number of routers that train.
+    """
     option = "train.router_bias_rate"
     if not routers:
         yield f"{option}: a bias is updated with its router, and no router trains; set adapt.router, or leave it out"

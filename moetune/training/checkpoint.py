@@ -117,12 +117,11 @@ def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: in
     trained, states, numbers = _contents(parts, optimizer)
     _save_trained(trained | adapted.router_biases(), folder, ranks)
     _save(states, folder / OPTIMIZER_FOLDER, ranks)
-    every = ranks.gather(numbers)
-    if not ranks.is_first:
-        return
-    scale = {} if optimizer.loss_scale is None else asdict(optimizer.loss_scale)
-    said = {"numbers": dict(ChainMap(*every)), "loss_scale": scale, "scheduler_step": step}
-    (folder / OPTIMIZER_FILE).write_text(json.dumps(said), encoding="utf-8")
+    of_ranks = ranks.gather(numbers)
+    if ranks.is_first:
+        scale = {} if optimizer.loss_scale is None else asdict(optimizer.loss_scale)
+        contents = {"numbers": dict(ChainMap(*of_ranks)), "loss_scale": scale, "scheduler_step": step}
+        (folder / OPTIMIZER_FILE).write_text(json.dumps(contents), encoding="utf-8")
 
 
 def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:

@@ -168,7 +168,9 @@ class Loop:
                             self.reporters.end()
                         return
                     if signal:
-                        raise self._interrupted(signal)
+                        interrupted = Interrupted(signal)
+                        self._say(f"{interrupted}: step {self.step} is saved in {self.folder.checkpoints()[-1]}")
+                        raise interrupted
 
     # --- A step -----------------------------------------------------------------------------------------------------
 
@@ -237,7 +239,7 @@ class Loop:
         )
 
     def smaller_run(self) -> ResolvedRun:
-        """Return the run with the current micro-batch, and as many more micro-steps for the same rows per step."""
+        """Return the run with the current micro-batch, and with `accumulate` raised for the same rows per step."""
         train = self.config.train
         accumulate = train.accumulate * train.micro_batch // self.micro_batch
         smaller = {"micro_batch": self.micro_batch, "accumulate": accumulate}
@@ -245,7 +247,7 @@ class Loop:
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
-        """Prefix a `UserError` with the step; in the first step, look for its cause in weights that are not finite."""
+        """Prefix a `UserError` with the step; in the first step, name a weight that is not finite instead, if any."""
         try:
             yield
         except UserError as error:
@@ -315,12 +317,6 @@ class Loop:
                 f"is kept; {last[0] if last else 'there is none before it'}. Lower optimizer.lr or train.max_grad_norm "
                 "and start anew"
             )
-
-    def _interrupted(self, number: int) -> Interrupted:
-        """Return the exception for a signal, and print where the last step is saved."""
-        interrupted = Interrupted(number)
-        self._say(f"{interrupted}: step {self.step} is saved in {self.folder.checkpoints()[-1]}")
-        return interrupted
 
     def _restore_weights(self, folder: Path) -> None:
         """Restore weights, step, tokens, micro-batch, expert load and the first loss from a checkpoint folder."""

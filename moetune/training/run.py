@@ -123,7 +123,8 @@ def train(
         )
         counts = count_trainable(plain)
         if run.config.train.epochs is not None:
-            run = _with_steps(run, ceil(run.config.train.epochs * steps_an_epoch(len(data.train), run.config)))
+            steps = ceil(run.config.train.epochs * steps_an_epoch(len(data.train), run.config))
+            run = replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
         config, packing = run.config, run.config.data is not None and run.config.data.packing
         for line in _summary(config, counts, data.counts):
             say(line)
@@ -259,10 +260,6 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
     padding = pad_token_id(tokenizer)
     refuse_unknown_tokens(run.model.settings, config.model.path, padding, data.train, data.eval)
     return data, padding
-
-
-def _with_steps(run: ResolvedRun, steps: int) -> ResolvedRun:
-    return replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
 
 
 def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> list[str]:

@@ -306,7 +306,7 @@ class RunWriter(RunFolder):
             (self.path / f"{_ASIDE}{name}").unlink(missing_ok=True)
 
     def own(self, name: str) -> None:
-        """Record in the ledger a file that another command is about to write into the run folder, so that it may later.
+        """Record in the ledger a file that a command is about to write into the run folder, and may replace later.
 
         If the folder holds no run, the name is only checked.
 

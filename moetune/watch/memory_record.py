@@ -137,7 +137,7 @@ class MemoryRecord:
 
 
 class Predicted(NamedTuple):
-    """A prediction for one rank: bytes allocated at the peak, and work of a step; None and empty if unknown."""
+    """A prediction for one rank: bytes allocated at the peak, None if unknown; work of a step, empty if unknown."""
 
     peak: int | None = None
     pace: Pace = Pace()

@@ -65,7 +65,7 @@ class Preview:
 
 
 def preview(config: RunConfig, records: int = 3) -> Preview:
-    """Read and tokenize a run's data as training does, and show the first tokens of some `records`.
+    """Read and tokenize a run's data as training does; keep the first tokens of `records` documents to show.
 
     Raises:
         UserError: the run file has no `data:` section, or the data cannot be used.

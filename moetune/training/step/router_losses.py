@@ -98,7 +98,7 @@ class RouterWatch:
     def losses(self, routed: Routed, *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
         """Return the scalars (balance loss, z-loss) over all layers, by the formulas at the top of this file.
 
-        If layers differ in their number of experts, the balance loss is the mean over these numbers.
+        If layers differ in their number of experts, a balance loss is computed for each number, and averaged.
 
         Args:
             routed: a recording made with `logits=True`.
