@@ -52,7 +52,7 @@ class FinishedRun:
 
 
 def in_memory(adapted: Adapted) -> FinishedRun:
-    """Return an adapted model in memory, with its current values, as a run; `UserError` if ranks share the model."""
+    """Return an adapted model in memory, with its current values; `UserError` if it is divided over ranks."""
     if not adapted.ranks.is_single:
         raise UserError("a model that is spread over ranks cannot be exported from memory; export its run folder")
     trained = {part.name: Held(part.of(parameter)) for parameter, parts in parts_of(adapted).items() for part in parts}

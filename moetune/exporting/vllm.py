@@ -92,7 +92,7 @@ def write_vllm(run: FinishedRun, out: Path) -> Written:
 def _mapping(mappings: Mapping[str, KeyMapping], parameter: str) -> KeyMapping:
     """Return the mapping of a parameter to the checkpoint's tensors.
 
-    Raise `UserError` if there is none, or if transformers converts the tensors, other than by stacking one per expert.
+    Raise `UserError` if there is none, or if transformers does more with the tensors than stack those of experts.
     """
     found = mappings.get(parameter)
     if found is None or (found.conversion is not None and not found.has_experts_apart):

@@ -119,9 +119,9 @@ def when(moment: Moment) -> str:
 
 
 def pace(time: Duration, tokens: int | None = None) -> str:
-    """Return a sentence on the speed of a run: tokens/s and seconds per step, as ranges unless measured; hours.
+    """Return a sentence on the speed of a run: tokens/s, seconds per step, hours for `tokens` (None: no hours).
 
-    The hours are those of a training run of `tokens` tokens; None: no hours.
+    Estimates are ranges.
     """
     speed, seconds, share = time.tokens_per_second, time.seconds, time.share
     if time.measured is not None:

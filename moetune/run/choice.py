@@ -94,7 +94,7 @@ def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | 
 
 
 def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int, ...]:
-    """Return the shortest prefix of `ranked`, ids whose `share` sums to at least `p` (ESFT, arXiv 2407.01906)."""
+    """Return the shortest prefix of the ids in `ranked` whose shares sum to at least `p` (ESFT, arXiv 2407.01906)."""
     chosen: list[int] = []
     total = 0.0
     for expert in ranked:

@@ -204,7 +204,7 @@ class ResolvedRun:
         )
 
     def refuse_other_scores(self, base: str | None) -> None:
-        """Raise `UserError` if experts were chosen by scores of another checkpoint than `base`, a digest or None."""
+        """Raise `UserError` if experts were chosen by scores of another base (`base` as in `refuse_other_base`)."""
         for where, scores in self.scored:
             refuse_other_base(scores, self.config.model.path, base, where)
 

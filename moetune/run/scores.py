@@ -66,8 +66,8 @@ class LayerScores(BaseModel):
     all: Statistics
 
     @model_validator(mode="after")
-    def _a_value_an_expert(self) -> LayerScores:
-        """Raise `ValueError` for lists that do not have one entry for each expert."""
+    def _check_lengths(self) -> LayerScores:
+        """Raise `ValueError` if a list does not have one entry for each expert."""
         for of_scope in (self.loss, self.all):
             for name in ("tokens", "share", "weight_sum", "reap"):
                 if len(getattr(of_scope, name)) != self.num_experts:

@@ -110,7 +110,7 @@ class _Answering(nn.Module):
 
 
 def _answer_like(output: Any) -> Callable[[Tensor], Any]:
-    """Return a function that returns hidden states as the stack returns `output`, with None in all other fields."""
+    """Return a function that puts hidden states in a tuple or ModelOutput like `output`, other fields None."""
     if isinstance(output, tuple):
         rest = (None,) * (len(output) - 1)
         return lambda hidden: (hidden, *rest)
