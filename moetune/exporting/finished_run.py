@@ -26,7 +26,9 @@ from moetune.training.same_run import beside_weights
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """The result of a training run, as exports and inference read it; `path`, `step`, `folder` None if it is in memory.
+    """The result of a training run, as exports and inference read it.
+
+    For a model in memory, `path`, `step`, `base` and `folder` are None.
 
     Attributes:
         path: the run folder.

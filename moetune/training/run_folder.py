@@ -118,10 +118,10 @@ class RunFolder:
         return read_sealed(file, Inputs, remedy="copy it back from a checkpoint") if os.path.lexists(file) else None
 
     def metrics(self) -> list[MetricsLine]:
-        """Return every complete line of `metrics.jsonl`; an empty list without the file.
+        """Return every complete line of `metrics.jsonl`; an empty list if there is no file and no checkpoint.
 
-        The file only grows, so it must begin with the copy in the newest checkpoint; if it does not, it is damaged, and
-        that copy is read instead.
+        The file only grows. If it does not begin with the copy in the newest checkpoint, it is damaged, and the copy is
+        read instead.
 
         Raises:
             UserError: a line is not what a run writes (`parse_metrics`).

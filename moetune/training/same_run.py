@@ -58,7 +58,7 @@ class Inputs:
 
     @classmethod
     def of(cls, data: Datasets, base: Path | None) -> Inputs:
-        """Return the inputs of a run that begins now; `base` is the folder of its weights, None if not yet known."""
+        """Return the inputs of a run that begins now; `base` is the folder of its weights, None if not here."""
         tokens = {
             name: _digest(rows) for name, rows in (("train", data.train), ("eval", data.eval)) if rows is not None
         }

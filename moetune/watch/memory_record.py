@@ -34,8 +34,8 @@ MEASURED_STEPS = 2
 class MemoryRecord:
     """Predicts the memory of a run, measures its first steps, and writes both to `memory.json`.
 
-    On CUDA the peak comes from torch's counters; on a CPU from `Tracker`, which traces also use. It must be created
-    before the first step.
+    Create it before the first step. On CUDA the peak comes from torch's counters; on a CPU from `Tracker`, which traces
+    also use.
 
     Attributes:
         predicted: the prediction for the current micro-batch, with balanced routing.

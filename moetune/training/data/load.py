@@ -212,10 +212,10 @@ def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
 
 
 def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Reading, Reading]:
-    """Split records at random into a training part and a held-out part, in which each record occurs once.
+    """Split records at random into a training part and a held-out part; no record is in both.
 
-    The held-out part has the fraction `share` of the distinct records, at least one. Raise `UserError` if no record is
-    left to train on.
+    The held-out part has the fraction `share` of the distinct records, at least one, and each once. Raise `UserError`
+    if no record is left to train on.
     """
     _, firsts = np.unique(read.records, return_index=True)  # a weight repeats records
     records = read.records[np.sort(firsts)]

@@ -86,7 +86,8 @@ def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int
 def block_tokens(memory: int | None, vocabulary: int) -> int:
     """Return b, the number of tokens of a block.
 
-    Its logits take half of a chunk's memory, and at least `BLOCK_ELEMENTS`, because each block is twenty launches.
+    Its logits take half of a chunk's memory, or are `BLOCK_ELEMENTS` if that is more, because each block is twenty
+    launches.
     """
     return max(1, max(BLOCK_ELEMENTS, (memory or 0) // 8) // vocabulary)
 
