@@ -14,8 +14,7 @@ _LONGEST_WORD = 100  # characters of a word for which `suggest` looks for a near
 class UserError(Exception):
     """Bad input. The message names the wrong value and the remedy; the command line prints it and exits with 2.
 
-    A message may have several lines, one problem each. Control characters are escaped, and more than 4,000 bytes are
-    cut.
+    A message may have several lines, one for each problem. Control characters are escaped; 4,000 bytes are kept.
     """
 
     def __init__(self, message: str) -> None:
@@ -44,12 +43,8 @@ def reading(what: str, remedy: str = "") -> Iterator[None]:
     """Convert any error in the body of the `with` into a `UserError` "`what` cannot be read: …".
 
     The body should only read. Readers of other libraries raise exceptions of all kinds; tokenizers written in Rust
-    raise a `PanicException`, which is no `Exception`. A `UserError` and Ctrl-C pass unchanged, and the original error
-    stays as the cause.
-
-    Args:
-        what: the file or value that is read, as messages name it.
-        remedy: advice appended to the message; empty for none.
+    raise a `PanicException`, which is no `Exception`. `UserError` and Ctrl-C pass unchanged. `remedy` is appended to
+    the message.
     """
     try:
         yield
@@ -70,12 +65,9 @@ def printable(text: str) -> str:
 
 @contextmanager
 def time_limit(what: str, seconds: float = 10.0) -> Iterator[None]:
-    """Raise `UserError` if the body of the `with` takes longer than `seconds`.
+    """Raise `UserError` if the body of the `with`, which the message calls `what`, takes longer than `seconds`.
 
     The limit is enforced by SIGALRM, which only the main thread receives; on another thread there is no limit.
-
-    Args:
-        what: how the message names the work.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -101,12 +93,12 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with a noun: `counted(2000, "expert")` is `"2,000 experts"`. The plural is formed with s."""
+    """Return a number with a noun, whose plural ends in s: `counted(2000, "expert")` is `"2,000 experts"`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, up to 300 characters, or else the name of the error's type."""
+    """Return the first line of an error's message, up to 300 characters; the error's type if it has no message."""
     said = getattr(error, "strerror", None) if isinstance(error, OSError) else None
     return (str(said or error).strip() or type(error).__name__).splitlines()[0][:300]
 

@@ -1,4 +1,4 @@
-"""Path checks, atomic writes and file locks; the ledger of paths that moetune wrote into a folder."""
+"""Path checks, atomic writes and file locks; the ledger of the files that moetune wrote into a folder."""
 
 from __future__ import annotations
 
@@ -43,11 +43,7 @@ def check_path(text: str) -> Path:
 
 
 def expanded(path: Path | str) -> Path:
-    """Return a path with `~` expanded.
-
-    Raises:
-        UserError: no file can have this name (the rules of `check_path`).
-    """
+    """Return a path with `~` expanded; raise `UserError` for a name that no file can have (`check_path`)."""
     try:
         return check_path(str(path))
     except ValueError as error:
@@ -55,12 +51,10 @@ def expanded(path: Path | str) -> Path:
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the folder for files that can be made again; it need not exist.
+    """Return the folder for files that can be made again, such as those of the `kind` "closed_form".
 
-    `$MOETUNE_CACHE`, which holds all kinds, or else `moetune/<kind>` under `$XDG_CACHE_HOME` or `~/.cache`.
-
-    Args:
-        kind: what the files hold, such as `closed_form`.
+    It is `$MOETUNE_CACHE` for all kinds, or else `moetune/<kind>` under `$XDG_CACHE_HOME` or `~/.cache`, and need not
+    exist.
 
     Raises:
         UserError: `MOETUNE_CACHE` is set to something that cannot be a path, or there is no home folder.
@@ -83,14 +77,10 @@ def names_in(folder: Path) -> list[str]:
 
 
 def is_occupied(out: Path, overwrite: bool) -> bool:
-    """Return whether the output folder `out` exists and has entries.
-
-    Args:
-        out: the folder given with `--out`; it need not exist.
-        overwrite: whether the command may replace what is in the folder.
+    """Return whether the output folder of `--out` exists and has entries.
 
     Raises:
-        UserError: `out` is a link or not a folder; or it has entries and `overwrite` is False.
+        UserError: `out` is a link or not a folder; or it has entries, and `overwrite` is False.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UserError(f"--out {str(out)!r} exists and is not a folder")
@@ -102,7 +92,7 @@ def is_occupied(out: Path, overwrite: bool) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder entry to disk with fsync."""
+    """Flush a file, or the entries of a folder, to disk with fsync."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -111,16 +101,14 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, new: bool = False) -> None:
-    """Write a file atomically: under another name in the same folder, synced, then renamed to `path`.
+    """Write a file atomically: to a temporary file, which is synced and then renamed to `path`; text as UTF-8.
 
     Args:
-        content: text is encoded as UTF-8.
         aside: path of the temporary file, on the same file system; an existing file there is overwritten. By default a
             new random name beside `path`.
-        new: refuse to replace an existing file.
+        new: raise `FileExistsError` instead of replacing an existing file.
 
     Raises:
-        FileExistsError: `new` is set and `path` exists when the content has been written.
         OSError: writing or renaming fails; the temporary file is removed.
     """
     mode = "xb" if aside is None else "wb"
@@ -145,7 +133,7 @@ _ASIDE, _MINUTE = re.compile(r"\.moetune-[0-9a-f]{16}"), 60.0
 
 
 def _sweep(folder: Path) -> None:
-    """Remove temporary files of `write_whole` that killed writers left: over a minute old and not locked."""
+    """Remove the temporary files that killed calls of `write_whole` left: over a minute old and not locked."""
     for name in filter(_ASIDE.fullmatch, names_in(folder)):
         left = folder / name
         with suppress(OSError):
@@ -159,10 +147,9 @@ _SIGNS = (b"<!-- written by moetune -->", b"Software\0moetune")
 
 
 def refuse_taken(path: Path) -> None:
-    """Raise `UserError` if writing to the path would replace something that moetune did not write.
+    """Raise `UserError` if there is something at the path other than a page or picture that moetune wrote.
 
-    The path passes if nothing exists there, or if it is an ordinary file with a sign of moetune (an HTML page or a
-    picture) in its first 64 KiB. Links and folders are refused.
+    These are recognized by `_SIGNS` in the first 64 KiB. A link is refused.
     """
     if not os.path.lexists(path):
         return
@@ -175,13 +162,10 @@ def refuse_taken(path: Path) -> None:
 
 
 def write_output(path: Path, content: str | bytes, *, replace: bool = False) -> None:
-    """Write an output file of a command atomically.
-
-    Args:
-        replace: overwrite any existing file; otherwise only a page or picture that moetune wrote.
+    """Write an output file of a command atomically; with `replace`, over any existing file.
 
     Raises:
-        UserError: `replace` is False and the path holds something that moetune did not write; or the system refuses.
+        UserError: the file cannot be written; or without `replace`, `refuse_taken` refuses the path.
     """
     if not replace:
         refuse_taken(path)
@@ -195,11 +179,9 @@ class Ledger:
     """The list of the files that moetune wrote into a folder: a text file `.moetune` with one JSON string per line.
 
     A path is added before the file is created, and lines are only appended, so a run that is killed leaves no unlisted
-    file. Commands replace or remove listed paths only. The constructor reads an existing ledger; a missing or
-    unreadable one counts as empty.
+    file. Commands replace or remove listed paths only. A missing or unreadable ledger counts as empty.
 
     Attributes:
-        file: path of the ledger.
         paths: the listed paths, relative to the folder.
         kind: what the folder holds, such as `run`; None if the folder has no ledger.
     """
@@ -223,10 +205,6 @@ class Ledger:
 
     def add(self, kind: str, *paths: str) -> None:
         """Append paths that are about to be written, and sync the ledger to disk.
-
-        Args:
-            kind: what the folder holds, such as `run`.
-            paths: relative to the folder; those already listed are skipped.
 
         Raises:
             OSError: the ledger cannot be written, or is a link.
@@ -253,11 +231,10 @@ _OF_SYSTEMS = re.compile(r"\.DS_Store|\._.*|\.nfs.*")
 
 
 def foreign_in(folder: Path, known: Collection[str]) -> Path | None:
-    """Return the first file below a folder that is not listed in `known`, or None if there is none.
+    """Return the first file below a folder whose relative path is not in `known`, or None if there is none.
 
-    Args:
-        folder: returned itself if it is a link or not a folder.
-        known: paths relative to `folder`. Folders, and files that operating systems create, need not be listed.
+    Folders, and files that operating systems create, need not be listed. `folder` itself is returned if it is a link or
+    no folder.
     """
     if folder.is_symlink() or not folder.is_dir():
         return folder
@@ -271,8 +248,8 @@ def foreign_in(folder: Path, known: Collection[str]) -> Path | None:
 def refused(error: BaseException) -> str | None:
     """Return the operating system's reason if an `OSError` caused an error; else None.
 
-    Writers of other libraries wrap the `OSError`: it is searched for in the exception itself, its cause and context,
-    the `failures` of torch's distributed checkpoints, and the text of Rust errors ("os error 28").
+    Other libraries wrap it, so it is looked for in the error, its cause and context, the `failures` of torch's
+    distributed checkpoints, and the text of Rust errors ("os error 28").
     """
     causes = [error, *(cause for cause in (error.__cause__, error.__context__) if cause is not None)]
     causes += [failure[0] for failure in getattr(error, "failures", {}).values()]
@@ -286,12 +263,12 @@ def refused(error: BaseException) -> str | None:
 
 
 def aside_of(path: Path) -> Path:
-    """Return the temporary path of a file: `.NAME` in the same folder, from which it is renamed to its final name."""
+    """Return the path under which a file or folder is written before it is renamed: `.NAME` in the same folder."""
     return path.with_name(f".{path.name}")
 
 
 def settle(path: Path) -> None:
-    """Sync a file, or a folder with all it contains, to disk, and give the files the permissions of the umask.
+    """Sync a file, or a folder with all it contains, to disk, and give the files the default permissions (umask).
 
     safetensors creates its files readable by their owner only.
     """
@@ -306,20 +283,16 @@ def settle(path: Path) -> None:
 
 
 def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
-    """Open a file and lock it with flock until it is closed or this process ends.
+    """Open a file and lock it with flock until it is closed; return None if another process holds the lock.
 
-    flock excludes processes of this machine on a local disk, and of all machines on NFS (Linux 2.6.12 and later). A
-    symbolic link is not followed.
+    flock excludes processes of this machine on a local disk, and of all machines on NFS (Linux 2.6.12 and later).
 
     Args:
-        mode: `"rb"` reads; `"a+b"` reads and writes, and creates the file if it does not exist; others read and write.
+        mode: `"rb"` reads; `"r+b"` reads and writes; `"a+b"` also creates the file if it does not exist.
         shared: take a lock that several processes may hold at the same time.
 
-    Returns:
-        The open file, or None if another process holds the lock.
-
     Raises:
-        OSError: the file cannot be opened, or its file system has no locks.
+        OSError: the file cannot be opened, or is a symbolic link; or its file system has no locks.
     """
     while True:
         flags = os.O_RDONLY if mode == "rb" else os.O_RDWR | (os.O_CREAT if mode == "a+b" else 0)
@@ -343,7 +316,7 @@ def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
 class WriterLock:
     """A lock file `.lock` in a folder, which keeps out a second writing process.
 
-    The file names the process that holds it. If this process is killed, the file stays and its lock ends.
+    The file names the process that holds the lock. If it is killed, the file stays and the lock ends.
     """
 
     NAME = ".lock"
@@ -353,11 +326,9 @@ class WriterLock:
         self._held: IO[bytes] | None = None
 
     def take(self, what: str, *, create: bool) -> None:
-        """Take the lock; do nothing if this object holds it already.
+        """Take the lock, unless it is held already; without `create`, only if there is a lock file.
 
-        Args:
-            what: how messages name the folder.
-            create: create the lock file; if False and there is none, no lock is taken.
+        Messages name the folder `what`.
 
         Raises:
             UserError: another process holds the lock, locking fails, or a file of this name is not a lock of moetune.

@@ -31,29 +31,21 @@ def read_json(file: Path, kind: Callable[..., T], what: str = "", remedy: str = 
     Keys that `kind` does not declare are ignored, unless `kind` itself forbids or keeps them.
 
     Args:
-        file: path of the JSON file, of at most 1 GiB.
         kind: any type that pydantic can validate, such as a dataclass, a TypedDict or `dict[str, Any]`.
         what: how messages name the file; by default its path in quotes.
-        remedy: advice appended to the messages, such as "export the delta again"; empty for none.
+        remedy: advice appended to the messages, such as "export the delta again".
 
     Raises:
-        UserError: the file cannot be read, is not JSON, holds a key twice, or does not validate as `kind`.
+        UserError: the file cannot be read, has more than 1 GiB, is not JSON, holds a key twice, or does not validate.
     """
     what = what or repr(str(file))
     return parse_json(_bytes_of(file, what, remedy), kind, what, remedy)
 
 
 def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "") -> T:
-    """Validate JSON text as `kind`, with strict types: neither `"1"` nor `true` passes as a number.
+    """Validate JSON text (UTF-8) as `kind`, with strict types: neither `"1"` nor `true` passes as a number.
 
-    Args:
-        text: the JSON document, UTF-8.
-        kind: any type that pydantic can validate.
-        what: how messages name the document.
-        remedy: advice appended to the messages; empty for none.
-
-    Raises:
-        UserError: the text is not JSON, holds a key twice, or does not validate as `kind`.
+    The other arguments and the errors are those of `read_json`.
     """
     with reading(what, remedy):
         try:
@@ -65,16 +57,16 @@ def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "")
 
 
 def sealed(body: Mapping[str, Any]) -> str:
-    """Return `body` as the text of a sealed document: indented JSON with `schema: 1` first and the seal last."""
+    """Return `body` as a sealed document: indented JSON with `schema: 1` first and the seal last."""
     said = {"schema": 1, **body}
     return json.dumps({**said, "seal": hashlib.sha256(json.dumps(said).encode()).hexdigest()}, indent=2) + "\n"
 
 
 def read_sealed(file: Path, kind: Callable[..., T], what: str = "", remedy: str = "") -> T:
-    """Read a sealed document, check its seal, and validate it as `kind`; the arguments are those of `read_json`.
+    """Read a sealed document and validate it as `kind`; the arguments are those of `read_json`.
 
     Raises:
-        UserError: as `read_json`; or the text is not exactly what `sealed` returned when the file was written.
+        UserError: as `read_json`; or the text is not, byte for byte, what `sealed` returns for its contents.
     """
     what = what or repr(str(file))
     text = _bytes_of(file, what, remedy)

@@ -1,4 +1,4 @@
-"""`apply_delta`: write a copy of a base checkpoint in which a delta's tensors replace the base's tensors.
+"""`apply_delta`: write a copy of a base checkpoint with the tensors of a delta in place of its own.
 
 A delta is a folder that `moetune export --format delta` wrote: the tensors that full-precision training changed.
 """
@@ -27,8 +27,10 @@ class Applied:
     """The result of `apply_delta`.
 
     Attributes:
-        bytes: the size of these tensors in the written checkpoint, each counted whole.
+        tensors: the number of tensors in the delta.
+        bytes: their size in the written checkpoint, each counted whole.
         forced: how the base differs from the base that the delta was made for; None if both are the same.
+        notes: messages for the user.
     """
 
     out: str
@@ -52,14 +54,15 @@ def apply_delta(
 ) -> Applied:
     """Write a copy of a base checkpoint with a delta's tensors in place of the base's, converted to the base's dtypes.
 
+    The base is read twice: to compute its fingerprint (the SHA-256 of its files), and to copy it.
+
     Args:
         to: the base: a folder, or a catalog name or hub id whose weights are on this machine.
         out: the folder to write. It appears under this name only when it is complete.
-        force: apply the delta to a base other than the one it was made for. To take effect, this must be the base's
-            name: the name of its folder, or its catalog name or hub id.
+        force: the name of the base (its folder's name, catalog name or hub id), to apply the delta to it although the
+            delta was made for another one.
         overwrite: replace an earlier export in `out`.
-        on_read: called after each block with the fraction of the work that is done, from 0 to 1. The base is read
-            twice: to compute its fingerprint (the SHA-256 of its files), and to copy it.
+        on_read: called after each block with the fraction of the work that is done, from 0 to 1.
 
     Raises:
         UserError: the delta or the base does not exist; the delta was made for another base and `force` does not name
@@ -114,9 +117,9 @@ def _notes(difference: str | None, force: str | None, name: str) -> Iterator[str
 
 
 def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> None:
-    """Raise `UserError` if a tensor of the delta is missing from the base, or does not have its shape there.
+    """Raise `UserError` if the base lacks a tensor of the delta, or has it in another shape.
 
-    For a tensor with the rows of some experts only, the shape of a row must match, and each row must exist in the base.
+    Of a tensor with the rows of some experts only, each row must exist in the base, in the same shape.
     """
     for key, tensor in delta.tensors.items():
         place, rows = places.get(key), delta.slices.get(key)
@@ -129,7 +132,7 @@ def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> N
 
 
 def _find_base(to: str) -> tuple[Path, str]:
-    """Return the folder and the name of the base that `to` names.
+    """Return the folder and the name of the base `to`, a folder, catalog name or hub id.
 
     Raises:
         UserError: the weights are not on this machine, or the folder holds a quantized base that moetune wrote.

@@ -25,11 +25,7 @@ def write_delta(run: FinishedRun, out: Path) -> Written:
 
     Each tensor has the name and shape that it has in the base checkpoint, and the dtype that it was trained in. Of a
     tensor that stacks the experts of a layer, only the rows of the trained experts are written; `slices` in the
-    manifest lists them. LoRA factors are left out, with a note. The whole base is read once to compute its fingerprint,
-    the SHA-256 of its files.
-
-    Returns:
-        The number of tensors written, their bytes, and notes for the user.
+    manifest lists them. LoRA factors are left out, with a note. The base is read once, for its fingerprint.
 
     Raises:
         UserError: the run trained nothing but LoRA; it began with random weights; the base is missing, has changed

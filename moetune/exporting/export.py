@@ -23,6 +23,8 @@ class ExportResult:
         format: `delta`, `peft`, `merged` or `vllm`.
         step: the step of the exported checkpoint; None for a model in memory.
         tensors: the number of tensors that hold trained values. Unchanged tensors of a merged checkpoint do not count.
+        bytes: the size of these tensors.
+        notes: messages for the user.
     """
 
     format: str
@@ -48,12 +50,12 @@ def export(
     If the run file sets `data.chat_template`, all formats but `delta` also hold it, as `chat_template.jinja`.
 
     Args:
-        trained: a run folder, of which `open_run` chooses the checkpoint; or an adapted model in memory. The base of a
-            model in memory is the checkpoint that its `model.path` holds now.
+        trained: a run folder, of which `open_run` chooses the checkpoint; or an adapted model in memory, whose base is
+            what its `model.path` holds now.
         format: `delta`: only the changed tensors. `peft`: a PEFT adapter. `merged`: a whole checkpoint. `vllm`: an
             adapter for vLLM.
-        out: the folder to write; new or empty unless `overwrite` is set. It appears only when it is complete.
-        overwrite: replace an earlier export in `out`.
+        out: the folder to write. It appears only when it is complete.
+        overwrite: replace an earlier export in `out`, which must be new or empty otherwise.
 
     Raises:
         UserError: there is no such run, or it has no checkpoint; what was trained cannot be written in this format;

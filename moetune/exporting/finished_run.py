@@ -28,15 +28,16 @@ from moetune.training.same_run import beside_weights
 class FinishedRun:
     """The result of a training run, as exports and inference read it.
 
+    For a model in memory, `path`, `step`, `base` and `folder` are None.
+
     Attributes:
-        path: the run folder; None for a model in memory.
-        step: the step of the checkpoint; None for a model in memory.
+        path: the run folder.
+        step: the step of the checkpoint.
         adapted: the adapted model. For a run folder it is on the meta device, without values.
         trained: the trained tensors, by their names in a training checkpoint.
         base: the name and fingerprint of the checkpoint that training started from; None if they were not recorded.
         notes: messages for the user: damaged checkpoints that were skipped, changed files beside the base's weights.
-        folder: the opened run folder. It holds a lock on the checkpoint, so that a training process that is still
-            running does not delete it. None for a model in memory.
+        folder: keeps the checkpoint locked, so that a training process that is still running does not delete it.
     """
 
     path: Path | None
@@ -53,11 +54,7 @@ class FinishedRun:
 
 
 def in_memory(adapted: Adapted) -> FinishedRun:
-    """Return a `FinishedRun` for an adapted model in memory, with whatever values its trainable tensors have now.
-
-    Raises:
-        UserError: the model is sharded over several ranks.
-    """
+    """Return an adapted model in memory, with its current values; `UserError` if it is divided over ranks."""
     if not adapted.ranks.is_single:
         raise UserError("a model that is spread over ranks cannot be exported from memory; export its run folder")
     trained = {part.name: Held(part.of(parameter)) for parameter, parts in parts_of(adapted).items() for part in parts}
@@ -66,14 +63,13 @@ def in_memory(adapted: Adapted) -> FinishedRun:
 
 
 def open_run(path: Path) -> FinishedRun:
-    """Open the newest complete checkpoint of a run folder; with `train.early_stopping`, the one with the lowest loss.
+    """Open the newest undamaged checkpoint of a run folder; with `train.early_stopping`, the one with the lowest loss.
 
-    Its tensors stay on disk and are read when they are used.
+    Its tensors stay on disk until they are used.
 
     Raises:
-        UserError: `path` is no run folder; it has no checkpoint; the record of its base is missing; the model has
-            changed; or the checkpoint is damaged, holds NaN or infinite values, or holds other tensors than the run
-            file trains.
+        UserError: `path` is no run folder; it has no undamaged checkpoint, or no record of its base; the model has
+            changed; or the checkpoint holds NaN, infinity, or other tensors than the run file trains.
     """
     config = read_run_config(path)
     folder = RunFolder(path)
@@ -115,11 +111,7 @@ def open_run(path: Path) -> FinishedRun:
 
 
 def read_run_config(path: Path) -> RunConfig:
-    """Read the run file in the run folder `path`.
-
-    Raises:
-        UserError: `path` is no folder, has no run file, or its run file does not validate.
-    """
+    """Read the run file in the run folder `path`; raise `UserError` if it has no valid one."""
     path = expanded(path)
     if not path.is_dir():
         raise UserError(f"run folder {str(path)!r} does not exist")
@@ -129,13 +121,10 @@ def read_run_config(path: Path) -> RunConfig:
 
 
 def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
-    """Compare the model's configuration and tokenizer with those that the run recorded.
-
-    Args:
-        model: the model that `model.path` of the run file leads to now.
+    """Compare the configuration and tokenizer now in `model.path` with those that the run recorded, if it did.
 
     Returns:
-        Notes about changes that do no harm; empty if there are none, or if the run recorded nothing.
+        Notes about harmless changes.
 
     Raises:
         UserError: the configuration or the tokenizer is that of another model.
@@ -147,7 +136,7 @@ def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
 
 @torch.no_grad()
 def fill_trained(adapted: Adapted, run: FinishedRun) -> None:
-    """Copy the trained values of `run` into `adapted`, in place, converted to the dtypes of its parameters."""
+    """Copy the trained values of `run` into the parameters of `adapted`, converted to their dtypes."""
     for parameter, parts in parts_of(adapted).items():
         for part in parts:
             mine = part.of(parameter)
@@ -159,11 +148,9 @@ def fill_trained(adapted: Adapted, run: FinishedRun) -> None:
 def base_folder(run: FinishedRun) -> Path:
     """Return the folder of the base checkpoint that a run was trained on.
 
-    The base is compared with the recorded one by tensor names, shapes and dtypes only; `confirmed_base` compares all
-    bytes.
-
     Raises:
-        UserError: the run began with random weights; the base is missing; or its tensors differ from the recorded ones.
+        UserError: the run began with random weights; the base is missing; or its tensors differ from the recorded ones
+            in name, shape or dtype (`confirmed_base` compares all bytes).
     """
     if run.config.model.weights == "random":
         raise UserError(
@@ -179,17 +166,16 @@ def base_folder(run: FinishedRun) -> Path:
 
 
 def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = None) -> Base:
-    """Compare every byte of the base in `folder` with the base that the run recorded, by fingerprint.
+    """Compare the fingerprint of the base in `folder` with the one that the run recorded, if it did.
 
     Args:
-        run: the run. If it recorded no base, any base is accepted.
-        found: the fingerprint of `folder`, if it is already known; by default the whole folder is read to compute it.
+        found: the fingerprint of `folder`, if known; by default the whole folder is read to compute it.
 
     Returns:
         The name and fingerprint of the base, for the manifest of an export.
 
     Raises:
-        UserError: the base differs from the recorded one.
+        UserError: the fingerprints differ.
     """
     found = found or take_fingerprint(folder)
     if run.base is None:

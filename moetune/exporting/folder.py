@@ -26,12 +26,7 @@ and the older export while it is being replaced."""
 
 
 class Written(NamedTuple):
-    """The result of writing one export format.
-
-    Attributes:
-        tensors: the number of tensors that hold trained values.
-        notes: messages for the user.
-    """
+    """What an export wrote: the number of tensors with trained values, their bytes, and notes for the user."""
 
     tensors: int
     bytes: int
@@ -42,9 +37,9 @@ class Written(NamedTuple):
 def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
     """Yield an empty temporary folder to write into; rename it to `out` when the body ends without an error.
 
-    If the body raises, the temporary folder is removed and `out` is as it was. The temporary folder holds a marker file
-    that names `out` and is locked while this process lives. Leftovers of killed exports to the same `out` are removed
-    first; if such an export had moved an older export aside, the older one is moved back.
+    If the body raises, the temporary folder is removed and `out` is as it was. Leftovers of killed exports to the same
+    `out`, recognized by a marker file that is locked while its process lives, are removed first; an older export that
+    they had moved aside is moved back.
 
     Args:
         overwrite: replace `out` if it holds an earlier export.
@@ -93,15 +88,9 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
-    """Check that an export can be written to the folder `out`.
+    """Raise `UserError` if the folder `out` is occupied, or its disk has fewer than `needed` bytes free.
 
-    Args:
-        out: the folder to write; it need not exist.
-        overwrite: accept a folder that holds an earlier export and nothing else.
-        needed: bytes that will be written.
-
-    Raises:
-        UserError: `out` is occupied, or its disk has fewer than `needed` bytes free.
+    With `overwrite`, `out` may hold an earlier export and nothing else.
     """
     out = expanded(out).absolute()
     _refuse_occupied(out, overwrite)
@@ -111,12 +100,9 @@ def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
 
 
 def keep_apart(out: Path, doing: str, *kept: Path) -> None:
-    """Raise `UserError` if the output folder is one of the input folders of an export, or contains one.
+    """Raise `UserError` if the output folder is one of the input folders `kept`, or contains one.
 
-    Args:
-        out: the folder to write.
-        doing: the participle for the message, such as "exported".
-        kept: the input folders, which must not be overwritten.
+    `doing` is a participle for the message, such as "exported".
     """
     target = expanded(out).resolve()
     for folder in (path.resolve() for path in kept):
@@ -125,7 +111,7 @@ def keep_apart(out: Path, doing: str, *kept: Path) -> None:
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
-    """Raise `UserError` unless `out` is free; with `overwrite`, it may hold an earlier export and nothing else."""
+    """Raise `UserError` if `out` has entries, other than, with `overwrite`, those of an earlier export."""
     if not is_occupied(out, overwrite):
         return
     ledger = Ledger(out)
@@ -139,7 +125,7 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
 
 
 def _clear_leftovers(out: Path) -> None:
-    """Remove the temporary folders that killed exports to `out` left: marked for `out`, and locked by no process."""
+    """Remove temporary folders of killed exports to `out`: those marked for `out` that no process has locked."""
     for ours in sorted(out.parent.glob(f"{_OURS}*")) if out.parent.is_dir() else ():
         with suppress(OSError):  # a folder of another user may be unreadable
             is_marked = (ours / _MARKER).is_file() and (ours / _MARKER).read_bytes() == _mark(out)

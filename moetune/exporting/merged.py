@@ -25,9 +25,6 @@ from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, cre
 def write_merged(run: FinishedRun, out: Path) -> Written:
     """Write the base checkpoint with the trained values in it; LoRA is added as W + scale·B·A, in float32.
 
-    Returns:
-        The number of changed tensors, their bytes, and notes for the user.
-
     Raises:
         UserError: the run began with random weights; the base is missing, has changed since the run, or has no tensor
             for a trained parameter.
@@ -51,7 +48,7 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
 
 
 def bytes_needed(run: FinishedRun) -> int:
-    """Return the bytes that the weights of the merged checkpoint of a run will have on disk."""
+    """Return the bytes that the weights of a run's merged checkpoint take on disk."""
     return sum(tensor.nbytes for tensor in open_checkpoint(base_folder(run)).values())
 
 
@@ -81,7 +78,7 @@ def copy_checkpoint(
 
 
 def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str, Stored]:
-    """Write quantized tensors dequantized, to files of the same names; write an index and a `config.json` for them."""
+    """Write tensors dequantized, to files of the same names, with index and `config.json`; return the copies."""
     written: dict[str, Stored] = {}
     for file in sorted({tensor.file.name for tensor in tensors.values()}):
         here = {name: tensor for name, tensor in tensors.items() if tensor.file.name == file}

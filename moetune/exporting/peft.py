@@ -50,11 +50,7 @@ Tensors = Mapping[str, Tensor]
 def write_peft(run: FinishedRun, out: Path) -> Written:
     """Write the trained tensors of a run as a PEFT adapter: `adapter_config.json` and `adapter_model.safetensors`.
 
-    Loaded by PEFT onto the plain, unquantized model in the run's `model.path`, the adapter computes what the trained
-    model computes.
-
-    Returns:
-        The number of tensors written and their bytes.
+    Loaded by PEFT onto the unquantized model in the run's `model.path`, it computes what the trained model computes.
 
     Raises:
         UserError: the run has no LoRA; it trains something that PEFT cannot hold, such as whole experts; its base has
@@ -74,17 +70,11 @@ def write_peft(run: FinishedRun, out: Path) -> Written:
 
 
 def write_adapter(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> Written:
-    """Write the two files of a PEFT adapter: its weights and its configuration.
+    """Write the weights and the configuration of a PEFT adapter; raise `UserError` if they cannot be written.
 
     Args:
         tensors: the adapter's tensors by name, without PEFT's prefix `base_model.model.`.
         settings: the content of `adapter_config.json`.
-
-    Returns:
-        The number of tensors written and their bytes.
-
-    Raises:
-        UserError: the weights cannot be written.
     """
     named = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
     try:
@@ -114,10 +104,10 @@ def joined_factors(adapted: Adapted, layer: MoeLayer, projection: str, trained: 
 
 
 def _refuse_changed_base(run: FinishedRun) -> None:
-    """Raise `UserError` if the base has changed since the run, including weights that were frozen.
+    """Raise `UserError` if the base has changed since the run.
 
-    A quantized base whose source checkpoint is no longer on disk is compared by the fingerprint in its manifest only:
-    an adapter of LoRA factors alone can be written without the source.
+    Of a quantized base the fingerprint in its manifest is compared, and the source checkpoint if it is still on disk:
+    an adapter of LoRA factors alone needs no source.
     """
     if run.base is None:
         return
@@ -135,8 +125,8 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
     A router counts as one module, whichever of its parameters train.
 
     Raises:
-        UserError: whole experts train; a router bias that training updates is in none of these modules; or one of these
-            modules contains LoRA factors, because PEFT either saves a module or adapts it.
+        UserError: whole experts train; a router bias that training updates is in none of these modules; or one of them
+            contains LoRA factors, which PEFT would not save with it.
     """
     if adapted.selection.experts:
         layers = ", ".join(map(str, adapted.selection.experts))
@@ -168,7 +158,7 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
 
 
 def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dict[str, Any]:
-    """Return the adapter's configuration. Each target is a full module path, so that PEFT matches no other layer."""
+    """Return `adapter_config.json`. Each target is a full module path, so that PEFT matches no other layer."""
     linears = adapted.selection.lora_linears
     has_experts = bool(adapted.structure.moe_layers)
     as_parameters = [path for path in linears if has_experts and path.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
@@ -235,7 +225,7 @@ def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:
 
 
 def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors) -> dict[str, Tensor]:
-    """Return all tensors of the modules that PEFT saves whole: trained values, and the base's for frozen tensors."""
+    """Return all tensors of the modules that PEFT saves whole, by name; frozen ones have the base's values."""
     plain, tied = run.adapted.run.model.plain, run.adapted.structure.tied
     shapes = {
         f"{path}.{key}": tensor.shape
@@ -260,8 +250,7 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
 def _refuse_lost(plain: PreTrainedModel, tensors: Tensors, settings: dict[str, Any]) -> None:
     """Raise `UserError` if PEFT would not load every tensor of the adapter onto the model; PEFT itself only warns.
 
-    PEFT renames the tensors of some model types. The check loads the adapter on the meta device, onto `plain`, which it
-    changes.
+    PEFT renames the tensors of some model types. The adapter is loaded onto `plain`, a meta model, which is modified.
     """
     empty = {f"{PREFIX}{name}": tensor.to("meta") for name, tensor in tensors.items()}
     kind = plain.config.model_type

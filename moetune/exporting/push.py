@@ -20,10 +20,8 @@ _LIBRARIES = {"merged": "transformers", "peft": "peft", "vllm": "peft", "delta":
 def model_card(run: Path, format: str) -> ModelCard:
     """Return a model card: the base, the trained parts, training settings and held-out losses of a run.
 
-    The card names no path of this machine: a base in a local folder appears by the folder's name.
-
-    Args:
-        format: the export format: `delta`, `peft`, `merged` or `vllm`.
+    The card names no path of this machine: a base in a local folder appears by the folder's name. `format` is that of
+    the export.
     """
     config, folder = load_run_config(run / RUN_FILE), RunFolder(run)
     base = config.model.path if not expanded(config.model.path).exists() else Path(config.model.path).name
@@ -49,10 +47,9 @@ def model_card(run: Path, format: str) -> ModelCard:
 
 
 def check_push(repository: str) -> None:
-    """Check, before a long export, that it can be pushed to the hub repository `ORG/NAME`.
+    """Raise `UserError` if the repository's name is invalid, the hub cannot be reached, or nobody is logged in.
 
-    Raises:
-        UserError: the name is invalid, the hub cannot be reached, or nobody is logged in.
+    To be called before a long export.
     """
     try:
         validate_repo_id(repository)
@@ -65,7 +62,9 @@ def check_push(repository: str) -> None:
 
 
 def push(run: Path, exported: Path, format: str, repository: str, *, private: bool = True) -> str:
-    """Upload an exported folder to the hub, with a model card. The manifest, which names local paths, stays here.
+    """Upload an exported folder to the hub, with a model card; return the URL of the commit.
+
+    The manifest, which names local paths, is not uploaded.
 
     Args:
         run: the run folder, for the model card.
@@ -73,9 +72,6 @@ def push(run: Path, exported: Path, format: str, repository: str, *, private: bo
         format: the export format: `delta`, `peft`, `merged` or `vllm`.
         repository: `ORG/NAME`; created if it does not exist.
         private: whether a new repository is private.
-
-    Returns:
-        The URL of the commit.
 
     Raises:
         UserError: the hub cannot be reached, nobody is logged in, or the user may not write to the repository.

@@ -1,4 +1,4 @@
-"""`Update`: the new values of each trained parameter, and the tensors of the base checkpoint where they belong."""
+"""`Update`: new values of each trained parameter, and the tensors of the base checkpoint that they belong in."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ class Update:
     """The new value of a parameter of the plain transformers model, or of one expert's row of a stacked parameter.
 
     Attributes:
-        expert: the number of the expert; None if the whole parameter is updated.
-        is_added: whether the new value is computed from the base's value, as for LoRA; otherwise it replaces the base's
-            value.
-        rows: a function of (the base's rows in float32, or None if not `is_added`; the first row; the row after the
-            last) that returns the new rows in the plain model's layout. For an expert these are its one row [1, ...].
-            The function may overwrite the rows that it is given.
+        expert: the id of the expert; None if the whole parameter is updated.
+        is_added: whether the new value is computed from the base's value, as for LoRA, instead of replacing it.
+        rows: function (old, start, stop) -> the new rows start to stop - 1 in the plain model's layout; for an expert
+            its one row [1, …]. `old` are the base's rows in float32, which it may overwrite; None if not `is_added`.
+        dtype: the dtype of the new rows.
     """
 
     parameter: str
@@ -42,7 +41,7 @@ class Update:
 
 
 def updates(run: FinishedRun) -> list[Update]:
-    """Return the updates of all trained parameters of a run; tensors are read only when `Update.rows` is called."""
+    """Return the updates of all trained parameters of a run. `Update.rows` reads the tensors."""
     adapted, trained, selection = run.adapted, run.trained, run.adapted.selection
     found: list[Update] = []
     for layer in adapted.structure.moe_layers:
@@ -112,16 +111,9 @@ def _expert_with_lora(
 
 
 def placed(run: FinishedRun, chosen: Iterable[Update], base: Mapping[str, Stored]) -> list[tuple[Update, KeyMapping]]:
-    """Pair each update with the base checkpoint's tensors that store its parameter.
+    """Pair each update with the tensors of the base checkpoint that store its parameter.
 
-    Args:
-        base: the tensors of the base checkpoint by name.
-
-    Returns:
-        (update, key mapping) pairs. A tied parameter gives one pair for each of its names in the checkpoint.
-
-    Raises:
-        UserError: the checkpoint has no tensors for a parameter.
+    A tied parameter gives one pair for each of its names in the checkpoint. Raise `UserError` if it has none there.
     """
     mappings, found = key_mappings(run.adapted.run.model.plain, base), []
     for one in chosen:
@@ -134,17 +126,14 @@ def placed(run: FinishedRun, chosen: Iterable[Update], base: Mapping[str, Stored
 
 
 def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) -> Iterator[tuple[str, int, Tensor]]:
-    """Compute the new rows of the checkpoint's tensors that an update changes.
+    """Yield (name of a tensor in the checkpoint, index of its first new row, new rows) for an update.
 
     Rows are computed one expert at a time, or in blocks of about 4 million weights; a parameter that transformers
     converts on loading is computed whole.
 
     Args:
-        mapping: the checkpoint's tensors that store the parameter, as `placed` returns it.
+        mapping: the checkpoint's tensors that store the parameter, from `placed`.
         base: the tensors of the base checkpoint by name.
-
-    Yields:
-        (name of the checkpoint's tensor, number of its first new row, new rows).
 
     Raises:
         UserError: the base's tensors give the parameter another shape than the model has.

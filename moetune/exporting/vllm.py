@@ -1,7 +1,7 @@
 """`write_vllm`: export LoRA as an adapter for vLLM (`vllm serve BASE --enable-lora --lora-modules NAME=DIR`).
 
-Unlike in a PEFT adapter, the layout of the experts' factors follows the base checkpoint (vllm/lora/model_manager.py),
-for E experts, rank r, hidden size H and intermediate size I:
+Unlike in a PEFT adapter, the layout of the experts' factors follows that of the experts in the base checkpoint
+(vllm/lora/model_manager.py), for E experts, rank r, hidden size H and intermediate size I:
 
     a tensor per      <experts>.<e>.<w1, gate_proj, …>.lora_A [r, in] and lora_B [out, r]; a layer has all projections
     expert            of all experts, or none (`pack_moe`)
@@ -40,9 +40,6 @@ Factors = tuple[Tensor, Tensor]
 
 def write_vllm(run: FinishedRun, out: Path) -> Written:
     """Write the LoRA factors of a run as an adapter for vLLM.
-
-    Returns:
-        The number of tensors written and their bytes.
 
     Raises:
         UserError: the run has no LoRA, or also trains parameters in full precision; the base is missing or has changed;
@@ -101,10 +98,9 @@ def write_vllm(run: FinishedRun, out: Path) -> Written:
 
 
 def _mapping(mappings: Mapping[str, KeyMapping], parameter: str) -> KeyMapping:
-    """Return the checkpoint's tensors that store a parameter.
+    """Return the mapping of a parameter to the checkpoint's tensors.
 
-    Raises:
-        UserError: there are none, or transformers converts them other than by stacking one tensor per expert.
+    Raise `UserError` if there is none, or if transformers does more with the tensors than stack those of experts.
     """
     found = mappings.get(parameter)
     if found is None or (found.conversion is not None and not found.has_experts_apart):
@@ -115,8 +111,8 @@ def _mapping(mappings: Mapping[str, KeyMapping], parameter: str) -> KeyMapping:
 def _names(layer: MoeLayer, gate_up: KeyMapping, down: KeyMapping) -> Iterator[list[str]]:
     """Yield, for each expert, the checkpoint's names of its gate, up and down projections, in this order.
 
-    A tensor of zeros with ones in the gate's rows is converted to the checkpoint's layout: the part with ones is the
-    gate.
+    To tell gate from up, a tensor with ones in the gate's rows and zeros in up's is converted to the checkpoint's
+    layout.
     """
     marked = torch.zeros(1, *gate_up.model.get_parameter(gate_up.parameter).shape[1:])
     if layer.shape.has_gate:

@@ -21,8 +21,8 @@ class Compared:
     Attributes:
         name: the name of the run, which `compare` was given.
         report: the predicted memory.
-        left_out: bytes of frozen weights that an estimate by active parameters leaves out, because a token is routed to
-            a few experts only: frozen weights × (1 - active / all parameters).
+        left_out: bytes of frozen weights that an estimate by active parameters would leave out: frozen weights ×
+            (1 - active / all parameters).
         remedy: changes of the run file with which the run would fit; None if it fits, or if none are known.
     """
 
@@ -45,15 +45,12 @@ class Compared:
 
 
 def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str], method: str = "formula") -> list[Compared]:
-    """Predict the memory of each run on each GPU.
+    """Predict the memory of each run on each GPU; all runs on the first GPU come first.
 
     Args:
         runs: (name, run file) pairs.
         gpus: names such as `l40s`, or memory sizes such as `44GiB`; if empty, each run's own `hardware.gpu`.
         method: `formula` for closed forms, `trace` for traces.
-
-    Returns:
-        The rows, all runs on the first GPU first.
 
     Raises:
         UserError: a run has no GPU to be compared on; or as `predict`.

@@ -50,7 +50,7 @@ class Check:
 
 
 def _check(is_right: bool, name: str, found: str, remedy: str, otherwise: Outcome = "problem") -> Check:
-    """Return a check with the outcome `ok` if `is_right`, else with the outcome `otherwise` and the remedy."""
+    """Return a check that is `ok` if `is_right`, else has the outcome `otherwise` and the remedy."""
     return Check(name, "ok", found) if is_right else Check(name, otherwise, found, remedy)
 
 
@@ -79,7 +79,7 @@ def examine_machine() -> Iterator[Check]:
 def examine_run(config: RunConfig) -> Iterator[Check]:
     """Yield the checks of whether a run fits this machine: run file, kernels, number of GPUs, GPU and host memory.
 
-    A run file with an error yields one check with the outcome `problem`; no exception is raised.
+    An error in the run file is a check with the outcome `problem`, not an exception.
     """
     device, kernels = this_device(), []
     try:
@@ -138,7 +138,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _cuda() -> Iterator[Check]:
-    """Yield checks of torch's CUDA build and, for each GPU, of its capability, free memory and kernels; and of NCCL."""
+    """Yield checks of torch's CUDA build, of each GPU's capability, free memory and kernels, and of NCCL."""
     if torch.version.cuda is None:
         yield Check("CUDA", "note", "torch is a CPU build: runs train on the CPU", "pip install torch, of a CUDA build")
         return
@@ -165,8 +165,10 @@ def _cuda() -> Iterator[Check]:
 
 
 def _kernels(device: torch.device, sizes: Sizes, name: str) -> Check:
-    """Compare the kernels with torch's operations, even if a verdict is kept. Compiling them takes seconds the first
-    time."""
+    """Compare the kernels with torch's operations anew, also if an earlier result is stored.
+
+    Compiling them takes seconds the first time.
+    """
     if not any(sizes):
         return Check(name, "ok", "the run calls none")
     verdict = compare(Key.of(device, sizes), device)

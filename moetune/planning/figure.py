@@ -17,8 +17,7 @@ _GOALS = {"router": ("#0072b2", "s"), "experts": ("#d55e00", "o"), "lora": ("#00
 def plan_chart(plan: Plan) -> Chart:
     """Return the chart of a plan: a numbered point for each candidate, their Pareto front, and the GPU's memory.
 
-    The vertical axis is the estimated speed, in tokens/s, if it is known for all candidates; else the bytes of
-    trainable weights on a GPU.
+    The vertical axis is tokens/s, if estimated for all candidates; else the bytes of trainable weights on a GPU.
     """
     return Chart(plan.model, (8, 4.6), partial(_draw, plan))
 
@@ -65,7 +64,7 @@ def _draw(plan: Plan, figure: Figure) -> None:
 
 
 def _height(one: Candidate, *, has_speed: bool) -> tuple[float, float]:
-    """Return the slowest and fastest estimated tokens/s of a candidate; without speed, its trainable bytes, twice."""
+    """Return the vertical range of a candidate: its estimated tokens/s, or its trainable bytes as both ends."""
     if has_speed and one.report.time is not None:
         return one.report.time.tokens_per_second.slow, one.report.time.tokens_per_second.fast
     size = one.report.fullest.parts.trainable_weights

@@ -19,17 +19,10 @@ _ORDER = ("model", "adapt", "optimizer", "train", "data", "parallel", "hardware"
 
 
 def write_runs(plan: Plan, folder: Path) -> list[Path]:
-    """Write a run file for each candidate of a plan; if one cannot be written, remove those that were.
-
-    Args:
-        plan: the plan.
-        folder: the folder to write into; created if it does not exist.
-
-    Returns:
-        The files, in the order of the candidates.
+    """Write a run file for each candidate of a plan into `folder`, created if needed; return the files in order.
 
     Raises:
-        UserError: a file of that name exists, or a file cannot be written.
+        UserError: a file of that name exists, or one cannot be written; then those that were written are removed.
     """
     files = [folder / f"{number}-{_slug(one)}.yaml" for number, one in enumerate(plan.candidates, 1)]
     for file in files:
@@ -61,9 +54,7 @@ def _slug(one: Candidate) -> str:
 def run_text(one: Candidate, file: Path) -> str:
     """Return the text of a candidate's run file, under a header: command, predicted memory, what is given up.
 
-    Args:
-        one: the candidate.
-        file: the path that the file will have, for the command in the header and for `output:`.
+    `file` is the path that it will have, for the command in the header and for `output:`.
     """
     raw = one.config.model_dump(mode="json", exclude_unset=True)
     raw.setdefault("data", {"train": "data.jsonl"})

@@ -14,15 +14,12 @@ from moetune.errors import UserError
 
 
 def config_of(run: str, overrides: Sequence[str], **options: Any) -> tuple[RunConfig, dict[str, Any] | None]:
-    """Read a run file; or build the run file that a model and command-line options stand for.
+    """Read a run file, and return it and None; or build one from a model and options, and return it and its mapping.
 
     Args:
         run: a path to a run file (.yaml, .yml), or a model: a catalog name, a folder or a hub id.
         overrides: `KEY=VALUE` settings from `--set`.
         options: `router`, `experts`, `lora` and `gpu`, as on the command line; None if not given.
-
-    Returns:
-        The run file, and the mapping that it was built from; None for a run file that was read.
 
     Raises:
         UserError: the file cannot be read or does not validate; `router`, `experts` or `lora` is given beside a run
@@ -48,7 +45,6 @@ def _raw(
     """Return the mapping of a run file for a model.
 
     Args:
-        model: a catalog name, a folder or a hub id.
         router: layers whose routers train, such as `all` or `0-5`.
         experts: LAYERS:EXPERTS that train, such as `0-5:0,1`.
         lora: the rank of LoRA; its alpha is twice the rank.

@@ -65,8 +65,7 @@ class Plan:
     """The result of `plan`: candidates, best first, or the nearest miss if nothing fits.
 
     Attributes:
-        model: the model's name as given.
-        gpu: the GPU's name or size as given.
+        model, gpu: as given.
         usable_bytes: bytes of the GPU that a process can use.
         candidates: the largest run of each strategy that fits, best first.
         miss: the run that nearly fits, if there is no candidate; None if there is one, or if no run could be predicted.
@@ -175,11 +174,9 @@ def _largest(
     """Yield the largest run of each strategy for a goal. Slow strategies are searched only if no other strategy fits.
 
     Args:
-        workers: searches the strategies.
         of_goal: the strategies, best first.
-        host: bytes of host memory that a run may take; None for no limit.
         refused: receives the strategies that were left out, by goal and reason.
-        say: called with a line of text that says what is searched next.
+        host, say: as in `plan`.
     """
     has_found, search = False, workers.search
     for is_slow in (False, True):

@@ -36,12 +36,9 @@ class Predictor:
     _like: ResolvedRun | None = None
 
     def resolve(self, config: RunConfig) -> ResolvedRun:
-        """Resolve a run; the structure of its model is reused from the last call if the model is the same.
+        """Resolve a run (raises as `moetune.resolve`), with the model of the last call if that is the same.
 
         `train.keep_rows: auto` counts as `none`: it takes memory only where some is left.
-
-        Raises:
-            UserError: as `moetune.run.resolve.resolve`: every setting that the model or the ranks cannot have.
         """
         if config.train.keep_rows == "auto":
             config = config.but(train={"keep_rows": "none"})
@@ -49,11 +46,7 @@ class Predictor:
         return self._like
 
     def of(self, config: RunConfig) -> MemoryReport:
-        """Predict the memory of a run by closed form; by a trace if its model or settings have no closed form.
-
-        Raises:
-            UserError: as `predict`.
-        """
+        """Predict the memory of a run by closed form, or by a trace if it has none. Raises as `predict`."""
         return quick(self.resolve(config), gpu=self.gpu, routing=self.routing, depths=self._depths)
 
     def traced(self, config: RunConfig) -> MemoryReport:

@@ -21,20 +21,11 @@ KEYS = (
 
 
 def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
-    """Return changes of the run file with which a run that ran out of memory would have fitted.
+    """Return changes of the run file, each enough by itself, with which a run that ran out of memory would have fitted.
 
-    The memory that was available is taken to be the run's own prediction less `lacking` bytes, because other programs
-    may use part of the GPU, and a run may need more than is predicted. A change that moves data to host memory must fit
-    there.
-
-    Args:
-        run: the run that ran out of memory.
-        card: its GPU.
-        lacking: bytes that were missing.
-
-    Returns:
-        Up to three savings, the mildest first; then the largest value that fits of each setting in `KEYS`. Each remedy
-        is enough by itself.
+    First up to three savings, the mildest first; then the largest value that fits of each setting in `KEYS`. The memory
+    that was available is taken to be the run's own prediction less `lacking` bytes, because other programs may use part
+    of the GPU, and a run may need more than is predicted. What a change moves to host memory must fit there.
 
     Raises:
         UserError: the run cannot be predicted.
@@ -73,8 +64,7 @@ def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
 def _same_step(config: RunConfig, most: int) -> dict[str, object]:
     """Return settings that divide a step's rows into the largest equal micro-batches of at most `most` rows.
 
-    With `fused_backward`, which frees gradients during backward, gradients cannot be accumulated over micro-batches:
-    the step itself becomes smaller.
+    With `fused_backward`, which frees gradients during backward and so cannot accumulate them, the step gets smaller.
     """
     if any(optimizer.fused_backward for optimizer in config.optimizers.values()):
         return {"train.micro_batch": most}

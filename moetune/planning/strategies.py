@@ -96,14 +96,9 @@ _CHECKPOINTING: _Choices = [
 def strategies(
     goal: Goal, structure: ModelStructure, count: int, published: Storage | None = None
 ) -> Iterator[Strategy]:
-    """Yield the strategies for a goal, best first.
+    """Yield the strategies for a goal on `count` GPUs, best first.
 
-    Args:
-        goal: what shall train.
-        structure: the model's layers and parameters.
-        count: the number of GPUs.
-        published: the storage type in which the model is published, if it is quantized; only `mxfp4` makes a
-            difference.
+    `published` is the storage type in which the model is published, if it is quantized; only `mxfp4` matters.
     """
     order = 0
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]

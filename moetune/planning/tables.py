@@ -76,7 +76,7 @@ def speed(one: Candidate, tokens: int | None) -> str:
 
 
 def room(one: Candidate) -> str:
-    """Return how many layers of a candidate could keep gate_up's rows; empty if none could."""
+    """Return how many layers of a candidate could keep gate_up's outputs (`train.keep_rows`); empty if none could."""
     fit = one.report.rows_that_fit
     return f"room for the rows of {counted(fit, 'layer')} (train.keep_rows)" if fit else ""
 

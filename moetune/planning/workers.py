@@ -28,9 +28,8 @@ class Workers:
     """Calls methods of a `Search` in this process and in other processes beside it.
 
     Args:
-        search: the search.
-        processes: the number of processes, this one included. The others are started by `multiprocessing` with the
-            method spawn, so the program's main module must be importable.
+        processes: the number of processes, this one included. The others are spawned (`multiprocessing`), so the
+            program's main module must be importable.
     """
 
     def __init__(self, search: Search, processes: int = 1) -> None:
@@ -53,16 +52,9 @@ class Workers:
     ) -> Iterator[tuple[_Input, Candidate | UserError | None]]:
         """Call a method of `Search` with each input, and yield (input, result) pairs in the order of the inputs.
 
-        The other processes get work only once the first result is known, and begin with the last input: the caller
-        often needs only the first results.
-
-        Args:
-            method: `largest` or `traced`.
-            inputs: the method's argument for each call.
-            say: called with each input that this process works on.
-
-        Yields:
-            Each input with the method's result; a `UserError` that the method raised is yielded as the result.
+        A `UserError` that the method raises is yielded as its result. The other processes get work only once the first
+        result is known, and begin with the last input: the caller often needs only the first results. `say` is called
+        with each input that this process works on.
         """
         futures: dict[int, Future[Any]] = {}
         try:
@@ -83,7 +75,7 @@ class Workers:
 
 
 def _begin() -> None:
-    """Set up a new process so that Ctrl-C, which reaches all processes, and its parent's end make it exit silently."""
+    """Set up a new process to exit silently on Ctrl-C, which reaches all processes, and when its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     quieten()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -109,14 +101,7 @@ def _search(start: str) -> Search:
 def _answer(
     start: str, method: str, one: Strategy | Candidate, search: Search | None = None
 ) -> Candidate | UserError | None:
-    """Call a method of a search with one argument; return a `UserError` that it raises.
-
-    Args:
-        start: the search's run file as JSON, from which another process builds its own search.
-        method: the method's name.
-        one: the argument.
-        search: the search, in the process that has it.
-    """
+    """Call a method of `search`, by default that of the run file `start`, and return its result or `UserError`."""
     try:
         return getattr(search or _search(start), method)(one)
     except UserError as error:  # some strategies are impossible for some models

@@ -52,7 +52,7 @@ class Chart:
     Attributes:
         title: title in a page.
         size: width and height in inches.
-        draw: function that draws the chart on an empty figure.
+        draw: draws the chart on an empty figure.
         heading: text above the chart in a saved file; if empty, the title.
     """
 
@@ -62,17 +62,16 @@ class Chart:
     heading: str = ""
 
     def save(self, path: Path) -> None:
-        """Write the chart as PNG or SVG, by the suffix of the file `path`.
+        """Write the chart to a `.png` or `.svg` file.
 
         Raises:
-            UserError: the suffix is neither `.png` nor `.svg`; the file cannot be written; or it exists and was not
-                written by moetune.
+            UserError: the suffix is another; the file cannot be written, or exists and was not written by moetune.
         """
         refuse_unknown_format(path)
         write_output(path, self._rendered(path.suffix.lower()[1:], self.heading or self.title))
 
     def svg(self) -> str:
-        """Return an `<svg>` element without a title, with a page's CSS variables as text and background colours."""
+        """Return an `<svg>` element without a title, with the text and background colours of the page around it."""
         svg = self._rendered("svg").decode()
         return svg[svg.index("<svg") :].replace(INK, "var(--ink)").replace(PAPER, "var(--paper)")
 

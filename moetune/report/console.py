@@ -24,11 +24,7 @@ class _Terminal(Console):
 
 
 class _Stream:
-    """A wrapper of a standard stream that escapes control characters.
-
-    Args:
-        shown: returns the text to write in place of a given text.
-    """
+    """A wrapper of a standard stream that writes `shown(text)` in place of each text, to escape control characters."""
 
     def __init__(self, stream: Any, shown: Callable[[str], str]) -> None:
         self._stream, self._shown = stream, shown
@@ -38,7 +34,7 @@ class _Stream:
 
     @property
     def rich_proxied_file(self) -> "_Stream":
-        """The unescaped stream, to which rich writes its colour codes; `_Terminal` has escaped the text."""
+        """The stream without escaping, to which rich writes colour codes and text that `_Terminal` has escaped."""
         return type(self)(self._stream, str)
 
     def write(self, text: str) -> int:
@@ -72,12 +68,7 @@ def note(text: str) -> None:
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return a rich console that prints text literally: `[/]` is no markup and `:key:` no emoji.
-
-    Args:
-        stderr: print on stderr instead of stdout.
-        quiet: print nothing.
-    """
+    """Return a rich console that prints text literally, without markup or emoji; with `quiet` it prints nothing."""
     return _Terminal(stderr=stderr, quiet=quiet, markup=False, emoji=False)
 
 

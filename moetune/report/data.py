@@ -12,12 +12,7 @@ _BAR = 40  # width of the longest histogram bar, in characters
 
 
 def data_view(name: str, found: dict[str, Any]) -> View:
-    """Return the view that `moetune data` prints.
-
-    Args:
-        name: title of the view.
-        found: the object that `moetune data --json` prints.
-    """
+    """Return the view that `moetune data` prints; `found` is the object that `moetune data --json` prints."""
     verdict, *lines = words(found)
     bins = found["train"]["lengths"]["histogram"]
     tallest = max(count for *_, count in bins)

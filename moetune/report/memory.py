@@ -27,10 +27,9 @@ _PHASES = {
 
 
 def memory_view(report: MemoryReport, tokens: int | None = None) -> View:
-    """Return the view of a memory report. Changes of the run file are listed only if the run does not fit.
+    """Return the view of a memory report, with changes of the run file if the run does not fit.
 
-    Args:
-        tokens: length of a training run, for which the view states the hours; None: no hours.
+    `tokens` is the length of a training run, for which the view states the hours; None: no hours.
     """
     lines = [most(report), on_host(report), rows(report), "" if report.time is None else pace(report.time, tokens)]
     return View(
@@ -100,7 +99,7 @@ def on_host(report: MemoryReport) -> str:
 
 
 def rows(report: MemoryReport) -> str:
-    """Return a sentence on the layers that could keep gate_up's rows for a faster backward; empty if no more fit."""
+    """Return a sentence on how many layers could keep gate_up's outputs for a faster backward; empty if no more fit."""
     if report.rows is None or (report.rows_that_fit or 0) <= report.rows.kept:
         return ""
     fit = report.rows_that_fit
@@ -120,11 +119,9 @@ def when(moment: Moment) -> str:
 
 
 def pace(time: Duration, tokens: int | None = None) -> str:
-    """Return a sentence on the speed of a run: tokens per second and seconds per step, as a range unless measured.
+    """Return a sentence on the speed of a run: tokens/s, seconds per step, hours for `tokens` (None: no hours).
 
-    Args:
-        time: the estimate, or a measured speed in its place.
-        tokens: length of a training run, for which the sentence states the hours; None: no hours.
+    Estimates are ranges.
     """
     speed, seconds, share = time.tokens_per_second, time.seconds, time.share
     if time.measured is not None:
@@ -156,7 +153,7 @@ def _parts(rank: RankMemory) -> Table:
 
 
 def balance(rank: RankMemory) -> list[tuple[str, int]]:
-    """Return (label, bytes) rows from the allocated bytes, by way of the reserved ones, to those of the process."""
+    """Return (label, bytes) rows that add up: allocated + cached = reserved, + outside the allocator = process."""
     return [
         ("allocated at the peak", rank.peak_allocated),
         ("+ cached, not in use", rank.peak_reserved - rank.peak_allocated),
@@ -184,7 +181,7 @@ def _terms(terms: tuple[Term, ...]) -> Table:
 
 
 def folded(terms: Iterable[Term]) -> list[Term]:
-    """Return the terms by part; small ones of a part (below 0.1 % of all bytes) are replaced by a single sum."""
+    """Return the terms in the order of parts; several terms of a part below 0.1 % of all bytes become their sum."""
     terms = list(terms)
     least = sum(term.bytes for term in terms) / 1000
     shown = []

@@ -87,7 +87,7 @@ def _draw_ranks(axes: Axes, report: MemoryReport) -> None:
 
 
 def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
-    """Draw the bytes of each part over the step, above the part's minimum; the sum of the minima is in the title."""
+    """Draw each part's bytes above its minimum over the step, stacked; the title states the sum of the minima."""
     points = thinned(report.timeline)
     at, fullest = max(points, key=lambda point: point[1].parts.total)
     names = _present(sample.parts for _, sample in points) or [PART_NAMES[0]]
@@ -117,7 +117,7 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
 
 
 def thinned(timeline: tuple[Sample, ...]) -> list[tuple[int, Sample]]:
-    """Reduce a timeline to a few hundred samples, returned with their positions in it.
+    """Reduce a timeline to some 400 samples, as (index, sample).
 
     Kept are the fullest sample of each of up to 400 stretches, the first sample of each phase, and the last sample.
     """
@@ -129,7 +129,7 @@ def thinned(timeline: tuple[Sample, ...]) -> list[tuple[int, Sample]]:
 
 
 def phases(timeline: tuple[Sample, ...]) -> list[tuple[str, int]]:
-    """Return (label, position of its first sample) for each phase; consecutive phases of equal label are one."""
+    """Return (label, index of its first sample) for each phase; consecutive phases of equal label are one."""
     phases: list[tuple[str, int]] = []
     for index, sample in enumerate(timeline):
         if sample.label and (not phases or phases[-1][0] != sample.label):

@@ -10,7 +10,7 @@ from moetune.report.view import Table, ViewSection
 
 
 def profile_sections(profile: Profile) -> Iterator[ViewSection]:
-    """Yield a table of the parts of a profiled step, and notes on the limits to which it is compared."""
+    """Yield a table of the parts of a profiled step, and notes on the measured limits that it is compared with."""
 
     def rate(per_second: float | None, limit: float) -> tuple[str, str]:
         return (f"{per_second / 1e9:,.1f}", f"{per_second / limit:.0%}") if per_second else ("", "")

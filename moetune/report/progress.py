@@ -17,14 +17,10 @@ from moetune.report.units import gib
 
 @contextmanager
 def loading_progress(console: Console, folder: str | None, passes: int = 1) -> Iterator[Callable[[float], None] | None]:
-    """Show a progress bar of the bytes read from a checkpoint.
+    """Show a progress bar of the bytes read from the `*.safetensors` in `folder`, which is read `passes` times.
 
-    Yields a function to be called with the share read so far (0 to 1); None if the console is no terminal or `folder`
-    is None.
-
-    Args:
-        folder: folder of the checkpoint's `*.safetensors`.
-        passes: number of times that the checkpoint is read.
+    Yields a function to be called with the fraction read so far (0 to 1); None if the console is no terminal or
+    `folder` is None.
     """
     if folder is None or not console.is_terminal:
         yield None
@@ -37,11 +33,7 @@ def loading_progress(console: Console, folder: str | None, passes: int = 1) -> I
 
 @contextmanager
 def counting(console: Console, what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of finished items, on a terminal only; yield a function that adds a number of finished items.
-
-    Args:
-        what: label of the bar.
-    """
+    """Show a bar with the label `what` on a terminal; yield a function that adds a number of finished items."""
     columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total, completed=done)
@@ -90,6 +82,6 @@ class ProgressBar:
         )
 
     def stop(self) -> None:
-        """Stop the bar and restore the cursor. Must be called however training ends."""
+        """Stop the bar and restore the cursor; also to be called after an error."""
         if self.bar is not None:
             self.bar.stop()

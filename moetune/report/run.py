@@ -16,10 +16,9 @@ Load = Mapping[Any, Sequence[float]]
 
 
 def memory_table(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> Table:
-    """Return a table of predicted against measured bytes, with the difference in percent of the measured bytes.
+    """Return a table of predicted and measured `peak_allocated` and `peak_reserved`, in bytes, and their difference.
 
-    Args:
-        predicted, measured: name -> bytes or None; `peak_allocated` and `peak_reserved` are shown.
+    The difference is in percent of the measured bytes; None, for unknown, is shown as a dash.
     """
     rows = []
     for key in ("peak_allocated", "peak_reserved"):
@@ -30,19 +29,14 @@ def memory_table(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> T
 
 
 def trainable_table(trainable: Mapping[str, int], parameters: int) -> Table:
-    """Return a table of trained parameters by part.
-
-    Args:
-        trainable: part -> number of trained parameters, including `total`; parts without any are left out.
-        parameters: number of parameters of the whole model.
-    """
+    """Return a table of the trained parameters by part and in `total`, and their share of all `parameters`."""
     rows = [(part, f"{count:,}", percent(count, parameters, 4)) for part, count in trainable.items() if count]
     total = [row for row in rows if row[0] == "total"]
     return Table(("part", ">parameters", ">of the model"), [row for row in rows if row not in total], total)
 
 
 def drift_section(drift: Mapping[str, Any]) -> ViewSection:
-    """Return a table of the change of routing in each layer; `drift` is the content of `drift.json`."""
+    """Return a table of how routing changed in each layer; `drift` is the content of `drift.json`."""
     rows = [
         (str(index), f"{layer['distance']:.3f}", percent(layer["changed"], 1), _ids(layer["died"]), _ids(layer["came"]))
         for index, layer in drift["layers"].items()
@@ -66,8 +60,7 @@ def drift_chart(drift: Mapping[str, Any]) -> Chart:
 def heatmaps(title: str, loads: Mapping[str, Load]) -> Chart:
     """Return heat maps of expert load, layers by experts, side by side on one colour scale (1 = an even share).
 
-    Args:
-        loads: title of a heat map -> layer -> tokens of each expert, on any scale; all with the same layers.
+    `loads` is title -> layer -> tokens of each expert, on any scale; all have the same layers.
     """
     layers = [*next(iter(loads.values()))]
     widest = max(len(row) for load in loads.values() for row in load.values())

@@ -14,11 +14,9 @@ STYLES = {"yes": "bold green", "tight": "bold yellow", "no": "bold red", None: "
 
 
 def show(what: View | ViewSection | Table | RenderableType, console: Console, *, verbose: bool = False) -> None:
-    """Print a view, section, table or str. A view's verdict is printed first and last; a str is not wrapped.
+    """Print a view, with its verdict first and last; or a section, table, str (not wrapped) or rich renderable.
 
-    Args:
-        what: what to print; any other rich renderable is printed as it is.
-        verbose: also print the detail sections of a view.
+    With `verbose`, also print the detail sections of a view.
     """
     if isinstance(what, str):
         console.print(what, highlight=False, soft_wrap=True)
@@ -92,7 +90,6 @@ def _list(lines: Iterable[str]) -> RenderableType:
 
 def _records(records: Records) -> Iterator[RenderableType]:
     """Yield each record as text: tokens with loss in green between `«` and `»`, every second token underlined."""
-
     for number, record in enumerate(records.records, 1):
         text, before = Text(f"{number}: ", "dim"), False
         for index, (token, trains) in enumerate([*record, ("", False)]):

@@ -6,7 +6,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def unit_for(count: int) -> tuple[str, int]:
-    """Return (name, bytes) of the largest unit of which `count` bytes are at least one; `("B", 1)` below 1 KiB."""
+    """Return (name, bytes) of the largest unit that `count` bytes reach, from GiB down to `("B", 1)`."""
     return next(((name, size) for name, size in _UNITS if round(abs(count) / size, 2) >= 1), ("B", 1))
 
 
@@ -27,7 +27,7 @@ def named(part: str) -> str:
 
 
 def between(ends: Range) -> str:
-    """Format a range as `2 to 4`, with two significant digits, the smaller end first."""
+    """Format a range as `2 to 4`, the ends with two significant digits; as one number if they are equal."""
     rounded = (float(f"{end:.2g}") for end in sorted((ends.fast, ends.slow)))
     less, more = (f"{end:,.0f}" if end >= 10 else f"{end:g}" for end in rounded)
     return less if less == more else f"{less} to {more}"

@@ -23,11 +23,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Records:
-    """Examples of training data.
-
-    Attributes:
-        records: [records][tokens], each token as (text, whether it carries loss).
-    """
+    """Examples of training data: for each record its tokens, as (text, whether the token carries loss)."""
 
     records: Sequence[Sequence[tuple[str, bool]]]
 

@@ -1,7 +1,7 @@
 """Choices of experts by recorded scores: `from:` under `adapt.experts` or `adapt.lora.ids` becomes a list of ids.
 
-Scores are the statistics that `moetune score` records (scores.py). Each layer is ranked separately, by the tokens that
-carry loss: those whose next token counts in the loss (docs/concepts/choosing-experts.md).
+Scores are the statistics that `moetune score` records (scores.py). The experts of each layer are ranked separately, by
+the tokens that carry loss: those whose next token counts in the loss (docs/concepts/choosing-experts.md).
 """
 
 from __future__ import annotations
@@ -22,15 +22,12 @@ from moetune.run.scores import LayerScores, Scores, read_scores, refuse_other_mo
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of the routing a choice of experts covers, compared with random choices of the same size.
-
-    All values are fractions of the routed (token, expert) pairs whose token carries loss.
+    """Fractions of the routed (token, expert) pairs that chosen experts receive, of tokens that carry loss.
 
     Attributes:
-        layers: layer index -> fraction that the chosen experts of the layer receive.
-        random: layer index -> mean fraction of as many experts drawn at random.
-        total: fraction over all layers of the choice.
-        random_total: the same for random experts.
+        layers: layer index -> fraction of the layer's pairs.
+        random: layer index -> expected fraction for as many experts drawn at random.
+        total, random_total: the same over all layers of the choice.
     """
 
     layers: Mapping[int, float]
@@ -40,16 +37,13 @@ class Coverage:
 
 
 def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: LoraConfig | None = None) -> IdsByLayer:
-    """Choose experts of every layer that a `from:` block names.
+    """Return layer index -> the ids of the experts that a `from:` block chooses, best first.
 
     Args:
         choice: the block; a budget in bytes must already have been replaced by a number (routing/select.py).
         where: the key of the run file, for messages.
-        lora: the LoRA settings that the chosen experts train with; None if they train in full precision. Decides what
-            `parameters` counts.
-
-    Returns:
-        Layer index -> the ids of the chosen experts, best first.
+        lora: the LoRA settings that the chosen experts train with, on which the parameters of an expert depend; None if
+            they train in full precision.
 
     Raises:
         UserError: the scores cannot be read or are of another model; a layer does not exist; the number of experts
@@ -82,8 +76,7 @@ def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: Lo
 def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | None) -> tuple[int, ...]:
     """Return the ids of all experts of a layer, best first; of experts with equal scores, the lower id first.
 
-    Args:
-        background: scores of a second data set, whose shares are subtracted; None for all rules but `foreground`.
+    Shares in `background`, scores of a second data set, are subtracted; it is None for all rules but `foreground`.
     """
     of_layer = scores.layers[layer]
     experts = range(of_layer.num_experts)
@@ -102,12 +95,7 @@ def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | 
 
 
 def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int, ...]:
-    """Return the shortest prefix of a ranking whose shares sum to at least `p` (ESFT, arXiv 2407.01906).
-
-    Args:
-        ranked: expert ids, best first.
-        share: share of each expert id, from 0 to 1.
-    """
+    """Return the shortest prefix of the ids in `ranked` whose shares sum to at least `p` (ESFT, arXiv 2407.01906)."""
     chosen: list[int] = []
     total = 0.0
     for expert in ranked:
@@ -119,11 +107,7 @@ def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int
 
 
 def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
-    """Compute the coverage of a choice. k random experts of E cover k / E of a layer on average.
-
-    Args:
-        chosen: layer index -> ids of the chosen experts.
-    """
+    """Compute the coverage of a choice, layer index -> ids; k random experts of E cover k / E of a layer on average."""
     tokens = {index: scores.layers[index].loss.tokens for index in chosen}
     covered = {index: sum(tokens[index][expert] for expert in ids) for index, ids in chosen.items()}
     routed = {index: sum(tokens[index]) for index in chosen}
@@ -138,10 +122,9 @@ def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
 
 
 def resolve_choices(adapt: AdaptConfig, structure: ModelStructure) -> tuple[ResolvedAdapt, list[str]]:
-    """Replace every choice by scores in `adapt:` with the chosen ids, in ascending order.
+    """Return `adapt:` with ascending ids in place of choices by scores, and a message for each choice that failed.
 
-    Returns:
-        The resolved section, and a message for each choice that failed; such a choice becomes `none`.
+    A failed choice becomes `none`.
     """
     problems: list[str] = []
 
@@ -163,11 +146,7 @@ def resolve_choices(adapt: AdaptConfig, structure: ModelStructure) -> tuple[Reso
 
 
 def scores_of(adapt: AdaptConfig) -> list[tuple[str, Scores]]:
-    """Return (key of the run file, scores) for each `from:` of `adapt:`.
-
-    Raises:
-        UserError: a file cannot be read or holds no scores.
-    """
+    """Return (key of the run file, scores) for each `from:` of `adapt:`; raise `UserError` if one cannot be read."""
     lora = None if adapt.lora is None else adapt.lora.ids
     choices = {"adapt.experts.from": adapt.experts, "adapt.lora.ids.from": lora}
     return [(w, read_scores(c.from_, w)) for w, c in choices.items() if isinstance(c, ChoiceConfig)]
@@ -180,9 +159,9 @@ def _scores_for(file: str, structure: ModelStructure, where: str) -> Scores:
 
 
 def _share(rule: str, layer: LayerScores) -> list[float]:
-    """Return the fraction of a layer's routing that each expert receives; the fractions sum to 1.
+    """Return each expert's fraction of a layer's routing; the fractions sum to 1.
 
-    With the rule `gate` it is ESFT's average gate score, with all others ESFT's token selection ratio.
+    The rule `gate` counts routing weights (ESFT's average gate score), all others tokens (its token selection ratio).
     """
     values: Sequence[float] = layer.loss.weight_sum if rule == "gate" else layer.loss.tokens
     total = sum(values) or 1

@@ -14,10 +14,9 @@ from moetune.files import expanded
 from moetune.json_files import read_json
 
 _BUCKET = 2**26
-"""Largest number of gradient elements that are reduced at a time.
+"""Largest number of gradient elements that are reduced at a time: DeepSpeed allocates a buffer of this many.
 
-DeepSpeed allocates a buffer of this many elements. Its default of 5·10⁸ is 2 GB in float32, much compared with a few
-adapters.
+Its default of 5·10⁸ is 2 GB in float32, much compared with a few adapters.
 """
 _ELSEWHERE = {
     "optimizer": "optimizer: of the run file says it",
@@ -77,13 +76,7 @@ def reduce_bucket(parallel: ParallelConfig, trained: int = 0) -> int:
     """Return the number of gradient elements that DeepSpeed reduces at a time.
 
     This is `zero_optimization.reduce_bucket_size` of the user's file if it is a number, else `_BUCKET`, or `trained` if
-    fewer parameters train.
-
-    Args:
-        trained: number of parameters that train; 0 if unknown.
-
-    Raises:
-        UserError: the file `parallel.deepspeed` cannot be read.
+    fewer parameters train (0: unknown). Raise `UserError` if the file cannot be read.
     """
     of_zero = {} if parallel.deepspeed is None else _read(parallel.deepspeed).get("zero_optimization", {})
     said = of_zero.get("reduce_bucket_size", "auto") if isinstance(of_zero, dict) else "auto"
@@ -91,10 +84,7 @@ def reduce_bucket(parallel: ParallelConfig, trained: int = 0) -> int:
 
 
 def _decided(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that the run file decides.
-
-    They include some that DeepSpeed would otherwise default differently: it would clip gradients at a norm of 1.
-    """
+    """Return the settings that the run file decides, including some where DeepSpeed's default differs."""
     train, parallel = config.train, config.parallel
     device = "cpu" if parallel.offload == "optimizer" else "none"
     return {
@@ -170,10 +160,9 @@ def _read(file: str) -> dict[str, Any]:
 
 
 def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = "") -> list[str]:
-    """Return a line for each key of the user's file with another value than the run file gives the key.
+    """Return a line for each key whose value in the user's file, `given`, contradicts the run file's, `decided`.
 
-    Args:
-        section: the keys above these, such as `zero_optimization.`, for messages.
+    `section` is the prefix of the keys in messages, such as `zero_optimization.`.
     """
     problems = []
     for key, said in decided.items():
@@ -186,6 +175,7 @@ def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = ""
 
 
 def _has(tree: Any, key: str) -> bool:
+    """Return whether nested dicts have a key such as `zero_optimization.zenflow`."""
     for word in key.split("."):
         if not isinstance(tree, dict) or word not in tree:
             return False
@@ -194,7 +184,7 @@ def _has(tree: Any, key: str) -> bool:
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return a new dict with both, merged section by section; where both have a value, that of `over` is kept."""
+    """Return both dicts merged section by section; where both have a value, that of `over`."""
     merged = dict(under)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)

@@ -23,10 +23,7 @@ def this_device() -> DeviceType:
 
 
 def device_kind(device: torch.device | str | None) -> DeviceType:
-    """Return the kind of a device; None stands for the device that this machine trains on.
-
-    Every device other than a CPU counts as `cuda`.
-    """
+    """Return the kind of a device: `cpu`, or `cuda` for any other. None is the device that this machine trains on."""
     if device is None:
         return this_device()
     return "cpu" if torch.device(device).type == "cpu" else "cuda"

@@ -17,7 +17,7 @@ _LARGEST = 1e300  # so that sums and shares of such numbers are finite
 
 
 def _check_load(load: list[float]) -> list[float]:
-    """Raise `ValueError` if a count is negative or not finite, or if all are 0."""
+    """Return the load; raise `ValueError` if a count is negative or not finite, or if all are 0."""
     if not 0 < sum(load) < _LARGEST or min(load) < 0:
         raise ValueError("a layer's counts are numbers from 0 up, and not all 0")
     return load
@@ -29,7 +29,7 @@ _Loss = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
 
 
 class MetricsLine(TypedDict, total=False):
-    """One line of `metrics.jsonl`: a logged training step, or an evaluation (`eval_loss`). Other keys are kept."""
+    """A line of `metrics.jsonl`: a logged training step or an evaluation (`eval_loss`). Further keys are kept."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
 
@@ -43,7 +43,7 @@ class MetricsLine(TypedDict, total=False):
 
 
 class _Predicted(TypedDict):
-    """Predicted peaks in bytes: `peak_allocated` with an even load of experts, `as_routed` with the measured load."""
+    """Predicted peaks of allocated bytes, with an even load of experts and (`as_routed`) with the measured load."""
 
     peak_allocated: Amount | None
     as_routed: Amount | None
@@ -67,7 +67,7 @@ class MemoryFile(TypedDict):
 
 
 class _LayerDrift(TypedDict):
-    """Routing of one layer before and after a run, as `LayerDrift` in routing/drift.py describes it."""
+    """Routing of one layer before and after a run; the keys are those of `LayerDrift` in routing/drift.py."""
 
     before: Annotated[list[Amount], Field(min_length=1)]
     after: Annotated[list[Amount], Field(min_length=1)]
@@ -78,7 +78,7 @@ class _LayerDrift(TypedDict):
 
 
 class DriftFile(TypedDict):
-    """`drift.json` of a run folder: the keys that pages show."""
+    """The keys of `drift.json` that pages show."""
 
     step: Amount
     tokens: Amount
@@ -90,14 +90,10 @@ class _WithLoad(TypedDict):
 
 
 def read_expert_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
-    """Read the tokens per expert from a file with the key `expert_load`, such as the `memory.json` of a run.
+    """Return layer index -> tokens of each expert, from the key `expert_load` of a JSON file such as `memory.json`.
 
     Args:
-        file: a JSON file `{"expert_load": {"<layer>": [tokens, …]}}`; other keys are ignored.
         what: the key of the run file or the option that names the file, for messages.
-
-    Returns:
-        Layer index -> tokens that each expert received.
 
     Raises:
         UserError: the file cannot be read or has no such key.
@@ -108,11 +104,7 @@ def read_expert_load(file: Path, what: str) -> dict[int, tuple[float, ...]]:
 
 
 def read_metrics(file: Path) -> list[MetricsLine]:
-    """Read the lines of a `metrics.jsonl` file.
-
-    Raises:
-        UserError: the file cannot be read, or a line before the last is not what a run writes.
-    """
+    """Read a `metrics.jsonl` file and parse it with `parse_metrics`; raise `UserError` if it cannot be read."""
     with reading(repr(str(file))):
         text = file.read_bytes()
     return parse_metrics(text, file)
@@ -122,7 +114,7 @@ def parse_metrics(text: bytes, file: Path) -> list[MetricsLine]:
     """Parse the text of `metrics.jsonl`; a last line that is incomplete, because the run was killed, is left out.
 
     Raises:
-        UserError: another line is not what a run writes.
+        UserError: another line is no JSON object with a `step` and keys of the types of `MetricsLine`.
     """
     *whole, last = text.split(b"\n")
     found = [_line(line, f"{str(file)!r}, line {number:,}") for number, line in enumerate(whole, 1) if line.strip()]

@@ -1,4 +1,4 @@
-"""The linear layers outside of experts that are stored in the precision `model.base`, because they stay frozen."""
+"""The frozen linear layers outside of experts that are stored in the precision `model.base`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,8 @@ _SMALLEST = 64  # rows and columns: smaller layers, such as a scalar gate, save 
 def linears_to_quantize(model: PreTrainedModel, structure: ModelStructure, selection: Selection) -> list[str]:
     """Return the paths of the linear layers to store in the precision `model.base`.
 
-    A layer is listed if it is of a quantized component, stays frozen, has at least 64 rows and columns, and if the
-    model only calls it, so that replacing the layer has no effect elsewhere.
-
-    Args:
-        model: the model as transformers builds it; the meta device will do.
-        selection: what trains.
+    They belong to a quantized component, stay frozen, and have at least 64 rows and columns; and the model only calls
+    them, so that it does not see that they are replaced. `model` may be on the meta device.
     """
     return [
         path
@@ -35,10 +31,6 @@ def linears_to_quantize(model: PreTrainedModel, structure: ModelStructure, selec
 
 
 def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = False) -> bool:
-    """Return whether the parent module's code uses a linear layer's weight without calling the layer.
-
-    Args:
-        or_its_dtype: return True as well if the code reads the dtype of the weight.
-    """
+    """Return whether the parent's code uses a linear layer's weight, or also its dtype, without calling the layer."""
     parent, _, name = path.rpartition(".")
     return reads_weight(model.get_submodule(parent), name, or_its_dtype=or_its_dtype)

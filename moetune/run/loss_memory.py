@@ -1,8 +1,7 @@
-"""`train.loss_memory: auto`: logits may take what the backward pass of a layer's experts takes later in the step.
+"""`train.loss_memory: auto`: logits may take as many bytes as the backward of the last layer's experts takes later.
 
-The peak of a step is at the backward of the last layer with experts, where all saved activations are still alive, or
-later. At the loss they are alive as well, and what that backward will take is free. The formula counts the largest of
-its tensors only, so that the loss never becomes the peak.
+At the loss, as in that backward, all saved activations are alive, so a loss within these bytes does not raise the peak
+of the step. To be safe, only the largest tensors of the backward are counted.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from moetune.config.schema import TrainConfig
 from moetune.models.moe import MoeLayer
 
 LEAST = 256 << 20
-"""Bytes for the logits of a chunk where a layer's backward takes less: enough for a matrix product at full speed."""
+"""Smallest limit in bytes: logits of this size are computed in a matrix product of full speed."""
 
 
 def backward_bytes(
@@ -25,11 +24,11 @@ def backward_bytes(
     dequantizes: bool,
     keeps: bool,
 ) -> int:
-    """Return a lower bound of the bytes that the experts of a layer take in backward beside what forward kept.
+    """Return a lower bound of the bytes that the experts of a layer take in backward beside what forward saved.
 
-    Counted are, of the group of experts that is computed, with N rows in balanced routing: the gate_up matrices if they
-    are dequantized; the rows of dact [N, I], gate_up [N, O] and x [N, H], or only the latter if the rows of gate_up are
-    kept; and for groups of several experts, if gradients pass through every layer, all gathered rows [T·K, H].
+    Experts are computed in groups; with balanced routing a group has N rows. Counted are its dequantized gate_up
+    matrices; its rows x [N, H] and, unless forward kept gate_up's rows, gate_up [N, O] and its activation [N, I]; and,
+    for groups of several experts under activation checkpointing, all gathered rows [T·K, H].
 
     Args:
         layer: the last layer with experts.
@@ -37,7 +36,7 @@ def backward_bytes(
         width: bytes of an element.
         at_once: bytes of dequantized matrices that a group may have (`train.expert_memory`).
         experts: the layer's experts on a rank.
-        dequantizes: whether matrices are computed for the product, and are not those that are stored.
+        dequantizes: whether experts are stored in another format than they are computed in.
         keeps: whether the layer keeps the rows of gate_up.
     """
     shape, rows = layer.shape, tokens * layer.top_k

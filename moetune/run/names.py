@@ -8,8 +8,7 @@
 | lora | factors of all experts of a layer | `<experts>.lora.<gate_up or down>_<A or B>` |
 
 The plain model is the one that transformers builds; the adapted model is the same with LoRA on linear layers and with
-expert banks (experts/bank.py) in place of the modules of experts. `<experts>` is the path of
-such a module, and `<linear>` the path of a linear layer.
+expert banks (experts/bank.py) in place of the modules of experts. `<experts>` and `<linear>` are paths of modules.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
 
 Matrix = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
-"""An expert bank's name of one expert's share of a stacked parameter."""
+"""An expert bank's name for a matrix or bias of an expert."""
 
 
 def parts_by_name(structure: ModelStructure, selection: Selection) -> dict[str, Part]:
-    """Return name in the adapted model -> part, for all parameters that train, over all ranks of a run together."""
+    """Return name in the adapted model -> part, for the parameters that train on any rank."""
     routers = {one.name for one in structure.parameters_of("router")}
     parts: dict[str, Part] = {
         whole_name(name, selection): "router" if name in routers else "other" for name in sorted(selection.full)
@@ -64,19 +63,14 @@ def stacks(layer: MoeLayer) -> list[str]:
 
 
 def matrix_of(stack: str) -> Matrix:
-    """Return the bank's name of a stacked parameter, such as `gate_up` for `gate_up_proj` or `up_proj`."""
+    """Return the bank's name for a parameter of `stacks`, such as `gate_up` for `gate_up_proj` or `up_proj`."""
     if stack.startswith("down"):
         return "down_bias" if stack.endswith("bias") else "down"
     return "gate_up_bias" if stack.endswith("bias") else "gate_up"
 
 
 def trained_name(layer: MoeLayer, expert: int, stack: str) -> str:
-    """Return the name of an expert's trained share of a stacked parameter.
-
-    Args:
-        expert: id of the expert in the layer.
-        stack: one of `stacks(layer)`, such as `down_proj_bias`.
-    """
+    """Return the name of an expert's trained share of `stack`, one of `stacks(layer)`; `expert` is its id."""
     matrix = matrix_of(stack)
     kind = "bias" if matrix.endswith("_bias") else "weight"
     return f"{layer.experts}.trained.{expert}.{matrix.removesuffix('_bias')}.{kind}"

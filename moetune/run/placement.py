@@ -1,8 +1,8 @@
 """Placement of experts on the ranks of `parallel.ep`, balanced by trained parameters and by load.
 
-Every rank holds the same number of a layer's experts, so the memory of frozen experts is equal. Experts are placed in
-order of cost, each on the rank with the least so far over all layers: longest processing time first (Graham, "Bounds on
-multiprocessing timing anomalies", 1969).
+Every rank holds the same number of a layer's experts, so frozen experts take equal memory. The costliest expert is
+placed first, each on the rank with the lowest cost so far over all layers: longest processing time first (Graham,
+"Bounds on multiprocessing timing anomalies", 1969).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Placement:
 
     Attributes:
         ep: index of the rank among the `parallel.ep` ranks that the experts are divided over.
-        experts: layer index -> the expert ids of every such rank, ascending; empty if experts are not divided.
+        experts: layer index -> for each of these ranks, its expert ids, ascending; empty if experts are not divided.
     """
 
     ep: int = 0
@@ -40,18 +40,14 @@ EVERYTHING = Placement()
 def balance_experts(
     structure: ModelStructure, selection: Selection, ep: int, load: Mapping[int, Sequence[float]] | None = None
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Divide the experts of every layer over `ep` ranks.
+    """Divide the experts of every layer over `ep` ranks; return `Placement.experts`.
 
     Trained parameters are balanced first, because each costs several times its own size in gradients and optimizer
     states; then the load. In a layer whose experts are all alike in both, each rank gets contiguous ids.
 
     Args:
         ep: number of ranks; must divide the number of experts of every layer.
-        load: layer index -> tokens per expert, in any scale; layers without an entry, or all layers if None, count as
-            evenly loaded.
-
-    Returns:
-        Layer index -> for each rank, its expert ids in ascending order.
+        load: layer index -> tokens per expert, in any scale; a layer without an entry counts as evenly loaded.
 
     Raises:
         UserError: `load` has another number of experts for a layer than the model.
@@ -80,6 +76,7 @@ def balance_experts(
 
 
 def _trained_parameters(layer: MoeLayer, selection: Selection) -> list[int]:
+    """Return the number of trained parameters of each expert of a layer."""
     counts = [0] * layer.shape.num_experts
     for expert in selection.lora_experts.get(layer.index, ()):
         counts[expert] = layer.shape.trained_parameters(selection.lora, selection.ranks.get(layer.experts))

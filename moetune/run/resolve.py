@@ -30,19 +30,19 @@ __all__ = ["AnyRun", "ResolvedModel", "ResolvedRun", "examine", "raise_problems"
 
 
 def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: ResolvedRun | None = None) -> ResolvedRun:
-    """Resolve a run file on its model, and raise `UserError` if it has any problem.
+    """Resolve a run file on its model, without reading weights or data.
 
-    No weights and no data are read, and for models of the catalog or in local folders nothing is read from the network.
+    The network is used only for a model that is neither in the catalog nor in a local folder.
 
     Args:
-        run: a `ResolvedRun` is returned unchanged.
-        device_type: the kind of device that the run is for, which decides `model.dtype: auto`; by default `cuda` if
-            this machine has a GPU, else `cpu`.
-        like: a resolved run; its model is reused if `model.path`, dtype and attention are equal.
+        run: a `ResolvedRun` that has no problems is returned unchanged.
+        device_type: the kind of device that the run is for, which decides `model.dtype: auto`; by default that of this
+            machine.
+        like: a resolved run, whose model is reused if `model.path`, dtype and attention are equal.
 
     Raises:
-        UserError: the file or the model cannot be found or read; or settings cannot be met on this model or together,
-            one line for each.
+        UserError: the file or the model cannot be found or read; or settings contradict the model or each other, one
+            line for each.
     """
     run = examine(run, device_type, like=like)
     raise_problems(run.problems)
@@ -50,13 +50,7 @@ def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
 
 
 def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: ResolvedRun | None = None) -> ResolvedRun:
-    """Resolve a run file as `resolve` does, but return its problems in `ResolvedRun.problems` instead of raising them.
-
-    The arguments are those of `resolve`.
-
-    Raises:
-        UserError: the file or the model cannot be found or read.
-    """
+    """Resolve a run file as `resolve` does, but return contradictions in `ResolvedRun.problems`, not as an error."""
     if isinstance(run, ResolvedRun):
         return run
     config = run if isinstance(run, RunConfig) else load_run_config(run)
@@ -109,10 +103,7 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
 
 
 def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> ResolvedModel:
-    """Resolve a `model:` section without a run.
-
-    Args:
-        device_type: decides `dtype: auto`.
+    """Resolve a `model:` section without a run; `device_type` decides `dtype: auto`.
 
     Raises:
         UserError: the model cannot be found or read, or does not support the section's settings.
@@ -125,11 +116,7 @@ def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> Reso
 def _resolve_model(
     written: ModelConfig, device_type: DeviceType, like: ResolvedModel | None
 ) -> tuple[ResolvedModel, list[str]]:
-    """Return the resolved model and a line for each setting that the model does not support.
-
-    Args:
-        like: a resolved model to reuse if path, dtype and attention are equal; None to build the model.
-    """
+    """Return the resolved model, from `like` if path, dtype and attention are equal; and a line for each problem."""
     dtype = dtype_on(device_type) if written.dtype == "auto" else written.dtype
     wanted = (written.path, dtype, written.attention)
     known = (

@@ -76,10 +76,10 @@ class ResolvedRun:
         parts: name of each trained parameter in the adapted model -> its part, over all ranks together.
         optimizers: part that trains -> its optimizer settings.
         placement: layer index -> expert ids of each of the `parallel.ep` ranks; empty if experts are not divided.
-        router_scores: layer index -> whether routing weights are a softmax or a sigmoid of the logits; filled only with
+        router_scores: layer index -> how routing weights follow from logits, by softmax or sigmoid; filled only with
             `train.dense_router_gradient`.
         router_biases: layer index -> name of the correction bias to update; filled only with `train.router_bias_rate`.
-        keeps_rows: indices of the layers that keep gate_up's rows for backward (`train.keep_rows`).
+        keeps_rows: indices of the layers that save the outputs of gate_up for backward (`train.keep_rows`).
         scored: (key of the run file, scores) for each choice of experts by scores.
         problems: one line for each reason why the run can be neither predicted nor trained. Empty if `resolve` made it.
     """
@@ -119,10 +119,9 @@ class ResolvedRun:
         return parse_size(_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
 
     def loss_bytes(self, rows: int | None = None) -> int | None:
-        """Return the bytes that the loss may hold of the logits at once; None for no limit.
+        """Return the bytes of logits that the loss may hold at once; None for no limit.
 
-        Args:
-            rows: rows of a micro-batch, on which `train.loss_memory: auto` depends; None for `train.micro_batch`.
+        `rows` is the number of rows of a micro-batch, on which `auto` depends; None for `train.micro_batch`.
         """
         train, layers = self.config.train, self.structure.moe_layers
         if train.loss_memory != "auto":
@@ -165,13 +164,10 @@ class ResolvedRun:
         return tuple(linears_to_quantize(self.model.plain, self.structure, self.selection))
 
     def device(self, device: torch.device | str | None = None) -> torch.device:
-        """Return the torch device to run on.
-
-        Args:
-            device: the device to check; None for the default device of the kind that the run was resolved for.
+        """Return the device to run on; by default the first of the kind that the run was resolved for.
 
         Raises:
-            UserError: the device is of another kind than the run was resolved for, or this machine has no GPU.
+            UserError: `device` is of another kind, or this machine has no GPU.
         """
         chosen = torch.device(device or self.device_type)
         if chosen.type != self.device_type:
@@ -181,14 +177,7 @@ class ResolvedRun:
         return chosen
 
     def placed_at(self, ep: int) -> Placement:
-        """Return the placement of experts on one of the `parallel.ep` ranks.
-
-        Args:
-            ep: index of the rank among them, from 0.
-
-        Returns:
-            The experts of this rank; if `parallel.ep` is 1, a placement with all experts.
-        """
+        """Return the experts on the rank with the index `ep` among `parallel.ep` ranks; all if there is one rank."""
         return Placement(ep, self.placement) if self.placement else EVERYTHING
 
     def with_random_weights(self) -> ResolvedRun:
@@ -202,10 +191,7 @@ class ResolvedRun:
         return replace(self, config=config, keeps_rows=layers_keeping_rows(config.train, self.structure))
 
     def without_layers(self, layers: Collection[int]) -> ResolvedRun:
-        """Return a copy of the run whose model skips the decoder layers with these indices; predictions use it.
-
-        The copy has its own meta model; parameters, parts, selection and placement of these layers are left out.
-        """
+        """Return a copy of the run, with its own meta model, that lacks the decoder layers with these indices."""
         structure, selection = self.structure.without(layers), self.selection.without(layers, self.structure)
         plain = copy.deepcopy(self.model.plain)
         leave_out(plain, layers)
@@ -218,20 +204,16 @@ class ResolvedRun:
         )
 
     def refuse_other_scores(self, base: str | None) -> None:
-        """Raise `UserError` if experts were chosen by scores of another checkpoint.
-
-        Args:
-            base: digest of the checkpoint's files (`Fingerprint.content`); None for random weights.
-        """
+        """Raise `UserError` if experts were chosen by scores of another base (`base` as in `refuse_other_base`)."""
         for where, scores in self.scored:
             refuse_other_base(scores, self.config.model.path, base, where)
 
 
 def layers_keeping_rows(train: TrainConfig, structure: ModelStructure) -> frozenset[int]:
-    """Return the indices of the layers that keep gate_up's rows: the last `train.keep_rows` layers with experts.
+    """Return the indices of the layers that save gate_up's outputs for backward: the last `train.keep_rows` MoE layers.
 
-    The last layers are the first in backward, so the rows are gone before the other layers are recomputed. All layers
-    keep theirs under `checkpointing: none`, and none under `keep_rows: auto` until the GPU is known (memory/rows.py).
+    The last layers are the first in backward, so their rows are freed before other layers are recomputed. All layers
+    save them under `checkpointing: none`, and none under `keep_rows: auto` until the GPU is known (memory/rows.py).
     """
     layers = [layer.index for layer in structure.moe_layers]
     if train.checkpointing == "none":

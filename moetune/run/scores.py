@@ -19,7 +19,7 @@ from moetune.models.structure import ModelStructure
 
 SCHEMA: Literal[1] = 1
 SCOPES = ("loss", "all")
-"""Sets of tokens with statistics: `loss`, tokens whose next token counts in the loss; `all`, all but padding."""
+"""Sets of tokens with statistics of their own: `loss`, whose next token counts in the loss; `all`, all but padding."""
 
 
 class Statistics(BaseModel):
@@ -56,7 +56,7 @@ class Statistics(BaseModel):
 
 
 class LayerScores(BaseModel):
-    """Statistics of one layer, over the tokens that carry loss and over all tokens."""
+    """Statistics of one layer, over the tokens of each of `SCOPES`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,8 +66,8 @@ class LayerScores(BaseModel):
     all: Statistics
 
     @model_validator(mode="after")
-    def _a_value_an_expert(self) -> LayerScores:
-        """Raise `ValueError` for lists that do not have one entry for each expert."""
+    def _check_lengths(self) -> LayerScores:
+        """Raise `ValueError` if a list does not have one entry for each expert."""
         for of_scope in (self.loss, self.all):
             for name in ("tokens", "share", "weight_sum", "reap"):
                 if len(getattr(of_scope, name)) != self.num_experts:
@@ -126,14 +126,7 @@ class Scores(BaseModel):
 
 
 def read_scores(file: str | Path, where: str) -> Scores:
-    """Read a `scores.json` file.
-
-    Args:
-        where: the key of the run file or the option that names the file, for messages.
-
-    Raises:
-        UserError: the file cannot be read or does not hold scores.
-    """
+    """Read a `scores.json` file; `UserError` if it holds no scores. `where` is the key or option, for messages."""
     return read_json(expanded(file), Scores, f"{where}: {str(file)!r}", "give what moetune score writes")
 
 
@@ -152,9 +145,7 @@ def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) ->
 def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) -> None:
     """Raise `UserError` unless the scores were recorded on the checkpoint with the digest `base`.
 
-    Args:
-        model: `model.path`, for the message.
-        base: digest of the checkpoint's files (`Fingerprint.content`); None for random weights.
+    `base` is `Fingerprint.content`, None for random weights; `model` is `model.path`, for the message.
     """
     if scores.base != base:
         there, here = (f"base {one[:12]}" if one else "random weights" for one in (scores.base, base))
@@ -165,7 +156,7 @@ def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) 
 
 
 def _lines(value: Any, indent: str = "") -> str:
-    """Return JSON text with objects over several lines, indented, and every list on one line."""
+    """Return JSON text with an indented line for each key of an object, and each list on one line."""
     if not isinstance(value, Mapping) or not value:
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             return "[" + ", ".join(_lines(item, indent) for item in value) + "]"

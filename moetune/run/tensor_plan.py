@@ -17,10 +17,7 @@ Only a norm that trains would need its gradient summed over ranks.
 
 
 def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return module path -> style of split, with `*` in place of layer numbers.
-
-    Experts are left out, because `parallel.tp` does not split them.
-    """
+    """Return module path, with `*` for layer numbers -> style of split. `parallel.tp` does not split experts."""
     return {name: style for name, style in (model.tp_plan or {}).items() if ".experts" not in name}
 
 

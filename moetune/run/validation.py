@@ -41,13 +41,9 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
 
 
 def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iterator[str]:
-    """Yield the reasons why a published checkpoint cannot be read, or not kept in its format.
+    """Yield a line if a published checkpoint is quantized in an unknown format, or cannot keep its format.
 
-    The checkpoint may be quantized in a format that is not read, or `model.double_quant` may contradict a format to
-    keep.
-
-    Args:
-        model: the `model:` section as written.
+    It cannot if the `model:` section, as written, sets another `double_quant`.
     """
     if not published.is_read and model.weights == "pretrained":
         yield (
@@ -73,7 +69,7 @@ def unsupported_attention(config: PretrainedConfig, attention: str) -> Iterator[
 
 
 def mismatched_dtypes(model: ResolvedModelConfig) -> Iterator[str]:
-    """Yield a line if `model.base` stores more bits than compute uses, or bf16 weights for fp16 compute."""
+    """Yield a line if `model.base` is fp32 and compute has fewer bits, or is bf16 and compute is fp16."""
     if model.base == "fp32" and model.dtype != "fp32":
         yield (
             f"model.base: fp32 needs model.dtype: fp32; with {model.dtype} compute, which auto is on a GPU, store the "
@@ -149,7 +145,10 @@ def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
-    """Yield a line if `train.router_bias_rate` is set and no correction bias can be updated."""
+    """Yield a line if no router trains, or one that does has no correction bias for `train.router_bias_rate`.
+
+    `routers` is the number of routers that train.
+    """
     option = "train.router_bias_rate"
     if not routers:
         yield f"{option}: a bias is updated with its router, and no router trains; set adapt.router, or leave it out"
@@ -251,9 +250,9 @@ def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
 
 
 def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
-    """Yield a line if `parallel.tp` > 1 and an attention layer cannot be split.
+    """Yield a line if `parallel.tp` > 1 and attention cannot be split.
 
-    Either transformers' plan does not split the layer, or it is quantized, or a norm inside its heads trains.
+    A linear layer is not in transformers' plan, or is quantized; or a norm inside the heads trains.
     """
     if run.config.parallel.tp == 1:
         return

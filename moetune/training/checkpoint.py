@@ -64,15 +64,11 @@ class Part:
     row: int | None = None
 
     def of(self, tensor: Tensor, *, like: bool = True) -> Tensor:
-        """Return this `Part` of a local tensor of its parameter, such as the weight or an optimizer state.
+        """Return this part's share of a local tensor, the parameter's weight or an optimizer state; never a copy.
 
         Args:
-            tensor: this rank's weight or state, for all rows of the parameter.
-            like: whether the tensor has the shape of the parameter on this rank. If so, and the parameter is a DTensor,
-                the result is a DTensor too, so that it is saved with its place in the whole.
-
-        Returns:
-            a view of the row, a DTensor of the same storage, or the tensor itself; never a copy.
+            like: whether `tensor` has the shape of the parameter on this rank. If so, and the parameter is a DTensor,
+                the result is a DTensor too, which is saved with its offset in the whole tensor.
         """
         if self.row is not None:
             return tensor[self.row]
@@ -89,11 +85,7 @@ class Part:
 
 
 def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
-    """Return a dict of each parameter that trains on this rank -> the `Part`s under which the parameter is saved.
-
-    A stack of experts' low-rank factors has one `Part` for each expert that this rank holds; any other parameter has
-    one.
-    """
+    """Return each parameter that trains on this rank -> its `Part`s: one for each local expert of a stack, else one."""
     banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.structure.moe_layers}
     parts: dict[nn.Parameter, list[Part]] = {}
     for name, parameter in adapted.trainable().items():
@@ -119,19 +111,17 @@ def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
 def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: int) -> None:
     """Write trained weights, optimizer states and `optimizer.json` into a checkpoint folder; every rank must call this.
 
-    Args:
-        step: number of updates since the run began.
+    `step` is the number of updates since the run began.
     """
     parts, ranks = parts_of(adapted), adapted.ranks
     trained, states, numbers = _contents(parts, optimizer)
     _save_trained(trained | adapted.router_biases(), folder, ranks)
     _save(states, folder / OPTIMIZER_FOLDER, ranks)
-    every = ranks.gather(numbers)
-    if not ranks.is_first:
-        return
-    scale = {} if optimizer.loss_scale is None else asdict(optimizer.loss_scale)
-    said = {"numbers": dict(ChainMap(*every)), "loss_scale": scale, "scheduler_step": step}
-    (folder / OPTIMIZER_FILE).write_text(json.dumps(said), encoding="utf-8")
+    of_ranks = ranks.gather(numbers)
+    if ranks.is_first:
+        scale = {} if optimizer.loss_scale is None else asdict(optimizer.loss_scale)
+        contents = {"numbers": dict(ChainMap(*of_ranks)), "loss_scale": scale, "scheduler_step": step}
+        (folder / OPTIMIZER_FILE).write_text(json.dumps(contents), encoding="utf-8")
 
 
 def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
@@ -172,11 +162,9 @@ def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
 def _contents(
     parts: Mapping[nn.Parameter, list[Part]], optimizer: CombinedOptimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return everything that the optimizers have to save on this rank.
+    """Return what the optimizers save on this rank: trained weights, states that are tensors, states that are numbers.
 
-    Returns:
-        the trained weights by name; the states that are tensors by name; the states that are numbers, as name of the
-            `Part` -> state -> value and, for a tensor of one element, its dtype.
+    The first two are name -> tensor; the third is name of the `Part` -> state -> `_Number`.
     """
     trained: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
@@ -197,9 +185,9 @@ def _contents(
 
 
 def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
-    """Return the name under which a state of a `Part` is written, and the tensor, a view if possible.
+    """Return the name under which a state of a `Part` is saved, and the tensor, a view if possible.
 
-    A state that cannot be re-sharded gets the mark of `_cut` at the end of its name.
+    The name of a state that cannot be re-sharded ends in `_cut(part)`.
     """
     if state in _TABLES:  # shared by all parameters, which safetensors refuses
         return f"{part.name}.{state}", value.clone()
@@ -217,21 +205,18 @@ def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
 
 
 def _axis(part: Part, state: str, dims: int) -> int:
-    """Return the axis of the experts in the state of a stack: 0, but 1 where AdEMAMix keeps two averages in one tensor.
+    """Return which axis of a stack's state indexes the experts, for a state of `dims` dimensions.
 
-    Args:
-        state: name of the state.
-        dims: number of dimensions of the state.
+    It is the first, or the second where AdEMAMix keeps two averages in one tensor [2, …].
     """
     return dims - 2 if state in _BLOCKWISE else int(dims > part.parameter.dim())
 
 
 def _cut(part: Part) -> str:
-    """Return the end of the name of a state that cannot be re-sharded, because blocks of 256 weights share a scale.
+    """Return the suffix in the name of a state that cannot be re-sharded, because blocks of 256 weights share a scale.
 
-    It is `@` and the place of this rank's part in the parameter, `offset+size` for each dimension; or `@` and the
-    number of experts in the stack, if the parameter is not sharded. A rank can read the state only if its own mark is
-    the same.
+    It is `@` and this rank's shard, as `offset+size` for each dimension; for an unsharded stack, `@` and its number of
+    experts. Only a rank with the same suffix can read the state.
     """
     if not isinstance(part.parameter, DTensor):
         return f"@{len(part.parameter)}"
@@ -257,20 +242,13 @@ class _Optimizer(TypedDict):
 
 
 def read_part(folder: Path, name: str, kind: Callable[..., T]) -> T:
-    """Read a JSON file of a checkpoint folder, as a value of type `kind` (`json_files.read_json`).
-
-    Args:
-        kind: a TypedDict or another type that pydantic can validate.
-
-    Raises:
-        UserError: the file cannot be read, or its contents are not of that type.
-    """
+    """Read a JSON file of a checkpoint folder as the type `kind`; raise `UserError` if it does not hold one."""
     what = f"checkpoint {str(folder)!r} is damaged: {name}"
     return read_json(folder / name, kind, what, "resume from an earlier one with --resume PATH")
 
 
 def check(folder: Path) -> None:
-    """Check that the tensor files of a checkpoint can be opened, and that the trained weights are finite.
+    """Check that a checkpoint's tensor files can be opened, that `optimizer.json` is valid and trained weights finite.
 
     Raises:
         UserError: `optimizer.json` is damaged, or a weight is not finite.
@@ -351,11 +329,11 @@ def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[
     """Return empty tensors, by name in the checkpoint, into which the states of a `Part` can be read.
 
     Args:
-        states: names of the states that the checkpoint has for this `Part`, with the marks of `_cut`.
+        states: names of the states that the checkpoint has for this `Part`, with their `_cut` suffixes.
         stored: name -> metadata (size, dtype) of all tensors of the checkpoint.
 
     Raises:
-        UserError: a state has a mark, and none for this rank's part of the parameter.
+        UserError: a state has `_cut` suffixes, and none is this rank's.
     """
     room: dict[str, Tensor] = {}
     for state in states:
@@ -378,11 +356,9 @@ def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[
 
 
 def _joined(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbers: Any) -> dict[str, Any]:
-    """Return the states of a parameter, joined from the states of its `Part`s; empty if this rank holds no part.
+    """Return a parameter's states, joined from those of its `Part`s; empty if this rank holds no part.
 
-    Args:
-        tensors: name of a `Part` -> state -> tensor.
-        numbers: `numbers` of `optimizer.json`.
+    `tensors` is name of a `Part` -> state -> tensor; `numbers` is the section of `optimizer.json`.
     """
     if not parts:
         return {}

@@ -21,11 +21,7 @@ The terminal and the launcher of the ranks may both send the same Ctrl-C to ever
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised when a signal has ended a run, after a checkpoint of the last step was written.
-
-    Attributes:
-        number: the number of the signal, `signal.SIGINT` or `signal.SIGTERM`.
-    """
+    """Raised when SIGINT or SIGTERM (`number`) has ended a run, after a checkpoint of the last step was written."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -35,12 +31,10 @@ class Interrupted(KeyboardInterrupt):
 class Signals:
     """Context manager that records SIGINT and SIGTERM instead of letting them end the process.
 
-    The first signal is only recorded, and returned by `received`. A second signal, more than `_SAME` seconds later, is
-    handled as it was before the `with`. Outside of the main thread, where Python allows no signal handlers, nothing is
-    recorded.
+    `received` returns the first signal. A second one, more than `_SAME` seconds later, goes to the handler from before
+    the `with`. Outside of the main thread, where Python allows no signal handlers, nothing is recorded.
 
     Args:
-        ranks: the ranks of the run; `received` combines the signals of all of them.
         device: the device of the tensor that `received` sums over the ranks.
     """
 
@@ -59,10 +53,7 @@ class Signals:
             signal.signal(number, handler)
 
     def received(self) -> int:
-        """Return the number of the signal that any rank has received, 0 if none has.
-
-        All ranks must call this, and all get the same number; SIGTERM if some ranks received SIGTERM and others SIGINT.
-        """
+        """Return the signal that any rank received, SIGTERM before SIGINT; 0 for none. Every rank must call this."""
         if self._ranks.is_single:
             return self._number
         found = torch.zeros(2, device=self._device)
@@ -72,7 +63,7 @@ class Signals:
         return signal.SIGTERM if by_term else signal.SIGINT if by_keyboard else 0
 
     def _note(self, number: int, frame: Any) -> None:
-        """Record the first signal; send a later one again, to the handler from before the `with`."""
+        """Record the first signal; pass a later one to the handler from before the `with`."""
         if not self._number:
             self._number, self._at = number, time.monotonic()
         elif time.monotonic() - self._at > _SAME:

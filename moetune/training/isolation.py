@@ -32,10 +32,10 @@ from moetune.training.run_warnings import refuse_broken_weights
 def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> None:
     """Raise `UserError` if the hidden states of a packed document depend on the document before it in the row.
 
-    The same random document is put behind two different ones, and its hidden states [rows, tokens, hidden] are compared
-    bit by bit: what a mask hides contributes exactly zero, so there is no tolerance. During the test a function without
-    weights replaces the experts, because different tokens would change the sizes of the experts' matrix products and so
-    the rounding. The test costs less than two forward passes of a micro-step.
+    The same random document follows two different ones, and its hidden states [rows, tokens, hidden] must be equal bit
+    by bit, because what a mask hides contributes exactly zero. During the test a function without weights replaces the
+    experts: other tokens would change the sizes of the experts' matrix products, and so the rounding. The test costs
+    less than two forward passes of a micro-step.
 
     Args:
         model: a causal LM, or PEFT's wrapper of one, with weights loaded, in the form in which it will train.
@@ -79,9 +79,9 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
 
 
 class _Scaling(nn.Module):
-    """Stands in for the experts: expert e scales its tokens by 1 / (1 + e), so that routing still affects the output.
+    """Replaces the experts: expert e scales its tokens by 1 / (1 + e), so that routing still affects the output.
 
-    Shapes: hidden_states [tokens, hidden]; top_k_index and top_k_weights [tokens, K].
+    Shapes: hidden_states and the result [tokens, hidden]; top_k_index and top_k_weights [tokens, K].
     """
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class _Scaling(nn.Module):
 
 @contextmanager
 def _without_experts(model: nn.Module) -> Iterator[None]:
-    """Replace the experts of every layer by `_Scaling` inside the `with`."""
+    """Context manager that replaces the experts of every layer by `_Scaling`."""
     experts = {
         path: module for path, module in model.named_modules() if isinstance(module, ExpertBank) or is_experts(module)
     }

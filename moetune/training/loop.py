@@ -46,20 +46,20 @@ from moetune.training.trainer_state import refusing_damage
 
 
 class Loop:
-    """Train an adapted model; write checkpoints and `metrics.jsonl`.
+    """Trains an adapted model, and writes checkpoints and `metrics.jsonl`.
 
     Args:
+        folder: the run folder, locked and created.
         pad_token_id: the token that fills rows shorter than the longest of their batch.
-        warnings: the run's warnings, after `about_data`.
-        resume: the checkpoint to continue from; None to begin at step 0.
+        resume: the checkpoint folder to continue from; None to begin at step 0.
 
     Attributes:
         step: number of updates since the run began.
         micro_batch: rows per forward pass: `train.micro_batch`, or fewer after memory ran out (`train.on_oom`).
         tokens: tokens trained on up to the last line of metrics, without padding, on all ranks.
-        total_load: layer index -> tokens [E] that each expert received up to the last line of metrics.
+        total_load: expert load up to the last line of metrics: layer index -> tokens [E].
         held_out: step -> held-out loss, of the evaluations after the first update.
-        where: the current step, micro-step and phase, for reports of memory.
+        where: the current step, micro-step and phase, for memory reports.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Loop:
         self.reporters = Reporters(self.config, folder.path) if self.ranks.is_first else None
 
     def train(self) -> None:
-        """Run all steps up to `train.steps`, from the beginning or from the checkpoint `resume`.
+        """Run the remaining steps up to `train.steps`, and save a checkpoint after the last.
 
         Raises:
             UserError: a gradient or weight is not finite, a file cannot be written (disk full), or the checkpoint is
@@ -175,7 +175,9 @@ class Loop:
                             self.reporters.end()
                         return
                     if signal:
-                        raise self._interrupted(signal)
+                        interrupted = Interrupted(signal)
+                        self._say(f"{interrupted}: step {self.step} is saved in {self.folder.checkpoints()[-1]}")
+                        raise interrupted
 
     # --- A step -----------------------------------------------------------------------------------------------------
 
@@ -228,8 +230,7 @@ class Loop:
     def _halve(self, error: torch.OutOfMemoryError) -> None:
         """Divide `self.micro_batch` by its smallest divisor above 1, and report this in the metrics and on the console.
 
-        Raises:
-            torch.OutOfMemoryError: `error` itself, if `train.on_oom` is `error` or the micro-batch has one row.
+        Raise `error` again if `train.on_oom` is `error` or the micro-batch has one row.
         """
         size, where = self.micro_batch, self.where
         if self.config.train.on_oom == "error" or size == 1:
@@ -245,7 +246,7 @@ class Loop:
         )
 
     def smaller_run(self) -> ResolvedRun:
-        """Return the resolved run with the current micro-batch, and `train.accumulate` for the same rows per step."""
+        """Return the run with the current micro-batch, and with `accumulate` raised for the same rows per step."""
         train = self.config.train
         accumulate = train.accumulate * train.micro_batch // self.micro_batch
         smaller = {"micro_batch": self.micro_batch, "accumulate": accumulate}
@@ -253,7 +254,7 @@ class Loop:
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
-        """Prefix a `UserError` with the step; at the first, raise one for a weight of the base that is not finite."""
+        """Prefix a `UserError` with the step; in the first step, name a weight that is not finite instead, if any."""
         try:
             yield
         except UserError as error:
@@ -267,11 +268,7 @@ class Loop:
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def _log(self, line: dict[str, Any], epoch: float) -> None:
-        """Write a line of metrics to `metrics.jsonl`, and pass it to the watcher and the trackers.
-
-        Args:
-            epoch: number of epochs so far, with a fraction, for the trackers.
-        """
+        """Write a line to `metrics.jsonl`, and pass it to the watcher and, with the fractional `epoch`, to trackers."""
         self.folder.append_metrics(line)
         self.watcher.logged(line)
         if self.reporters is not None:
@@ -280,11 +277,7 @@ class Loop:
             self.reporters.log(numbers.pop("step"), numbers | load | {"epoch": epoch})
 
     def _evaluate(self, epoch: float) -> None:
-        """Compute and log the held-out loss: the mean over all predicted tokens, independent of batch sizes and ranks.
-
-        Args:
-            epoch: as in `_log`.
-        """
+        """Compute and log the held-out loss: nats per predicted token, independent of batch sizes and ranks."""
         self.where.step, self.where.phase = self.step, "evaluation"
         model, train, rows = self.adapted.model.eval(), self.config.train, self.data.eval
         memory = self.adapted.run.loss_bytes(self.micro_batch)
@@ -320,7 +313,7 @@ class Loop:
     def _refuse_broken(self) -> None:
         """Raise `UserError` if a trained weight, or its float32 copy, is NaN or infinite on any rank.
 
-        Checks of gradients would notice this only in the next step, after the checkpoint.
+        Gradients would show this only in the next step, when the checkpoint is already written.
         """
         held = {name: local_tensor(weight) for name, weight in self.adapted.trainable().items()}
         held |= {f"a float32 copy of a weight ({number})": copy for number, copy in enumerate(self.optimizer.masters())}
@@ -336,13 +329,8 @@ class Loop:
                 "and start anew"
             )
 
-    def _interrupted(self, number: int) -> Interrupted:
-        """Return the exception for a signal, and print where the last step is saved."""
-        interrupted = Interrupted(number)
-        self._say(f"{interrupted}: step {self.step} is saved in {self.folder.checkpoints()[-1]}")
-        return interrupted
-
     def _restore_weights(self, folder: Path) -> None:
+        """Restore weights, step, tokens, micro-batch, expert load and the first loss from a checkpoint folder."""
         with refusing_damage(folder):
             checkpoint.read_trained(folder, self.adapted)
             losses = (line["loss"] for line in self.folder.metrics() if line.get("loss") is not None)
@@ -365,27 +353,22 @@ class Loop:
 class Watcher:
     """Interface of an observer of a run; this base class does nothing. The implementation is in `moetune/watch/`.
 
-    Attributes:
-        pace: predicted operations of a step and the card's limit, to compare the measured speed with.
+    `pace` is the predicted work of a step, set in `begin`; it goes into each line of metrics.
     """
 
     pace = Pace()
 
     def settled(self, run: ResolvedRun) -> ResolvedRun:
-        """Return a run of one rank with a number of layers in place of `train.keep_rows: auto`.
+        """Return the run with a number of layers in place of `train.keep_rows: auto`.
 
-        Called before the model is built, once it is known which kernels work.
+        Called on a single rank before the model is built, once it is known which kernels work.
         """
         return run
 
     def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:
-        """Return a context manager to enter while weights are read.
+        """Return a context manager to enter while weights are read from `folder`; None for random weights.
 
-        Args:
-            folder: the checkpoint's folder or hub name; None for random weights.
-
-        Yields:
-            a function to call with the fraction read so far, or None if progress is not shown.
+        It yields a function to call with the fraction read so far (0 to 1), or None if progress is not shown.
         """
         return nullcontext()
 

@@ -24,11 +24,7 @@ class _Manifest(TypedDict):
 
 
 def write_manifest(folder: Path, step: int) -> None:
-    """Write `manifest.json` of a complete checkpoint, with a seal (a digest of the manifest itself).
-
-    Args:
-        step: the number of updates after which the checkpoint was written.
-    """
+    """Write `manifest.json` of the complete checkpoint of `step`, with a seal (a digest of the manifest itself)."""
     files = {
         str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": _digest(file)}
         for file in files_in(folder)
@@ -43,10 +39,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def sealed_files(folder: Path) -> set[str]:
-    """Return the paths, relative to the checkpoint folder, that its manifest lists, and the manifest's own name.
-
-    The set is empty if the manifest is missing or damaged.
-    """
+    """Return the relative paths in a checkpoint's manifest, and its own; an empty set if it is missing or damaged."""
     try:
         return {*read_sealed(folder / MANIFEST, _Manifest)["files"], MANIFEST}
     except UserError:
@@ -54,9 +47,9 @@ def sealed_files(folder: Path) -> set[str]:
 
 
 def damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, in words that name the file; None if every byte is as it was written.
+    """Check every byte of a checkpoint folder against its manifest; return what is wrong, or None if nothing is.
 
-    Never raises for a bad checkpoint. Hidden files, and folders without files, are not counted as damage.
+    Additional files are damage too, except hidden ones.
     """
     if not (folder / MANIFEST).exists():
         return f"{MANIFEST} is missing"
@@ -70,6 +63,7 @@ def damage(folder: Path) -> str | None:
 
 
 def _damage(folder: Path, manifest: _Manifest) -> str | None:
+    """Return the first difference between a checkpoint folder and its manifest; None if there is none."""
     if folder.name != f"step-{manifest['step']}":
         return f"it is of step {manifest['step']}, and its name says otherwise"
     for name, expected in manifest["files"].items():

@@ -1,4 +1,4 @@
-"""Metrics of training steps: sums between two lines of `metrics.jsonl`, and the values of a line.
+"""Metrics of training steps, summed from one line of `metrics.jsonl` to the next.
 
 *Expert load* is the number of tokens that each expert of a layer received: a dict of layer index -> tensor [E].
 """
@@ -22,12 +22,11 @@ from moetune.training.step.stepper import Reduced
 
 @dataclass(frozen=True)
 class Pace:
-    """Predicted work of a step and the limit of the card, with which the measured speed is compared.
+    """Predicted work of a step and peak speed of the GPU, with which the measured speed is compared.
 
     Attributes:
-        flops: floating-point operations of the matrix products and the attention of one step on one rank; None if they
-            were not counted.
-        limit: floating-point operations per second that the card can do; None if that is not known.
+        flops: floating-point operations of matrix products and attention in one step of one rank; None if not counted.
+        limit: floating-point operations per second at the GPU's peak; None if not known.
     """
 
     flops: int | None = None
@@ -36,9 +35,7 @@ class Pace:
     def metrics(self, updates: int, seconds: float, left: int) -> dict[str, float | None]:
         """Return `flops`, `share_of_limit` (speed over `limit`, 0 to 1) and `seconds_left` for a line of metrics.
 
-        Args:
-            updates: number of steps that were measured.
-            left: number of steps until the end of the run.
+        `updates` steps took `seconds`, and `left` steps remain.
         """
         share = None
         if self.flops is not None and self.limit is not None:
@@ -52,8 +49,8 @@ class Sums:
     """Sums over micro-steps of this rank.
 
     Attributes:
-        load: expert load, layer index -> tokens [E].
-        router_loss: sum of the weighted router losses; None if router losses are off.
+        load: expert load.
+        router_loss: sum of the weighted router losses, a scalar; None if router losses are off.
         positions: number of tokens, padding included.
         tokens: number of tokens, padding excluded.
     """
@@ -64,11 +61,7 @@ class Sums:
     tokens: int = 0
 
     def add(self, done: MicroStep | Sums, positions: int, tokens: int) -> None:
-        """Add the results of a micro-step, or the sums over several; `done` is not changed.
-
-        Args:
-            positions, tokens: number of tokens in `done` with padding and without it.
-        """
+        """Add a micro-step, or the sums over several, with its number of `positions` and `tokens`."""
         add_load(self.load, done.load)
         if done.router_loss is not None:
             self.router_loss = done.router_loss if self.router_loss is None else self.router_loss + done.router_loss
@@ -81,10 +74,10 @@ class Interval:
     """Sums over the steps since the last line of metrics.
 
     Attributes:
-        losses: the loss of each step that was not skipped.
+        losses: the loss of each step that was not skipped, scalars.
         updates: number of steps, skipped ones included.
         timed_updates: number of steps since `since`.
-        since: time from which speed is measured, of `time.perf_counter`.
+        since: time from which speed is measured, in seconds of `time.perf_counter`.
     """
 
     sums: Sums = field(default_factory=Sums)
@@ -102,7 +95,7 @@ class Interval:
             self.losses.append(reduced.loss)
 
     def restart_clock(self) -> None:
-        """Measure `tokens_per_second` from now on, so that evaluation time does not count; other sums are kept."""
+        """Measure speed from now on, so that the time of an evaluation does not count; other sums are kept."""
         self.since, self.sums.positions, self.timed_updates = time.perf_counter(), 0, 0
 
     def line(
@@ -120,10 +113,10 @@ class Interval:
         """Return the line of metrics for this interval, over all ranks; every rank must call this.
 
         Args:
-            norm: gradient norm of the last step before clipping, a tensor of one element.
-            moves: the learning rate was above 0 and past the warmup, so that weights should have changed.
+            left: number of steps until the end of the run.
+            norm: gradient norm of the last step before clipping, a scalar.
+            moves: whether the learning rate was above 0 and past the warmup, so that weights should have changed.
             total_load: expert load since the run began; the load of this interval is added in place.
-            warnings: the run's warnings; the entries that `about_step` returns are added to the line.
         """
         loss = torch.stack(self.losses).mean().item() if self.losses else None
         seconds = time.perf_counter() - self.since
@@ -151,18 +144,17 @@ class Interval:
 
 
 def add_load(sums: dict[int, Tensor], more: Mapping[int, Tensor]) -> None:
-    """Add the expert load `more` to `sums` in place; the tensors of `more` are not changed and not shared."""
+    """Add the expert load `more` to `sums`, which shares no tensor with it."""
     for layer, tensor in more.items():
         sums[layer] = sums[layer] + tensor if layer in sums else tensor.clone()
 
 
 def load_summary(load: Mapping[int, Tensor]) -> dict[str, float]:
-    """Summarize expert load in three numbers; an empty dict if there is no load.
+    """Summarize expert load; an empty dict if there is no load.
 
     Returns:
-        `max_over_mean`: the highest ratio, among layers, of the largest load to the mean load: 1 is balanced, E / K the
-            worst possible.
-        `layer`: the index of the layer with that ratio.
+        `max_over_mean`: largest over mean load, in the layer where it is highest: from 1 (balanced) to E / K.
+        `layer`: the index of that layer.
         `unused`: the number of experts, in all layers, that received no token.
     """
     if not load:
@@ -174,7 +166,7 @@ def load_summary(load: Mapping[int, Tensor]) -> dict[str, float]:
 
 
 def load_by_layer(load: Mapping[int, Tensor]) -> dict[str, dict[str, Any]]:
-    """Return the load of each layer, by layer index as text.
+    """Return layer index, as text -> statistics of the layer's load.
 
     Returns:
         `tokens`: tokens that each expert received, a list of E numbers.

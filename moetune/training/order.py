@@ -37,12 +37,11 @@ def shuffled(rows: int, seed: int, epoch: int) -> list[int]:
 def share(order: Sequence[int], micro_batch: int, ranks: Ranks) -> list[MicroBatch]:
     """Return the micro-batches of this rank in one pass over `order`; their number is the same on every rank.
 
-    The last micro-batch of `order` may have fewer rows. A rank with fewer micro-batches gets fillers (`counts=False`).
+    The last one of `order` may have fewer rows, and a rank with one too few gets a filler (`counts=False`).
 
     Args:
         order: indices of rows; not empty.
         micro_batch: rows per micro-batch.
-        ranks: the ranks of the run; those that see different data take turns.
     """
     cut = [list(order[at : at + micro_batch]) for at in range(0, len(order), micro_batch)]
     mine = [MicroBatch(rows) for rows in cut[ranks.data_index :: ranks.data_size]]

@@ -56,16 +56,15 @@ MANY_EPOCHS = 10
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run.
+    """The result of a run, or of a dry run, which has 0 steps and tokens and no losses.
 
     Attributes:
         output: the run folder, as the run file names it.
-        steps: number of updates since the run began; 0 for a dry run.
+        steps: number of updates since the run began.
         trainable: number of parameters that train: `total`, and for each of `router`, `experts`, `lora`, `other`.
-        train_tokens: number of tokens trained on since the run began, without padding; 0 for a dry run.
-        eval_loss_before: held-out loss before the first step, in nats per predicted token; None without `data.eval` and
-            for a dry run.
-        eval_loss_after: the last held-out loss, with the same unit and None cases.
+        train_tokens: number of tokens trained on since the run began, without padding.
+        eval_loss_before: held-out loss before the first step, in nats per predicted token; None without `data.eval`.
+        eval_loss_after: the last held-out loss, likewise.
     """
 
     output: str
@@ -94,11 +93,8 @@ def train(
     """Train as the run file says, and leave the result in its run folder.
 
     Args:
-        run: the run file, resolved for the kind of `device`. Its problems are reported together with those of data and
-            output.
-        resume: `never`, `auto` (the newest checkpoint, if there is one) or the path of a checkpoint folder.
-        overwrite: replace a run that is in the run folder.
-        dry_run: check run file, data and output, count what would train, and return without loading weights.
+        run: the run file, examined for the kind of `device`; it may have problems.
+        resume, overwrite, dry_run: as in `moetune.train` (watch/train.py).
 
     Raises:
         UserError: bad input, found before any file is written; or an error of `Loop.train`.
@@ -127,7 +123,8 @@ def train(
         )
         counts = count_trainable(plain)
         if run.config.train.epochs is not None:
-            run = _with_steps(run, ceil(run.config.train.epochs * steps_an_epoch(len(data.train), run.config)))
+            steps = ceil(run.config.train.epochs * steps_an_epoch(len(data.train), run.config))
+            run = replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
         config, packing = run.config, run.config.data is not None and run.config.data.packing
         for line in _summary(config, counts, data.counts):
             say(line)
@@ -205,7 +202,7 @@ def train(
 
 
 def _all_of(*checks: Callable[[], Any]) -> list[Any]:
-    """Call all checks and return their results, or raise one `UserError` with the messages of all that failed."""
+    """Call all checks and return their results; raise one `UserError` with the messages of all that raised one."""
     results, problems = [], []
     for check in checks:
         try:
@@ -218,16 +215,9 @@ def _all_of(*checks: Callable[[], Any]) -> list[Any]:
 
 
 def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) -> tuple[Adapted, Start | None]:
-    """Check the run file without weights: build the adapted model on the meta device, and open `adapt.start_from`.
+    """Raise `UserError` with all problems of the run file, or return the adapted model on the meta device.
 
-    Args:
-        reads_start: whether to open `adapt.start_from`; otherwise the second result is None.
-
-    Returns:
-        the model, and the values that training starts from (None: those of the base).
-
-    Raises:
-        UserError: all problems of the run file.
+    The second result is the opened `adapt.start_from`; None if `reads_start` is false or the run file has none.
     """
     pretrained, source = run.config.model.weights == "pretrained", run.model.source
     no_weights = [f"model {source.name!r} has no weights to load; use model.weights=random"]
@@ -248,9 +238,7 @@ def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) ->
 def _start(plain: Adapted, overwrite: bool) -> Start | None:
     """Open and check `adapt.start_from`, without loading weights; None if the run file has none.
 
-    Args:
-        plain: the adapted model on the meta device.
-        overwrite: whether the run folder will be emptied; then `adapt.start_from` must not be in it.
+    With `overwrite`, which empties the run folder, raise `UserError` if it is in there.
     """
     config = plain.run.config
     if config.adapt.start_from is not None and overwrite:
@@ -272,10 +260,6 @@ def _data(run: ResolvedRun) -> tuple[Datasets, int]:
     padding = pad_token_id(tokenizer)
     refuse_unknown_tokens(run.model.settings, config.model.path, padding, data.train, data.eval)
     return data, padding
-
-
-def _with_steps(run: ResolvedRun, steps: int) -> ResolvedRun:
-    return replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
 
 
 def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> list[str]:
@@ -301,10 +285,7 @@ def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> lis
 
 
 def _complete(run: ResolvedRun, folder: RunWriter, say: Callable[[str], None]) -> None:
-    """Finish the run folder of a run that was killed after its last step.
-
-    Write `base.json` if it is missing, and remove files left half-written.
-    """
+    """Finish the folder of a run that was killed after its last step: write a missing `base.json`, remove leftovers."""
     folder.lock()
     if run.config.model.weights == "pretrained" and folder.base() is None:
         with noting_base(run.model, folder.ranks) as noted:
@@ -320,12 +301,8 @@ def _inputs(
 ) -> Inputs:
     """Return the inputs of the run, to be recorded in `inputs.json`.
 
-    Args:
-        checkpoint: the checkpoint to resume from; None for a new run.
-        say: prints a note for each harmless change.
-
-    Raises:
-        UserError: the data, or files beside the base's weights, have changed since the resumed run began.
+    With a `checkpoint` to resume from, compare them with those that it recorded: print a note for each harmless change,
+    and raise `UserError` if the training data, or what makes the model or its tokens, has changed.
     """
     inputs = Inputs.of(data, run.model.source.local_folder())
     before = None if checkpoint is None else folder.inputs(checkpoint)

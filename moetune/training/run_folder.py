@@ -36,11 +36,7 @@ OUT_OF_MEMORY_FILE = "out_of_memory.json"
 class RunFolder:
     """The folder of one run, for reading. No lock is needed, even while a run is writing there.
 
-    Attributes:
-        path: the run folder, with `~` expanded.
-        metrics_file: the path of `metrics.jsonl`.
-        checkpoints_path: the folder that holds the checkpoints.
-        damaged: a line for each checkpoint that the last `newest_whole` skipped: its path and what is wrong with it.
+    `damaged` has a line for each checkpoint that the last `newest_whole` skipped: its path and what is wrong with it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,22 +52,19 @@ class RunFolder:
         return sorted(found, key=step_of)
 
     def by_preference(self, *, best: bool) -> list[Path]:
-        """Return the folders of the complete checkpoints, newest first.
-
-        Args:
-            best: put the one with the lowest held-out loss before all others.
-        """
+        """Return the folders of the complete checkpoints, newest first; with `best`, the one with the lowest held-out
+        loss before all others."""
         there = {step_of(path): path for path in reversed(self.checkpoints())}
         held_out = self.held_out() if best else {}
         first = best_step({step: held_out[step] for step in there if step in held_out})
         return sorted(there.values(), key=lambda path: step_of(path) != first)
 
     def newest_whole(self, *, best: bool = False, hold: bool = False) -> Path | None:
-        """Return the folder of the newest checkpoint that is not damaged; None if there is no checkpoint at all.
+        """Return the folder of the newest undamaged checkpoint; None if there is no checkpoint at all.
 
         Args:
             best: prefer the checkpoint with the lowest held-out loss to newer ones.
-            hold: keep a run that is writing here from deleting the checkpoint while this object exists.
+            hold: lock the checkpoint, so that a run that is writing here does not delete it while this object exists.
 
         Raises:
             UserError: all checkpoints are damaged, or the one found fails `refuse_foreign_checkpoint`.
@@ -98,15 +91,10 @@ class RunFolder:
         return None
 
     def refuse_foreign_checkpoint(self, checkpoint: Path) -> None:
-        """Raise `UserError` if a checkpoint was written by another run, or with other settings than `run.yaml` has now.
+        """Raise `UserError` if an undamaged checkpoint is of another run, or has other settings than `run.yaml` now.
 
-        Settings that export does not depend on may differ (`FREE_ON_EXPORT`).
-
-        Args:
-            checkpoint: the folder of an undamaged checkpoint.
-
-        Raises:
-            UserError: for these reasons, or if `inputs.json` is missing in the run folder but not in the checkpoint.
+        Settings that export does not depend on may differ (`FREE_ON_EXPORT`). It is an error too if the checkpoint has
+        an `inputs.json` and the run folder does not.
         """
         its, mine = self.inputs(checkpoint), self.inputs()
         if its is not None and mine is None:
@@ -122,11 +110,7 @@ class RunFolder:
             )
 
     def base(self) -> Base | None:
-        """Return the base that `base.json` records, the checkpoint of frozen weights; None if the file is missing.
-
-        Raises:
-            UserError: the file is damaged.
-        """
+        """Return the base that `base.json` records; None if there is no such file, `UserError` if it is damaged."""
         file = self.path / BASE_FILE
         what = f"{str(file)!r}, which says what the run was trained on,"
         remedy = (
@@ -136,10 +120,7 @@ class RunFolder:
         return read_sealed(file, Base, what, remedy) if os.path.lexists(file) else None
 
     def inputs(self, checkpoint: Path | None = None) -> Inputs | None:
-        """Return the inputs that `inputs.json` records; None if the file is missing.
-
-        Args:
-            checkpoint: read the copy in this checkpoint folder; None for the file in the run folder.
+        """Return what `inputs.json` records, in the run folder or in a checkpoint; None if there is no such file.
 
         Raises:
             UserError: the file is damaged.
@@ -148,10 +129,10 @@ class RunFolder:
         return read_sealed(file, Inputs, remedy="copy it back from a checkpoint") if os.path.lexists(file) else None
 
     def metrics(self) -> list[MetricsLine]:
-        """Return every complete line of `metrics.jsonl`.
+        """Return every complete line of `metrics.jsonl`; an empty list if there is no file and no checkpoint.
 
-        If the file is missing, or does not begin with the copy in the newest checkpoint (it is damaged then), that copy
-        is read instead. Without either the list is empty.
+        The file only grows. If it does not begin with the copy in the newest checkpoint, it is damaged, and the copy is
+        read instead.
 
         Raises:
             UserError: a line is not what a run writes (`parse_metrics`).
@@ -184,5 +165,5 @@ def is_stopped(held_out: Mapping[int, float], early: EarlyStoppingConfig | None)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of updates after which a checkpoint was written, from the name of its folder, `step-N`."""
+    """Return the step N of a checkpoint from the name of its folder, `step-N`."""
     return int(checkpoint.name.removeprefix("step-"))

@@ -14,9 +14,9 @@ from moetune.parallel.ranks import local_tensor
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
 
-_SAMPLED = 64  # elements of each parameter that are compared
+_SAMPLED = 64  # elements of each parameter that are compared to see whether it has changed
 _TOO_FEW = 0.5
-"""Share of the 16-bit weights. If fewer have changed in a run, most of its updates were lost to rounding."""
+"""If less than this share of the 16-bit weights has changed in a run, most of its updates were lost to rounding."""
 _EQUAL = 1e-5  # relative tolerance within which a loss counts as ln V, V the size of the vocabulary
 _ENOUGH = 32
 """The load of a layer is checked from this mean number of tokens per expert on."""
@@ -42,7 +42,7 @@ class RunWarnings:
         self.begin()
 
     def begin(self, first_loss: float | None = None) -> None:
-        """Set the sample of weights and the first loss with which later ones are compared.
+        """Record current weights and the first loss of the run, with which later ones are compared.
 
         Args:
             first_loss: the first loss of a resumed run; None to take the loss of the next line of metrics.
@@ -53,12 +53,11 @@ class RunWarnings:
     def say(self, kind: str, text: str, about: object = None) -> None:
         """Print a warning, unless one with the same `kind` and `about` was printed before.
 
-        Printed or not, `kind` is added to the `notices` that `about_step` returns for the line of metrics.
+        Printed or not, `kind` is added to the `notices` that `about_step` returns.
 
         Args:
-            kind: the short name of the warning, such as `idle experts`.
-            about: the object of the warning, such as the index of a layer, if a kind can apply to several; None
-                otherwise.
+            kind: short name of the warning, such as `idle experts`.
+            about: what the warning is about, such as the index of a layer, if a kind can apply to several things.
         """
         if kind not in self._kinds:
             self._kinds.append(kind)
@@ -67,9 +66,9 @@ class RunWarnings:
             self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def about_data(self, data: Datasets) -> None:
-        """Warn of documents longer than the positions of the model, and of linear layers that cannot have LoRA.
+        """Warn of documents longer than the model's positions, and of linear layers that cannot have LoRA.
 
-        Called once, before the first step. The kinds of these warnings are in every line of metrics.
+        Called once, before the first step; every line of metrics repeats these warnings' kinds.
         """
         if left_out := self.adapted.run.selection.left_out:
             self.say(
@@ -90,9 +89,9 @@ class RunWarnings:
     def about_step(
         self, loss: float | None, updated: bool, load: dict[int, Tensor], received: dict[int, Tensor]
     ) -> dict[str, object]:
-        """Check the steps since the last line of metrics, print warnings, and return their entries for the line.
+        """Check the steps since the last line of metrics, print warnings, and return entries for the next line.
 
-        The entries are the same whether or not the run was interrupted and resumed.
+        A run that was interrupted and resumed gets the same entries.
 
         Args:
             loss: mean loss of these steps; None if all were skipped.
@@ -102,8 +101,7 @@ class RunWarnings:
 
         Returns:
             `idle_experts`: number of trained experts that have received no token since the run began.
-            `unchanged`: the parts (`router`, `experts`, `lora`, `other`) no sampled weight of which has changed, if
-                `updated`.
+            `unchanged`: the parts (`router`, `experts`, `lora`, `other`) without a changed weight, although `updated`.
             `notices`: the kinds of the warnings that apply.
         """
         self._kinds = list(self._of_data)
@@ -135,8 +133,7 @@ class RunWarnings:
     def at_end(self, received: dict[int, Tensor]) -> None:
         """Warn of trained experts without a token in the run, and of 16-bit weights whose updates were rounded away.
 
-        Args:
-            received: expert load since the run began, layer index -> tokens [E].
+        `received` is as in `about_step`.
         """
         self._about_idle(_idle_experts(self.adapted.run, received))
         now = self._sample()
@@ -195,11 +192,7 @@ class RunWarnings:
 
 
 def entropy(tokens_E: Tensor) -> float:
-    """Return the entropy -Σ p·ln p of the experts' shares p of the tokens, in nats; from 0 to ln E.
-
-    Args:
-        tokens_E: tokens that each expert received, [E].
-    """
+    """Return the entropy -Σ p·ln p of the experts' shares p of the tokens, in nats; from 0 to ln E."""
     share = tokens_E.double() / tokens_E.sum().clamp(min=1)
     return float(-torch.special.xlogy(share, share).sum())
 
@@ -225,10 +218,7 @@ def _idle_experts(run: ResolvedRun, load: dict[int, Tensor]) -> dict[tuple[int, 
 
 
 def refuse_broken_weights(model: nn.Module) -> None:
-    """Raise `UserError` with the name of the first weight, buffer or quantization scale that is not finite.
-
-    Every tensor is read. Of a sharded tensor this rank's part is checked.
-    """
+    """Raise `UserError` with the name of the first tensor on this rank that is not finite, quantization scales too."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         state = getattr(tensor, "quant_state", None)
         for one in (tensor, getattr(state, "absmax", None), getattr(getattr(state, "state2", None), "absmax", None)):

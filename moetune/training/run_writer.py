@@ -1,4 +1,4 @@
-"""Writes a run folder: whether a run may start in it, lock, files, new checkpoints, deletion of old checkpoints.
+"""Writes a run folder: checks that a run may start in it, locks it, writes its files, adds and deletes checkpoints.
 
 The ledger, `.moetune` in the run folder, lists the paths that moetune has written. Any other file is the user's, and is
 neither replaced nor deleted. A file or checkpoint is written under a temporary name and renamed when it is complete. On
@@ -60,13 +60,11 @@ _ASIDE = ".moetune-"
 class RunWriter(RunFolder):
     """The run folder of a run that writes to it.
 
-    With several ranks only the first writes the files of the folder, and all ranks write their parts of checkpoints.
-    Call `check`, then `lock`, then `create`; nothing is written before `lock`, and only one process at a time can hold
-    the lock, until `close`.
+    Call `check`, then `lock`, then `create`. Nothing is written before `lock`, which only one process at a time can
+    hold, until `close`. Only the first rank writes files; in a checkpoint every rank writes its part.
 
     Args:
         path: the run folder; it need not exist.
-        ranks: the ranks of the run, as this process sees them.
     """
 
     def __init__(self, path: Path, ranks: Ranks = SINGLE_RANK) -> None:
@@ -87,10 +85,9 @@ class RunWriter(RunFolder):
             overwrite: whether a run in the folder may be replaced; excludes `resume`.
 
         Raises:
-            UserError: the folder holds files and no run; holds a run, and neither `resume` nor `overwrite` was given;
-                holds a run with other settings than the run to resume, or only damaged checkpoints; holds a file that
-                moetune has not written where the run will write; is being written by another process; or cannot be
-                written.
+            UserError: the folder cannot be written, or another process writes to it; it holds other files and no run;
+                it holds a run, and neither `resume` nor `overwrite` is given; the run to resume has other settings or
+                only damaged checkpoints; or a file of the user is where the run will write.
         """
         if resume != "never" and overwrite:
             raise UserError("--resume and --overwrite exclude each other")
@@ -169,7 +166,7 @@ class RunWriter(RunFolder):
     # --- Whose is what is there? --------------------------------------------------------------------------------------
 
     def _names(self) -> list[str]:
-        """Return the names of files and checkpoints, without locks and temporary files, to detect other writers."""
+        """Return the sorted names of files and checkpoints, without lock and temporary files."""
         runs = self.path.iterdir() if self.path.is_dir() else ()
         names = (item.name for item in (*runs, *self.checkpoints()))
         return sorted(name for name in names if name != WriterLock.NAME and not name.startswith(_ASIDE))
@@ -192,9 +189,9 @@ class RunWriter(RunFolder):
             return False
 
     def _ours(self) -> set[str]:
-        """Return the paths, relative to the folder, that moetune has written: those in the ledger.
+        """Return the relative paths that moetune has written: those in the ledger.
 
-        For a run without a ledger, the names of the files of a run and the paths that the checkpoints' manifests list.
+        For a run without a ledger they are the usual files of a run, and the files in its checkpoints' manifests.
         """
         if self._ledger.kind is not None or not self._is_run():
             return self._ledger.paths
@@ -202,16 +199,16 @@ class RunWriter(RunFolder):
         return {*_FILES, *sealed}
 
     def _is_our_aside(self, folder: Path) -> bool:
-        """Return whether a temporary folder is one in which this run writes or deletes a checkpoint (`.step-N`)."""
+        """Return whether moetune made a temporary folder (`.step-N`), to write or delete a checkpoint."""
         return f"checkpoints/{folder.name}" in self._ledger.paths and not folder.is_symlink()
 
     def _foreign(self, checkpoint: Path) -> Path | None:
-        """Return a path in the folder of a checkpoint that moetune has not written; None if there is none."""
+        """Return a path in a checkpoint's folder that moetune has not written; None if there is none."""
         prefix = f"checkpoints/{checkpoint.name}/"
         return foreign_in(checkpoint, {path.removeprefix(prefix) for path in self._ours() if path.startswith(prefix)})
 
     def _refuse_in_the_way(self, step: int) -> None:
-        """Raise `UserError` if a file of others is where a run that continues from `step` will write."""
+        """Raise `UserError` if a path that moetune has not written is where a run from `step` on will write."""
         ours = self._ours()
         in_the_way = [self.path / name for name in _FILES if name not in ours and os.path.lexists(self.path / name)]
         for item in sorted(self.checkpoints_path.glob("*step-*")):
@@ -228,7 +225,7 @@ class RunWriter(RunFolder):
     # --- The folder's own files ---------------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Make the folder if it does not exist, and keep other processes from writing to it until `close`.
+        """Make the folder if it does not exist, and lock it against other writers until `close`.
 
         Raises:
             UserError: another process holds the lock, or has written to the folder since `check`; or the folder cannot
@@ -260,15 +257,13 @@ class RunWriter(RunFolder):
     ) -> None:
         """Write run file, `base.json` and `inputs.json`; begin or restore `metrics.jsonl`. Every rank must call this.
 
-        Later checkpoints than `checkpoint` are deleted, because those steps run again, and so are temporary files of a
-        run that was killed.
+        Checkpoints after `checkpoint` are deleted, because those steps run again, and so are leftovers of a killed run.
 
         Args:
-            config: the run file, with all values resolved.
+            config: the resolved run file.
             checkpoint: the folder of the checkpoint to continue from; None for a new run.
-            overwrite: delete the other files of the run that is replaced.
-            base: the checkpoint of frozen weights; None for random weights, and no `base.json`.
-            inputs: data and files beside the base's weights; None for no `inputs.json`.
+            overwrite: whether to delete the other files of the run that is replaced.
+            base, inputs: contents of `base.json` and `inputs.json`; without a value the file is not written.
 
         Raises:
             UserError: a file that moetune has not written is in the way, or the folder cannot be written.
@@ -303,7 +298,7 @@ class RunWriter(RunFolder):
                 self._write(RUN_FILE, config.to_yaml())
 
     def remove_leftovers(self) -> None:
-        """Delete half-written and half-deleted checkpoints and temporary files of a killed run."""
+        """Delete the temporary files, and the half-written and half-deleted checkpoints, of a killed run."""
         for leftover in self.checkpoints_path.glob(".step-*"):
             if self._is_our_aside(leftover):
                 shutil.rmtree(leftover)
@@ -311,9 +306,9 @@ class RunWriter(RunFolder):
             (self.path / f"{_ASIDE}{name}").unlink(missing_ok=True)
 
     def own(self, name: str) -> None:
-        """Record in the ledger a file that another command is about to write into the run folder.
+        """Record in the ledger a file that a command is about to write into the run folder, and may replace later.
 
-        A file in the ledger may be replaced later. If the folder holds no run, the name is only checked.
+        If the folder holds no run, the name is only checked.
 
         Raises:
             UserError: there is a file of that name that moetune has not written, or the ledger cannot be written.
@@ -326,7 +321,7 @@ class RunWriter(RunFolder):
                 self._own(name)
 
     def _own(self, *names: str) -> None:
-        """Add names to the ledger, and the paths of a run that has no ledger yet."""
+        """Add names to the ledger; begin it with `_ours` if the run has none yet."""
         self._ledger.add("run", *names, *(self._ours() - self._ledger.paths))
 
     def _write(self, name: str, text: str) -> None:
@@ -345,7 +340,7 @@ class RunWriter(RunFolder):
             raise UserError(f"output {str(self.path)!r} cannot be written: {error.strerror or error}{where}") from error
 
     def write_base(self, base: Base) -> None:
-        """Write `base.json`: name and fingerprint (SHA-256 of each file) of the base, with a seal."""
+        """Write `base.json`: the base's name and fingerprint (SHA-256 of each file), with a seal."""
         if self.ranks.is_first:
             with self._writing():
                 self._own(BASE_FILE)
@@ -364,11 +359,7 @@ class RunWriter(RunFolder):
                 self._write(OUT_OF_MEMORY_FILE, json.dumps(found, indent=2) + "\n")
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        """Append a line to `metrics.jsonl`, on the first rank.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Append a line to `metrics.jsonl`, on the first rank; raise `UserError` if the file cannot be written."""
         if not self.ranks.is_first:
             return
         try:
@@ -383,11 +374,11 @@ class RunWriter(RunFolder):
 
     @contextmanager
     def new_checkpoint(self, step: int, keep: int, needed: int = 0, best: int | None = None) -> Iterator[Path]:
-        """Write a checkpoint in the body of the `with`; then complete it, and delete the oldest beyond `keep`.
+        """Context manager: yield a temporary folder in which each rank writes its part; then make it a checkpoint.
 
-        Yields a temporary folder, in which each rank writes its part. Afterwards the first rank adds copies of the
-        run's files and the manifest, renames the folder to `step-N`, and deletes old checkpoints. A checkpoint that is
-        being read (`RunFolder.newest_whole`), or that holds a file of the user, is kept. Every rank must call this.
+        Every rank must enter it. After the body the first rank adds copies of the run's files and the manifest, renames
+        the folder to `step-N`, and deletes old checkpoints, except those that are being read (`RunFolder.newest_whole`)
+        or hold a file of the user.
 
         Args:
             keep: number of checkpoints to keep, this one included.
@@ -446,7 +437,7 @@ class RunWriter(RunFolder):
                             self._discard(old)
 
     def _discard(self, checkpoint: Path) -> None:
-        """Delete a checkpoint. It is renamed first, so that a kill does not leave half a checkpoint under its name."""
+        """Rename a checkpoint, then delete it, so that a kill leaves no half checkpoint under its name."""
         aside = checkpoint.with_name(f".{checkpoint.name}")
         self._own(f"checkpoints/{aside.name}")
         checkpoint.rename(aside)

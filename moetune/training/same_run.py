@@ -47,9 +47,8 @@ class Inputs:
     Attributes:
         run: a random name, the same in the run folder and in all checkpoints of a run.
         data: `train` and, if there is evaluation data, `eval` -> SHA-256 of the tokenized sequences.
-        config: contents of the base's config.json; empty if it is not known.
-        files: name -> SHA-256 of the other small files beside the base's weights, such as tokenizer and generation
-            settings.
+        config: contents of the base's config.json; empty if unknown.
+        files: name -> SHA-256 of the other small files beside the base's weights, such as the tokenizer's.
     """
 
     run: str
@@ -59,27 +58,20 @@ class Inputs:
 
     @classmethod
     def of(cls, data: Datasets, base: Path | None) -> Inputs:
-        """Return the inputs of a run that begins now, with a new random name.
-
-        Args:
-            base: the folder of the base's weights; None if it is not on this machine, and `config` and `files` are
-                empty then.
-        """
+        """Return the inputs of a run that begins now; `base` is the folder of its weights, None if not here."""
         tokens = {
             name: _digest(rows) for name, rows in (("train", data.train), ("eval", data.eval)) if rows is not None
         }
         return cls(secrets.token_hex(16), tokens, *beside_weights(base))
 
     def refuse_others(self, now: Inputs, where: str) -> list[str]:
-        """Raise `UserError` if a run that began with these inputs cannot be resumed with the inputs `now`.
+        """Compare the inputs with which a run began with those that it would be resumed with, `now`.
 
         Args:
-            now: the inputs of the resumed run. Its name `run` is not compared.
             where: how messages name the run, such as `the run in 'out'`.
 
         Returns:
-            a line for each change that does no harm: other evaluation data, or files that change neither model nor
-                tokens.
+            A line for each harmless change: other evaluation data, or files that change neither model nor tokens.
 
         Raises:
             UserError: the training data, the config.json or a tokenizer file has changed.
@@ -98,9 +90,9 @@ class Inputs:
     def refuse_other_model(
         self, config: dict[str, Any], files: dict[str, str], where: str, harm: Sequence[str] = ()
     ) -> list[str]:
-        """Raise `UserError` if the base's config.json or tokenizer is not the one that the run began with.
+        """Compare the base's config.json and small files with those that the run began with.
 
-        A `config` or `files` that is empty on either side is unknown, and not compared.
+        What is empty on either side is unknown, and not compared.
 
         Args:
             config, files: of the base as it is now, from `beside_weights`.
@@ -108,7 +100,7 @@ class Inputs:
             harm: lines about harmful changes found elsewhere, to be raised with those found here.
 
         Returns:
-            a line for each changed file that changes neither model nor tokens.
+            A line for each changed file that changes neither model nor tokens.
 
         Raises:
             UserError: `config` or a tokenizer file has changed, or `harm` is not empty.
@@ -131,10 +123,7 @@ class Inputs:
 
 
 def beside_weights(base: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a base's config.json, and name -> SHA-256 of the other small files in its folder.
-
-    Both are empty if `base`, the folder, is None.
-    """
+    """Return the config.json in the folder `base`, and name -> SHA-256 of its other small files; empty for None."""
     files = {} if base is None else {str(file.relative_to(base)): file for file in small_files(base)}
     config = files.pop(CONFIG_FILE, None)
     said = {} if config is None else read_json(config, dict[str, Any])
@@ -142,13 +131,13 @@ def beside_weights(base: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the keys whose values differ, sorted; a key that only one dict has is among them."""
+    """Return the sorted keys whose values differ, or that only one dict has."""
     absent = object()
     return [key for key in sorted(before.keys() | now.keys()) if before.get(key, absent) != now.get(key, absent)]
 
 
 def _digest(rows: datasets.Dataset) -> str:
-    """Return the SHA-256 of all columns' names, values and row lengths, independent of the division into chunks."""
+    """Return the SHA-256 of all columns' names, values and row lengths, independent of how they are chunked."""
     sha256 = hashlib.sha256()
     for name in sorted(rows.column_names):
         sha256.update(name.encode())
@@ -160,14 +149,10 @@ def _digest(rows: datasets.Dataset) -> str:
 
 
 def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[str]) -> list[str]:
-    """Return a line for each setting that differs between two run files, with both values.
+    """Return a line for each setting that differs between two run files, with both values; at most 10 and "N more".
 
     Args:
-        before, now: a run file's values, or the path of a run file.
         free: settings that may differ; a section's name stands for all of its keys.
-
-    Returns:
-        at most 10 lines, and one more with the number of the others.
 
     Raises:
         UserError: a run file cannot be read.
@@ -183,7 +168,7 @@ def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[
 
 
 def _settings(run: RunConfig | Path) -> dict[str, Any]:
-    """Return a run file as a flat dict, `{"train.steps": 9, …}`; settings that it leaves out have their defaults.
+    """Return a run file with its defaults as a flat dict, `{"train.steps": 9, …}`.
 
     `train.accumulate` is multiplied by the number of ranks that see different data.
     """

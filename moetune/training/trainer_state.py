@@ -35,10 +35,8 @@ class _State(TypedDict, total=False):
 def write_generators(folder: Path, data_index: int, device: torch.device) -> None:
     """Write the states of this rank's random generators, of the CPU and of a GPU.
 
-    Ranks that see the same data (the same `data_index`) have equal states, so one of them writes.
-
-    Args:
-        data_index: `Ranks.data_index` of this rank, the name of the file.
+    Ranks that see the same data have the same `Ranks.data_index`, which names the file, and equal states; one of them
+    writes.
     """
     file = folder / "generators" / f"{data_index}.safetensors"
     file.parent.mkdir(exist_ok=True)
@@ -57,9 +55,8 @@ def write_state(folder: Path, step: int, micro_batch: int, tokens: int, load: Ma
     """Write `trainer_state.json` and `expert_load.json` into a checkpoint folder.
 
     Args:
-        step: number of updates since the run began.
-        tokens: number of tokens trained on since the run began, without padding.
-        load: expert load since the run began, layer index -> tokens [E].
+        step, tokens, load: updates, tokens without padding, and layer index -> tokens [E], since the run began.
+        micro_batch: current rows per micro-batch.
     """
     received = {str(layer): tokens_E.tolist() for layer, tokens_E in load.items()}
     (folder / LOAD_FILE).write_text(json.dumps(received), encoding="utf-8")
@@ -98,8 +95,8 @@ def read_total_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
 def check_checkpoint(folder: Path) -> None:
     """Raise `UserError` if a file of a checkpoint cannot be read, or does not hold what it should.
 
-    This finds files that were written wrong, whose SHA-256 in the manifest is right. Trained weights are read whole and
-    must be finite; of optimizer states only the headers are read.
+    This finds files that were already wrong when the manifest was made. Trained weights are read whole and must be
+    finite; of optimizer states only the headers are read.
     """
     with refusing_damage(folder):
         for file in sorted(folder.glob("generators/*")):
@@ -110,9 +107,9 @@ def check_checkpoint(folder: Path) -> None:
 
 @contextmanager
 def refusing_damage(folder: Path) -> Iterator[None]:
-    """Turn every exception of the body into a `UserError` that the checkpoint is damaged.
+    """Turn exceptions of the body into a `UserError` that the checkpoint is damaged.
 
-    `UserError` and `torch.OutOfMemoryError` pass unchanged. No file of a checkpoint is ever executed (no pickle).
+    `UserError` and `torch.OutOfMemoryError` pass unchanged.
     """
     try:
         yield

@@ -34,11 +34,8 @@ MEASURED_STEPS = 2
 class MemoryRecord:
     """Predicts the memory of a run, measures its first steps, and writes both to `memory.json`.
 
-    On CUDA the peak comes from torch's counters; on a CPU from `Tracker`, which traces also use.
-
-    Args:
-        loop: the training loop. It must not have begun its first step.
-        console: where a message appears if the run cannot be predicted.
+    Create it before the first step. On CUDA the peak comes from torch's counters; on a CPU from `Tracker`, which traces
+    also use.
 
     Attributes:
         predicted: the prediction for the current micro-batch, with balanced routing.
@@ -57,10 +54,7 @@ class MemoryRecord:
         self._seen = watch_cuda() if self.device.type == "cuda" else {}
 
     def _predict(self, routing: AssumedRouting) -> Predicted:
-        """Predict the run; if that fails, print why and return an empty prediction, so that training goes on.
-
-        A prediction may draw random numbers, so the states of the random generators are restored.
-        """
+        """Predict the run, leaving random generators as they were; if it fails, print why and return an empty one."""
         drawn = generator_states(self.device)
         try:
             return predicted(self.loop.smaller_run(), self.loop.ranks, self.card, routing)
@@ -86,12 +80,12 @@ class MemoryRecord:
             self._begin()
 
     def refused(self) -> Refused | None:
-        """Stop measuring, and return the device's state at the last refused allocation; None if there was none."""
+        """Stop measuring, and return the state of memory at the last refused allocation; None if there was none."""
         self._tracking.close()
         return self._seen.get(self.device.index or 0) or refused_by_tracker(self._tracker)
 
     def _begin(self) -> None:
-        """Reset the counters of torch, or enter the tracker with all tensors of the model and the optimizer."""
+        """Reset torch's counters, or start the tracker with all tensors of the model and the optimizer."""
         hooks = self.loop.adapted.expert_context.hooks
         self._tracking.enter_context(hooks.using(count_rows=self._count_rows))
         if self.device.type == "cuda":
@@ -117,7 +111,7 @@ class MemoryRecord:
             self.finish()
 
     def finish(self) -> None:
-        """Stop measuring and write `memory.json`. Later calls only update the tokens that each expert has received."""
+        """Stop measuring and write `memory.json`. A later call only updates `expert_load` in the file."""
         self._tracking.close()
         if not self._steps:
             return
@@ -143,12 +137,7 @@ class MemoryRecord:
 
 
 class Predicted(NamedTuple):
-    """A prediction for one rank.
-
-    Attributes:
-        peak: bytes allocated at the peak; None if it could not be predicted.
-        pace: the floating-point operations of a step, and the GPU's limit; empty for a CPU or a closed form.
-    """
+    """A prediction for one rank: bytes allocated at the peak, None if unknown; work of a step, empty if unknown."""
 
     peak: int | None = None
     pace: Pace = Pace()
@@ -159,9 +148,9 @@ def predicted(
 ) -> Predicted:
     """Predict the peak memory of a rank and, on one GPU with balanced routing, the floating-point operations of a step.
 
-    The operations need a trace. In all other cases the prediction uses a closed form; a single rank falls back to a
-    trace if the closed form fails. A rank of several cannot record a closed form while it runs: it reads what
-    `record_ahead` recorded before, and has no prediction if that is missing.
+    The operations need a trace; otherwise a closed form is used, and on a single rank a trace if that fails. A rank of
+    several cannot record a closed form while it runs: without the one that `record_ahead` recorded before, it has no
+    prediction.
 
     Args:
         card: the GPU whose kernels run, and whose cuBLAS workspaces are added; None for a CPU.

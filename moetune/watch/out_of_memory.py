@@ -27,7 +27,7 @@ from moetune.training.step.observer import Where
 
 _LARGEST = 8
 _WORKING: tuple[PartName, ...] = ("saved_activations", "transient_peak")
-"""Parts that cannot be told apart by looking at a tensor; both are reported as one."""
+"""Parts between which a live tensor cannot be told apart; the report adds them up."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,9 @@ class OutOfMemory:
     """The state of the memory when it ran out, and what would have fitted.
 
     Attributes:
-        where: step, micro-step and phase of the run.
         refused: the allocation that failed, and the state of the device.
-        actual: bytes of each part of the memory that was in use, and of all (`allocated`).
-        predicted: bytes of the same parts, as predicted for the fullest moment of this phase; None without a
-            prediction.
+        actual: part -> bytes in use, and their sum as `allocated`.
+        predicted: the same, as predicted for the fullest moment of this phase; None without a prediction.
         predicted_peak: predicted bytes at the peak of the whole run; None without a prediction.
         largest: the largest groups of tensors.
         others: other processes on the GPU.
@@ -124,12 +122,8 @@ def describe_out_of_memory(
 ) -> OutOfMemory:
     """Describe the memory at the moment when it ran out, predict it, and look for remedies.
 
-    If the prediction fails, or the run has several ranks, the report has no prediction and no remedies.
-
-    Args:
-        adapted: the model; None if it was not built yet.
-        optimizer: the optimizer; None if it was not built yet.
-        checkpoint: the folder of the last checkpoint; None if there is none.
+    If the prediction fails, or the run has several ranks, the report has no prediction and no remedies. `adapted` and
+    `optimizer` are None if they were not built yet.
     """
     card = find_gpu(catalog_name(device)) if device.type == "cuda" else None
     groups = owned(refused, adapted, optimizer)
@@ -150,13 +144,10 @@ def describe_out_of_memory(
 
 
 def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
-    """Return the predicted bytes of each part at the fullest moment of a phase.
+    """Return the predicted bytes of each part at the fullest moment of the phase and micro-step `where`.
 
-    Args:
-        traced: the trace of the run. It has at most two micro-steps of a step; a later one is taken to be like the last
-            one in the trace.
-        where: the phase and the micro-step.
-        beside: bytes that a trace does not contain, such as cuBLAS workspaces; they are added to `transient_peak`.
+    A trace has at most two micro-steps; later ones are like the last. `beside` are bytes that a trace does not contain,
+    such as cuBLAS workspaces; they are added to `transient_peak`.
     """
     if where.phase == "load":
         assert traced.load is not None
@@ -173,7 +164,7 @@ def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
 
 
 def _by_name(parts: Parts) -> dict[str, int]:
-    """Return the bytes of each part by name, activations and temporaries as one, and the sum as `allocated`."""
+    """Return part -> bytes, with the parts of `_WORKING` added up, and the sum as `allocated`."""
     known: dict[str, int] = {name: size for name, size in parts.items() if name not in _WORKING}
     working = sum(getattr(parts, name) for name in _WORKING)
     return {**known, "activations_and_temporaries": working, "allocated": parts.total}

@@ -27,11 +27,7 @@ from moetune.watch.out_of_memory import describe_out_of_memory
 
 
 class Watch(Watcher):
-    """Observes a run: shows progress on a console, records its memory, and reports why memory ran out.
-
-    Attributes:
-        memory: the memory record; None before the first step.
-    """
+    """Observes a run: shows progress on a console, records its memory, and reports why memory ran out."""
 
     def __init__(self, console: Console, device: torch.device) -> None:
         self.console, self.device = console, device
@@ -94,7 +90,6 @@ def train(
     """Train as a run file says, and write the result into its run folder.
 
     Args:
-        run: a resolved run, or a run file; the problems of a run file, its data and its output are reported together.
         resume: `never` for a new run; `auto` to continue from the newest checkpoint, if there is one; or the folder of
             a checkpoint.
         overwrite: replace an earlier run in the output folder.
@@ -103,12 +98,11 @@ def train(
         console: where progress is shown; by default stderr, and nothing on ranks other than the first.
         ranks: the ranks of the run, of which this process is one. A dry run needs only one process.
 
-    Returns:
-        Steps, trained parameters, and held-out losses.
-
     Raises:
-        UserError: the run file, its data or its output has an error; no file has been written then.
-        DoesNotFit: memory ran out.
+        UserError: the run file, its data or its output has errors, reported together before any file is written; or
+            training cannot go on, as with gradients that are not finite.
+        DoesNotFit: memory ran out; `torch.OutOfMemoryError` if the reason could not be found.
+        Interrupted: SIGINT or SIGTERM was received, and a checkpoint written.
     """
     run = examine(run, device_kind(device))
     console = console or terminal(stderr=True, quiet=not ranks.is_first)

@@ -17,7 +17,7 @@ from moetune.training.data.formats import MalformedError, checked_text, lost_con
 
 _SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering one record
 _MAY_BE_IGNORED = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"), ("name",))
-"""Keys of a message that some templates ignore; each tuple lists alternative names of one thing."""
+"""Keys of a message that some templates ignore; each tuple lists alternative names of one key."""
 Marking = Literal["markers", "prompts", "turns"]
 MARKINGS: dict[Marking, str] = {
     "markers": "the assistant's part is what the chat template marks with {% generation %}",
@@ -36,8 +36,8 @@ class ChatTemplate:
     """The chat template of a tokenizer.
 
     Raises:
-        UserError: the tokenizer has no usable chat template, or it is not a fast tokenizer: only these return character
-            offsets, by which tokens are assigned to the assistant.
+        UserError: the tokenizer has no usable chat template, or is not a fast one: only these return the character
+            offsets by which tokens are assigned to the assistant.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -57,16 +57,13 @@ class ChatTemplate:
         self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
 
     def write(self, messages: Messages, tools: Tools) -> tuple[list[Spanned], Marking]:
-        """Render a chat.
+        """Render a chat as texts, each with the character ranges to train on, and return how these were found.
+
+        A chat becomes several texts if the template writes earlier turns differently from the last one.
 
         Args:
-            messages: checked messages, as `checked_messages` returns them.
+            messages: from `checked_messages`.
             tools: descriptions of the tools that the assistant may call; None for no tools.
-
-        Returns:
-            One or several texts, each with the character ranges that are trained on, and how these ranges were found (a
-            key of `MARKINGS`). A chat becomes several texts if the template writes earlier turns differently from the
-            last one.
 
         Raises:
             MalformedError: the template raises an error, leaves out part of the chat, or exceeds 10 s or 1 GiB.
@@ -98,7 +95,7 @@ class ChatTemplate:
         return rendered
 
     def _with_content(self, messages: Messages, tools: Tools) -> Messages:
-        """Replace null contents by empty text if the template would otherwise write `None` or fail."""
+        """Return the messages with "" for null contents, if the template would otherwise write `None` or fail."""
         if all(message["content"] is not None for message in messages):
             return messages
         empty = [{**message, "content": message["content"] or ""} for message in messages]
@@ -113,9 +110,8 @@ class ChatTemplate:
     def _refuse_ignored(self, messages: Messages, tools: Tools) -> None:
         """Raise `MalformedError` if the template ignores a key of a message, the tools, or the text before `</think>`.
 
-        A part is ignored if the rendered text is the same without it. If the template has no `{% generation %}`
-        markers, the chat is rendered only up to the next turn of the assistant, because each turn of the assistant is
-        rendered as the last one for training too.
+        A part is ignored if the rendered text is the same without it. Without `{% generation %}` markers, `_turns`
+        renders each turn of the assistant as the last, so the chat is rendered only up to the next one here too.
         """
         cases: list[tuple[str, int, dict[str, Any] | None]] = []  # (part, message index, message without the part)
         for at, message in enumerate(messages):
@@ -149,8 +145,7 @@ class ChatTemplate:
     def _refuse_lost_content(self, messages: Messages, tools: Tools) -> None:
         """Raise `MalformedError` if the template drops some of a message's content.
 
-        If the template has no `{% generation %}` markers, each turn of the assistant is also rendered as the last one,
-        and content that appears there is not lost.
+        Without `{% generation %}` markers, content that appears when its turn is rendered as the last is not lost.
         """
         lost = lost_content(messages, lambda some: self._render(some, tools))
         for end, message in enumerate(messages, 1):
@@ -174,10 +169,10 @@ class ChatTemplate:
         return texts[0], [(low, high) for low, high in spans[0]]
 
     def _turns(self, messages: Messages, tools: Tools) -> list[Spanned]:
-        """Render a chat with a template that has no `{% generation %}` markers.
+        """Render a chat up to each turn of the assistant, for a template without `{% generation %}` markers.
 
-        The chat up to each turn of the assistant is rendered; what that adds to the generation prompt of the preceding
-        messages is the assistant's. A text that the next text begins with is merged into the next text.
+        What that adds to the preceding messages with a generation prompt is the assistant's. If one text is the
+        beginning of the next, only the longer one is returned, with the ranges of both.
 
         Raises:
             MalformedError: the first message is the assistant's, or a turn does not begin with its generation prompt.
@@ -220,7 +215,7 @@ def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[in
     """Return the assistant's character ranges without those of messages whose `weight` is 0.
 
     Raises:
-        MalformedError: a weight is 0, and the number of ranges is not the number of the assistant's messages.
+        MalformedError: a weight is 0, and there are more or fewer ranges than messages of the assistant.
     """
     weights = [message.get("weight", 1) for message in messages if message["role"] == "assistant"]
     if all(weights):
@@ -235,10 +230,7 @@ def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[in
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """Limit the time of the `with` block (`UserError`) and, on systems with /proc, its memory (`MemoryError`).
-
-    Jinja has neither limit.
-    """
+    """Limit the time of the `with` block (`UserError`) and, on systems with /proc, its memory (`MemoryError`)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit, statm = soft, Path("/proc/self/statm")
     if statm.is_file():

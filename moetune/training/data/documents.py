@@ -34,10 +34,9 @@ class Document:
 
     Attributes:
         ids: token ids, int32 [length], at least 2.
-        labels: the token id where the token is trained on, `IGNORED` elsewhere, int32 [length]. The first is always
+        labels: the ids of the tokens that are trained on, `IGNORED` for others, int32 [length]. The first is always
             `IGNORED`, because no token precedes it.
-        divisible: whether the document may be cut into several sequences. Text may; a prompt with its completion, or a
-            chat, may not.
+        divisible: whether the document may be cut into several sequences: text, but no prompt or chat.
     """
 
     ids: np.ndarray
@@ -57,11 +56,9 @@ class Document:
         return Document(self.ids[start:stop], labels, self.divisible)
 
     def shortened(self, longest: int) -> tuple[Document, bool]:
-        """Cut the document to at most `longest` tokens, if possible after the end of a trained stretch.
+        """Cut the document to at most `longest` tokens, after the last stretch of trained tokens that fits completely.
 
-        Returns:
-            The first tokens, up to the end of the last trained stretch that fits completely, and True. If no stretch
-            fits, the first `longest` tokens, and False.
+        The second result is False if none fits; the first `longest` tokens are kept then.
         """
         ends = np.flatnonzero((self.labels[:longest] != IGNORED) & (self.labels[1 : longest + 1] == IGNORED)) + 1
         return (self.segment(0, int(ends[-1])), True) if len(ends) else (self.segment(0, longest), False)
@@ -79,11 +76,7 @@ class Documents:
         self._divisible = bytearray()
 
     def add(self, document: Document) -> None:
-        """Append a document.
-
-        Raises:
-            UserError: the temporary file cannot be written, for example because the disk is full.
-        """
+        """Append a document; raise `UserError` if the temporary file cannot be written, as on a full disk."""
         with _naming_the_disk():
             self._file = self._file or _temporary()
             self._file.write(np.concatenate([document.ids, document.labels]).tobytes())
@@ -116,12 +109,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Chosen(Sequence[Document]):
-    """A selection of documents by their index; a document may occur several times.
-
-    Attributes:
-        documents: all documents.
-        numbers: indices into `documents`, in the order of the selection.
-    """
+    """The documents with the indices `numbers`, in this order; an index may occur several times."""
 
     documents: Documents
     numbers: np.ndarray
@@ -138,10 +126,10 @@ def rows_on_disk(names: Sequence[str], blocks: Iterable[Block]) -> datasets.Data
 
     Args:
         names: the columns, each a list of int32 per row.
-        blocks: the rows, some at a time; each block is written before the next is computed.
+        blocks: the rows; each block is written before the next is computed.
 
     Raises:
-        UserError: the temporary file cannot be written, for example because the disk is full.
+        UserError: the temporary file cannot be written, as on a full disk.
     """
     schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
     with _naming_the_disk():
@@ -154,7 +142,7 @@ def rows_on_disk(names: Sequence[str], blocks: Iterable[Block]) -> datasets.Data
 
 
 def values(rows: datasets.Dataset, name: str) -> Iterator[np.ndarray]:
-    """Yield the values of a column, concatenated over rows, as arrays of some rows each."""
+    """Yield the values of a column, each array concatenated from a number of rows."""
     for chunk in rows.data.column(name).chunks:
         yield pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
 

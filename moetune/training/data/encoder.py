@@ -40,17 +40,13 @@ KEYS: dict[Format, tuple[str, ...]] = {
     "text": ("text",),
 }
 Tokens = tuple[np.ndarray, np.ndarray]
-"""A pair of arrays: token ids, and for each token whether it is trained on (or its character offsets)."""
+"""Token ids [length], and for each token whether it is trained on [length], or its character range [length, 2]."""
 _WINDOW = 2**18
 """Characters tokenized in one call; tokenizers take 200 bytes of memory or more per character."""
 
 
 def format_of(record: dict[str, Any]) -> Format:
-    """Return the format whose keys the record has (`KEYS`), trying chat formats first.
-
-    Raises:
-        MalformedError: the record has the keys of no format.
-    """
+    """Return the first format in `KEYS` whose keys the record has; raise `MalformedError` if there is none."""
     for format, keys in KEYS.items():
         if all(record.get(key) is not None for key in keys):
             return format
@@ -81,11 +77,7 @@ class Encoder:
         self._bos = [first] if first == tokenizer.bos_token_id else []
 
     def encode(self, record: dict[str, Any]) -> tuple[list[Document], Marking | None]:
-        """Tokenize a record.
-
-        Returns:
-            The documents of the record (a chat may become several), and for a chat how the assistant's text was found
-            (a key of `MARKINGS`), otherwise None.
+        """Return the documents of a record (a chat may give several) and, for a chat, how its ranges were found.
 
         Raises:
             MalformedError: the record is not of this format, or no token of it is trained on.

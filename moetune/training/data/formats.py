@@ -35,10 +35,7 @@ class MalformedError(UserError):
 
 
 def with_alpaca_names(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy with Alpaca's keys added if the record has those of Dolly or of question-answer data.
-
-    Any other record is returned as it is.
-    """
+    """Return the record; if it has the keys of Dolly or of question-answer data, a copy with Alpaca's keys added."""
     for asked, given, answered in _AS_ALPACA:
         if record.get(asked) is not None and record.get(answered) is not None and record.get("output") is None:
             found = {"instruction": record[asked], "input": record.get(given, record.get("input"))}
@@ -104,9 +101,9 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
     """Check the messages of a chat; return copies without null values, except that `content` is always present.
 
     Raises:
-        MalformedError: `value` is not a list of objects; a role is unknown; a content is not text or is empty (null or
-            empty beside tool calls, and empty for other roles than the assistant, are allowed); `tool_calls` is not a
-            list of objects; `weight` is neither 0 nor 1; or no message is the assistant's.
+        MalformedError: `value` is not a list of objects; a role is unknown; a content is not text, or is empty (which
+            it may be beside tool calls and in other roles than the assistant); `tool_calls` is not a list of objects;
+            `weight` is neither 0 nor 1; or no message is the assistant's.
     """
     if not isinstance(value, list):
         raise MalformedError(f"messages is {kind(value)}, not a list")
@@ -132,18 +129,12 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
 
 
 def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> dict[int, str]:
-    """Find content of messages that a chat template drops, completely or in part.
+    """Return index of a message -> description of the text in it that a chat template, `render`, drops.
 
-    The words of a content must appear in the same order where the template writes the message: between marks around the
-    content, or where it writes a mark in place of the content. If marks change what else the template writes, they may
-    appear anywhere in the rendered chat. A mark appended to the content must appear as well. Case, white space and
-    punctuation may differ.
-
-    Args:
-        render: renders messages with the template.
-
-    Returns:
-        Index of a message -> description of the text that is lost; empty if nothing is lost.
+    Where the template writes the message is found by marks put around the content, or in its place. The words of the
+    content must appear there in order; case, white space and punctuation may differ. If marks change what else the
+    template writes, the words may be anywhere in the chat. A mark after the content must appear as well, so that its
+    end is not cut off.
     """
     written = render(messages).casefold()
     with_text = [index for index, message in enumerate(messages) if (message["content"] or "").strip()]
@@ -179,13 +170,13 @@ def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str
 
 
 def _between(text: str, begin: str, end: str) -> str | None:
-    """Return what is between two marks in a text; None if they do not appear in this order."""
+    """Return the text between two marks; None if they do not appear in this order."""
     after = text.partition(begin)[2]
     return after.rpartition(end)[0] if end in after else None
 
 
 def _instead(written: str, only: str, mark: str) -> str:
-    """Return the part of the rendered chat `written` where `only`, rendered with a mark as the content, has the mark.
+    """Return the part of the chat `written` in the place where `only`, with a mark as one content, has the mark.
 
     Return all of `written` if the two differ elsewhere, or `only` lacks the mark.
     """
@@ -196,11 +187,7 @@ def _instead(written: str, only: str, mark: str) -> str:
 
 
 def _first_missing_word(content: str, written: str) -> str | None:
-    """Return the first word of `content` that does not appear in `written` after the preceding word; None if all do.
-
-    Args:
-        written: casefolded text.
-    """
+    """Return the first word of `content` that is not in `written`, casefolded, after the words before it; else None."""
     position = 0
     for match in re.finditer(r"\w+", content.casefold()):
         found = written.find(match[0], position)
@@ -211,14 +198,7 @@ def _first_missing_word(content: str, written: str) -> str | None:
 
 
 def checked_tools(value: object) -> list[Any] | None:
-    """Return the tools of a chat as a list; None if there are none.
-
-    Args:
-        value: a list, its JSON text, or None.
-
-    Raises:
-        MalformedError: `value` is anything else.
-    """
+    """Return the tools of a chat, given as a list or as JSON text; None if there are none, else `MalformedError`."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None

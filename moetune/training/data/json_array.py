@@ -38,7 +38,7 @@ class JsonArray:
     the part of the file in memory; `where` converts them to positions in the file.
 
     Args:
-        handle: file open in binary mode, at the beginning, whose first character that is not white space is `[`.
+        handle: binary file, at its beginning, whose first character after white space is `[`.
     """
 
     def __init__(self, handle: IO[bytes]) -> None:
@@ -80,7 +80,7 @@ class JsonArray:
             self._more()
 
     def _skip(self) -> str:
-        """Skip white space; return the next character without consuming it, or "" at the end of the file."""
+        """Skip white space; return the next character, which is not consumed, or "" at the end of the file."""
         while (white := _WHITE.match(self._text, self._at)) and white.end() == len(self._text) and not self._ended:
             self._at = white.end()
             self._more()
@@ -88,10 +88,7 @@ class JsonArray:
         return self._text[self._at : self._at + 1]
 
     def _more(self) -> None:
-        """Discard the text that was consumed, and read at least as much as is left of it.
-
-        Doubling the text keeps the number of attempts to parse a long value small.
-        """
+        """Discard what was consumed, and at least double the rest, so that a long value is parsed in few attempts."""
         lines = self._text.count("\n", 0, self._at)
         self._column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + (0 if lines else self._column)
         self._lines += lines

@@ -1,8 +1,4 @@
-"""Load the data of a run: read, check and tokenize what the `data:` section names, and lay it out in sequences.
-
-This happens before any weight is loaded. sources.py opens files, records.py reads records, encoder.py tokenizes them,
-packing.py fills sequences.
-"""
+"""Load the data of a run: read, check and tokenize what the `data:` section names, and lay it out in sequences."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ from moetune.training.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds until progress is reported first
 
-_MOST_GROWTH = 1000  # maximum factor; common rules replace a space by 3 bytes
+_MOST_GROWTH = 1000  # factor by which a tokenizer may lengthen a text; common rules replace a space by 3 bytes
 
 
 @dataclass(frozen=True)
@@ -47,9 +43,9 @@ class DataCounts:
         records: number of records that the documents come from.
         dropped: documents left out because they are too long.
         cut: documents whose end was left out because they are too long.
-        unended: those of the cut documents that end within the first stretch that is trained on.
+        unended: cut documents that end within the first stretch of trained tokens.
         chats: number of chats, by how the assistant's text was found (`MARKINGS`).
-        tokens: tokens in all sequences, without padding; context that is repeated after a cut counts again.
+        tokens: tokens in all sequences, without padding; the token that is repeated after a cut counts again.
         loss_tokens: tokens that are predicted.
         padding: padding tokens in packed sequences.
     """
@@ -68,12 +64,7 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class Datasets:
-    """Tokenized sequences on disk, in the order of the records; the training loop shuffles them.
-
-    Attributes:
-        eval: held-out rows; None if the run does not evaluate.
-        eval_counts: statistics of `eval`; None if there are no held-out rows.
-    """
+    """Tokenized sequences on disk, not shuffled, and their statistics; `eval` is None if the run does not evaluate."""
 
     train: datasets.Dataset
     eval: datasets.Dataset | None
@@ -130,14 +121,11 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
 
 
 def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model.
-
-    Args:
-        name: the model's name, for messages.
-        folder: a folder, or a name on the hub; None if the model has no files, which always raises.
+    """Return the tokenizer in `folder`, a folder or a name on the hub; `name` is the model's, for messages.
 
     Raises:
-        UserError: the tokenizer cannot be loaded, or its replacement rules could make a text over 1000 times as long.
+        UserError: the tokenizer cannot be loaded (`folder` may be None), or its replacement rules could make a text
+            over 1000 times as long.
     """
     with reading(f"the tokenizer of {name!r} in {folder!r}"):
         on_disk = folder is None or Path(folder).is_dir() or not hub_is_reachable()
@@ -174,10 +162,7 @@ def _refuse_growth(backend: Tokenizer) -> None:
 
 
 def chat_template(spec: str) -> str:
-    """Return the text of the chat template that `data.chat_template` names.
-
-    Args:
-        spec: a template file, or a model whose tokenizer has a template (a folder or a name).
+    """Return the text of the template `data.chat_template`: a file, or a model whose tokenizer has a template.
 
     Raises:
         UserError: there is no such file or model, or the model's tokenizer has no template.
@@ -218,10 +203,7 @@ def _joined(parts: Sequence[Reading]) -> Reading:
 
 
 def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
-    """Apply the weight of a data set by repeating its records.
-
-    Every record is returned int(weight) times, and a random share of the records, the fraction of `weight`, once more.
-    """
+    """Repeat the records of a data set by its weight: with 2.3, all of them twice, and a random 30 % once more."""
     whole, rest = divmod(weight, 1)
     records = np.unique(read.records)
     drawn = draw.permutation(len(records))[: round(rest * len(records))] if rest else np.arange(0)
@@ -232,11 +214,8 @@ def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
 def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Reading, Reading]:
     """Split records at random into a training part and a held-out part; no record is in both.
 
-    Args:
-        share: fraction of the distinct records to hold out, at least one record.
-
-    Raises:
-        UserError: no record is left to train on.
+    The held-out part has the fraction `share` of the distinct records, at least one, and each once. Raise `UserError`
+    if no record is left to train on.
     """
     _, firsts = np.unique(read.records, return_index=True)  # a weight repeats records
     records = read.records[np.sort(firsts)]
@@ -283,11 +262,7 @@ def _laid(read: Reading, documents: Documents, length: int, padding: int | None)
 def refuse_unknown_tokens(
     settings: PretrainedConfig, model: str, padding: int, *parts: datasets.Dataset | None
 ) -> None:
-    """Raise `UserError` if a token id of the data, or the padding token, is not below the model's vocabulary size.
-
-    Args:
-        parts: rows to check; None is skipped.
-    """
+    """Raise `UserError` if a token id in `parts`, or the padding token, is not below the model's vocabulary size."""
     known = settings.get_text_config().vocab_size
     there = (some for part in parts if part is not None for some in values(part, "input_ids"))
     largest = max((int(some.max()) for some in there), default=0)
@@ -300,11 +275,7 @@ def refuse_unknown_tokens(
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of the padding token or, if the tokenizer has none, of the end-of-sequence token.
-
-    Raises:
-        UserError: the tokenizer has neither.
-    """
+    """Return the id of the padding token, or else of the end-of-sequence token; `UserError` if there is neither."""
     for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token_id is not None:
             return token_id

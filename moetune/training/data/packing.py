@@ -32,8 +32,7 @@ def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> dat
     of a sequence is padding: like a further document, but without a loss.
 
     Returns:
-        Rows with columns `input_ids`, `labels`, `position_ids` and `is_token` (1, or 0 for padding), each int32
-        [length].
+        Rows with columns `input_ids`, `labels`, `position_ids` and `is_token` (0 for padding), each int32 [length].
 
     Raises:
         UserError: the temporary file of the rows cannot be written.
@@ -46,12 +45,10 @@ def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> dat
 
 
 def separate(documents: Sequence[Document], length: int) -> datasets.Dataset:
-    """Put every document in a sequence of its own, of at most `length` tokens; cut longer ones into several sequences.
-
-    Sequences are padded later, when they are collated.
+    """Put every document in a sequence of its own, without padding; cut one of more than `length` tokens into several.
 
     Returns:
-        Rows with columns `input_ids` and `labels`, int32 lists of the segment's length.
+        Rows with columns `input_ids` and `labels`, each int32 [the sequence's length].
 
     Raises:
         UserError: the temporary file of the rows cannot be written.
@@ -60,7 +57,7 @@ def separate(documents: Sequence[Document], length: int) -> datasets.Dataset:
 
 
 class _Segments:
-    """A table of segments: which tokens of which document are in which sequence. A segment takes 32 bytes."""
+    """A table of which tokens of which document are in which sequence; a segment takes 32 bytes."""
 
     def __init__(self) -> None:
         self.sequences = 0
@@ -72,7 +69,7 @@ class _Segments:
         return self.sequences - 1
 
     def add(self, sequence: int, document: int, start: int, stop: int) -> None:
-        """Put the tokens from `start` to `stop` of a document at the end of a sequence."""
+        """Append the tokens from `start` to `stop` of a document to a sequence."""
         for part, value in zip(self._parts, (sequence, document, start, stop), strict=True):
             part.append(value)
 

@@ -65,10 +65,7 @@ class Preview:
 
 
 def preview(config: RunConfig, records: int = 3) -> Preview:
-    """Read and tokenize a run's data as training does.
-
-    Args:
-        records: number of documents whose first tokens are shown.
+    """Read and tokenize a run's data as training does; keep the first tokens of `records` documents to show.
 
     Raises:
         UserError: the run file has no `data:` section, or the data cannot be used.
@@ -96,18 +93,13 @@ def sequences_a_step(config: RunConfig) -> int:
 
 
 def steps_an_epoch(sequences: int, config: RunConfig) -> int:
-    """Return the number of optimizer steps of an epoch; the last may have fewer rows than the others."""
+    """Return the number of optimizer steps of an epoch; the last one may have fewer rows."""
     micro_batches = ceil(ceil(sequences / config.train.micro_batch) / data_ranks(config.parallel))
     return ceil(micro_batches / config.train.accumulate)
 
 
 def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
-    """Count documents by length.
-
-    Returns:
-        (shortest length, longest length, number of documents) of each bin, in tokens. There are at most `BINS` bins,
-        all of the same width.
-    """
+    """Return (shortest length, longest length, number of documents) for up to `BINS` bins of equal width, in tokens."""
     longest = int(counts.lengths.max())
     width = ceil((longest + 1) / min(BINS, longest))
     found = np.bincount(counts.lengths // width)
@@ -115,7 +107,7 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
 
 
 def notes(counts: DataCounts) -> list[str]:
-    """Return a sentence for each way in which the assistant's tokens were found in chats."""
+    """Return a sentence for each way in which the assistant's part of chats was found."""
     return [f"{count:,} chats: {MARKINGS[marking]}" for marking, count in counts.chats.items()]
 
 
@@ -148,10 +140,7 @@ def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> 
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
-    """Return the text that each token adds.
-
-    If several tokens make up one character, the last of them has it and the others have "".
-    """
+    """Return the text that each token adds; of several tokens that make up one character, the last has it."""
     texts, before = [], ""
     for count in range(1, len(ids) + 1):
         text: Any = tokenizer.decode(ids[:count].tolist(), clean_up_tokenization_spaces=False)

@@ -35,9 +35,7 @@ class Reading:
         documents: index of each document, in the order of the source.
         records: for each document, the index of the first document of its record. A chat may have several documents.
         dropped: documents left out because they are too long, or because cutting left no token to train on.
-        cut: documents whose end was left out because they are too long.
-        unended: those of the cut documents that end within the first stretch that is trained on.
-        chats: number of chats, by how the assistant's text was found (`MARKINGS`).
+        cut, unended, chats: as in `DataCounts` (load.py).
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))
@@ -63,7 +61,6 @@ def read_documents(
         longest: maximum tokens of a prompt with its completion, or of a chat. Longer plain text is cut into several
             sequences later.
         too_long: whether a longer prompt or chat is reported as an error, dropped, or truncated.
-        documents: the documents are appended here.
 
     Raises:
         UserError: the source is empty, the tokenizer lacks what the format needs, or records cannot be used. The
@@ -118,10 +115,7 @@ def read_documents(
 
 
 class _Problems:
-    """Collects the problems of records.
-
-    Messages that differ only in numbers are counted together. Only messages that may be printed are kept.
-    """
+    """Collects the problems of records; messages that differ only in numbers are counted together."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -156,7 +150,7 @@ class _Problems:
 
 
 def _conversion(name: str, record: dict[str, Any]) -> Iterator[str]:
-    """Yield a shell command that converts the file, if the keys of `record` suggest which ones to rename."""
+    """Yield a shell command that renames the keys of a file's records, if those of `record` suggest how."""
     asks, answers, texts = ([key for key in keys if key in record] for keys in (_ASKS, _ANSWERS, _TEXTS))
     names = {asks[0]: "instruction", answers[0]: "output"} if asks and answers else {texts[0]: "text"} if texts else {}
     names = {old: new for old, new in names.items() if old != new}

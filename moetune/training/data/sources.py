@@ -59,12 +59,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one file or data set, which can be iterated over once.
+    """A file or data set, whose rows can be iterated over once.
 
     Attributes:
         name: the source's name in messages, such as `data.jsonl`.
         unit: what `Row.number` counts, for messages such as `line 3`.
-        rows: the records.
     """
 
     name: str
@@ -75,11 +74,7 @@ class Source:
 def open_sources(spec: str) -> list[Source]:
     """Open what a spec names: a file, a folder, a data set of the catalog, or one on the hub, tried in this order.
 
-    Args:
-        spec: a path or name, in the forms listed at the top of this file.
-
-    Returns:
-        One source, or several for a folder.
+    A folder gives one source for each file.
 
     Raises:
         UserError: nothing has this name, or it cannot be read. The message suggests the nearest existing name.
@@ -105,11 +100,7 @@ def open_sources(spec: str) -> list[Source]:
 
 
 def _files_in(spec: str, folder: Path) -> list[Path]:
-    """Return the record files in a folder and its subfolders, sorted; text files if there are no record files.
-
-    Raises:
-        UserError: the folder has neither.
-    """
+    """Return the record files below a folder, sorted, or else its text files; `UserError` if it has neither."""
     files = sorted(f for f in folder.rglob("*") if f.is_file() and not f.name.startswith("."))
     for suffixes in (RECORD_SUFFIXES, TEXT_SUFFIXES):
         if found := [file for file in files if file.suffix.lower() in suffixes]:
@@ -128,7 +119,7 @@ def _catalog_root() -> Traversable:
 
 
 def looks_like_a_file(spec: str) -> bool:
-    """Return whether a spec is meant as a path, judging by its spelling, whether or not the file exists."""
+    """Return whether a spec is spelled like a path, whether or not the file exists."""
     name = spec.partition(":")[0]
     return (
         PurePath(name).suffix.lower() in FILE_SUFFIXES

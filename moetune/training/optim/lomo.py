@@ -29,11 +29,9 @@ class ScalingOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient, with `scale` times the gradient, which itself is not changed.
 
-        Args:
-            closure: not used; it is there because torch's optimizers have it.
-            scale: factor of the gradients, which are not changed themselves.
+        `closure`, which torch's optimizers have, is not used.
         """
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -42,7 +40,7 @@ class ScalingOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
-        """Update one parameter in place, with `grad` times `scale` and the settings of its parameter group."""
+        """Update one parameter in place by `scale` times `grad`, with the settings of its parameter group."""
 
 
 class Lomo(ScalingOptimizer):
@@ -62,16 +60,15 @@ class Lomo(ScalingOptimizer):
 
 
 class AdaLomo(ScalingOptimizer):
-    """Scales each element of the gradient by the mean squares of its row and of its column.
+    """AdaLomo: divides each element of the gradient by running means of squares, of its row and of its column.
 
     A tensor with more than two dimensions is a stack of matrices, each updated on its own. The state of a matrix [R, C]
     is R + C float32 numbers, that of a vector one float32 number per element.
 
     Args:
-        params, lr, weight_decay: as in torch's optimizers.
         decay_rate: at step t, the decay of the average v is 1 - t^-decay_rate.
-        threshold: d in the module's formulas, the largest RMS of an update before it is multiplied by η'.
-        eps: a number added to g², and the smallest RMS(w) that is used, ε in the formulas.
+        threshold: d in the module's formulas, the largest RMS of û before û is scaled down.
+        eps: a number added to g²; and ε in the formulas, the smallest RMS(w) that is used.
     """
 
     def __init__(
@@ -87,8 +84,8 @@ class AdaLomo(ScalingOptimizer):
         super().__init__(params, defaults | {"eps": eps})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load states as `torch.optim.Optimizer` does, but keep them in float32, copied."""
-        super().load_state_dict(state_dict)  # casts states to the dtype of the weights; they must be float32
+        """Load copies of states as `torch.optim.Optimizer` does, but in float32 instead of the weights' dtype."""
+        super().load_state_dict(state_dict)
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -134,7 +131,7 @@ class AdaLomo(ScalingOptimizer):
             _descend(weight, partial(_scaled, gradient, by_row, by_column), rate, group)
 
     def _rate(self, group: dict[str, Any], step: int) -> float:
-        """Return η of step `step`, counted from 1."""
+        """Return η at a step, counted from 1."""
         return group["lr"]
 
 
@@ -146,13 +143,13 @@ class Adafactor(AdaLomo):
 
 
 def _scaled(gradient: Tensor, by_row: Tensor, by_column: Tensor, where: slice) -> Tensor:
-    """Return the update before its RMS is limited, û = gradient · by_row · by_column, of the rows `where`, in float32.
+    """Return rows of û = gradient · by_row · by_column, the update before its RMS is limited: float32 [rows, C].
 
     Args:
         gradient: [R, C], of the whole matrix.
         by_row: [R, 1], reciprocal roots of the second moments of the rows, divided by their mean.
         by_column: [C], reciprocal roots of the second moments of the columns.
-        where: the rows to compute; the result is [rows, C].
+        where: the rows to compute.
     """
     return gradient[where].float() * by_row[where] * by_column
 

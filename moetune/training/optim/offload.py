@@ -27,26 +27,16 @@ from moetune.training.optim.values import bound_
 
 
 class HostCopies:
-    """Copies to the host and back, on one CUDA stream for each direction; shared by all parameters of a device.
-
-    Attributes:
-        out: the stream of copies to the host.
-        back: the stream of copies to the device.
-    """
+    """Copies to the host (`out`) and back, each on a CUDA stream of its own; shared by all parameters of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.out, self.back = CopyStream(device), CopyStream(device)
         self._leaving: tuple[Tensor, AsyncCopy] | None = None
 
     def send(self, tensor: Tensor, target: Tensor) -> AsyncCopy:
-        """Start a copy to the host, and free the tensor that was sent before, after its copy is done.
+        """Start to copy `tensor` to `target`, a host tensor of the same shape and dtype; return the copy under way.
 
-        Args:
-            tensor: a tensor on the device; kept alive until the next `send` or `finish`.
-            target: a host tensor of the same shape and dtype, which is overwritten.
-
-        Returns:
-            the copy under way; its `read` waits for it.
+        Wait for the copy before it, and free its tensor. This `tensor` is kept alive until the next `send` or `finish`.
         """
         copy = self.out.copy(tensor, target)
         if self._leaving is not None:
@@ -55,7 +45,7 @@ class HostCopies:
         return copy
 
     def finish(self) -> None:
-        """Free the tensor that was sent last, after its copy is done."""
+        """Wait for the last copy to the host, and free its tensor."""
         if self._leaving is not None:
             self._leaving[1].wait()
             self._leaving = None
@@ -63,9 +53,6 @@ class HostCopies:
 
 class HostUpdater(Updater):
     """Updates one parameter on the host, where its float32 weights, gradient and optimizer states are.
-
-    Args:
-        make: makes the optimizer over a list of parameters.
 
     Attributes:
         wire: host buffer for copies from and to the GPU, with shape and dtype of the parameter.
@@ -91,7 +78,7 @@ class HostUpdater(Updater):
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
-        """Start to copy the gradient to the host, where it is added to the step's sum; set `parameter.grad` to None."""
+        """Start to copy `parameter.grad` to the host, where it is added to the step's sum, and set it to None."""
         assert parameter.grad is not None
         self._receive()
         self._arriving = self.host_copies.send(parameter.grad, self.wire)
@@ -115,9 +102,9 @@ class HostUpdater(Updater):
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
-        """Update the float32 weights on the host, with the gradient times `scale`, and copy them to the parameter.
+        """Update the float32 weights by `scale` times the gradient, if there is one, and copy them to the parameter.
 
-        Does nothing without a gradient. The gradient is discarded.
+        The gradient is discarded.
         """
         self._receive()
         if not self._has_gradient:

@@ -1,4 +1,4 @@
-"""Make the optimizers of a run: one for each group of parameters with equal settings, used together as one."""
+"""Make the optimizers of a run: one for each group of parameters with equal settings, combined into one."""
 
 from __future__ import annotations
 
@@ -47,11 +47,7 @@ class CombinedOptimizer:
         return dict(chain.from_iterable(updater.optimizer.state.items() for updater in self.updaters))
 
     def step(self, scale: float = 1.0) -> None:
-        """Update all parameters except those that were updated in the backward pass (`fused_backward`).
-
-        Args:
-            scale: factor of the gradients.
-        """
+        """Update all parameters, by `scale` times the gradients, but those that the backward pass has updated."""
         for updater in self.updaters:
             if not updater.fused:
                 updater.step(scale)
@@ -125,9 +121,9 @@ def optimizer_over(parameters: list[nn.Parameter], config: OptimizerConfig) -> t
 def _maker(config: OptimizerConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     """Return a function that makes an optimizer with these settings over a list of parameters.
 
-    Weight decay applies to tensors of two or more dimensions, not to biases and norms. `fused` is set because torch's
-    default differs between CPU and GPU; the fused kernels need no temporary of a parameter's size. All 8-bit optimizers
-    that one such function makes share their quantization tables.
+    Weight decay applies to tensors of two or more dimensions, not to biases and norms. torch's fused kernels are used
+    on CPU and GPU, because they need no temporary of a parameter's size. All 8-bit optimizers that one such function
+    makes share their quantization tables.
     """
     tables: dict[str, Tensor] = {}
 

@@ -12,7 +12,7 @@ _SMALLEST_8BIT = 4096  # elements; bitsandbytes keeps float32 states for tensors
 
 
 def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) -> int:
-    """Return the bytes of the optimizer states of one tensor, for n elements of `width` bytes:
+    """Return the bytes of the optimizer states of one tensor of n elements, of `width` bytes each:
 
         adamw                2·n·width + 4 (the step count)
         paged_adamw          8·n
@@ -21,9 +21,7 @@ def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) 
         sgd                  n·width with momentum, else 0
         lomo                 0
 
-    Args:
-        shape: shape of the tensor that is updated, on this rank.
-        width: bytes per element of the tensor that is updated: 4 for a float32 copy.
+    The tensor is the one that is updated, on this rank: `width` is 4 for a float32 copy.
     """
     numel = math.prod(shape)
     if optimizer.name in _MOMENTS_8BIT:
@@ -42,11 +40,9 @@ def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) 
 
 
 def saved_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) -> int:
-    """Return the bytes of a parameter in a checkpoint: its weights, their float32 copy if it is kept, and its states.
+    """Return the bytes of a parameter in a checkpoint, of `shape` on this rank and `width` bytes an element.
 
-    Args:
-        shape: shape of the parameter, on this rank.
-        width: bytes per element of the parameter.
+    They are its weights, their float32 copy if it is kept, and its optimizer states.
     """
     in_float32 = optimizer.offload or (optimizer.master_weights != "none" and width < 4)
     kept = optimizer.offload or (optimizer.master_weights == "fp32" and width < 4)

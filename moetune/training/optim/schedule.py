@@ -8,16 +8,13 @@ from moetune.config.schema import TrainConfig
 
 
 def rate_factor(train: TrainConfig, step: int) -> float:
-    """Return the factor of an update by which every configured learning rate is multiplied, from 0 to 1.
+    """Return the factor, from 0 to 1, by which learning rates are multiplied in the update after `step` others.
 
-    With w = `train.warmup` and n = `train.steps`, the factor of step s is s / w below w; from then on
+    With s = `step`, w = `train.warmup` and n = `train.steps`, it is s / w below w; from then on
 
         constant    1
         linear      (n - s) / (n - w)
         cosine      (1 + cos(π·(s - w) / (n - w))) / 2
-
-    Args:
-        step: number of updates before this one, so 0 for the first.
     """
     if step < train.warmup:
         return step / train.warmup

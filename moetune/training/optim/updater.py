@@ -64,11 +64,7 @@ class Updater:
 
     @torch.no_grad()
     def step(self, scale: float = 1.0) -> None:
-        """Update the parameters that have a gradient; others stay as they are.
-
-        Args:
-            scale: factor of the gradients, which may be scaled in place.
-        """
+        """Update the parameters that have a gradient, by `scale` times it; gradients may be scaled in place."""
         scaling = self.optimizer if isinstance(self.optimizer, ScalingOptimizer) else None
         for parameter, shard in self.shards.items():
             if parameter.grad is None or not shard.numel():
@@ -110,9 +106,9 @@ class Updater:
         return iter(self.copies.values()) if self.masters == "fp32" else iter(())
 
     def saved(self) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
-        """Yield what a checkpoint holds: each parameter, this rank's weights, and its states by name.
+        """Yield what a checkpoint holds, uncopied: each parameter, this rank's weights, and its states by name.
 
-        A float32 copy that is kept is the state `master`. The tensors are not copied.
+        A float32 copy that is kept is the state `master`.
         """
         for parameter, updated in self.updates():
             states = dict(self.optimizer.state.get(updated, {}))
@@ -122,9 +118,9 @@ class Updater:
 
     @torch.no_grad()
     def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Load states as `saved` yields them, parameter -> states, for every parameter of this updater.
+        """Load the states of every parameter of this updater, as `saved` yields them; `master` into the float32 copy.
 
-        `master` is copied into the float32 copy. The weights themselves are restored by `checkpoint.read_trained`.
+        The weights themselves are restored by `checkpoint.read_trained`.
         """
         owners = {updated: parameter for parameter, updated in self.updates()}
         groups = self.optimizer.state_dict()["param_groups"]
@@ -144,9 +140,9 @@ class Updater:
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the part of a parameter that this rank updates: itself, or its local shard as a new parameter.
+    """Return the part of a parameter that this rank updates: itself, or for a DTensor a new parameter of its shard.
 
-    The new parameter shares the storage of the DTensor.
+    Storage is shared.
     """
     part = local_tensor(parameter)
     return parameter if part is parameter else nn.Parameter(part.detach(), parameter.requires_grad)
@@ -159,16 +155,12 @@ def _nothing(parameter: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def round_stochastically_(weight: Tensor, value: Tensor) -> None:
-    """Round float32 `value` into 16-bit `weight`, to one of the two neighbours, so that the expected result is `value`.
+    """Round float32 `value` into bfloat16 or float16 `weight`, both contiguous; the expected result is `value`.
 
-    The probability of rounding away from zero is the distance of `value` from the neighbour nearer to zero, over the
-    gap between the neighbours. A bfloat16 is the upper half of a float32: adding 16 random bits to the lower half
-    carries into the upper half with just this probability, and the lower half is then cut off. float16 has 13 bits
-    fewer than float32 in its normal range.
-
-    Args:
-        weight: a contiguous bfloat16 or float16 tensor, which is overwritten.
-        value: a contiguous float32 tensor of the same size.
+    A value is rounded to one of its two neighbours. The probability of the one farther from zero is the distance from
+    the other, over the gap between them. A bfloat16 is the upper half of a float32: adding 16 random bits to the lower
+    half carries into the upper half with just this probability, and the lower half is then cut off. Of a float16, in
+    its normal range, 13 bits are cut off.
     """
     dropped = {torch.bfloat16: 16, torch.float16: 13}[weight.dtype]
     flat, exact = weight.view(-1), value.view(-1)

@@ -1,4 +1,4 @@
-"""Helpers for the tensors of a step: a number as float, clipping, norms, random generator states.
+"""Helpers for the tensors of a step: reading a number, clipping, norms, random generator states.
 
 A prediction runs the same step on fake tensors, which have no values. So the step reads numbers only by `as_float`.
 """
@@ -30,17 +30,16 @@ def bound_(gradient: Tensor, bound: float) -> None:
 
 
 def norm_of(gradients: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients together, a float32 tensor of one element.
+    """Return the 2-norm of one or more gradients together, a scalar.
 
-    It is computed in float32, because the norm of float16 gradients can overflow float16. At least one gradient is
-    needed.
+    It is computed in float32, because the norm of float16 gradients can overflow float16.
     """
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
-    """Return copies of the random generators' states that a step on `device` uses: the CPU's and a GPU's own."""
+    """Return copies of the states of the random generators that a step on `device` uses: the CPU's and a GPU's."""
     states = [torch.get_rng_state()]
     return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
 

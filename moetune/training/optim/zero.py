@@ -16,12 +16,7 @@ from moetune.training.optim.updater import MakeOptimizer, Updater
 class ZeroUpdater(Updater):
     """Updates all parameters that train by DeepSpeed's engine, which also clips the gradients.
 
-    Args:
-        make: makes torch's optimizer over a list of parameters.
-        settings: DeepSpeed's configuration, from `deepspeed_json`.
-
-    Attributes:
-        engine: DeepSpeed's engine.
+    `settings` is DeepSpeed's configuration, from `deepspeed_json`.
     """
 
     def __init__(

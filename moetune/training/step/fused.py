@@ -1,11 +1,9 @@
 """Optimizer updates inside the backward pass: a parameter is updated as soon as its gradient is complete.
 
-The gradient is then freed. Parameters whose optimizer runs on the host (optim/offload.py) have their gradient copied
-there instead.
-
-So the largest single gradient is in memory at a time, and not the sum of all (LOMO, arXiv 2306.09782, section 3.1).
-Expert banks call the post-accumulate-gradient hook themselves, for one matrix at a time, so that the gradients of a
-layer's experts are not in memory together.
+The gradient is then freed, so that one gradient is in memory at a time, not all (LOMO, arXiv 2306.09782, section 3.1).
+For a parameter whose optimizer runs on the host (optim/offload.py), the gradient is copied there instead. Expert banks
+call the post-accumulate-gradient hook themselves, for one matrix at a time, so that the gradients of a layer's experts
+are not in memory together.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from moetune.training.step.observer import StepObserver
 
 
 class GradientNorms:
-    """The norms of the gradients that one backward pass computed."""
+    """Norms of the gradients of one backward pass, kept after the gradients are freed."""
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self._names = names
@@ -41,7 +39,7 @@ class GradientNorms:
         return self._squares[-1]
 
     def norm(self) -> Tensor | None:
-        """Return the norm of all measured gradients taken together, a scalar on the device; None if there are none."""
+        """Return the norm of all measured gradients together, a scalar on the device; None if there are none."""
         return torch.stack(self._squares).sum().sqrt() if self._squares else None
 
     def broken(self) -> list[str]:
@@ -56,10 +54,7 @@ class GradientNorms:
 
 
 class FusedBackward:
-    """Post-accumulate-gradient hooks on all trained parameters.
-
-    The hooks act only inside `measuring` and `updating`.
-    """
+    """Post-accumulate-gradient hooks on all trained parameters, which act only inside `measuring` and `updating`."""
 
     def __init__(self, adapted: Adapted, optimizer: CombinedOptimizer, observer: StepObserver) -> None:
         self.names = {parameter: name for name, parameter in adapted.trainable().items()}
@@ -78,12 +73,9 @@ class FusedBackward:
 
     @contextmanager
     def measuring(self, max_value: float = 0.0) -> Iterator[GradientNorms]:
-        """Measure and free every gradient computed inside the `with` block, into the `GradientNorms` that is yielded.
+        """Measure every gradient computed inside the `with` block into the yielded `GradientNorms`, and free it.
 
-        No weight is changed.
-
-        Args:
-            max_value: gradients are first clipped to ±max_value, element by element; 0 for no clipping.
+        No weight is changed. Gradients are first clipped to ±max_value, element by element; 0 for no clipping.
         """
         measured = GradientNorms(self.names)
 
@@ -98,14 +90,14 @@ class FusedBackward:
     def updating(self, scale: float, max_value: float = 0.0, *, checked: bool) -> Iterator[GradientNorms]:
         """Update parameters inside the `with` block as soon as their gradient is complete, and free the gradient.
 
-        Gradients of parameters that are updated on the host are copied there; gradients of parameters with any other
-        optimizer are kept in `.grad`.
+        This holds for optimizers with `fused_backward`. Gradients of parameters that are updated on the host are copied
+        there; all others stay in `.grad`.
 
         Args:
             scale: factor of the gradients in the update.
             max_value: gradients are first clipped to ±max_value, element by element; 0 for no clipping.
-            checked: the gradients are known to be finite. Otherwise each gradient is measured into the yielded
-                `GradientNorms`, and from the first that is not finite on no parameter is updated.
+            checked: whether the gradients are known to be finite. If not, each is measured into the yielded
+                `GradientNorms`, and after the first that is not finite no parameter is updated.
         """
         measured, is_broken = GradientNorms(self.names), False
 
@@ -148,7 +140,7 @@ class FusedBackward:
             self._use(parameter)
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that an expert bank computed to `parameter.grad`, and call the hook of the parameter."""
+        """Add a gradient that an expert bank computed to `parameter.grad`, and run the parameter's hook."""
         self.observer.eager_gradient(gradient)
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._arrived(parameter)

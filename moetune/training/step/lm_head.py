@@ -34,9 +34,7 @@ class HeadSizes(Protocol):
 
 
 class LMHead:
-    """A callable that maps hidden states [n, H] to logits [n, V].
-
-    `split` creates it, and it may be called only inside that `with split(...)` block, which replaces the decoder stack.
+    """Maps hidden states [n, H] to logits [n, V]; made by `split`, and to be called only inside its `with` block.
 
     Attributes:
         trained: parameters that the logits are computed from and that require a gradient; empty if gradients are
@@ -44,7 +42,7 @@ class LMHead:
         vocabulary: V, the number of logits per token.
         width: bytes of one logit.
         row_bytes: bytes per token of all tensors [n, V] that the head allocates: V·width for a linear map, more if it
-            also scales, caps or casts the logits. The backward pass of the head needs no more than these at any time.
+            also scales, caps or casts the logits. Its backward pass never needs more.
     """
 
     def __init__(self, logits_of: Callable[[Tensor], Tensor], empty_BoH: Tensor) -> None:
@@ -64,11 +62,9 @@ class LMHead:
 def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[Tensor, LMHead]]:
     """Run the decoder stack on `inputs`; yield its hidden states [B, S, H] and the `LMHead`.
 
-    While the `with` block runs, the model's decoder stack is replaced, so the model must not be called directly. Calls
-    of the `LMHead` run no module of the stack and none of its hooks.
-
-    Args:
-        inputs: keyword arguments of the model's forward pass, without `labels` and `use_cache`.
+    Inside the `with` block the decoder stack is replaced, so the model must not be called directly, and calls of the
+    `LMHead` run no module of the stack and none of its hooks. `inputs` are those of the model's forward pass, without
+    `labels` and `use_cache`.
     """
     stack = decoder_stack(model)
     path = next(path for path, module in model.named_modules() if module is stack)
@@ -98,7 +94,7 @@ def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[T
 
 
 class _Answering(nn.Module):
-    """Stands in for the decoder stack: calls run the function `answer`, other attributes are those of the stack."""
+    """Replaces the decoder stack: a call runs the function `answer`, other attributes are those of the stack."""
 
     answer: Callable[..., Any]
 
@@ -114,7 +110,7 @@ class _Answering(nn.Module):
 
 
 def _answer_like(output: Any) -> Callable[[Tensor], Any]:
-    """Return a function that wraps hidden states in the type of `output` (tuple or ModelOutput), other fields None."""
+    """Return a function that puts hidden states in a tuple or ModelOutput like `output`, other fields None."""
     if isinstance(output, tuple):
         rest = (None,) * (len(output) - 1)
         return lambda hidden: (hidden, *rest)
@@ -123,7 +119,7 @@ def _answer_like(output: Any) -> Callable[[Tensor], Any]:
 
 
 class _EmptyTensors(TorchDispatchMode):
-    """Collects the empty tensors that operations create within the `with` block, one for each distinct storage."""
+    """Collects the empty tensors that operations create inside the `with` block, one for each storage."""
 
     def __enter__(self) -> list[Tensor]:
         self.made: list[Tensor] = []
@@ -140,7 +136,7 @@ class _EmptyTensors(TorchDispatchMode):
 
 
 def _leaves(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the parameters that require a gradient and that `tensor` was computed from, by walking its graph."""
+    """Return the parameters that require a gradient and that `tensor` was computed from, found in its graph."""
     found: dict[int, Tensor] = {}
     nodes, seen = [tensor.grad_fn], set[Any]()
     while nodes:

@@ -52,22 +52,17 @@ class Chunks:
 
     @classmethod
     def of(cls, memory: int | None, head: HeadSizes, tokens: int) -> Chunks:
-        """Return the largest chunks that fit in `memory` bytes.
-
-        Args:
-            memory: bytes for the logits of one chunk (a chunk has at least one token); None puts all tokens in one
-                chunk.
-        """
+        """Return the largest chunks whose logits fit in `memory` bytes (None: all tokens in one chunk)."""
         size = chunk_tokens(memory, head.vocabulary, head.width, head.row_bytes, tokens)
         return cls(tokens, size, size if head.width == 4 else min(size, block_tokens(memory, head.vocabulary)))
 
     def slices(self) -> Iterator[slice]:
-        """Yield the slice of the batch's tokens that makes up each chunk."""
+        """Yield each chunk as a slice of the batch's tokens."""
         for start in range(0, self.tokens, self.size):
             yield slice(start, start + self.size)
 
     def blocks(self, tokens: int) -> Iterator[slice]:
-        """Yield the slice of a chunk's tokens that makes up each block, for a chunk of `tokens` tokens."""
+        """Yield each block of a chunk of `tokens` tokens, as a slice of them."""
         for start in range(0, tokens, self.block):
             yield slice(start, start + self.block)
 
@@ -76,13 +71,8 @@ def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int
     """Return n, the number of tokens of a chunk: as many as fit in `memory` bytes, at least 1, at most `tokens`.
 
     A chunk takes n·row_bytes for its logits and, if these are narrower than float32, 4·V·b for a block of b ≤ n tokens
-    in float32: about half of the memory.
-
-    Args:
-        memory: bytes for one chunk; None if all tokens are one chunk.
-        vocabulary: V, the number of logits per token.
-        width: bytes of one logit.
-        row_bytes: bytes per token of the tensors [n, V] that the LM head allocates, as in `LMHead`.
+    in float32: about half of the memory. None for `memory` makes one chunk. `vocabulary` (V), `width` and `row_bytes`
+    are those of the `LMHead`.
     """
     if memory is None:
         return tokens
@@ -94,9 +84,10 @@ def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int
 
 
 def block_tokens(memory: int | None, vocabulary: int) -> int:
-    """Return the number of tokens of a block, whose logits are in float32 at the same time.
+    """Return b, the number of tokens of a block.
 
-    They take half of a chunk's memory, because each block is twenty launches, but at least `BLOCK_ELEMENTS`.
+    Its logits take half of a chunk's memory, or are `BLOCK_ELEMENTS` if that is more, because each block is twenty
+    launches.
     """
     return max(1, max(BLOCK_ELEMENTS, (memory or 0) // 8) // vocabulary)
 
@@ -173,8 +164,8 @@ class _CrossEntropy(torch.autograd.Function):
 def _each_in_its_own_memory(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients that can be scaled in place: copies of those that are expanded or share memory with another.
 
-    No returned tensor is a view: a view would keep its base's memory alive, and autograd would not accumulate the
-    gradient of a tied embedding in place.
+    No result is a view, which would keep its base's memory alive and keep autograd from accumulating the gradient of a
+    tied embedding in place.
     """
     own: list[Tensor] = []
     bases: list[Tensor] = []
@@ -189,8 +180,8 @@ def _each_in_its_own_memory(gradients: Sequence[Tensor]) -> list[Tensor]:
 def _added(sums: list[Tensor], more: Sequence[Tensor], *, alone: bool) -> list[Tensor]:
     """Add the gradients of a chunk, `more`, to `sums` in place, and return the sums.
 
-    Sums are kept in float32, so that they are rounded once however many chunks there are. `alone` says that there is
-    only one chunk, whose gradients are then returned as they are.
+    They are in float32, to be rounded once. If there is only one chunk (`alone`), its gradients are returned as they
+    are.
     """
     if not sums:
         return list(more) if alone else [gradient.float() for gradient in more]

@@ -24,7 +24,8 @@ class MicroStep:
 
     Attributes:
         loss: token loss of the micro-batch over the loss tokens of the whole step, so that a step's micro-steps add up.
-        router_loss: weighted sum of the router losses, with the same weighting by tokens; None if both are off.
+        router_loss: weighted sum of the router losses, times the micro-batch's share of the step's loss tokens; None if
+            both are off.
         load: layer index -> number of tokens that each expert received, float [E].
     """
 
@@ -54,10 +55,9 @@ def token_loss(
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, batch: Batch, memory: int | Chunks | None = LEAST) -> tuple[Tensor, Tensor]:
-    """Return (summed token loss, number of predicted tokens) of a batch, as scalars on the device, without gradients.
+    """Return (summed token loss, number of predicted tokens) of a batch, as scalars on the device.
 
-    Args:
-        memory: as in `token_loss`.
+    `memory` is as in `token_loss`.
     """
     return token_loss(model, batch, memory=memory), count_loss_tokens(batch)
 
@@ -77,8 +77,7 @@ def micro_step(
         total_tokens: predicted tokens of the whole step, summed over micro-batches and ranks. The loss is divided by
             it, so that 4 micro-batches of 1 row give the same step as 1 of 4 rows, whatever their lengths. Router
             losses are weighted by the micro-batch's share of these tokens.
-        watch: records the routing of the forward pass.
-        backward: function that runs the backward pass of a scalar loss.
+        backward: runs the backward pass of a scalar loss.
         memory: as in `token_loss`.
     """
     shape_routing = bool(config.router_aux_loss or config.router_z_loss)

@@ -1,4 +1,4 @@
-"""Observers that a `Stepper` notifies of backward passes and of gradients computed outside autograd."""
+"""Observers that a `Stepper` notifies of backward passes and of gradients that no autograd hook sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class StepObserver:
-    """Base class of observers, whose methods a `Stepper` calls. The methods of this class do nothing."""
+    """Base class of observers, which does nothing; a `Stepper` calls its methods."""
 
     def backward(self) -> AbstractContextManager[None]:
         """Return a context manager within which each backward pass runs."""
@@ -27,7 +27,7 @@ class Where(StepObserver):
     Attributes:
         step: number of the optimizer step, from 1.
         micro_step: number of the micro-batch in the step, from 0.
-        phase: what is running: `load`, `forward`, `backward` or another phase of a trace.
+        phase: what is running: `load`, `forward`, `backward`, `optimizer` or `evaluation`.
     """
 
     step: int = 1

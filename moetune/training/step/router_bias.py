@@ -18,12 +18,9 @@ from moetune.adapt.build import Adapted
 
 
 class RouterBiases:
-    """Updates the routers' correction biases, so that experts receive equally many tokens.
+    """Updates the routers' correction biases after each step, so that experts receive equally many tokens.
 
-    A correction bias is added to an expert's score when experts are chosen, not to its routing weight. After each step
-    the bias rises by `train.router_bias_rate` if the expert received fewer tokens than the layer's mean, and falls by
-    as much if it received more (auxiliary-loss-free balancing, arXiv:2408.15664). Only layers whose router trains are
-    updated; without `train.router_bias_rate` all methods do nothing.
+    Only layers whose router trains are updated; without `train.router_bias_rate` all methods do nothing.
     """
 
     def __init__(self, adapted: Adapted) -> None:
@@ -33,11 +30,7 @@ class RouterBiases:
         self._load: dict[int, Tensor] = {}
 
     def count(self, load: Mapping[int, Tensor]) -> None:
-        """Add the expert load of a micro-step.
-
-        Args:
-            load: layer index -> tokens that each expert received, [E].
-        """
+        """Add the expert load of a micro-step, layer index -> tokens [E]."""
         for layer in self._biases:
             if layer in self._load:
                 self._load[layer] += load[layer]

@@ -48,9 +48,6 @@ class RouterWatch:
     """Registers hooks on every router and expert bank of a model, which record routing inside `recording()`.
 
     End the recording before the backward pass; otherwise the recomputation of a checkpointed layer is recorded too.
-
-    Attributes:
-        layers: layer index -> the MoE layer.
     """
 
     def __init__(self, adapted: Adapted) -> None:
@@ -101,8 +98,7 @@ class RouterWatch:
     def losses(self, routed: Routed, *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
         """Return the scalars (balance loss, z-loss) over all layers, by the formulas at the top of this file.
 
-        If layers differ in their number of experts, the balance loss is computed for each number of experts and
-        averaged.
+        If layers differ in their number of experts, a balance loss is computed for each number, and averaged.
 
         Args:
             routed: a recording made with `logits=True`.
@@ -138,7 +134,7 @@ class RouterWatch:
 def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
     """Return how many unmasked tokens chose each expert, float [num_experts].
 
-    A choice with weight 0 does not count: ZAYA marks tokens that skip the experts that way.
+    A choice with weight 0 does not count: in ZAYA it means that the token skips the experts.
     """
     chosen_TK = weights_TK.reshape(-1, ids_TK.shape[-1])
     counts_TK = chosen_TK.bool() if mask is None else torch.logical_and(chosen_TK, mask.flatten()[:, None])
@@ -147,7 +143,7 @@ def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor |
 
 
 def refuse_silent_routers(adapted: Adapted) -> None:
-    """Run the model on two tokens and raise `UserError` if a router returns no logits, which the router losses need."""
+    """Raise `UserError` if a router returns no logits, which the router losses need; the model is run on two tokens."""
     watch = RouterWatch(adapted)
     ids = torch.zeros(1, 2, dtype=torch.long, device=adapted.model.device)
     was_training = adapted.model.training

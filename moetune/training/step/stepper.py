@@ -8,7 +8,7 @@ Training, memory predictions and memory measurements all run this code. There ar
                            again, with the same random numbers, which updates (LOMO, arXiv 2306.09782, section 3.3)
 
 A gradient that is not finite never updates a weight. A plain step, and a fused step with a norm, then updates no weight
-at all. A fused step without a norm has by then updated the parameters that the backward pass reached before.
+at all; a fused step without a norm has already updated the parameters that the backward pass reached before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Reduced:
     Attributes:
         norm: norm of all gradients before clipping, a scalar on the device.
         loss: token loss of the step, a scalar on the device.
-        scale: factor that the update multiplies gradients with; None if a gradient is not finite, so no update follows.
+        scale: factor of the gradients in the update; None if one is not finite, so that no update follows.
     """
 
     norm: Tensor
@@ -58,11 +58,9 @@ class Reduced:
 class Stepper:
     """Runs optimizer steps: `micro_step` for each micro-batch, then `finish` (`reduce_and_clip` and `update`).
 
-    Args:
-        watch: records routing; created for the model if None.
-        observer: notified of backward passes; if None, nothing is notified.
-
     Attributes:
+        watch: records routing.
+        observer: notified of backward passes.
         engine: DeepSpeed's engine if it reduces and updates; None otherwise.
         fused: the hooks that update or offload parameters in the backward pass; None if there are no such parameters.
         loss_scale: dynamic loss scale of float16 runs; None in others.
@@ -88,13 +86,13 @@ class Stepper:
         self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
         self._stack = decoder_stack(adapted.model)
         self._of_experts = set(adapted.of_experts())
-        # _freed: norm of the gradients freed in backward, and names of those that were not finite.
         self.loss = torch.zeros((), device=adapted.model.device)
+        # norm of the gradients freed in backward, and names of those that were not finite
         self._freed: tuple[Tensor | None, list[str]] = None, []
 
     @property
     def measures_first(self) -> bool:
-        """Whether the backward pass updates and the norm must be known before, so that each micro-batch runs twice."""
+        """Whether each micro-batch runs twice, because updates in the backward pass need the norm of all gradients."""
         return self._updates_in_backward and (self.config.train.max_grad_norm > 0 or self.loss_scale is not None)
 
     # --- Forward and backward of each micro-batch -------------------------------------------------------------------
@@ -108,12 +106,11 @@ class Stepper:
         last: bool = True,
         chunks: Chunks | None = None,
     ) -> MicroStep:
-        """Run the forward and backward pass of a micro-batch; run both twice if the gradient norm must be known first.
+        """Run the forward and backward pass of a micro-batch; twice if the gradient norm must be known first.
 
         Args:
-            total_tokens: predicted tokens of the whole step, over micro-batches and ranks, as in
-                `micro_step.micro_step`.
-            last: this is the last micro-batch of its step, after which the ranks' gradients are reduced.
+            total_tokens: predicted tokens of the whole step, over micro-batches and ranks.
+            last: whether this is the last micro-batch of its step, after which the ranks' gradients are reduced.
             chunks: chunks of the loss; None derives them from `train.loss_memory`.
         """
         if self.engine is not None:
@@ -159,10 +156,9 @@ class Stepper:
     # --- Reduce and clip ----------------------------------------------------------------------------------------------
 
     def reduce_and_clip(self) -> Reduced:
-        """Reduce the gradients over all ranks and compute their norm and the factor by which clipping scales them.
+        """Reduce the gradients over all ranks, clip them to `train.max_grad_value`, and compute norm and scale.
 
-        Call it after the last micro-step. Only `train.max_grad_value` changes the gradients here; the update applies
-        the scale.
+        Call it after the last micro-step. The update applies the scale.
 
         Raises:
             UserError: a gradient is not finite, `train.on_nonfinite` is `stop`, and the run has no dynamic loss scale.
@@ -184,10 +180,10 @@ class Stepper:
         return Reduced(norm, loss, None)
 
     def _norm(self, left: dict[nn.Parameter, Tensor], freed: Tensor | None) -> Tensor | None:
-        """Return the norm of this rank's gradients, without the loss scale; None if the rank has no gradient.
+        """Clip this rank's gradients to `train.max_grad_value`; return their norm without loss scale, None without any.
 
         Args:
-            left: parameter -> gradient that is still in device memory; clipped in place to `train.max_grad_value`.
+            left: parameter -> gradient that is still in device memory.
             freed: norm of the gradients that the backward pass measured and freed.
         """
         if self.engine is not None:  # DeepSpeed has reduced them, so this is the norm over all ranks
@@ -209,7 +205,7 @@ class Stepper:
     def _norms(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
         """Return norms whose squares, summed over all ranks, give the squared norm of all gradients.
 
-        The squared norm of a parameter that n ranks hold is divided by n on each of them.
+        On each of n ranks that hold a parameter, its squared norm is divided by n.
         """
         by_copies: dict[int, list[Tensor]] = {}
         for parameter, gradient in gradients.items():
@@ -258,9 +254,9 @@ class Stepper:
     # --- Update -------------------------------------------------------------------------------------------------------
 
     def update(self, reduced: Reduced) -> None:
-        """Update the parameters that the backward pass did not update, then free all gradients.
+        """Update the parameters that the backward pass did not, and router biases, then free all gradients.
 
-        If `reduced.scale` is None, no parameter and no router bias is updated.
+        If `reduced.scale` is None, nothing is updated.
         """
         if reduced.scale is not None:
             self.optimizer.step(scale=reduced.scale)
@@ -270,16 +266,13 @@ class Stepper:
         self.optimizer.zero_grad()
 
     def forget(self) -> None:
-        """Discard the gradients, the loss and the expert load of this step.
-
-        Call it only if the step has not updated any weight yet.
-        """
+        """Discard the gradients, loss and expert load of this step, which must not have updated any weight yet."""
         self.optimizer.zero_grad()
         self._biases.forget()
         self.loss, self._freed = torch.zeros_like(self.loss), (None, [])
 
     def finish(self) -> Reduced:
-        """Reduce, clip and update after the last micro-step; return the reduced gradients' norm, loss and scale."""
+        """Call `reduce_and_clip` and `update`, after the last micro-step."""
         reduced = self.reduce_and_clip()
         self.update(reduced)
         return reduced
