@@ -3,7 +3,7 @@
 import difflib
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,6 +95,11 @@ def suggest(word: str, known: Iterable[str]) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a number with a noun, whose plural ends in s: `counted(2000, "expert")` is `"2,000 experts"`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def first_of(lines: Sequence[str], most: int = 10) -> list[str]:
+    """Return the first `most` lines, and `and N more` if there are more."""
+    return [*lines[:most], f"and {len(lines) - most:,} more"] if len(lines) > most else [*lines]
 
 
 def one_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from moetune.config.fields import IdsByLayer, IdSet
 from moetune.config.ranks import layers_named, rank_of
 from moetune.config.resolved import ResolvedAdapt, ResolvedLora
 from moetune.config.schema import ExpertsConfig, LoraConfig
-from moetune.errors import suggest
+from moetune.errors import first_of, suggest
 from moetune.models.components import COMPONENTS, Component
 from moetune.models.structure import ModelStructure, ParameterInfo
 
@@ -306,6 +306,4 @@ def _numbers(values: Iterable[int]) -> str:
 
 
 def _some(names: Iterable[str], most: int = 3) -> str:
-    listed = sorted(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
+    return ", ".join(first_of(sorted(names), most))

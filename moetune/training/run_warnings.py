@@ -9,7 +9,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
-from moetune.errors import UserError, counted
+from moetune.errors import UserError, counted, first_of
 from moetune.parallel.ranks import local_tensor
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
@@ -156,11 +156,10 @@ class RunWarnings:
     def _about_idle(self, idle: dict[tuple[int, int], int]) -> None:
         """Warn of idle experts, given as (layer, expert) -> number of trained parameters."""
         if idle:
-            named = ", ".join(f"{layer}:{expert}" for layer, expert in list(idle)[:8])
-            more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
+            named = ", ".join(first_of([f"{layer}:{expert}" for layer, expert in idle], 8))
             self.say(
                 "idle experts",
-                f"no token has reached {counted(len(idle), 'expert')} to be trained (layer:expert {named}{more}): "
+                f"no token has reached {counted(len(idle), 'expert')} to be trained (layer:expert {named}): "
                 f"{100 * sum(idle.values()) / self.trained:.1f} % of what trains stands idle. moetune score and select "
                 "choose experts that this data uses",
             )

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from moetune.config.load import parse
 from moetune.config.schema import RunConfig
-from moetune.errors import UserError, reading
+from moetune.errors import UserError, first_of, reading
 from moetune.json_files import read_json
 from moetune.models.hub.fingerprint import digest
 from moetune.models.hub.snapshot import small_files
@@ -32,7 +32,6 @@ FREE_ON_RESUME = {
 """Settings that a resumed run may change; a section's name stands for all of its keys."""
 FREE_ON_EXPORT = FREE_ON_RESUME | {"model.path", "model.weights"}
 """Settings that may differ between a run and its checkpoint on export: also the base, which may have moved since."""
-_MOST_PROBLEMS = 10
 CONFIG_FILE = "config.json"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}
 """Keys of a config.json whose values do not change the model."""
@@ -158,13 +157,13 @@ def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[
         UserError: a run file cannot be read.
     """
     old, new = _settings(before), _settings(now)
-    changed = [
-        f"{key}: {old.get(key)!r} before, {new.get(key)!r} now"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(key == name or key.startswith(f"{name}.") for name in free)
-    ]
-    more = len(changed) - _MOST_PROBLEMS
-    return [*changed[:_MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]
+    return first_of(
+        [
+            f"{key}: {old.get(key)!r} before, {new.get(key)!r} now"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and not any(key == name or key.startswith(f"{name}.") for name in free)
+        ]
+    )
 
 
 def _settings(run: RunConfig | Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.weights.target import out_in
-from moetune.errors import UserError
+from moetune.errors import UserError, first_of
 from moetune.models.hub.delta_folder import Delta
 from moetune.models.hub.dequantize import weights_of
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
@@ -22,7 +22,6 @@ from moetune.models.hub.tensor_files import Stored
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks, trained_name, whole_name
 
-_MOST_PROBLEMS = 10
 """Maximum number of problems that a message lists."""
 
 Rows = Callable[[Stored, int, int | None], Tensor]
@@ -95,11 +94,8 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
         if found != expected:
             problems.append(f"{target.parameter} is {[*found]} in the delta, and {[*expected]} here")
     if problems:
-        shown = problems[:_MOST_PROBLEMS]
-        more = [f"and {len(problems) - len(shown)} more"] if len(problems) > len(shown) else []
-        raise UserError(
-            f"the delta in {str(delta.folder)!r} does not fit the run's adapt: block:\n  " + "\n  ".join(shown + more)
-        )
+        lines = "\n  ".join(first_of(problems))
+        raise UserError(f"the delta in {str(delta.folder)!r} does not fit the run's adapt: block:\n  {lines}")
 
 
 def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from moetune.adapt.start_from.peft_layout import (
     split_experts,
     split_parts,
 )
-from moetune.errors import UserError, reading, shown, time_limit
+from moetune.errors import UserError, first_of, reading, shown, time_limit
 from moetune.json_files import read_json
 from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.models.structure import MoeLayer
@@ -40,7 +40,6 @@ _NOT_PLAIN = (
     "megatron_config",
 )  # fmt: skip
 """Settings of a PEFT adapter with which its layers compute something else than W·x + s·B·(A·x)."""
-_MOST_PROBLEMS = 10
 
 Tensors = Mapping[str, Tensor]
 
@@ -79,9 +78,7 @@ def _values(adapted: Adapted, folder: Path) -> dict[str, Tensor]:
     with time_limit(f"the patterns in {str(folder / CONFIG_FILE)!r}"):
         values = reading.values()
     if reading.problems:
-        shown = reading.problems[:_MOST_PROBLEMS]
-        more = len(reading.problems) - len(shown)
-        lines = "\n  ".join([*shown, f"and {more} more"] if more else shown)
+        lines = "\n  ".join(first_of(reading.problems))
         raise UserError(f"the adapter in {str(folder)!r} does not fit the run's adapt: block:\n  {lines}")
     return values
 

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from moetune.adapt.weights.random import realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import unmatched_keys
-from moetune.errors import UserError, reading
+from moetune.errors import UserError, first_of, reading
 from moetune.models.hub.dequantize import BitsAndBytes, Mxfp4, Quantized, open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import NAMES, Stored
@@ -219,5 +219,4 @@ def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
     """Raise `UserError` if `wrong`, descriptions of tensors that do not fit, is not empty; the message lists the first
     ten. `what` names the weights in it, in the plural."""
     if wrong:
-        more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-        raise UserError(f"{what} do not fit {model!r}: {'; '.join([*wrong][:10])}{more}")
+        raise UserError(f"{what} do not fit {model!r}: {'; '.join(first_of([*wrong]))}")
