@@ -56,12 +56,9 @@ def rotate_backward(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `q` and `k` of `rotate` from those of its results; the norms' weights get none.
+    """Return the gradients of `q` and `k` of `rotate` from those of its results, `dq` and `dk`; norms' weights get none.
 
-    Args:
-        dq: gradient of the rotated queries, [B, h, S, d]; `dk` likewise.
-        q: the queries, as given to `rotate`; None without norms, like `k`.
-        cos: as in `rotate`, like all that follows.
+    `q` and `k` are the inputs of `rotate`, or None without norms; all other arguments are as in `rotate`.
     """
     dq, dk = (_gradient(*one, cos, sin, eps) for one in ((dq, q, q_weight), (dk, k, k_weight)))
     return dq, dk
@@ -93,5 +90,5 @@ def _rstd(wide: Tensor, eps: float) -> Tensor:
 
 
 def _dense(heads: Tensor) -> Tensor:
-    """Return the tensor [B, h, S, d] with memory in the order [B, S, h, d]; itself if it is so already."""
+    """Return heads [B, h, S, d] with memory in the order [B, S, h, d]; a copy only if needed."""
     return heads.transpose(1, 2).contiguous().transpose(1, 2)
