@@ -39,9 +39,10 @@ class Activation(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return act [N, I], without routing weights, and the gradient of gate_up [N, O], multiplied by them.
 
-        `dact_NI` is the gradient of act before it is multiplied by the routing weights. If `dweights` [T·K] (T tokens, K
-        experts each) is not None, ⟨dact, act⟩ of each row is written to it at token · K + k: the gradient of the row's
-        routing weight. Both input tensors may be overwritten or returned; the caller must not use them afterwards.
+        `dact_NI` is the gradient of act before it is multiplied by the routing weights. If `dweights` [T·K] (T tokens,
+        K experts each) is not None, ⟨dact, act⟩ of each row is written to it at token · K + k: the gradient of the
+        row's routing weight. Both input tensors may be overwritten or returned; the caller must not use them
+        afterwards.
         """
 
 
@@ -89,7 +90,8 @@ class AutogradActivation:
 
 
 def recognize(function: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activation:
-    """Return `SwiGLU` if it computes the same as a model's activation function [N, O] -> [N, I], else `AutogradActivation`.
+    """Return `SwiGLU` if it computes the same as a model's activation function [N, O] -> [N, I], else
+    `AutogradActivation`.
 
     `alpha` and `limit`, also named `swiglu_alpha` and `swiglu_limit`, are read from the object of which `function` is a
     method. Results are compared on the CPU in float32, within 1e-5 relative plus 1e-6 absolute.

@@ -143,7 +143,8 @@ class ExpertBank(nn.Module):
     Args:
         shape: sizes and layout of one expert.
         plan: which experts of the layer train, and how.
-        activation: the model's function from gate_up rows [N, O] to act rows [N, I]; differentiable, without parameters.
+        activation: the model's function from gate_up rows [N, O] to act rows [N, I]; differentiable, without
+            parameters.
         storage: data type of the frozen experts' weights, such as "nf4".
         double_quant: quantize the scales of NF4 as well.
         dtype: data type of the fully trained experts and of the frozen experts' biases.
@@ -244,19 +245,19 @@ class ExpertBank(nn.Module):
     def put_quantized_(self, expert: int, name: ExpertTensor, *pieces: Mapping[str, Tensor]) -> None:
         """Store the weight `name`, "gate_up" or "down", of a frozen expert as a checkpoint has quantized it.
 
-        Each of `pieces` maps buffer names, such as `data` and `absmax`, to tensors. There are two pieces if gate and up are
-        quantized separately (`ExpertContext.split_gate_up`), else one. An expert that is not frozen, or that this rank does
-        not store, raises `KeyError`.
+        Each of `pieces` maps buffer names, such as `data` and `absmax`, to tensors. There are two pieces if gate and up
+        are quantized separately (`ExpertContext.split_gate_up`), else one. An expert that is not frozen, or that this
+        rank does not store, raises `KeyError`.
         """
         getattr(self, name).put_quantized_(self.frozen_slots[expert], *pieces)
 
     def groups(self, dtype: torch.dtype) -> Iterator[range]:
         """Yield consecutive ranges of slots; the experts of a range are dequantized and multiplied together.
 
-        The experts of a group are all frozen, all frozen with LoRA, or all fully trained. A group has at least one expert,
-        and at most as many as fit into `context.expert_memory` bytes, counting for each the larger of its two matrices in
-        `dtype`. With a gradient hook, each fully trained expert is a group of its own, because a group's gradients are one
-        tensor.
+        The experts of a group are all frozen, all frozen with LoRA, or all fully trained. A group has at least one
+        expert, and at most as many as fit into `context.expert_memory` bytes, counting for each the larger of its two
+        matrices in `dtype`. With a gradient hook, each fully trained expert is a group of its own, because a group's
+        gradients are one tensor.
         """
         largest = max(math.prod(self.gate_up.shape), math.prod(self.down.shape))
         most = max(1, min(self.context.expert_memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
@@ -299,8 +300,8 @@ class ExpertBank(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Apply each token's experts: return the sums [T, H] of their outputs times the routing weights [T, K].
 
-        `hidden_states` is [T, H]. `top_k_index` [T, K] holds expert ids if there is a dispatcher, else positions in `held`,
-        which are the ids if this rank stores all experts.
+        `hidden_states` is [T, H]. `top_k_index` [T, K] holds expert ids if there is a dispatcher, else positions in
+        `held`, which are the ids if this rank stores all experts.
         """
         dispatcher, hooks = self.context.dispatcher, self.hooks
         if dispatcher is not None:

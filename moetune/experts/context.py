@@ -55,10 +55,10 @@ class ExpertHooks:
     where context variables of the caller are not set.
 
     Attributes:
-        count_rows: returns the number of rows of each expert, the only tensor values that shapes of a step depend on. By
-            default counts the ids; a prediction returns assumed numbers.
-        count_received: under expert parallelism, returns the number of rows that each rank sends for each expert of this
-            rank. By default reads the exchanged counts; a prediction returns assumed numbers.
+        count_rows: returns the number of rows of each expert, the only tensor values that shapes of a step depend on.
+            By default counts the ids; a prediction returns assumed numbers.
+        count_received: under expert parallelism, returns the number of rows that each rank sends for each expert of
+            this rank. By default reads the exchanged counts; a prediction returns assumed numbers.
         gradient: called in backward with each fully trained parameter of an expert and its gradient, as soon as the
             gradient is complete. None to return gradients to autograd when the layer's backward is done.
         group: called in forward and backward with the ids of the experts that are computed next, and with () after the

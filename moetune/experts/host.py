@@ -35,7 +35,8 @@ def mark_on_host(tensor: Tensor) -> Tensor:
 
 
 def host_source(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the host storage that `CopyStream.to_device` copied to this tensor; None if it copied none, or it was freed."""
+    """Return the host storage that `CopyStream.to_device` copied to this tensor; None if it copied none, or it
+    was freed."""
     source = getattr(tensor.untyped_storage(), "host_source", None)
     return None if source is None else source()
 
@@ -127,7 +128,8 @@ class CopyStream:
         return self._copy(sources, tuple(copies))
 
     def to_host(self, tensor: Tensor) -> AsyncCopy:
-        """Copy a tensor to new host memory, pinned on a GPU. The caller keeps `tensor` until it has waited for the copy."""
+        """Copy a tensor to new host memory, pinned on a GPU. The caller keeps `tensor` until it has waited for
+        the copy."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return self._copy((tensor,), (mark_on_host(copy),))
 
@@ -170,7 +172,8 @@ class ExpertPrefetcher:
         self._pass = NO_PASS
 
     def add_layer(self, number: int, modules: Sequence[nn.Module]) -> None:
-        """Register the modules of layer `number`, whose buffers stay in host memory; forward must use layers in ascending order."""
+        """Register the modules of layer `number`, whose buffers stay in host memory; forward must use layers in
+        ascending order."""
         self._layers = dict(sorted({**self._layers, number: tuple(modules)}.items()))
         self._number |= dict.fromkeys(modules, number)
 

@@ -38,7 +38,8 @@ class RowGroup:
 class Permutation:
     """The T·K token rows of a layer, sorted by the slot of their expert.
 
-    `order` [T·K] are their flat positions token·K + choice, sorted by slot (stable); `counts` each slot's number of rows.
+    `order` [T·K] are their flat positions token·K + choice, sorted by slot (stable); `counts` each slot's number of
+    rows.
     """
 
     order: Tensor
@@ -62,7 +63,8 @@ class Permutation:
             yield RowGroup(group, gemm, at, self.order[at])
 
     def _ends(self, groups: list[range]) -> Tensor | None:
-        """Return the end of each expert's rows, counted from the start of its group: [E] int32 on the device of `order`.
+        """Return the end of each expert's rows, counted from the start of its group: [E] int32 on the device of
+        `order`.
 
         None if every group has one expert.
         """

@@ -60,7 +60,8 @@ class Gradients(dict[nn.Parameter, Tensor]):
     def remaining(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter for autograd; None if the hook has received it.
 
-        Zeros if the parameter's expert had no tokens: optimizers and reductions would skip a parameter without gradient.
+        Zeros if the parameter's expert had no tokens: optimizers and reductions would skip a parameter without
+        gradient.
         """
         if parameter in self._handed_over:
             return None
@@ -71,8 +72,8 @@ class Gradients(dict[nn.Parameter, Tensor]):
 class LowRank:
     """LoRA factors of a group's projection, W + scale · B·A, in P parts.
 
-    P is 2 if gate and up have a product B·A each, else 1. The narrow products of forward and backward are kept until the
-    gradients of the factors are computed.
+    P is 2 if gate and up have a product B·A each, else 1. The narrow products of forward and backward are kept until
+    the gradients of the factors are computed.
 
     Attributes:
         A_all: [n, P, r, in], the factors A of all n experts of the layer that have LoRA.
@@ -110,7 +111,8 @@ class LowRank:
         self.xA = kernels.low_rank(x, self.A, self.B, base, out, gemm.ends, gemm.counts, self.scale)
 
     def add_grad_input(self, base: Tensor, out: Tensor, dout: Tensor, gemm: GroupedGemm) -> None:
-        """Write base + scale · Aᵀ·(Bᵀ·dout) to `out` [N, in], which may be `base`; `dout` is [N, out]. Keeps Bᵀ·dout."""
+        """Write base + scale · Aᵀ·(Bᵀ·dout) to `out` [N, in], which may be `base`; `dout` is [N, out]. Keeps
+        Bᵀ·dout."""
         dout = self._in_parts(dout)
         self.dB = kernels.low_rank(dout, self.B.mT, self.A.mT, base, out, gemm.ends, gemm.counts, self.scale)
 
@@ -135,7 +137,8 @@ class LowRank:
     def add_gradients(
         self, grads: Gradients, x: Tensor, dout: Tensor, gemm: GroupedGemm, weights: RowWeights | None
     ) -> None:
-        """Write the gradients of A and B into `grads`, and free the kept narrow products; arguments as in `Projection`."""
+        """Write the gradients of A and B into `grads`, and free the kept narrow products; arguments as in
+        `Projection`."""
         dout = self._in_parts(dout)
         of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
         groups = gemm.ends, gemm.counts
@@ -189,8 +192,8 @@ class Projection:
     ) -> Tensor:
         """Project rows [N, in], sorted by expert, to [N, out].
 
-        `weights` is the result of `self.weights()` if the caller has it already. The result is written to `into` and that
-        returned, unless it is None.
+        `weights` is the result of `self.weights()` if the caller has it already. The result is written to `into` and
+        that returned, unless it is None.
         """
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self._joins(gemm):

@@ -21,8 +21,8 @@ from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, withou
 class GroupedGemm:
     """Products of N rows, sorted by expert, with one matrix for each of C experts.
 
-    `counts` are the experts' numbers of rows. `ends` [C] int32, on the rows' device, are the ends of their rows; None for
-    one expert.
+    `counts` are the experts' numbers of rows. `ends` [C] int32, on the rows' device, are the ends of their rows; None
+    for one expert.
     """
 
     counts: list[int]
@@ -99,8 +99,8 @@ def kernel_of(capability: tuple[int, int], a: Tensor, b: Tensor) -> Literal["tor
     """Return whose kernel multiplies all groups at once on a GPU; None if products run one expert at a time.
 
     On compute capability 9.x it is torch's, for bfloat16 with rows aligned to 16 bytes. On 8.x and 12.x torch has none,
-    and on 10.x its kernel is wrong for groups without rows (pytorch/pytorch#172439, #193633); there it is Triton's, in 16
-    bits only: in float32, which has no tensor cores, cuBLAS's products are faster.
+    and on 10.x its kernel is wrong for groups without rows (pytorch/pytorch#172439, #193633); there it is Triton's, in
+    16 bits only: in float32, which has no tensor cores, cuBLAS's products are faster.
     """
     if capability[0] == 9:
         return "torch" if a.dtype == torch.bfloat16 and _is_aligned(a, b) else None

@@ -43,9 +43,9 @@ def operator(
 ) -> Callable[[Any], Any]:
     """Return a decorator that registers a function of torch operations as the operator `moetune::<its name>`.
 
-    The decorated function becomes a call of the operator with the same arguments. If the first argument is on a GPU, the
-    Triton kernel of the same name runs. A new operator is compared with its reference (`adapt/guard.py`) as soon as one
-    of the exercises in `adapt/exercise.py` calls it.
+    The decorated function becomes a call of the operator with the same arguments. If the first argument is on a GPU,
+    the Triton kernel of the same name runs. A new operator is compared with its reference (`adapt/guard.py`) as soon as
+    one of the exercises in `adapt/exercise.py` calls it.
 
     Args:
         fake: the operator's fake kernel, which returns an empty tensor of the result's shape; by default returns None.
@@ -151,9 +151,9 @@ def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize MXFP4 blocks of 32 weights: a flat tensor [weights] in `dtype`, which is 2 or 4 bytes wide.
 
-    Bit for bit transformers' `convert_moe_packed_tensors`, without its transposition. torch's operations look up the two
-    weights of a byte at a time, for `MXFP4_AT_ONCE` weights at once, which takes at most 2 bytes for each of these beside
-    the result.
+    Bit for bit transformers' `convert_moe_packed_tensors`, without its transposition. torch's operations look up the
+    two weights of a byte at a time, for `MXFP4_AT_ONCE` weights at once, which takes at most 2 bytes for each of these
+    beside the result.
 
     Args:
         data: [weights / 2] uint8, two codes per byte.
@@ -177,8 +177,8 @@ def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.d
 def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Tensor:
     """Return SwiGLU of gate_up rows [N, 2I]: silu(gate) · up, [N, I].
 
-    If `limit` is not 0, return gpt-oss's variant: g · σ(alpha·g) · (clamp(up, ±limit) + 1) with g = min(gate, limit). With
-    `interleaved`, gate and up alternate in the columns; otherwise all gate columns come first.
+    If `limit` is not 0, return gpt-oss's variant: g · σ(alpha·g) · (clamp(up, ±limit) + 1) with g = min(gate, limit).
+    With `interleaved`, gate and up alternate in the columns; otherwise all gate columns come first.
     """
     gate, up = _halves(gate_up, interleaved)
     if not limit:
@@ -232,8 +232,8 @@ def _halves(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) -> Tensor:
     """Return the tokens' rows x [T, H] in the given order: a new tensor [N, H].
 
-    Unless it is None, `inverse` [T·K] int32 is overwritten, at each position in `order`, with the number of the position's
-    row in the result.
+    Unless it is None, `inverse` [T·K] int32 is overwritten, at each position in `order`, with the number of the
+    position's row in the result.
     """
     if inverse is not None:
         inverse[order] = torch.arange(len(order), dtype=inverse.dtype, device=order.device)
@@ -372,9 +372,11 @@ def low_rank_gradients_(
     counts: Sequence[int],
     scale: float,
 ) -> None:
-    """Write the gradients of both factors of `low_rank`, summed over each expert's rows; zeros for an expert without rows.
+    """Write the gradients of both factors of `low_rank`, summed over each expert's rows; zeros for an expert without
+    rows.
 
-    With w the routing weight of a row, of_first = scale · Σ w·narrow_outᵀ·x and of_second = scale · Σ w·doutᵀ·narrow_in.
+    With w the routing weight of a row, of_first = scale · Σ w·narrow_outᵀ·x and of_second = scale · Σ
+    w·doutᵀ·narrow_in.
 
     Args:
         narrow_out: dout·second, [N, P, r].

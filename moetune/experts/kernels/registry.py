@@ -26,7 +26,8 @@ class KernelError(Exception):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error means that a GPU's memory ran out; those of CUDA, cuBLAS and Triton are known by their text."""
+    """Return whether an error means that a GPU's memory ran out; those of CUDA, cuBLAS and Triton are known by
+    their text."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         text in str(error) for text in ("out of memory", "ALLOC_FAILED")
     )
@@ -38,9 +39,9 @@ class Operator:
 
     Attributes:
         reference: computes the operator with torch's operations, on any device.
-        kernel: given the operator's arguments, returns the function that computes it with a GPU kernel; None if there is
-            no kernel for them. That function takes the same arguments, and raises `KernelError` only before it changes one
-            of them: an operator that writes in place launches one kernel.
+        kernel: given the operator's arguments, returns the function that computes it with a GPU kernel; None if there
+            is no kernel for them. That function takes the same arguments, and raises `KernelError` only before it
+            changes one of them: an operator that writes in place launches one kernel.
         scratch: names of arguments that the reference overwrites with values of no meaning.
     """
 
@@ -63,7 +64,8 @@ class Operator:
 
 @cache
 def on_gpu(module: str = "moetune.experts.kernels.triton_kernels") -> ModuleType | None:
-    """Import a module of Triton kernels, once per process; None, after a warning, if Triton cannot compile on this machine."""
+    """Import a module of Triton kernels, once per process; None, after a warning, if Triton cannot compile on
+    this machine."""
     try:
         triton_kernels = import_module(module)
         triton_kernels.triton.runtime.driver.active  # noqa: B018  Triton compiles its driver module here
@@ -88,7 +90,8 @@ def without_kernel() -> Mapping[str, str]:
 
 
 def drop_kernel(name: str, why: str) -> None:
-    """Use the reference of an operator from now on in this process, and warn that its kernel `why` ("cannot be compiled")."""
+    """Use the reference of an operator from now on in this process, and warn that its kernel `why` ("cannot be
+    compiled")."""
     if name not in _without:
         _without[name] = why
         warnings.warn(

@@ -56,7 +56,8 @@ def rotate_backward(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `q` and `k` of `rotate` from those of its results, `dq` and `dk`; norms' weights get none.
+    """Return the gradients of `q` and `k` of `rotate` from those of its results, `dq` and `dk`; norms' weights get
+    none.
 
     `q` and `k` are the inputs of `rotate`, or None without norms; all other arguments are as in `rotate`.
     """

@@ -62,7 +62,8 @@ def weigh_backward(dweights: Tensor, logits: Tensor, ids: Tensor, normalized: bo
 def sorted_positions(numbers: Tensor, count: int) -> Tensor:
     """Return the indices [n] int64 that sort `numbers` [n], integers from 0 to `count` - 1; the sort is stable.
 
-    A GPU counts each block of 512 numbers in one launch, into 4 · `count` bytes (`count` rounded up to a power of two) per
-    block, and places them in a second. torch's operations first narrow the numbers, which a GPU sorts in fewer passes.
+    A GPU counts each block of 512 numbers in one launch, into 4 · `count` bytes (`count` rounded up to a power of two)
+    per block, and places them in a second. torch's operations first narrow the numbers, which a GPU sorts in fewer
+    passes.
     """
     return torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)

@@ -115,7 +115,8 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _e2m1(code):
-    """Return the value of a 4-bit E2M1 code: 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats 1.0, 5.3.3)."""
+    """Return the value of a 4-bit E2M1 code: 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats 1.0,
+    5.3.3)."""
     exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
     value = tl.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * _power_of_two(exponent - 1))
     return tl.where((code & 8) == 8, -value, value)

@@ -35,7 +35,8 @@ def _sum_of_products(
     a, b, inside, within, deep, a_row, a_deep, b_deep, b_wide,
     total, WHOLE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Add the product [ROWS, WIDE] of the matrices at the pointers `a` and `b`, summed over `deep` columns of a, to `total`.
+    """Add the product [ROWS, WIDE] of the matrices at the pointers `a` and `b`, summed over `deep` columns of a, to
+    `total`.
 
     `inside` [ROWS] and `within` [WIDE] say which rows of a and columns of b exist; WHOLE, that DEEP divides `deep`.
     """
@@ -62,8 +63,8 @@ def _low_rank_terms(
 ):  # fmt: skip
     """Return the product [ROWS, WIDE] of narrow rows and second factors, without the scale.
 
-    `narrow` points at the tile's first row [PARTS, rank], `second` at the expert's factors [PARTS, rows, rank]. `column`
-    [WIDE] are columns of the result, of which there are `wide`. COLUMNS says which of them a part has: "all",
+    `narrow` points at the tile's first row [PARTS, rank], `second` at the expert's factors [PARTS, rows, rank].
+    `column` [WIDE] are columns of the result, of which there are `wide`. COLUMNS says which of them a part has: "all",
     "consecutive" ones, or they "alternate".
     """
     total = tl.zeros((ROWS, WIDE), tl.float32)
@@ -174,7 +175,8 @@ def _multiply(out, a, b, ends, terms, tile):
 
 
 def _tile(run, out, tiles, rows, experts, *operands):
-    """Return the tile for a launch: on a GPU the fastest for these operands and this number of rows, to a power of two."""
+    """Return the tile for a launch: on a GPU the fastest for these operands and this number of rows, to a power
+    of two."""
     if not out.is_cuda:
         return tiles[0]
     layouts = [(str(one.dtype), *one.shape[1:], *one.stride()) for one in operands]

@@ -37,7 +37,8 @@ class Tile(NamedTuple):
 
 
 def tiled(tiles: Sequence[Tile]) -> Callable[[Any], Any]:
-    """Return a decorator that sets `tiles`, the tiles among which a function chooses, or of which it takes one as `tile`."""
+    """Return a decorator that sets `tiles`, the tiles among which a function chooses, or of which it takes one
+    as `tile`."""
 
     def define(function: Any) -> Any:
         function.tiles = tiles
@@ -53,7 +54,8 @@ _CHOSEN: dict[Hashable, Tile] = {}
 def fastest(kernel: str, shapes: tuple[Hashable, ...], tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
     """Return the tile with which a kernel is fastest; measured if neither this process nor the disk knows it.
 
-    On a device that does not measure time it is the first tile. The first must compile; others that do not are left out.
+    On a device that does not measure time it is the first tile. The first must compile; others that do not are left
+    out.
 
     Args:
         kernel: name of the kernel.
