@@ -52,8 +52,7 @@ def parse_ids(value: object) -> object:
 def _parse_expert_ids(value: object) -> object:
     """Parse `parse_ids`' forms, or a mapping of layer index -> such a list, which is returned sorted by layer.
 
-    Raises:
-        ValueError: the value has neither form, or the mapping is empty or names a layer twice.
+    Raises `ValueError` for any other form, and for a mapping that is empty or names a layer twice.
     """
     if not isinstance(value, dict):
         return parse_ids(value)
@@ -75,9 +74,7 @@ def _parse_expert_ids(value: object) -> object:
 def _size_or(what: str, *words: str, share: float | None = None) -> BeforeValidator:
     """Return a validator for a positive memory size, one of `words`, or a float between 0 and `share` (both excluded).
 
-    Args:
-        what: the valid forms, for the message "… is neither `what`".
-        share: upper bound of the float; None accepts no float.
+    Without `share`, no float is valid. `what` names the valid forms, for the message "… is neither `what`".
     """
 
     def check(value: Any) -> Any:

@@ -49,9 +49,8 @@ class Section(BaseModel):
     def but(self, **changes: Any) -> Self:
         """Return a copy with some values changed; nothing is validated.
 
-        Args:
-            changes: key -> new value; for a key that holds a section, a dict of some of the section's keys changes only
-                these. Any other dict, such as ids by layer, replaces the section.
+        For a key that holds a section, a dict of some of the section's keys changes only these. Any other dict, such as
+        ids by layer, replaces the section.
         """
         sections = {key: part for key in changes if isinstance(part := getattr(self, key), Section)}
         nested = {
@@ -143,7 +142,7 @@ class ChoiceConfig(Section):
 
 
 def _ids_or_choice(raw: Any) -> str:
-    """Return the tag of the union's alternative that `raw` has the form of."""
+    """Return the tag of the union's alternative that `raw` has the form of: ids, or a choice by scores."""
     chosen = isinstance(raw, ChoiceConfig) or (isinstance(raw, dict) and "from" in raw)
     return "a choice" if chosen else "ids or layers"
 

@@ -100,17 +100,11 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
 def rows_of(
     opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> tuple[datasets.Dataset, str]:
-    """Return the rows to evaluate a model on, one for each record, and the name of the data set.
-
-    Args:
-        opened: the model.
-        data: a file or name as under `data.train`; by default the run's held-out data.
-        sequence_length: the largest number of tokens of a record; None for the run's, or the default of run files.
-        format: the value of `data.format`; None for the run's, or `auto`.
+    """Return the rows to evaluate a model on, one for each record, and the name of the data set; arguments as in
+    `evaluate`.
 
     Raises:
-        UserError: there are no held-out data, the data cannot be read, or they have tokens that the model does not
-            have.
+        UserError: there are no held-out data, the data cannot be read, or have tokens that the model does not have.
     """
     config = opened.config
     train = TrainConfig() if config is None else config.train

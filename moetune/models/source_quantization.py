@@ -84,7 +84,7 @@ class QuantizedManifest:
         double_quant: whether NF4 scales are stored in 8 bits.
         source: folder of the original checkpoint.
         fingerprint: fingerprint of the original checkpoint.
-        files: name of each safetensors file in the folder -> its size and SHA-256.
+        files: name of each safetensors file in the folder.
         gate_up_apart: whether an expert's gate and up projections are quantized separately.
     """
 

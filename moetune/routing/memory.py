@@ -33,11 +33,8 @@ def predict_score(
 ) -> MemoryReport:
     """Predict the peak memory of `score`, without weights, data or a GPU.
 
-    Args:
-        run: the resolved run; its config must come from `to_score`.
-        sources: the number of data sets. The statistics of each are added up separately, and take memory.
-        gpu: name or memory size of the GPU, as in `predict`.
-        allocator: `default` or `expandable`, as in `predict`.
+    The run's config must come from `to_score`. `sources` is the number of data sets, whose statistics are added up
+    separately and take memory; `gpu` and `allocator` are as in `predict`.
 
     Raises:
         UserError: the model has no experts; or as `predict`.
@@ -61,7 +58,7 @@ def trace_score(
     gpu: Gpu | None = None,
     shortened: bool = True,
 ) -> Trace:
-    """Trace the memory of scoring on fake tensors, as `trace` does for training.
+    """Trace the memory of scoring on fake tensors, as `trace` does for training, with the same errors.
 
     Args:
         routing: how many tokens each expert receives, or a function that counts them.
@@ -69,9 +66,6 @@ def trace_score(
         gpu: the GPU whose kernels run; None for the CPU's kernels.
         shortened: run only a few of the layers that are alike, which gives the same result sooner; ignored if `routing`
             differs from layer to layer.
-
-    Raises:
-        UserError: as `trace`.
     """
     is_even = isinstance(routing, AssumedRouting) and not routing.load
     count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
@@ -84,15 +78,11 @@ def trace_score(
 
 
 def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bool = True) -> Log:
-    """Score random tokens under a tracker, and return its log.
+    """Score random tokens under a tracker of allocations, and return its log.
 
-    One batch of each source is read, then a second batch of the last source, whose sums are added to existing ones. All
-    further batches would be like this one.
-
-    Args:
-        watched: the adapted model, on fake tensors or on a real device.
-        tracker: records allocations and releases of storages.
-        tracking: False to note only where layers and experts begin and end.
+    One batch of each source is read, then a second batch of the last source, whose sums are added to existing ones; all
+    further batches would be like this one. The model may be on fake tensors or on a real device. Without `tracking`,
+    only where layers and experts begin and end is noted.
     """
     adapted = watched.adapted
     adapted.model.eval()

@@ -101,8 +101,7 @@ def find_gpu(name: str) -> Gpu:
             memory size with its unit (`44GiB`, `48 GB`, `45056MiB`).
 
     Raises:
-        UserError: `name` is neither a known GPU nor a memory size above zero. Several GPUs (`2 x l40s`) are refused
-            too.
+        UserError: `name` is neither a known GPU nor a memory size above zero, or it means several GPUs (`2 x l40s`).
     """
     wanted = _spelling(name)
     if wanted in _names():
