@@ -51,10 +51,10 @@ class DenseWeights:
             self._logits[layer] = logits.reshape(-1, num_experts)
 
     def of(self, layer: int, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
-        """Return routing weights [T, E]: for experts that were not chosen what theirs would be, 0 for the chosen
-        `ids_TK`.
+        """Return routing weights [T, E]: 0 for the chosen experts `ids_TK`, and for others the weight that they would
+        have.
 
-        They are differentiable in the logits of the last forward pass, which are dropped here. None if gradients are
+        They are differentiable in the logits of the last forward pass, which this call drops. None if gradients are
         disabled.
         """
         if not torch.is_grad_enabled():

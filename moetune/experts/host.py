@@ -35,7 +35,7 @@ def mark_on_host(tensor: Tensor) -> Tensor:
 
 
 def host_source(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the host storage that `CopyStream.to_device` copied to this tensor; None if it copied none, or it
+    """Return the host storage that `CopyStream.to_device` copied to this tensor; None if there is none, or it
     was freed."""
     source = getattr(tensor.untyped_storage(), "host_source", None)
     return None if source is None else source()
@@ -172,8 +172,10 @@ class ExpertPrefetcher:
         self._pass = NO_PASS
 
     def add_layer(self, number: int, modules: Sequence[nn.Module]) -> None:
-        """Register the modules of layer `number`, whose buffers stay in host memory; forward must use layers in
-        ascending order."""
+        """Register the modules of layer `number`, whose buffers stay in host memory.
+
+        Layers may be registered in any order; forward must use them in ascending order.
+        """
         self._layers = dict(sorted({**self._layers, number: tuple(modules)}.items()))
         self._number |= dict.fromkeys(modules, number)
 

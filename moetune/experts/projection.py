@@ -137,8 +137,7 @@ class LowRank:
     def add_gradients(
         self, grads: Gradients, x: Tensor, dout: Tensor, gemm: GroupedGemm, weights: RowWeights | None
     ) -> None:
-        """Write the gradients of A and B into `grads`, and free the kept narrow products; arguments as in
-        `Projection`."""
+        """Write the gradients of A and B into `grads`, and free A·x and Bᵀ·dout; arguments as in `Projection`."""
         dout = self._in_parts(dout)
         of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
         groups = gemm.ends, gemm.counts
@@ -192,8 +191,8 @@ class Projection:
     ) -> Tensor:
         """Project rows [N, in], sorted by expert, to [N, out].
 
-        `weights` is the result of `self.weights()` if the caller has it already. The result is written to `into` and
-        that returned, unless it is None.
+        `weights` is the result of `self.weights()` if the caller has it already. The result is written to `into`, if
+        given, and returned.
         """
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self._joins(gemm):

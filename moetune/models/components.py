@@ -33,7 +33,7 @@ _MLP = re.compile(r"mlp|ffn|feed_?forward|^ff$|^fc\d$|^intermediate$|^output$|sp
 class Landmarks:
     """The modules of one model that its parameters are classified by, such as the decoder layers and the LM head.
 
-    `marked` maps the names of parameters whose component is known already, routers and experts, to it.
+    `marked` gives the component of the parameters for which it is known already, by name: routers and experts.
 
     Attributes:
         base: prefix of the base model's parameter names (`model.`), empty if the model is its own base.

@@ -227,8 +227,8 @@ class _Resolver:
         return [layer for layer in layers if layer in existing]
 
     def _tied_to(self, target: str) -> ParameterInfo | None:
-        """Return the parameter of which `target` matches only the second name of a tied weight; None if there
-        is none."""
+        """Return the parameter that `target` matches only by the second name of a tied weight; None if there is
+        none."""
         linears = self.structure.linears()
         names = {
             first

@@ -36,10 +36,10 @@ def names_of(config: RunConfig) -> list[str]:
 
 
 def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> tuple[list[RoutedData], int]:
-    """Read data sets as rows for training, whole rows of each until they have `tokens` tokens; return also the padding
-    token's id.
+    """Read data sets as rows for training, and return them with the id of the padding token.
 
-    `data` are files or names as under `data.train`; None for the run's held-out data.
+    `data` are files or names as under `data.train`; None for the run's held-out data. Of each, whole rows are read
+    until they have at least `tokens` tokens, or all.
 
     Raises:
         UserError: a data set cannot be read, or has tokens that the model does not have. The problems of all data sets

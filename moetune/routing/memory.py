@@ -9,7 +9,7 @@ import torch
 
 from moetune.experts.context import CountRows
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
-from moetune.memory.predict import Allocator, predict
+from moetune.memory.predict import predict
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace import Trace, vocabulary_of
 from moetune.memory.trace.loading import load_peaks
@@ -29,19 +29,18 @@ def predict_score(
     sources: int = 1,
     *,
     gpu: str | None = None,
-    allocator: Allocator | None = None,
 ) -> MemoryReport:
     """Predict the peak memory of `score`, without weights, data or a GPU.
 
     The run's config must come from `to_score`. `sources` is the number of data sets, whose statistics are added up
-    separately and take memory; `gpu` and `allocator` are as in `predict`.
+    separately and take memory; `gpu` is as in `predict`.
 
     Raises:
         UserError: the model has no experts; or as `predict`.
     """
     refuse_dense(run)
     tracing = partial(trace_score, sources=sources)
-    report = predict(run.keeping_rows(0), method="trace", gpu=gpu, allocator=allocator, advise=False, tracing=tracing)
+    report = predict(run.keeping_rows(0), method="trace", gpu=gpu, advise=False, tracing=tracing)
     train = run.config.train
     said = dict(report.about) | {"batch": f"{train.micro_batch} × {train.sequence_length:,} tokens, forward alone"}
     left_out = ("trains", "optimizer")

@@ -217,10 +217,9 @@ def record_batch(
     counts: bool = True,
     at_least: int = 0,
 ) -> None:
-    """Run one batch of rows, padded to `at_least` tokens or more, through the decoder stack, and record it if it
-    `counts`.
+    """Run one batch of rows, padded to at least `at_least` tokens, through the decoder stack.
 
-    `source` is the number of the data set that the rows are from, `number` that of the batch.
+    It is recorded unless `counts` is False. `source` is the number of the data set, `number` that of the batch.
     """
     model = adapted.model
     batch = collate(rows, padding, at_least=at_least, documents_by_cu_seqlens=wants_cu_seqlens(model))

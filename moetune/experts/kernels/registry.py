@@ -26,8 +26,7 @@ class KernelError(Exception):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error means that a GPU's memory ran out; those of CUDA, cuBLAS and Triton are known by
-    their text."""
+    """Return whether an error means that a GPU's memory ran out; CUDA, cuBLAS and Triton say so only in the text."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         text in str(error) for text in ("out of memory", "ALLOC_FAILED")
     )
@@ -64,8 +63,8 @@ class Operator:
 
 @cache
 def on_gpu(module: str = "moetune.experts.kernels.triton_kernels") -> ModuleType | None:
-    """Import a module of Triton kernels, once per process; None, after a warning, if Triton cannot compile on
-    this machine."""
+    """Return a module of Triton kernels; None, after a warning, if Triton cannot compile here. Cached for the
+    process."""
     try:
         triton_kernels = import_module(module)
         triton_kernels.triton.runtime.driver.active  # noqa: B018  Triton compiles its driver module here
@@ -90,8 +89,10 @@ def without_kernel() -> Mapping[str, str]:
 
 
 def drop_kernel(name: str, why: str) -> None:
-    """Use the reference of an operator from now on in this process, and warn that its kernel `why` ("cannot be
-    compiled")."""
+    """Use an operator's reference from now on in this process, and warn.
+
+    `why` says what is wrong with the kernel, as in "cannot be compiled".
+    """
     if name not in _without:
         _without[name] = why
         warnings.warn(

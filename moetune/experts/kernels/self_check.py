@@ -39,7 +39,7 @@ Kernel = Callable[..., Callable[..., Any] | None]
 
 
 class CallsSeen(TorchDispatchMode):
-    """Calls `compute(operator, args)` in place of each operator that has a kernel."""
+    """Dispatch mode that calls `compute(operator, args)` in place of each operator that has a kernel."""
 
     def __init__(self, compute: Callable[[Operator, Sequence[Any]], Any]) -> None:
         super().__init__()
@@ -82,8 +82,9 @@ class BankSizes:
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
         """Build a bank of these sizes with random weights; return a function that runs it forward and backward twice.
 
-        Once routing weights are float32; once they are constants in the dtype of the rows, and the gate_up rows of
-        forward are kept for backward. The first expert receives no token if there are enough others.
+        The first time, routing weights are float32 and have a gradient. The second time, they are constants in the
+        dtype of the rows, and the gate_up rows of forward are kept for backward. The first expert receives no token if
+        there are enough others.
         """
         bank = self._bank(device)
         _draw(bank)
@@ -201,19 +202,19 @@ def _kind(arg: Any) -> Hashable:
 
 
 def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> tuple[Any, float]:
-    """Return the reference's result of an operator, and the difference of `kernel` with the tile that it
-    chooses itself."""
+    """Return the result of an operator's reference, and the kernel's difference from it with the kernel's own tile."""
     off = next(differences(operator, args, kernel))
     return referred(operator, args), off
 
 
 def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> Iterator[float]:
-    """Yield the difference of a kernel from its reference, run on copies of the arguments; then that of each of its
-    tiles (tuning.py), because a run with more rows may choose another.
+    """Yield the difference of an operator's kernel from its reference; then that of each of the kernel's tiles
+    (tuning.py).
 
-    A difference is the largest over all results and changed arguments, relative to the largest value of each; NaN if a
-    value is NaN. Integers and dequantized weights must be equal: theirs is 0 or 1. Tiles that do not compile are
-    skipped.
+    All tiles are compared because a run with more rows may choose another. A difference is the largest over all results
+    and changed arguments, relative to the largest value of each; NaN if a value is NaN. Integers and dequantized
+    weights must be equal: theirs is 0 or 1. Tiles that do not compile are skipped. Kernels run on copies of the
+    arguments.
     """
     changed, used_up = _written(operator), _written(operator, scratch=True)
     copies = copied(args, [args[place] for place in (*changed, *used_up)])

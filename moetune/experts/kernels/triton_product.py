@@ -35,10 +35,10 @@ def _sum_of_products(
     a, b, inside, within, deep, a_row, a_deep, b_deep, b_wide,
     total, WHOLE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Add the product [ROWS, WIDE] of the matrices at the pointers `a` and `b`, summed over `deep` columns of a, to
-    `total`.
+    """Add the product [ROWS, WIDE] of the matrices at `a` and `b`, summed over `deep` columns of a, to `total`.
 
-    `inside` [ROWS] and `within` [WIDE] say which rows of a and columns of b exist; WHOLE, that DEEP divides `deep`.
+    `a` and `b` are pointers. `inside` [ROWS] and `within` [WIDE] say which rows of a and columns of b exist; WHOLE,
+    that DEEP divides `deep`.
     """
     place = tl.arange(0, DEEP)
     lefts = a + tl.arange(0, ROWS)[:, None] * a_row + place[None, :] * a_deep
@@ -175,7 +175,7 @@ def _multiply(out, a, b, ends, terms, tile):
 
 
 def _tile(run, out, tiles, rows, experts, *operands):
-    """Return the tile for a launch: on a GPU the fastest for these operands and this number of rows, to a power
+    """Return the tile for a launch: on a GPU the fastest for these operands, by the rows per expert to a power
     of two."""
     if not out.is_cuda:
         return tiles[0]

@@ -37,8 +37,8 @@ class Tile(NamedTuple):
 
 
 def tiled(tiles: Sequence[Tile]) -> Callable[[Any], Any]:
-    """Return a decorator that sets `tiles`, the tiles among which a function chooses, or of which it takes one
-    as `tile`."""
+    """Return a decorator that sets a function's attribute `tiles`: those it chooses from, unless `tile` is
+    passed to it."""
 
     def define(function: Any) -> Any:
         function.tiles = tiles

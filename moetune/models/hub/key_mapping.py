@@ -171,7 +171,6 @@ tensor that is converted as a whole.
 
 def expert_layout(model_type: str) -> ExpertLayout:
     """Return the layout of experts in published checkpoints of a model type, from transformers' conversion rules."""
-
     conversions = get_checkpoint_conversion_mapping(model_type) or []
     of_stacks = [
         conversion
