@@ -28,8 +28,8 @@ def on_ranks(parallel: ParallelConfig, remedy: str) -> Iterator[Ranks]:
     """Run the body on every rank of a run, each in a process of its own, and yield the ranks, of which this is one.
 
     The launching process never runs the body: it starts this command line again once for each rank, waits for them, and
-    exits with their exit code (`typer.Exit`). A run with one rank runs the body in this process. An interruption exits
-    with 128 + the signal's number, after a message that ends with `remedy`, how to continue.
+    exits with their exit code (`typer.Exit`). A run with one rank runs the body in this process. On an interruption it
+    prints `remedy`, how to continue, and exits with 128 + the signal's number.
     """
     try:
         if starts_ranks(parallel):

@@ -312,14 +312,7 @@ class OptimizerConfig(Section):
 
 
 class PartOptimizers(Section):
-    """A separate optimizer for each part that trains; None for a part that does not train.
-
-    Attributes:
-        router: for routers.
-        experts: for experts that train in full precision.
-        lora: for all LoRA factors.
-        other: for the parameters that `adapt.also` names.
-    """
+    """A separate optimizer for each part that trains (see `PARTS`); None for a part that does not train."""
 
     router: OptimizerConfig | None = None
     experts: OptimizerConfig | None = None

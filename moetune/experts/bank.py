@@ -46,11 +46,10 @@ class LoraPlan:
 
 @dataclass(frozen=True)
 class BankPlan:
-    """How the experts of one layer train; experts named in neither attribute are frozen without LoRA.
+    """How the experts of one layer train: the ids in `trained` in full, neither quantized nor with LoRA; all others are
+    frozen.
 
-    Attributes:
-        trained: ids of the experts that train in full, neither quantized nor with LoRA.
-        lora: LoRA on some of the frozen experts; None for none.
+    `lora` adds LoRA to some of the frozen experts; None for no LoRA in this layer.
     """
 
     trained: tuple[int, ...] = ()

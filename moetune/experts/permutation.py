@@ -85,12 +85,8 @@ class TokenRows:
     token may have several rows, and a GPU adds rows at equal indices in any order. If there is such a group, all T·K
     rows are gathered first, results replace them, and `finish` sums the rows of each token in a fixed order.
 
-    Args:
-        x_TH: rows [T, H] to gather.
-        out_TH: [T, H], overwritten with the sums; None if rows are only gathered.
-        permutation: order of the rows.
-        groups: ranges of slots, as given to `Permutation.groups`.
-        weights: [T·K], the weight of each row in the sum, by flat position; None for 1.
+    `out_TH` is overwritten; if it is None, rows of `x_TH` [T, H] are only gathered. `weights` [T·K] are the weights of
+    the rows in the sum, by flat position; None for 1.
     """
 
     def __init__(

@@ -27,14 +27,12 @@ _MOST_LOSS = 700.0  # nats; exp of a larger loss overflows a float
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss of a model on a data set.
+    """The loss of a model on a data set: mean cross-entropy over the predicted tokens, in nats.
 
     Attributes:
-        kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
+        kind: as in `Opened`, like `step`.
         records: the number of sequences, one for each record.
         tokens: the number of predicted tokens.
-        loss: mean cross-entropy over the predicted tokens, in nats.
-        step: the step of the checkpoint, for a run; else None.
         held_out: True if the run held the data out, False if it trained on them, None if neither is known.
     """
 
@@ -64,8 +62,7 @@ def evaluate(
     Args:
         opened: an opened model; or what `open_model` opens.
         data: a file or name as under `data.train`; by default the run's held-out data.
-        sequence_length: the largest number of tokens of a record; by default the run's `train.sequence_length`, or the
-            default of run files.
+        sequence_length: the largest number of tokens of a record; by default the run's, or the default of run files.
         format: the value of `data.format`; by default the run's, or `auto`.
 
     Raises:

@@ -43,8 +43,7 @@ class Opened:
         name: the name or path that was opened.
         kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
         folder: the folder of its tokenizer.
-        config: the run file, for a run; else None.
-        step: the step of the checkpoint, for a run; else None.
+        config, step: the run file and the checkpoint's step, for a run; else None.
         notes: messages for the user.
     """
 

@@ -81,10 +81,8 @@ def drift(
 ) -> Drift:
     """Route held-out data through the model before and after a run, and compare the experts that are chosen.
 
-    Args:
-        data: the data set: a file or a name as under `data.train`; by default the run's held-out data.
-        tokens: the number of tokens to read, padding not counted; whole rows are read.
-        console: where progress and notes are printed; by default stderr.
+    `data` is a file or a name as under `data.train`; by default the run's held-out data. Whole rows are read, until
+    they have `tokens` tokens, padding not counted.
 
     Raises:
         UserError: the folder is no run with a checkpoint; the model has no experts; there is no held-out data; or the

@@ -39,9 +39,9 @@ def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
 
 
 def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part: Part) -> RunConfig:
-    """Return the run file with the chosen experts, to train whole (`experts`) or with LoRA on them (`lora`).
+    """Return a run file that trains the chosen experts, whole (`experts`) or with LoRA on them (`lora`).
 
-    If `config` is None, it is a new run file for `model` that trains nothing else.
+    The choice is added to `config`; if that is None, to a new run file for `model` that trains nothing else.
     """
     config = config or read_run_config({"model": {"path": model}, "adapt": {}}, (), "select")
     if part == "experts":

@@ -375,17 +375,14 @@ def low_rank_gradients_(
     """Write the gradients of both factors of `low_rank`, summed over each expert's rows; zeros for an expert without
     rows.
 
-    With w the routing weight of a row, of_first = scale · Σ w·narrow_outᵀ·x and of_second = scale · Σ
-    w·doutᵀ·narrow_in.
+    With w the routing weight of a row, `of_first` [C, P, r, p] = scale · Σ w·narrow_outᵀ·x and `of_second` [C, P, q, r]
+    = scale · Σ w·doutᵀ·narrow_in. If `weights` and `order` are None, w is 1.
 
     Args:
         narrow_out: dout·second, [N, P, r].
         x: input rows [N, p].
         narrow_in: x·firstᵀ, [N, P, r].
         dout: gradient of the output rows, [N, P, q], or [N, q] if P is 1.
-        of_first: [C, P, r, p], overwritten.
-        of_second: [C, P, q, r], overwritten.
-        weights: None, with `order`, for 1.
     """
     factor: Tensor | float = scale
     if weights is not None and order is not None:

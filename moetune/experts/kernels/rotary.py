@@ -30,15 +30,10 @@ def _empty(heads: Tensor) -> Tensor:
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalize and rotate the heads of queries and keys: two new tensors.
+    """Normalize and rotate the heads of queries q [B, h, S, d] and keys k [B, h_kv, S, d]: two new tensors.
 
-    Args:
-        q: queries [B, h, S, d].
-        k: keys [B, h_kv, S, d].
-        cos: [B, S, d], or [1, S, d] if all rows have the same positions; `sin` likewise.
-        q_weight: [d], the weight of the norm of queries; None for no norm, and then `k_weight` is None too.
-        k_weight: [d], the weight of the norm of keys.
-        eps: ε of both norms.
+    `cos` and `sin` are [B, S, d], or [1, S, d] if all rows have the same positions. `q_weight` and `k_weight` [d] are
+    the weights of the norms, and `eps` their ε; both weights are None for no norm.
     """
     q, k = (_rotated(x, cos, sin, weight, eps) for x, weight in ((q, q_weight), (k, k_weight)))
     return q, k

@@ -55,14 +55,12 @@ class BankSizes:
     """What a layer's calls of operators depend on, beside the number of token rows.
 
     Attributes:
-        lora: ids of the experts with LoRA.
+        lora: ids of the experts with LoRA; `rank` and `split` are as in `LoraPlan`.
         trained: number of experts that train in full, the last ones; all others are frozen without LoRA.
-        rank, split: as in `LoraPlan`.
         storage, double_quant: as in `ExpertBank`.
         dtype: of token rows.
         top_k: experts per token.
-        expert_memory: bytes of a group of dequantized experts.
-        split_gate_up: gate and up are quantized separately.
+        expert_memory, split_gate_up: as in `ExpertContext`.
         gate: alpha and limit of SwiGLU (`experts/activation.py`); None for another activation, which has no kernel.
     """
 

@@ -54,14 +54,9 @@ _CHOSEN: dict[Hashable, Tile] = {}
 def fastest(kernel: str, shapes: tuple[Hashable, ...], tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
     """Return the tile with which a kernel is fastest; measured if neither this process nor the disk knows it.
 
-    On a device that does not measure time it is the first tile. The first must compile; others that do not are left
-    out.
-
-    Args:
-        kernel: name of the kernel.
-        shapes: everything that the choice depends on.
-        tiles: candidates.
-        launch: launches the kernel with a tile; each call overwrites the result of the last.
+    `shapes` is everything that the choice depends on. `launch` launches the kernel with a tile; each call overwrites
+    the result of the last. The first tile must compile; others that do not are left out. On a device that does not
+    measure time, the first is chosen.
     """
     key = kernel, shapes
     if key not in _CHOSEN:

@@ -26,12 +26,9 @@ _FILE = Path(__file__).parent / "gpus.yaml"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its source.
+    """A number, in the unit that the field of `Gpu` states, and its source: a document, a measurement or "estimate: …".
 
-    Attributes:
-        value: the number, in the unit that the field of `Gpu` states.
-        source: where the number comes from: a document, a measurement, or "estimate: …".
-        measured_here: whether this project measured the number.
+    `measured_here` says whether this project measured it.
     """
 
     value: int
