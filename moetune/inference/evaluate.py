@@ -30,7 +30,7 @@ class Evaluation:
     """The loss of a model on a data set: mean cross-entropy over the predicted tokens, in nats.
 
     Attributes:
-        kind: as in `Opened`, like `step`.
+        kind, step: as in `Opened`.
         records: the number of sequences, one for each record.
         tokens: the number of predicted tokens.
         held_out: True if the run held the data out, False if it trained on them, None if neither is known.
