@@ -260,7 +260,7 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group with the name that functional collectives use."""
+    """Return the process group that functional collectives know by `name`."""
     from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
     return _resolve_process_group(GroupName(name))

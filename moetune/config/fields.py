@@ -50,7 +50,8 @@ def parse_ids(value: object) -> object:
 
 
 def _parse_expert_ids(value: object) -> object:
-    """Parse `parse_ids`' forms, or a mapping of layer index -> such a list, which is returned sorted by layer.
+    """Parse expert ids as `parse_ids` does, or a mapping of layer index -> expert ids, which is returned sorted by
+    layer.
 
     Raises `ValueError` for any other form, and for a mapping that is empty or names a layer twice.
     """

@@ -142,7 +142,7 @@ class ChoiceConfig(Section):
 
 
 def _ids_or_choice(raw: Any) -> str:
-    """Return the tag of the union's alternative that `raw` has the form of: ids, or a choice by scores."""
+    """Return the tag of the alternative that `raw` has the form of: "ids or layers", or "a choice" by scores."""
     chosen = isinstance(raw, ChoiceConfig) or (isinstance(raw, dict) and "from" in raw)
     return "a choice" if chosen else "ids or layers"
 
@@ -160,7 +160,7 @@ class ExpertsConfig(Section):
 
     @model_validator(mode="after")
     def _layers_once(self) -> ExpertsConfig:
-        """Raise `ValueError` if `ids` is given by layer and `layers` as well."""
+        """Raise `ValueError` if `ids` already names layers and `layers` is set too."""
         if isinstance(self.ids, dict) and self.layers != "all":
             raise ValueError("ids: names the layers already; leave layers out")
         return self

@@ -191,7 +191,7 @@ class ExpertPrefetcher:
         return {name: copy for (owner, name), copy in zip(self._names(number), copies, strict=True) if owner is module}
 
     def used(self, module: nn.Module, *, again: bool) -> None:
-        """Report that the forward pass of the layer of `module` is done; does nothing during a backward pass.
+        """Report that the forward pass of the layer that holds `module` is done; does nothing during a backward pass.
 
         `again` says whether a backward pass will need the layer; if not, its copies are freed.
         """

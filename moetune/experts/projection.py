@@ -49,7 +49,8 @@ class Gradients(dict[nn.Parameter, Tensor]):
         return self[parameter]
 
     def hand_over(self, projection: Projection) -> None:
-        """Call the hook, if there is one, for each fully trained parameter of a projection, with its gradient or zeros."""
+        """Call the hook, if there is one, for each fully trained parameter of a projection, with its gradient
+        or zeros."""
         if self.hook is None:
             return
         for full in projection.trained:

@@ -157,7 +157,7 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
 def _layers_in(raw: Any) -> Iterator[int]:
     """Yield every number of layers in a config, nested sections included.
 
-    Building very many layers would take hours, even on the meta device.
+    They are checked first, because to build very many layers would take hours, even on the meta device.
     """
     for key, value in raw.items() if isinstance(raw, dict) else ():
         yield from _layers_in(value)

@@ -51,10 +51,10 @@ def rotate_backward(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `q` and `k` of `rotate` from those of its results, `dq` and `dk`; norms' weights get
-    none.
+    """Return the gradients of `q` and `k` of `rotate` from `dq` and `dk`, those of its results.
 
-    `q` and `k` are the inputs of `rotate`, or None without norms; all other arguments are as in `rotate`.
+    The norms' weights get none. `q` and `k` are the inputs of `rotate`, or None without norms; all else is as in
+    `rotate`.
     """
     dq, dk = (_gradient(*one, cos, sin, eps) for one in ((dq, q, q_weight), (dk, k, k_weight)))
     return dq, dk

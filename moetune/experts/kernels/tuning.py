@@ -94,7 +94,8 @@ def _milliseconds(tile: Tile, launch: Callable[[Tile], None], repetitions: int =
 
 @cache
 def _has_clock() -> bool:
-    """Return whether the device measures time: one that does not shows no time between eight events in a row."""
+    """Return whether the device measures time, that is, whether any passes from the first to the last of eight
+    events."""
     events = _events(8)
     for event in events:
         event.record()

@@ -74,10 +74,9 @@ class KeyMapping:
         return len(self.keys) == (1 if self.conversion is None else len(self.conversion.source_patterns))
 
     def of_expert(self, expert: int) -> KeyMapping:
-        """Return the mapping of one expert's share [1, ...] of the parameter; `self` if experts are not apart.
+        """Return the mapping of one expert's share [1, ...] of the parameter; `self` unless `has_experts_apart`.
 
-        Raises:
-            UserError: the checkpoint does not have all tensors of this expert.
+        Raises `UserError` if the checkpoint does not have all tensors of this expert.
         """
         if not self.has_experts_apart:
             return self
