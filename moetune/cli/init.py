@@ -53,12 +53,9 @@ def init(
 
 
 def _with_settings(text: str, settings: list[str]) -> str:
-    """Return the text of a run file with `--set` settings applied.
+    """Return the text of a run file with `--set` settings applied; `UserError` if it does not validate with them.
 
     The comments at its head are kept; comments between its lines are lost.
-
-    Raises:
-        UserError: the run file does not validate with the settings.
     """
     import yaml
 
@@ -75,8 +72,7 @@ def _with_settings(text: str, settings: list[str]) -> str:
 def _planned(model: str, gpu: str, goal: Any, out: Path) -> str:
     """Return the text of the run file of the best candidate that a plan finds for a model, a GPU and a goal.
 
-    Raises:
-        UserError: the model or the GPU is not known, or nothing fits.
+    Raises `UserError` if the model or the GPU is not known, or nothing fits.
     """
     with heavy_imports():
         from moetune.planning.files import run_text

@@ -173,8 +173,7 @@ def _of_system(error: BaseException) -> UserError | None:
 def _note_failure(message: str) -> bool:
     """On a rank of several, write the message where the launcher looks for it.
 
-    Returns:
-        Whether the launcher will print the message; False for a process that is the only one of its run.
+    Return whether the launcher will print it; False for a process that is the only one of its run.
     """
     if "WORLD_SIZE" not in os.environ and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False

@@ -70,11 +70,8 @@ def existing_run(folder: Path) -> Path:
 
 
 def in_a_folder(file: Path | None) -> Path | None:
-    """Return the path of a file to write, with `~` expanded; None for None.
-
-    Raises:
-        UserError: the folder that would hold the file does not exist.
-    """
+    """Return the path of a file to write, with `~` expanded; None for None. Raise `UserError` if its folder
+    does not exist."""
     if file is None:
         return None
     file = expanded(file)
@@ -84,13 +81,10 @@ def in_a_folder(file: Path | None) -> Path | None:
 
 
 def output_file(file: Path | None) -> Path | None:
-    """Return the path of a file to write, with `~` expanded; None for None.
+    """Return the path of a file to write, as `in_a_folder`.
 
-    The file may exist only if it is a page or picture that moetune wrote. This protects other files, such as the inputs
-    of the command, from being overwritten.
-
-    Raises:
-        UserError: the file exists and was not written by moetune, or its folder does not exist.
+    Raise `UserError` for a file that exists and is no page or picture that moetune wrote: the command's inputs, for
+    example, must not be overwritten.
     """
     if (file := in_a_folder(file)) is not None:
         refuse_taken(file)
@@ -98,11 +92,8 @@ def output_file(file: Path | None) -> Path | None:
 
 
 def picture(file: Path | None) -> Path | None:
-    """Return the path of a picture to write, as `output_file` does; also require the suffix `.png` or `.svg`.
-
-    Raises:
-        UserError: another suffix; or as `output_file`.
-    """
+    """Return the path of a picture to write, as `output_file`; raise `UserError` also for a suffix other than
+    .png or .svg."""
     if file is not None and file.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"{str(file)!r}: a figure is .png or .svg, not {file.suffix or 'without suffix'!r}")
     return output_file(file)
@@ -118,12 +109,7 @@ def utf8(text: str | None) -> str | None:
 
 
 def refuse_set(settings: Sequence[str] | None, remedy: str) -> None:
-    """Raise `UserError` if there are `--set` settings, for a command that was given no run file.
-
-    Args:
-        settings: the values of `--set`.
-        remedy: what to do instead, for the end of the message.
-    """
+    """Raise `UserError`, which ends with `remedy`, if a command that was given no run file has `--set` settings."""
     if settings:
         raise UserError(f"--set changes a run file; {remedy}")
 
@@ -132,24 +118,18 @@ def refuse_set(settings: Sequence[str] | None, remedy: str) -> None:
 
 
 def argument(metavar: str, help: str, check: Callable[..., Any] | None = None) -> Any:
-    """Return a required or optional positional argument of a command.
+    """Return a positional argument of a command.
 
-    Args:
-        metavar: the argument's name in help texts; None for the parameter's name.
-        help: the help text.
-        check: called with the parsed value; returns the value for the command, or raises `UserError`.
+    `metavar` is its name in help texts; None for the parameter's name. `check` is called with the parsed value and
+    returns the value for the command, or raises `UserError`.
     """
     return typer.Argument(metavar=metavar, help=help, show_default=False, callback=check)
 
 
 def option(metavar: str | None, help: str, *names: str, check: Callable[..., Any] | None = None) -> Any:
-    """Return an option of a command.
+    """Return an option of a command; its name is made from the parameter's name unless `names` (`--out`) are given.
 
-    Args:
-        metavar: the name of the value in help texts; None for the type's name.
-        help: the help text.
-        names: the option's names, such as `--out`; by default one made from the parameter's name.
-        check: called with the parsed value; returns the value for the command, or raises `UserError`.
+    `metavar` names the value in help texts; None for the type's name. `check` is as in `argument`.
     """
     return typer.Option(*names, metavar=metavar, help=help, callback=check)
 
@@ -206,11 +186,7 @@ Json = Annotated[bool, flag("--json", "Print JSON for programs.")]
 
 
 def read_run(path: Path | str, overrides: Sequence[str] | None) -> RunConfig:
-    """Read a run file, apply overrides, and replace a memory budget for experts by the number of experts that fits it.
-
-    Args:
-        path: the run file.
-        overrides: `KEY=VALUE` settings from `--set`.
+    """Read a run file with `--set` overrides, and replace a memory budget for experts as `within_memory`.
 
     Raises:
         UserError: the run file cannot be read or does not validate, or not one expert fits the budget.
@@ -238,15 +214,7 @@ def within_memory(config: RunConfig) -> RunConfig:
 
 
 def opened(model: str, base: Any) -> Opened:
-    """Open a model for inference (`open_model`), and print its notes.
-
-    Args:
-        model: a run folder, an adapter or checkpoint folder, a catalog name or a hub id.
-        base: the precision to quantize a checkpoint to: `nf4`, `int8`, `mxfp4`, or None.
-
-    Raises:
-        UserError: as `open_model`.
-    """
+    """Open a model for inference, and print its notes; arguments and errors as in `open_model`."""
     with heavy_imports():
         from moetune.inference.opened import open_model
     found = open_model(model, base=base)
@@ -256,17 +224,9 @@ def opened(model: str, base: Any) -> Opened:
 
 
 def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:
-    """Print the result of a command, as JSON or for people.
+    """Print the result of a command: `found` as JSON, or for people `shown`, which are views, sections, tables or text.
 
-    Args:
-        as_json: whether to print `found`; otherwise `shown` is printed.
-        found: the result as JSON.
-        shown: views, sections, tables or lines of text.
-        verbose: also print the details of views.
-        fails: whether the answer is no.
-
-    Raises:
-        typer.Exit: with exit code 1, if `fails`.
+    With `verbose`, also the details of views. With `fails`, the answer is no: exit with code 1 (`typer.Exit`).
     """
     if as_json:
         print(json.dumps(found, indent=2))

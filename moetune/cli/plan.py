@@ -134,8 +134,7 @@ def plan(
 def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[str, ...]]:
     """Count the tokens of a data set as training would read them.
 
-    Returns:
-        The number of tokens and no notes; or None and a note that says why they could not be counted.
+    Return the number and no notes; or None and a note that says why they could not be counted.
     """
     with heavy_imports():
         from moetune.config.load import read_run_config

@@ -25,21 +25,11 @@ def starts_ranks(parallel: ParallelConfig) -> bool:
 
 @contextmanager
 def on_ranks(parallel: ParallelConfig, remedy: str) -> Iterator[Ranks]:
-    """Run the body on every rank of a run, each in a process of its own.
+    """Run the body on every rank of a run, each in a process of its own, and yield the ranks, of which this is one.
 
     The launching process never runs the body: it starts this command line again once for each rank, waits for them, and
-    exits with their exit code. A run with one rank runs the body in this process.
-
-    Args:
-        parallel: the `parallel:` section of the run file.
-        remedy: how to continue after an interruption; printed with the message.
-
-    Yields:
-        The ranks of the run, of which this process is one.
-
-    Raises:
-        typer.Exit: in the launching process when the ranks have ended; on an interruption, with 128 + the signal's
-            number.
+    exits with their exit code (`typer.Exit`). A run with one rank runs the body in this process. On an interruption it
+    prints `remedy`, how to continue, and exits with 128 + the signal's number.
     """
     try:
         if starts_ranks(parallel):

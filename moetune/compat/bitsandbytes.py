@@ -21,14 +21,10 @@ _PAGED = ("state1", "state2")
 
 
 def share_tables(optimizer: Any, tables: dict[str, Tensor]) -> None:
-    """Make 8-bit optimizers share their quantization tables; call it once for each optimizer.
+    """Make 8-bit optimizers share their quantization tables; call it with the same `tables` for each optimizer.
 
-    Every optimizer makes tables of its own, which adds up where gradients are freed during backward and each parameter
-    therefore has its own optimizer.
-
-    Args:
-        optimizer: a bitsandbytes optimizer; its tables are replaced by `tables`.
-        tables: the shared tables by name; if empty, filled with those of `optimizer`.
+    An empty `tables` is filled with those of `optimizer`, else they replace them. Every optimizer makes tables of its
+    own, which adds up where gradients are freed during backward and each parameter therefore has its own optimizer.
     """
     if not tables:
         tables.update(optimizer.name2qmap)
@@ -51,10 +47,8 @@ def mend_dequantize_4bit() -> tuple[torch.library.Library, Any]:
 
     The kernel of bitsandbytes 0.50.2 looks a weight's scale up by row and column as if each row began a new block, so
     scales are wrong where the row length is not a multiple of the block size (docs/reference/upstream.md). It is right
-    for a flat shape, which the replacement passes to it in this case.
-
-    Returns:
-        (torch library that holds the replacement, function that calls the original kernel).
+    for a flat shape, which the replacement passes to it in this case. Return the torch library that holds the
+    replacement, and a function that calls the original kernel.
     """
     upstream = torch.library.get_kernel("bitsandbytes::dequantize_4bit", "CPU")
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -96,13 +90,9 @@ def update(optimizer: Any) -> None:
 
 
 def load_paged(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load a state dict into a paged optimizer, with large states in paged memory again.
+    """Load `optimizer.state_dict()` of a paged optimizer, with large states in paged memory again.
 
     bitsandbytes' own `load_state_dict` would put them into ordinary GPU memory.
-
-    Args:
-        optimizer: a paged bitsandbytes optimizer.
-        state: as `optimizer.state_dict()` returned it.
     """
     optimizer.load_state_dict(state, move_to_device=False)
     for parameter, values in optimizer.state.items():

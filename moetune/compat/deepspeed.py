@@ -71,14 +71,10 @@ def _send_ints(ints: list[int]) -> None:
 
 
 def initialize(model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Any:
-    """Return DeepSpeed's engine for a model that is already on its device, with DeepSpeed's log on stderr.
+    """Return DeepSpeed's engine for a model on its device and a torch optimizer, with DeepSpeed's log on stderr.
 
-    Sets `LOCAL_RANK` in the environment, in which DeepSpeed reads its GPU now and at later steps.
-
-    Args:
-        model: the model to train.
-        optimizer: a torch optimizer over its parameters.
-        settings: DeepSpeed's configuration.
+    `settings` is DeepSpeed's configuration. Sets `LOCAL_RANK` in the environment, from which DeepSpeed reads its GPU
+    now and at later steps.
     """
     device = next(model.parameters()).device
     keep_quiet(device)

@@ -24,18 +24,14 @@ compute this base layer."""
 
 
 def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
-    """Replace the forward of a PEFT LoRA layer, so that it multiplies in the dtype of its input.
+    """Replace the forward of a PEFT linear layer with the adapter "default", so that it multiplies in the dtype of its
+    input.
 
     PEFT casts the input to the factors' dtype, in which it then scales and adds all rows of the output, and clones the
     output of a 4-bit layer. Its cast can be switched off (`cast_input_dtype_enabled`), but then the dtypes do not
-    match. Here the narrow rows A·x are scaled instead.
-
-    Args:
-        layer: a PEFT linear layer with the adapter "default". Its factors become `LoraFactor`.
-        at_once: computes the adapted layer as a whole; called if gradients are enabled and there is no dropout.
-
-    Raises:
-        AssertionError: a factor is not a plain `nn.Linear`.
+    match. Here the factors become `LoraFactor`, which must be plain `nn.Linear` before (`AssertionError`), and the
+    narrow rows A·x are scaled. If gradients are enabled and there is no dropout, `at_once` computes the adapted layer
+    as a whole.
     """
     for factors in (layer.lora_A, layer.lora_B):
         assert type(factors["default"]) is nn.Linear

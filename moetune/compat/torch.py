@@ -128,11 +128,10 @@ class _Made(NamedTuple):
 
     @classmethod
     def of(cls, tensor: FakeTensor) -> _Made:
-        """Return the description of a fake tensor."""
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
 
     def again(self, mode: FakeTensorMode) -> FakeTensor:
-        """Make a fake tensor with this description."""
+        """Return a fake tensor with this description."""
         made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
         return FakeTensor(mode, made, self.device)
 
@@ -245,10 +244,8 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
     """Initialize torch.distributed as rank `rank` of `size` without other processes, within the `with` block.
 
     Collectives return at once and send nothing. The backend is the one of torch's own tests. torch also replaces
-    `sys.excepthook`, and DTensor caches meshes whose groups no longer exist afterwards; both are undone.
-
-    Raises:
-        AssertionError: torch.distributed is initialized already.
+    `sys.excepthook`, and DTensor caches meshes whose groups no longer exist afterwards; both are undone. Raises
+    `AssertionError` if torch.distributed is initialized already.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed import fake_pg  # registers the backend
@@ -263,7 +260,7 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group with the name that functional collectives use."""
+    """Return the process group that functional collectives know by `name`."""
     from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
     return _resolve_process_group(GroupName(name))
@@ -279,16 +276,10 @@ def is_observed(tensor: Tensor) -> bool:
 
 
 def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows [N, …] to the ranks of a process group, and return the received rows; differentiable.
+    """Send rows [N, …], sorted by destination, to the ranks of `group`; return the received rows. Differentiable.
 
-    Waits for the result, because the pending result of a functional all-to-all has no memory yet
-    (huggingface/transformers#49421).
-
-    Args:
-        rows: rows to send, sorted by destination.
-        receives: number of rows that each rank sends to this one.
-        sends: number of rows for each rank; the sum is N.
-        group: the process group.
+    `receives` and `sends` are the numbers of rows from and to each rank. Waits for the result, because the pending
+    result of a functional all-to-all has no memory yet (huggingface/transformers#49421).
     """
     from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
@@ -298,11 +289,9 @@ def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.
 def watch_out_of_memory(note: Callable[[int, int, int, int], None]) -> None:
     """Call `note` whenever torch's CUDA allocator is about to raise `OutOfMemoryError`, for the rest of the process.
 
-    torch's documentation takes memory snapshots this way (pytorch.org/docs/stable/torch_cuda_memory).
-
-    Args:
-        note: called with four integers: the device's index, and in bytes the size of the refused request, the total
-            memory of the GPU and its free memory. Its result is ignored.
+    It gets four integers: the device's index, and in bytes the size of the refused request, the total memory of the GPU
+    and its free memory. torch's documentation takes memory snapshots this way
+    (pytorch.org/docs/stable/torch_cuda_memory).
     """
     torch._C._cuda_attach_out_of_memory_observer(note)  # type: ignore[attr-defined]
 
@@ -318,12 +307,8 @@ def shard_place(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def consolidate(folder: Path, names: list[str]) -> Path:
     """Join the safetensors files of several ranks into one file of whole tensors, without loading them all into memory.
 
-    Args:
-        folder: folder with the files that torch.distributed.checkpoint wrote; must have no folder `whole`.
-        names: names of all tensors in them.
-
-    Returns:
-        Path of the new file, in the new folder `folder`/whole.
+    `folder` has the files that torch.distributed.checkpoint wrote, with the tensors `names`. The result is the path of
+    the new file, in the new folder `folder`/whole.
     """
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 

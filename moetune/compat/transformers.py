@@ -35,10 +35,6 @@ def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     Trainers switch it on with their own settings, and TRL's trainers switch it off and on around a reference model.
     transformers' `activation_checkpointing_enable` accepts arguments for torch's function but no other function; its
     `offload` copies on the computing stream, and does not keep the routers' choices.
-
-    Args:
-        model: modified in place.
-        checkpoint: called as (function, *args).
     """
     switch = model._set_gradient_checkpointing
 
@@ -87,13 +83,8 @@ def unmatched_keys(
 ) -> tuple[set[str], set[str]]:
     """Return (missing, unexpected) keys of a checkpoint, without those that the model's authors allow for.
 
-    Allowed are missing keys of tied weights, and keys that the model's class lists as ignored. Ties the model's
-    weights.
-
-    Args:
-        model: the model to load into.
-        missing: names that the model has and the checkpoint lacks.
-        unexpected: names that the checkpoint has and the model lacks.
+    Missing keys are those that the model has and the checkpoint lacks, unexpected ones the reverse. Allowed are missing
+    keys of tied weights, and keys that the model's class lists as ignored. Ties the model's weights.
     """
     info = LoadStateDictInfo(set(missing), set(unexpected), set(), [], {}, set())
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
@@ -102,16 +93,11 @@ def unmatched_keys(
 
 
 def reads_weight(owner: nn.Module, linear: str, *, or_its_dtype: bool = False) -> bool:
-    """Return whether a module's source code uses the weight of its linear layer without calling the layer.
+    """Return whether a module's source code uses the weight of its attribute `linear` without calling that layer.
 
     Mamba's kernels do, for example. There is no other way to find out, so the source of the module's transformers
-    classes is searched for `self.NAME.weight`.
-
-    Args:
-        owner: module whose code is searched.
-        linear: name of the attribute of `owner` that holds the linear layer.
-        or_its_dtype: also count `weight.dtype` and `weight.device`. DeepSeek's indexer, for example, casts to that
-            dtype, which is uint8 once the layer is quantized.
+    classes is searched for `self.NAME.weight`. With `or_its_dtype`, `weight.dtype` and `weight.device` count too:
+    DeepSeek's indexer, for example, casts to that dtype, which is uint8 once the layer is quantized.
     """
     unless = "" if or_its_dtype else r"(?!\.(dtype|device)\b)"
     kinds = tuple(kind for kind in type(owner).__mro__ if ".models." in kind.__module__)
@@ -132,13 +118,8 @@ class LoadingQuantizer(HfQuantizer):
     """
 
     def load(self, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
-        """Load a model that is on the meta device. Subclasses override this.
-
-        Args:
-            model: the model to fill in place.
-            folder: folder of the checkpoint.
-            device: where the weights go.
-        """
+        """Load the checkpoint in `folder` to `device`, into a model that is on the meta device. Subclasses
+        override this."""
         raise NotImplementedError
 
     def is_serializable(self) -> bool:
@@ -179,19 +160,15 @@ def mark_initialized(values: nn.Module | Tensor) -> None:
 
 
 def draw(model: PreTrainedModel, module: nn.Module) -> None:
-    """Initialize the tensors of one module at random, by the model's rules.
-
-    `init_weights()` would initialize the whole model.
-    """
+    """Initialize the tensors of one module at random, by the model's rules; `init_weights()` would initialize
+    all modules."""
     model._init_weights(module)
 
 
 def activation_of(experts: nn.Module, *, has_gate: bool) -> Callable[[Tensor], Tensor]:
     """Return the function by which a transformers experts module turns gate_up rows [N, O] into act rows [N, I].
 
-    Args:
-        experts: the experts module.
-        has_gate: whether its experts have a gate projection; then O is 2I, else I.
+    O is 2I if the experts have a gate projection, else I.
     """
     return getattr(experts, "_apply_gate" if has_gate else "act_fn")
 
@@ -232,12 +209,10 @@ def calls_rotary(attention: nn.Module) -> bool:
 
 
 def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a module's forward with `rotate` in the place of `apply_rotary_pos_emb`.
+    """Call the forward of a module, of which `calls_rotary` is true, with `rotate` in the place of
+    `apply_rotary_pos_emb`.
 
-    Args:
-        attention: a module of which `calls_rotary` is true.
-        rotate: called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and with whatever else the module passes.
-        args: arguments of the forward method, like `kwargs`.
+    `rotate` is called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and with whatever else the module passes.
     """
     forward: Any = type(attention).forward
     replaced = {"apply_rotary_pos_emb": functools.partial(rotate, forward.__globals__["apply_rotary_pos_emb"])}
@@ -249,12 +224,9 @@ def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args:
 
 
 class SoftmaxRouter(NamedTuple):
-    """How a router chooses experts by the largest softmax probabilities of its logits.
+    """How a router chooses the `top_k` experts with the largest softmax probabilities of its logits.
 
-    Attributes:
-        top_k: experts per token.
-        normalized: the weights are divided by their sum.
-        keeps_float32: the weights stay float32; otherwise they have the dtype of the logits.
+    `normalized`: the weights are divided by their sum. `keeps_float32`: they stay float32, else have the logits' dtype.
     """
 
     top_k: int

@@ -50,10 +50,10 @@ def parse_ids(value: object) -> object:
 
 
 def _parse_expert_ids(value: object) -> object:
-    """Parse `parse_ids`' forms, or a mapping of layer index -> such a list, which is returned sorted by layer.
+    """Parse expert ids as `parse_ids` does, or a mapping of layer index -> expert ids, which is returned sorted by
+    layer.
 
-    Raises:
-        ValueError: the value has neither form, or the mapping is empty or names a layer twice.
+    Raises `ValueError` for any other form, and for a mapping that is empty or names a layer twice.
     """
     if not isinstance(value, dict):
         return parse_ids(value)
@@ -84,9 +84,7 @@ def layer_range(text: str) -> tuple[int, ...] | None:
 def _size_or(what: str, *words: str, share: float | None = None) -> BeforeValidator:
     """Return a validator for a positive memory size, one of `words`, or a float between 0 and `share` (both excluded).
 
-    Args:
-        what: the valid forms, for the message "… is neither `what`".
-        share: upper bound of the float; None accepts no float.
+    Without `share`, no float is valid. `what` names the valid forms, for the message "… is neither `what`".
     """
 
     def check(value: Any) -> Any:

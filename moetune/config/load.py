@@ -74,14 +74,10 @@ _UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.const
 
 
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and validate a run file.
+    """Read and validate a run file of at most 64 KiB, with `section.key=value` overrides, applied in order.
 
     Paths in the file are relative to the file's folder if they exist there, else to the working directory; paths in
     overrides are tried in the other order.
-
-    Args:
-        path: the YAML file, of at most 64 KiB.
-        overrides: `section.key=value`, as given with `--set`; applied in order.
 
     Raises:
         UserError: the file is missing, is not YAML, or does not validate. The message lists up to 20 problems.
@@ -106,15 +102,9 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
-    """Apply overrides to the mapping of a run file, which is modified, and validate it.
+    """Apply overrides, as `load_run_config`, to the parsed YAML `raw`, which is modified, and validate it.
 
-    Args:
-        raw: the parsed YAML.
-        overrides: `section.key=value`; applied in order.
-        what: how messages name the run file.
-
-    Raises:
-        UserError: the values do not validate. The message lists up to 20 problems.
+    Raises `UserError`, which names the run file as `what` and lists up to 20 problems, if the values do not validate.
     """
     for override in overrides:
         _apply_override(raw, override)
@@ -128,10 +118,7 @@ def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) ->
 
 
 def parse(text: str, what: str) -> Any:
-    """Parse YAML text of at most 64 KiB into Python values; empty text is None.
-
-    Args:
-        what: how messages name the text.
+    """Parse YAML text of at most 64 KiB, which messages name as `what`, into Python values; empty text is None.
 
     Raises:
         UserError: the text is not YAML, repeats a key, or exceeds the limits of size, depth or number of values.
@@ -155,8 +142,7 @@ def parse(text: str, what: str) -> Any:
 def _values_in(node: yaml.Node, known: dict[int, int]) -> int:
     """Return the number of values in a YAML node with aliases expanded; more than the limit for a node inside itself.
 
-    Args:
-        known: `id` of a node -> its number of values, filled while counting.
+    `known` caches the numbers by `id` of the node.
     """
     if id(node) not in known:
         known[id(node)] = _MOST_VALUES + 1
@@ -179,8 +165,7 @@ _FILE_NAME = re.compile(r"[./~].*|.*\.(jsonl?|csv|tsv|parquet|txt|text|md|rst|ji
 def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = False) -> None:
     """Replace, in `raw`, each path that exists relative to the run file's folder by its absolute path.
 
-    Args:
-        unless_here: leave a path unchanged if it exists relative to the working directory.
+    With `unless_here`, a path that exists relative to the working directory stays.
     """
 
     def found(key: str, value: Any) -> Any:
@@ -218,11 +203,9 @@ def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
 
 
 def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
-    """Raise `UserError` for the names of local files that do not exist.
+    """Raise `UserError` for local data files that exist neither in the working directory nor in the folder `beside`.
 
-    Args:
-        names: names of data sets; absolute paths, and names that may be hub or catalog data sets, are not checked.
-        beside: a folder to look in besides the working directory; None for no other.
+    Absolute paths, and names that may be hub or catalog data sets, are not checked.
     """
     problems = []
     for name in names:
@@ -328,11 +311,8 @@ _UNION_TAGS = frozenset((
 
 
 def _fields_at(location: Iterable[int | str]) -> list[str]:
-    """Return the keys that a section may have.
-
-    Args:
-        location: pydantic's location of the section: keys, list indices and tags of unions, from the top.
-    """
+    """Return the keys that a section may have; `location` is pydantic's: keys, list indices and tags of unions,
+    from the top."""
     section: type[BaseModel] = RunConfig
     for part in location:
         if part == "by_part":

@@ -62,11 +62,8 @@ S = TypeVar("S", bound=Section)
 
 
 def resolved(kind: type[S], section: Section, **values: Any) -> S:
-    """Return a section converted to its resolved type, without validation.
+    """Return `section` as its resolved type `kind`, with resolved `values` for keys that were `auto` or a choice.
 
-    Args:
-        kind: the resolved type of the section.
-        section: the section as written.
-        values: fields that were `auto` or a choice -> their resolved values.
+    Nothing is validated.
     """
     return kind.model_construct(section.model_fields_set | values.keys(), **{**dict(section), **values})

@@ -50,9 +50,8 @@ class Section(BaseModel):
     def but(self, **changes: Any) -> Self:
         """Return a copy with some values changed; nothing is validated.
 
-        Args:
-            changes: key -> new value; for a key that holds a section, a dict of some of the section's keys changes only
-                these. Any other dict, such as ids by layer, replaces the section.
+        For a key that holds a section, a dict of some of the section's keys changes only these. Any other dict, such as
+        ids by layer, replaces the section.
         """
         sections = {key: part for key in changes if isinstance(part := getattr(self, key), Section)}
         nested = {
@@ -144,7 +143,7 @@ class ChoiceConfig(Section):
 
 
 def _ids_or_choice(raw: Any) -> str:
-    """Return the tag of the union's alternative that `raw` has the form of."""
+    """Return the tag of the alternative that `raw` has the form of: "ids or layers", or "a choice" by scores."""
     chosen = isinstance(raw, ChoiceConfig) or (isinstance(raw, dict) and "from" in raw)
     return "a choice" if chosen else "ids or layers"
 
@@ -162,7 +161,7 @@ class ExpertsConfig(Section):
 
     @model_validator(mode="after")
     def _layers_once(self) -> ExpertsConfig:
-        """Raise `ValueError` if `ids` is given by layer and `layers` as well."""
+        """Raise `ValueError` if `ids` already names layers and `layers` is set too."""
         if isinstance(self.ids, dict) and self.layers != "all":
             raise ValueError("ids: names the layers already; leave layers out")
         return self
@@ -324,14 +323,7 @@ class OptimizerConfig(Section):
 
 
 class PartOptimizers(Section):
-    """A separate optimizer for each part that trains; None for a part that does not train.
-
-    Attributes:
-        router: for routers.
-        experts: for experts that train in full precision.
-        lora: for all LoRA factors.
-        other: for the parameters that `adapt.also` names.
-    """
+    """A separate optimizer for each part that trains (see `PARTS`); None for a part that does not train."""
 
     router: OptimizerConfig | None = None
     experts: OptimizerConfig | None = None

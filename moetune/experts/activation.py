@@ -39,25 +39,18 @@ class Activation(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return act [N, I], without routing weights, and the gradient of gate_up [N, O], multiplied by them.
 
-        The caller must not use either input tensor afterwards: both may be overwritten, or become the results.
-
-        Args:
-            gate_up_NO: gate_up rows, as passed to `forward`; a row is one token for one of its experts.
-            dact_NI: gradient of act, not yet multiplied by the routing weights.
-            weights: routing weights of the rows.
-            dweights: [T·K], gradient of the routing weights of T tokens for K experts each; ⟨dact, act⟩ of each row is
-                written at token · K + k. None to skip.
+        `dact_NI` is the gradient of act before it is multiplied by the routing weights. If `dweights` [T·K] (T tokens,
+        K experts each) is not None, ⟨dact, act⟩ of each row is written to it at token · K + k: the gradient of the
+        row's routing weight. Both input tensors may be overwritten or returned; the caller must not use them
+        afterwards.
         """
 
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """SwiGLU with a GPU kernel; clamped as in gpt-oss if `limit` is not 0.
+    """SwiGLU with a GPU kernel; clamped as in gpt-oss if `limit` is not 0, and only then `alpha` is used.
 
-    Attributes:
-        interleaved: gate and up alternate in the columns of gate_up; otherwise all gate columns come first.
-        alpha: factor of the gate inside the sigmoid; used only if `limit` is not 0.
-        limit: upper bound of gate, and bound of the absolute value of up; 0 for none.
+    `interleaved`: gate and up alternate in the columns of gate_up; otherwise all gate columns come first.
     """
 
     interleaved: bool
@@ -97,14 +90,11 @@ class AutogradActivation:
 
 
 def recognize(function: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activation:
-    """Return `SwiGLU` if it computes the same as a model's activation function, else `AutogradActivation`.
+    """Return `SwiGLU` if it computes the same as a model's activation function [N, O] -> [N, I], else
+    `AutogradActivation`.
 
-    Results are compared on the CPU in float32, with a relative tolerance of 1e-5 and an absolute one of 1e-6.
-
-    Args:
-        function: from gate_up rows [N, O] to act rows [N, I]. If it is a method, its object's attributes `alpha` and
-            `limit`, or `swiglu_alpha` and `swiglu_limit`, are read.
-        shape: sizes and layout of one expert. Without a gate the result is always `AutogradActivation`.
+    `alpha` and `limit`, also named `swiglu_alpha` and `swiglu_limit`, are read from the object of which `function` is a
+    method. Results are compared on the CPU in float32, within 1e-5 relative plus 1e-6 absolute.
     """
     if not shape.has_gate:
         return AutogradActivation(function)
@@ -123,7 +113,7 @@ def recognize(function: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activ
 
 
 def _over_the_range(intermediate: int) -> Tensor:
-    """Return test pairs (gate, up) [N, 2, I] of both signs and magnitudes 0 and 2⁻⁸ to 2¹²⁷, beyond any limit."""
+    """Return pairs (gate, up) [N, 2, I] to compare functions on: both signs, magnitudes 0 and 2⁻⁸ to 2¹²⁷."""
     sizes = 2.0 ** torch.arange(-8, 128, 3)
     values = torch.cat([-sizes, torch.zeros(1), sizes])
     pairs = torch.cartesian_prod(values, values)

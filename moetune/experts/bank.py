@@ -33,13 +33,9 @@ ExpertTensor = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """Which experts of a layer get LoRA factors, and of what size.
+    """Which experts of a layer get LoRA, and of what size: W + (alpha / rank) · B·A.
 
-    Attributes:
-        ids: expert ids.
-        rank: rank r of each low-rank product B·A.
-        alpha: the product is multiplied by alpha / rank.
-        split: if True, gate and up have separate factors A and B; if False, gate_up has one pair of factors.
+    With `split`, gate and up have separate factors A and B; otherwise gate_up has one pair.
     """
 
     ids: tuple[int, ...]
@@ -50,21 +46,17 @@ class LoraPlan:
 
 @dataclass(frozen=True)
 class BankPlan:
-    """How the experts of one layer train; experts named in neither attribute are frozen without LoRA.
+    """How the experts of one layer train: the ids in `trained` in full, neither quantized nor with LoRA; all others are
+    frozen.
 
-    Attributes:
-        trained: ids of the experts that train in full, neither quantized nor with LoRA.
-        lora: LoRA on some of the frozen experts; None for no LoRA in this layer.
+    `lora` adds LoRA to some of the frozen experts; None for no LoRA in this layer.
     """
 
     trained: tuple[int, ...] = ()
     lora: LoraPlan | None = None
 
     def of(self, held: Sequence[int]) -> BankPlan:
-        """Return the plan restricted to the expert ids in `held`, with ids in the order of `held`.
-
-        `lora` of the result is None if no expert in `held` has LoRA.
-        """
+        """Return the plan for the expert ids in `held`, in their order; `lora` is None if none of them has LoRA."""
         lora = None if self.lora is None else tuple(expert for expert in held if expert in self.lora.ids)
         return BankPlan(
             tuple(expert for expert in held if expert in self.trained),
@@ -73,12 +65,7 @@ class BankPlan:
 
 
 class FullExpert(nn.Module):
-    """The two projections of one fully trained expert, with H hidden size and I intermediate size.
-
-    Attributes:
-        gate_up: weight [2I, H], or [I, H] if the expert has no gate.
-        down: weight [H, I].
-    """
+    """The two projections of one fully trained expert: gate_up [2I, H], or [I, H] without gate, and down [H, I]."""
 
     def __init__(self, gate_up: FullProjection, down: FullProjection) -> None:
         super().__init__()
@@ -135,16 +122,9 @@ class ExpertLora(nn.Module):
                 A.data.copy_(A.new_empty(count, *A.shape[1:]).uniform_(-bound, bound)[here])
 
     def of(self, experts: Sequence[int], *, joined: bool) -> tuple[LowRank, LowRank]:
-        """Return the low-rank terms (gate_up, down) of a group of experts.
+        """Return the low-rank terms (gate_up, down) of C experts, as views of the parameters.
 
-        Args:
-            experts: expert ids whose factors are consecutive in dimension 0 of A and B; only the first id and the
-                length of this sequence are used.
-            joined: `LowRank.is_joined`.
-
-        Returns:
-            Two new `LowRank` objects that refer to the parameters without copying: for C experts, gate_up with A
-                [C, P, r, H] and B [C, P, O / P, r], and down with A [C, 1, r, I] and B [C, 1, H, r].
+        `experts` are ids whose factors are consecutive in dimension 0 of A and B; `joined` becomes `LowRank.is_joined`.
         """
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
@@ -162,7 +142,7 @@ class ExpertBank(nn.Module):
     Args:
         shape: sizes and layout of one expert.
         plan: which experts of the layer train, and how.
-        activation: the model's function from gate_up rows [N, O] to activated rows [N, I]; differentiable and without
+        activation: the model's function from gate_up rows [N, O] to act rows [N, I]; differentiable, without
             parameters.
         storage: data type of the frozen experts' weights, such as "nf4".
         double_quant: quantize the scales of NF4 as well.
@@ -244,10 +224,9 @@ class ExpertBank(nn.Module):
 
     @torch.no_grad()
     def put_(self, expert: int, name: ExpertTensor, tensor: Tensor) -> None:
-        """Copy one expert's weight [out, in] or bias [out] into the bank.
+        """Copy one expert's weight [out, in] or bias [out] into the bank; a frozen expert's weight is quantized.
 
-        A weight of a frozen expert is quantized; all other tensors are stored in the bank's dtype. Does nothing for a
-        tensor on the meta device and for an expert that this rank does not store.
+        Does nothing for a tensor on the meta device and for an expert that this rank does not store.
         """
         if tensor.is_meta or expert not in self.held:
             return
@@ -263,13 +242,11 @@ class ExpertBank(nn.Module):
 
     @torch.no_grad()
     def put_quantized_(self, expert: int, name: ExpertTensor, *pieces: Mapping[str, Tensor]) -> None:
-        """Store a frozen expert's weight that a checkpoint has already quantized.
+        """Store the weight `name`, "gate_up" or "down", of a frozen expert as a checkpoint has quantized it.
 
-        Args:
-            expert: id of a frozen expert that this rank stores; any other id raises `KeyError`.
-            name: "gate_up" or "down".
-            pieces: the quantized tensors by buffer name, such as `data` and `absmax`. There are two mappings if gate
-                and up are quantized separately (`ExpertContext.split_gate_up`), else one.
+        Each of `pieces` maps buffer names, such as `data` and `absmax`, to tensors. There are two pieces if gate and up
+        are quantized separately (`ExpertContext.split_gate_up`), else one. An expert that is not frozen, or that this
+        rank does not store, raises `KeyError`.
         """
         getattr(self, name).put_quantized_(self.frozen_slots[expert], *pieces)
 
@@ -278,8 +255,8 @@ class ExpertBank(nn.Module):
 
         The experts of a group are all frozen, all frozen with LoRA, or all fully trained. A group has at least one
         expert, and at most as many as fit into `context.expert_memory` bytes, counting for each the larger of its two
-        matrices in `dtype`. If a gradient hook is set, every fully trained expert is a group of its own, because the
-        gradients of a group are one tensor.
+        matrices in `dtype`. With a gradient hook, each fully trained expert is a group of its own, because a group's
+        gradients are one tensor.
         """
         largest = max(math.prod(self.gate_up.shape), math.prod(self.down.shape))
         most = max(1, min(self.context.expert_memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
@@ -296,9 +273,9 @@ class ExpertBank(nn.Module):
         return "lora" if self.lora is not None and expert in self.lora.slots else "frozen"
 
     def projections(self, slots: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
-        """Return the projections (gate_up, down) of the experts in `slots`, which are one range of `groups`.
+        """Return the projections (gate_up, down) of one of the `groups`.
 
-        Weights are dequantized or cast to `dtype` when the projection runs, not here.
+        Weights are dequantized or cast to `dtype` when a projection runs, not here.
         """
         experts = self.expert_order[slots.start : slots.stop]
         kind = self._kind(experts[0])
@@ -320,16 +297,10 @@ class ExpertBank(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Apply each token's experts and sum their weighted outputs.
+        """Apply each token's experts: return the sums [T, H] of their outputs times the routing weights [T, K].
 
-        Args:
-            hidden_states: token rows [T, H].
-            top_k_index: the K experts of each token [T, K]: expert ids with a dispatcher, else positions in `held`,
-                which are the ids if this rank stores all experts.
-            top_k_weights: routing weights [T, K].
-
-        Returns:
-            The weighted sums [T, H].
+        `hidden_states` is [T, H]. `top_k_index` [T, K] holds expert ids if there is a dispatcher, else positions in
+        `held`, which are the ids if this rank stores all experts.
         """
         dispatcher, hooks = self.context.dispatcher, self.hooks
         if dispatcher is not None:
@@ -357,9 +328,7 @@ class ExpertBank(nn.Module):
     def permutation(self, held_TK: Tensor, counts: list[int]) -> Permutation:
         """Return the permutation that sorts token rows by the slot of their expert.
 
-        Args:
-            held_TK: the chosen experts [T, K], as positions in `held`.
-            counts: how often each position occurs in `held_TK`.
+        `held_TK` are the chosen experts as positions in `held`; `counts` says how often each position occurs.
         """
         if self.expert_order == self.held:
             return Permutation.of(held_TK, counts)
@@ -375,8 +344,7 @@ class ExpertBank(nn.Module):
         norms: Tensor | None = None,
         dense_TE: Tensor | None = None,
     ) -> Tensor:
-        """Compute this rank's experts, then tell the prefetcher that this layer is done; arguments as in
-        `expert_mlp`."""
+        """Run `expert_mlp`, then tell the prefetcher that the layer's forward pass is done."""
         prefetcher = self.context.prefetcher
         keep_rows = self.layer in self.context.keep_rows and not self.hooks.recomputes
         output = expert_mlp(self, x_TH, weights_TK, permutation, keep_rows=keep_rows, norms=norms, dense_TE=dense_TE)
@@ -398,5 +366,5 @@ def _trained(fulls: Sequence[FullProjection], dtype: torch.dtype) -> Projection:
 
 
 def _stacked(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors stacked along a new first dimension; a view if there is one."""
+    """Return the tensors stacked along a new first dimension; of a single tensor a view."""
     return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0][None]

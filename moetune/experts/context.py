@@ -24,7 +24,7 @@ the receive counts is the number of rows that rank r sends to expert l of this r
 
 
 def read_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
-    """Return how often each of `num_experts` ids occurs in `ids`. Copies the counts to the host, which waits."""
+    """Return how often each of `num_experts` ids occurs in `ids`; the host waits for the counts."""
     return occurrences(ids, num_experts).tolist()
 
 
@@ -51,16 +51,16 @@ def received_as_sent(receive_RL: Tensor, send_counts: list[list[int]], rank: int
 class ExpertHooks:
     """Callbacks and state of a model's experts, which a run, a prediction or a recorder replaces temporarily.
 
-    The callbacks are attributes and not context variables, because autograd runs the backward pass of a GPU on another
-    thread, where context variables of the caller are not set.
+    They are attributes and not context variables, because autograd runs the backward pass of a GPU on another thread,
+    where context variables of the caller are not set.
 
     Attributes:
-        count_rows: returns the number of rows of each expert, the only tensor values that shapes of a step depend
-            on. By default counts the ids; a prediction returns assumed numbers.
+        count_rows: returns the number of rows of each expert, the only tensor values that shapes of a step depend on.
+            By default counts the ids; a prediction returns assumed numbers.
         count_received: under expert parallelism, returns the number of rows that each rank sends for each expert of
             this rank. By default reads the exchanged counts; a prediction returns assumed numbers.
         gradient: called in backward with each fully trained parameter of an expert and its gradient, as soon as the
-            gradient is complete. None to let autograd hold the gradients until the layer's backward is done.
+            gradient is complete. None to return gradients to autograd when the layer's backward is done.
         group: called in forward and backward with the ids of the experts that are computed next, and with () after the
             last group; None for no calls.
         norms: called after a forward pass with the layer's index and the L2 norms of the experts' outputs before
@@ -77,7 +77,7 @@ class ExpertHooks:
 
     @contextmanager
     def using(self, **hooks: Any) -> Iterator[None]:
-        """Replace the hooks named by the keyword arguments within the `with` block; restore the old ones afterwards."""
+        """Replace the named hooks within the `with` block."""
         before = {name: getattr(self, name) for name in hooks}
         self.__dict__.update(hooks)
         try:

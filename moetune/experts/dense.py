@@ -28,10 +28,9 @@ from moetune.models.routers import ScoreFunction, apply_score, find_logits, logi
 
 
 class DenseWeights:
-    """The routing weights that the experts that were not chosen would have, from the routers' logits.
+    """The routing weights that experts would have had they been chosen, computed from the routers' logits.
 
-    Args:
-        scores: layer index -> the score function of the layer's router, "softmax" or "sigmoid".
+    `scores` maps the layer's index to the score function of its router, "softmax" or "sigmoid".
     """
 
     def __init__(self, scores: Mapping[int, ScoreFunction]) -> None:
@@ -52,15 +51,11 @@ class DenseWeights:
             self._logits[layer] = logits.reshape(-1, num_experts)
 
     def of(self, layer: int, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
-        """Return the routing weights [T, E] of a layer's experts that were not chosen, and 0 for the chosen.
+        """Return routing weights [T, E]: 0 for the chosen experts `ids_TK`, and for others the weight that they would
+        have.
 
-        They are differentiable in the router's logits, which `watch` recorded in the last forward pass and which are
-        dropped here. None if gradients are disabled.
-
-        Args:
-            layer: the layer's index.
-            ids_TK: ids of the chosen experts.
-            weights_TK: their routing weights.
+        They are differentiable in the logits of the last forward pass, which this call drops. None if gradients are
+        disabled.
         """
         if not torch.is_grad_enabled():
             return None

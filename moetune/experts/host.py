@@ -35,8 +35,8 @@ def mark_on_host(tensor: Tensor) -> Tensor:
 
 
 def host_source(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the host storage of which `CopyStream.to_device` made this tensor; None if there is none, or it was
-    freed."""
+    """Return the host storage that `CopyStream.to_device` copied to this tensor; None if there is none, or it
+    was freed."""
     source = getattr(tensor.untyped_storage(), "host_source", None)
     return None if source is None else source()
 
@@ -57,13 +57,9 @@ def empty_on_host(size: Sequence[int], dtype: torch.dtype, device: torch.device)
 
 
 def _pinned(nbytes: int) -> Tensor:
-    """Return uninitialized pinned memory [nbytes], uint8.
+    """Return uninitialized pinned memory [nbytes], uint8; raises `UserError` if CUDA cannot pin it.
 
-    From `_OWN_PAGES` bytes on, pages are mapped and pinned here, because torch rounds pinned memory up to a power of
-    two.
-
-    Raises:
-        UserError: CUDA cannot pin that many bytes.
+    From `_OWN_PAGES` bytes on, pages are mapped and pinned here: torch rounds pinned memory up to a power of two.
     """
     if nbytes < _OWN_PAGES:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -87,12 +83,9 @@ def on_device(value: Tensor, device: torch.device) -> Tensor:
 
 
 class AsyncCopy:
-    """Tensors that a `CopyStream` is filling.
+    """Tensors (`copies`) that a `CopyStream` is filling.
 
-    Call `wait` before a device reads them, on the stream that will, or `read` before the host does.
-
-    Attributes:
-        copies: the target tensors.
+    Before a device reads them, call `wait` on the stream that will; before the host does, call `read`.
     """
 
     def __init__(self, copies: tuple[Tensor, ...], device: torch.device, event: torch.cuda.Event | None) -> None:
@@ -135,8 +128,8 @@ class CopyStream:
         return self._copy(sources, tuple(copies))
 
     def to_host(self, tensor: Tensor) -> AsyncCopy:
-        """Copy a tensor to new host memory (pinned on a GPU). The caller keeps `tensor` until it has waited for the
-        copy."""
+        """Copy a tensor to new host memory, pinned on a GPU. The caller keeps `tensor` until it has waited for
+        the copy."""
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return self._copy((tensor,), (mark_on_host(copy),))
 
@@ -163,13 +156,10 @@ class CopyStream:
 
 
 class ExpertPrefetcher:
-    """Copies the experts' buffers from host memory to a device, one layer in advance.
+    """Copies the experts' buffers from host memory to `device`, one layer in advance.
 
     While a layer computes, the next one is copied: in forward the following registered layer, in backward the preceding
     one that gradients reach. At most two layers are on the device at a time, and none between steps.
-
-    Args:
-        device: where the experts are computed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -201,11 +191,9 @@ class ExpertPrefetcher:
         return {name: copy for (owner, name), copy in zip(self._names(number), copies, strict=True) if owner is module}
 
     def used(self, module: nn.Module, *, again: bool) -> None:
-        """Report that the forward pass of a module's layer is done. Does nothing during a backward pass.
+        """Report that the forward pass of the layer that holds `module` is done; does nothing during a backward pass.
 
-        Args:
-            module: any module of the layer.
-            again: whether a backward pass will need the layer; if not, its copies are freed.
+        `again` says whether a backward pass will need the layer; if not, its copies are freed.
         """
         number = self._number[module]
         if backward_pass() != NO_PASS:

@@ -36,13 +36,8 @@ from moetune.experts.projection import Gradients, Projection, RowWeights
 class ExpertWeights(Protocol):
     """The interface through which `expert_mlp` reads a layer's experts; `ExpertBank` implements it.
 
-    A *slot* is an expert's position in the order in which the experts are computed.
-
-    Attributes:
-        expert_order: expert id of each slot.
-        slots: slot of each expert that this rank stores, in the order of its routing indices.
-        activation: from gate_up rows to act rows.
-        hooks: callbacks, of which `group` and `gradient` are used here.
+    A *slot* is an expert's position in the order in which the experts are computed. `expert_order` has the expert id of
+    each slot; `slots` the slot of each expert that this rank stores, in the order of its routing indices.
     """
 
     expert_order: tuple[int, ...]
@@ -80,15 +75,11 @@ def expert_mlp(
     would drop: the node of the forward pass holds them, and its backward frees them.
 
     Args:
-        experts: weights, groups and hooks of the layer's experts.
-        x_TH: token rows.
-        weights_TK: routing weights.
         permutation: the T·K rows sorted by slot.
         keep_rows: keep the gate_up rows of forward for the first backward pass; any other computes them again.
         norms: [T, K] float32, overwritten with the L2 norms of the experts' outputs before weighting; None to skip.
-        dense_TE: [T, E] routing weights that the experts would have if all were chosen (experts/dense.py). They do not
-            change y, and receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e. None without this
-            gradient.
+        dense_TE: [T, E] routing weights that the experts would have if all were chosen (experts/dense.py), or None.
+            They do not change y, and receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e.
     """
     rows: list[Tensor] = []
     groups = list(experts.groups(x_TH.dtype))
@@ -109,13 +100,7 @@ def _fill(
     kept: list[Tensor] | None,
     norms: Tensor | None,
 ) -> None:
-    """Compute y into `y_TH`.
-
-    Args:
-        groups: ranges of slots that are computed together.
-        kept: a list to which the gate_up rows [N, O] of each group are appended; None to drop them.
-        norms: [T, K], overwritten with the norms of the experts' outputs; None to skip.
-    """
+    """Compute y into `y_TH`, and append the gate_up rows [N, O] of each group to `kept` unless it is None."""
     tokens = TokenRows(x_TH, y_TH, permutation, groups, weights_TK.flatten())
     for group in _announced(experts, permutation.groups(groups)):
         _add_group(experts, group, tokens, kept, norms)
@@ -231,9 +216,8 @@ class _ExpertMlp(torch.autograd.Function):
 def _dense_gradient(experts: ExpertWeights, x_TH: Tensor, dy_TH: Tensor) -> Tensor:
     """Return ⟨dy, E_e(x)⟩ for every token and every expert e: [T, E], in the dtype of x.
 
-    E_e(x) is the output of expert e. The product is computed as ⟨W_dᵀ·dy, act⟩ + ⟨dy, b_d⟩, without the output itself:
-    three products of [T, H] or [T, I] rows with matrices of H·I elements per expert. Only one expert's rows are in
-    memory at a time.
+    E_e(x) is the output of expert e. It is not computed: the inner product is ⟨W_dᵀ·dy, act⟩ + ⟨dy, b_d⟩. Only one
+    expert's rows are in memory at a time.
     """
     gemm = GroupedGemm([len(x_TH)])
     columns = []

@@ -23,7 +23,6 @@ class RowGroup:
     """The experts of consecutive slots and the token rows that are routed to them.
 
     Attributes:
-        slots: range of the C experts' slots.
         gemm: grouped product over the N rows.
         at: slice of these rows among all T·K sorted rows.
         order: [N] flat positions token·K + choice of the rows, sorted by slot.
@@ -39,10 +38,8 @@ class RowGroup:
 class Permutation:
     """The T·K token rows of a layer, sorted by the slot of their expert.
 
-    Attributes:
-        order: [T·K] flat positions token·K + choice, sorted by slot; the sort is stable.
-        counts: number of rows of each slot.
-        top_k: K, the experts per token.
+    `order` [T·K] are their flat positions token·K + choice, sorted by slot (stable); `counts` each slot's number of
+    rows.
     """
 
     order: Tensor
@@ -66,8 +63,8 @@ class Permutation:
             yield RowGroup(group, gemm, at, self.order[at])
 
     def _ends(self, groups: list[range]) -> Tensor | None:
-        """Return [E] int32 on the device of `order`: the end of each expert's rows, counted from the start of its
-        group.
+        """Return the end of each expert's rows, counted from the start of its group: [E] int32 on the device of
+        `order`.
 
         None if every group has one expert.
         """
@@ -88,12 +85,8 @@ class TokenRows:
     token may have several rows, and a GPU adds rows at equal indices in any order. If there is such a group, all T·K
     rows are gathered first, results replace them, and `finish` sums the rows of each token in a fixed order.
 
-    Args:
-        x_TH: rows [T, H] to gather.
-        out_TH: [T, H], overwritten with the sums; None if rows are only gathered.
-        permutation: order of the rows.
-        groups: ranges of slots, as given to `Permutation.groups`.
-        weights: [T·K], the weight of each row in the sum, by flat position; None for 1.
+    `out_TH` is overwritten; if it is None, rows of `x_TH` [T, H] are only gathered. `weights` [T·K] are the weights of
+    the rows in the sum, by flat position; None for 1.
     """
 
     def __init__(
@@ -120,13 +113,11 @@ class TokenRows:
         return self.rows_SH[group.at]
 
     def place(self, group: RowGroup) -> Tensor | None:
-        """Return the view [N, H] to write a group's results to; None if the results are a new tensor to be passed to
-        `add`."""
+        """Return the view [N, H] to write a group's results to; None if they are to be passed to `add`."""
         return None if self.rows_SH is None else self.rows_SH[group.at]
 
     def add(self, group: RowGroup, results_NH: Tensor) -> None:
-        """Add a group's results [N, H] to `out_TH` and overwrite them; do nothing if the results were written to
-        `place`."""
+        """Add a group's results [N, H] to `out_TH`, overwriting them; does nothing if they were written to `place`."""
         if self.rows_SH is None:
             kernels.add_rows_(self.out_TH, results_NH, group.order, self.top_k, self.weights)
 

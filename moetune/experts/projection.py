@@ -18,12 +18,7 @@ from moetune.experts.kernels.grouped import GroupedGemm
 
 
 class RowWeights(NamedTuple):
-    """Routing weights of N rows.
-
-    Attributes:
-        weights: [T·K] the routing weights of all rows of the layer.
-        order: [N] positions of these rows in `weights`.
-    """
+    """Routing weights of N rows: those of all rows of the layer [T·K], and these rows' positions [N] among them."""
 
     weights: Tensor
     order: Tensor
@@ -54,10 +49,8 @@ class Gradients(dict[nn.Parameter, Tensor]):
         return self[parameter]
 
     def hand_over(self, projection: Projection) -> None:
-        """Call the hook for each fully trained parameter of a projection, with its gradient, or zeros if it has none.
-
-        Does nothing without a hook.
-        """
+        """Call the hook, if there is one, for each fully trained parameter of a projection, with its gradient
+        or zeros."""
         if self.hook is None:
             return
         for full in projection.trained:
@@ -66,10 +59,10 @@ class Gradients(dict[nn.Parameter, Tensor]):
                 self.hook(parameter, self.pop(parameter) if parameter in self else torch.zeros_like(parameter))
 
     def remaining(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the gradient of a parameter for autograd.
+        """Return the gradient of a parameter for autograd; None if the hook has received it.
 
-        None if the hook has received the gradient. Zeros if the parameter's expert had no tokens, because optimizers
-        and reductions skip a parameter without gradient.
+        Zeros if the parameter's expert had no tokens: optimizers and reductions would skip a parameter without
+        gradient.
         """
         if parameter in self._handed_over:
             return None
@@ -89,7 +82,7 @@ class LowRank:
         slots: slice of the group's C experts in the first dimension of `A_all` and `B_all`.
         is_interleaved: columns of the two parts alternate in the output.
         scale: alpha / rank.
-        is_joined: the product with W adds these terms itself, where there are several experts.
+        is_joined: for groups of several experts, one kernel computes the product with W and adds these terms.
         xA: [N, P, r], input rows times Aᵀ; None until `add_forward`.
         dB: [N, P, r], gradients of the output rows times B; None until `add_grad_input`.
     """
@@ -145,13 +138,7 @@ class LowRank:
     def add_gradients(
         self, grads: Gradients, x: Tensor, dout: Tensor, gemm: GroupedGemm, weights: RowWeights | None
     ) -> None:
-        """Write the gradients of A and B into `grads`, and free the kept narrow products.
-
-        Args:
-            x: input rows [N, in].
-            dout: gradients of the output rows [N, out].
-            weights: multiplied with each row of `dout`; None for 1.
-        """
+        """Write the gradients of A and B into `grads`, and free A·x and Bᵀ·dout; arguments as in `Projection`."""
         dout = self._in_parts(dout)
         of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
         groups = gemm.ends, gemm.counts
@@ -203,13 +190,10 @@ class Projection:
     def forward(
         self, x: Tensor, gemm: GroupedGemm, weights: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
-        """Project rows [N, in] to [N, out].
+        """Project rows [N, in], sorted by expert, to [N, out].
 
-        Args:
-            x: input rows, sorted by expert.
-            gemm: the grouped product over these rows.
-            weights: the result of `self.weights()` if the caller has it already; None to dequantize here.
-            into: tensor [N, out] to write to and return; None for a new tensor.
+        `weights` is the result of `self.weights()` if the caller has it already. The result is written to `into`, if
+        given, and returned.
         """
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self._joins(gemm):
@@ -247,10 +231,7 @@ class Projection:
     ) -> None:
         """Write the gradients of this projection's parameters into `grads`.
 
-        Args:
-            x: input rows [N, in].
-            dout: gradients of the output rows [N, out].
-            weights: multiplied with each row of `dout`; None for 1.
+        `x` are input rows [N, in], `dout` gradients of the output rows [N, out], each multiplied by its weight, if any.
         """
         if self.trained:
             dout = dout if weights is None else dout * weights.column(dout.dtype)

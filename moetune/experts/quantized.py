@@ -148,13 +148,8 @@ class QuantizedExperts(HostModule):
     def put_quantized_(self, index: int, *pieces: Mapping[str, Tensor]) -> None:
         """Store data that are already quantized as matrix `index`.
 
-        Args:
-            index: number of the matrix.
-            pieces: for each of the matrix's pieces, its tensors by buffer name (`data`, `absmax`, `scales`, …), with
-                the shape and dtype of one row of that buffer.
-
-        Raises:
-            AssertionError: the number of pieces, a shape or a dtype differs.
+        Each piece maps buffer names (`data`, `absmax`, `scales`, …) to tensors with the shape and dtype of one row of
+        that buffer; a difference, or another number of pieces, raises `AssertionError`.
         """
         assert len(pieces) == self.pieces
         for number, stored in enumerate(pieces, index * self.pieces):
@@ -169,10 +164,10 @@ class QuantizedExperts(HostModule):
         return self.matrices(slice(index, index + 1), dtype)[0]
 
     def matrices(self, which: slice, dtype: torch.dtype) -> Tensor:
-        """Return consecutive matrices [n, R, C] in `dtype`, each bit for bit as `matrix` returns it.
+        """Return the matrices of the slice `which`, which has start and stop, in `dtype`: [n, R, C].
 
-        The result is a new tensor, or a view of the buffer if the storage is unquantized and has that dtype. `which` is
-        a slice of matrix numbers with start and stop.
+        Each is bit for bit as `matrix` returns it. The result is a new tensor, or a view of the buffer if the storage
+        is unquantized and has that dtype.
         """
         buffers: Mapping[str, Any] = self._buffers if self.prefetcher is None else self.prefetcher.bring(self)
         if self.pieces > 1:
@@ -229,12 +224,7 @@ def _quantize_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer with quantized weights, dequantized in forward and again in backward.
 
-    For NF4, bitsandbytes' `Linear4bit` is used instead.
-
-    Args:
-        weight: [out, in], quantized here on its device.
-        bias: [out] or None; frozen.
-        storage: data type of the stored weight, such as "int8".
+    The weight [out, in] is quantized here, on its device. For NF4, bitsandbytes' `Linear4bit` is used instead.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, storage: Storage) -> None:

@@ -20,13 +20,12 @@ _LENGTH = 64  # tokens in a row of random tokens
 
 @dataclass(frozen=True)
 class LossCheck:
-    """The losses of a trained model and of its export on the same rows.
+    """The mean cross-entropy, in nats, of a trained model and of its export on the same rows.
 
     Attributes:
         of: where the rows are from: `held-out data`, `training data` or `random tokens`.
         tokens: the number of predicted tokens.
-        trained_loss: mean cross-entropy of the trained model, in nats.
-        exported_loss: mean cross-entropy of the export, loaded by transformers and PEFT, in nats.
+        exported_loss: loss of the export, loaded by transformers and PEFT.
     """
 
     rows: int
@@ -40,17 +39,12 @@ class LossCheck:
 
 
 def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
-    """Compute the losses of a trained model and of its export on the same rows.
+    """Compute the losses of the model trained in `run` and of its export, a merged checkpoint or PEFT adapter.
 
-    The rows are the first of the run's held-out data, else of its training data, or random tokens if the data cannot be
-    read any more. Both models compute in float32 on the CPU, one after the other, and each is in memory as a whole. The
-    losses differ by the rounding to the checkpoint's dtype and, if the run quantized its base, by the quantization
-    error.
-
-    Args:
-        run: the run folder.
-        exported: the folder of a merged checkpoint or a PEFT adapter.
-        rows: the largest number of rows.
+    The rows, at most `rows`, are the first of the run's held-out data, else of its training data, or random tokens if
+    the data cannot be read any more. Both models compute in float32 on the CPU, one after the other, and each is in
+    memory as a whole. The losses differ by the rounding to the checkpoint's dtype and, if the run quantized its base,
+    by the quantization error.
 
     Raises:
         UserError: the run or the export cannot be opened.

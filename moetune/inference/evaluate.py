@@ -27,14 +27,12 @@ _MOST_LOSS = 700.0  # nats; exp of a larger loss overflows a float
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss of a model on a data set.
+    """The loss of a model on a data set: mean cross-entropy over the predicted tokens, in nats.
 
     Attributes:
-        kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
+        kind, step: as in `Opened`.
         records: the number of sequences, one for each record.
         tokens: the number of predicted tokens.
-        loss: mean cross-entropy over the predicted tokens, in nats.
-        step: the step of the checkpoint, for a run; else None.
         held_out: True if the run held the data out, False if it trained on them, None if neither is known.
     """
 
@@ -64,8 +62,7 @@ def evaluate(
     Args:
         opened: an opened model; or what `open_model` opens.
         data: a file or name as under `data.train`; by default the run's held-out data.
-        sequence_length: the largest number of tokens of a record; by default the run's `train.sequence_length`, or the
-            default of run files.
+        sequence_length: the largest number of tokens of a record; by default the run's, or the default of run files.
         format: the value of `data.format`; by default the run's, or `auto`.
 
     Raises:
@@ -100,17 +97,11 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
 def rows_of(
     opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> tuple[datasets.Dataset, str]:
-    """Return the rows to evaluate a model on, one for each record, and the name of the data set.
-
-    Args:
-        opened: the model.
-        data: a file or name as under `data.train`; by default the run's held-out data.
-        sequence_length: the largest number of tokens of a record; None for the run's, or the default of run files.
-        format: the value of `data.format`; None for the run's, or `auto`.
+    """Return the rows to evaluate a model on, one for each record, and the name of the data set; arguments as in
+    `evaluate`.
 
     Raises:
-        UserError: there are no held-out data, the data cannot be read, or they have tokens that the model does not
-            have.
+        UserError: there are no held-out data, the data cannot be read, or have tokens that the model does not have.
     """
     config = opened.config
     train = TrainConfig() if config is None else config.train

@@ -34,7 +34,6 @@ def generate(
         prompt: the text to continue; or chat messages, which the tokenizer's chat template turns into text.
         max_new_tokens: the largest number of tokens to generate; less if the model has fewer positions left.
         temperature: 0 for the most likely token at each position; above 0, tokens are sampled.
-        seed: the seed for sampling.
         stream: also print the text on stdout while it is generated.
 
     Raises:

@@ -43,8 +43,7 @@ class Opened:
         name: the name or path that was opened.
         kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
         folder: the folder of its tokenizer.
-        config: the run file, for a run; else None.
-        step: the step of the checkpoint, for a run; else None.
+        config, step: the run file and the checkpoint's step, for a run; else None.
         notes: messages for the user.
     """
 
@@ -136,14 +135,9 @@ def _open_run(what: str, run: FinishedRun, device: DeviceType, dtype: str | None
 def _built(
     config: RunConfig, device: DeviceType, dtype: str | None, *, notes: bool = False
 ) -> tuple[Adapted, Base | None]:
-    """Build the adapted model of a run file on one device, for inference.
+    """Build the adapted model of a run file on one device, in eval mode; a `dtype` replaces the run file's.
 
-    Args:
-        dtype: the dtype of computation; None for that of the run file.
-        notes: whether to compute the fingerprint of the base while it is read.
-
-    Returns:
-        The model in eval mode; and the name and fingerprint of its base, None unless `notes`.
+    With `notes`, also compute the fingerprint of its base while it is read, and return the base; else None.
     """
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.model.attention == "flash_attention_2" and device == "cpu":
@@ -164,9 +158,8 @@ def _built(
 def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Opened:
     """Load an adapter onto the base that it names, with stock PEFT.
 
-    Raises:
-        UserError: the adapter names no base; the base cannot be loaded; or the tensors of the adapter are not exactly
-            those that PEFT expects.
+    Raises `UserError` if it names no base, the base cannot be loaded, or its tensors are not exactly those that PEFT
+    expects.
     """
     settings, tensors = read_adapter(path)
     base = settings.get("base_model_name_or_path")

@@ -33,8 +33,7 @@ _MLP = re.compile(r"mlp|ffn|feed_?forward|^ff$|^fc\d$|^intermediate$|^output$|sp
 class Landmarks:
     """The modules of one model that its parameters are classified by, such as the decoder layers and the LM head.
 
-    Args:
-        marked: parameter name -> component, for parameters whose component is known already: routers and experts.
+    `marked` gives the component of the parameters for which it is known already, by name: routers and experts.
 
     Attributes:
         base: prefix of the base model's parameter names (`model.`), empty if the model is its own base.
@@ -58,28 +57,25 @@ class Landmarks:
         self.moe_layers = {self.layer_of(name) for name, part in self.marked.items() if part == "experts"}
 
     def layer_of(self, name: str) -> int | None:
-        """Return the index of the decoder layer that a parameter or module lies in; None outside the decoder layers."""
+        """Return the index of the decoder layer that a parameter or module is in; None outside the decoder layers."""
         for stack in self.main_stacks:
             if name.startswith(stack):
                 return int(name[len(stack) :].partition(".")[0])
         return None
 
     def is_chooser(self, name: str) -> bool:
-        """Return whether a parameter or module lies in an indexer.
+        """Return whether a parameter or module is in an indexer, which selects keys for a query by comparing scores.
 
-        An indexer's scores only select keys for a query, by comparison, so no gradient reaches its weights.
+        No gradient reaches its weights.
         """
         return any(type(self.modules[path]).__name__.endswith("Indexer") for path in _ancestors(name))
 
     def component_of(self, name: str) -> Component:
-        """Return the component of a parameter.
+        """Return the component of a parameter, given its full name, such as `model.layers.0.self_attn.q_proj.weight`.
 
         Every module that mixes tokens is attention: softmax, linear and state-space attention, convolutions, recurrent
         blocks. Norms are `norm` wherever they are. Feed-forward weights that every token uses are `dense_mlp` unless
         they belong to a shared expert; this includes projections into and out of a latent space of experts.
-
-        Args:
-            name: full name, such as `model.layers.0.self_attn.q_proj.weight`.
         """
         if name in self.marked:
             return self.marked[name]
@@ -101,9 +97,7 @@ class Landmarks:
         """Return the component of a parameter inside a layer.
 
         It is a shared expert if any module around it is named so; else the outermost module with a known name decides.
-
-        Args:
-            paths: paths of the modules around the parameter inside the layer, outermost first, and its own name.
+        `paths` are the paths of the modules around it inside the layer, outermost first, and its own name.
         """
         if any(_SHARED.search(path.rpartition(".")[2]) for path in paths):
             return "shared_experts" if self.layer_of(name) in self.moe_layers else "dense_mlp"

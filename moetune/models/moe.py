@@ -30,8 +30,8 @@ _EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts", "
 class ExpertShape:
     """Sizes and memory layout of one layer's experts.
 
-    With E experts, hidden size H and intermediate size I, transformers stores `gate_up_proj [E, 2I, H]` (`up_proj [E,
-    I, H]` if there is no gate) and `down_proj [E, H, I]`; with `is_transposed` the last two axes are swapped.
+    transformers stores `gate_up_proj [E, 2I, H]`, or `up_proj [E, I, H]` if there is no gate, and `down_proj [E, H,
+    I]`; with `is_transposed` the last two axes are swapped.
 
     Attributes:
         num_experts: E.
@@ -59,13 +59,8 @@ class ExpertShape:
         return weights + (widened + self.hidden if self.has_bias else 0)
 
     def trained_parameters(self, lora: LoraConfig | None, rank: int | None) -> int:
-        """Return how many parameters of one expert train.
-
-        Args:
-            lora: LoRA settings, to count the low-rank factors (`ExpertLora` in experts/bank.py); None to count the
-                whole expert.
-            rank: rank of the factors; None without LoRA.
-        """
+        """Return how many parameters of one expert train: its LoRA factors of this rank (`ExpertLora` in
+        experts/bank.py), or all if `lora` or `rank` is None."""
         if lora is None or rank is None:
             return self.parameters_per_expert
         parts = 2 if self.has_gate else 1
@@ -75,10 +70,9 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """One decoder layer with routed experts.
+    """One decoder layer with routed experts: the module paths of its feed-forward block, experts and router.
 
-    Attributes:
-        top_k: experts per token; the maximum, if the router may also choose none.
+    `top_k` is the number of experts per token; the maximum, if the router may also choose none.
     """
 
     index: int
@@ -97,8 +91,7 @@ def is_experts(module: nn.Module) -> bool:
 def read_shape(experts: nn.Module, where: str) -> ExpertShape:
     """Read the sizes and the layout of a module of experts from its flags and parameters.
 
-    Raises:
-        UserError: the parameters contradict the flags.
+    Raises `UserError`, which begins with `where`, if the parameters contradict the flags.
     """
     flags = {flag: bool(getattr(experts, flag)) for flag in _FLAGS if flag != "has_post_expert_norm"}
     down = getattr(experts, "down_proj", None)
@@ -151,9 +144,7 @@ def read_top_k(model: PreTrainedModel, router: str, block: str, layer: int) -> i
     """Return the number of experts per token of a layer; None if it is found nowhere.
 
     The number is looked up in the router, then in its block, then in the config, under the names that models use.
-
-    Args:
-        layer: index of the decoder layer, for configs with a number for each layer.
+    `layer` is the index of the decoder layer, for configs with a number for each layer.
     """
     config = model.config.get_text_config()
     for holder in (model.get_submodule(router), model.get_submodule(block), config):
@@ -170,11 +161,8 @@ def unknown_experts(model: PreTrainedModel) -> str | None:
     """Find experts that cannot be read because their module lacks transformers' flags (see `is_experts`).
 
     A module counts as experts if it is named `expert` or `experts`, if its class is named like one of experts, or if it
-    has a 3-D parameter whose first axis is the number of experts in the config.
-
-    Returns:
-        The path of the first such module with its class, or the parameter with its shape, for a message; None if there
-        is none.
+    has a 3-D parameter whose first axis is the number of experts in the config. Return the first such module with its
+    class, or the parameter with its shape, for a message; None if there is none.
     """
     known = [name for name, module in model.named_modules() if is_experts(module)]
     holders = {name.rpartition(".")[0] for name in known}

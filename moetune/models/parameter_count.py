@@ -11,12 +11,9 @@ from moetune.models.structure import ModelStructure
 
 @dataclass(frozen=True)
 class LayerCount:
-    """Number of parameters of one decoder layer.
+    """Number of parameters of one decoder layer; `num_experts` and `top_k` are None in a layer without experts.
 
-    Attributes:
-        total: all parameters of the layer.
-        active: parameters that one token uses: all but the experts that it is not routed to.
-        num_experts: None in a layer without experts.
+    `active` counts the parameters that one token uses: all but the experts that it is not routed to.
     """
 
     index: int
@@ -30,17 +27,10 @@ class LayerCount:
 class ParameterCount:
     """Parameter counts of one model. Tied parameters are counted once.
 
-    Attributes:
-        active_per_token: parameters used in the forward pass of one token: all but the experts that it is not routed
-            to. The whole embedding table is included, as in published figures.
-        per_expert: parameters of one expert; a list with one number for each expert layer if they differ; None for a
-            dense model.
-        num_moe_layers: number of layers with experts.
-        num_experts: experts in a layer; a list if layers differ; None for a dense model.
-        top_k: experts per token; a list if layers differ; None for a dense model.
-        components: component -> number of parameters.
-        active: component -> number of parameters used for one token.
-        layers: counts of each decoder layer.
+    `per_expert`, `num_experts` and `top_k` are a list with a number for each MoE layer if layers differ, and None for a
+    dense model. `components` and `active` map component -> number of parameters, in all and used for one token.
+    `active_per_token` leaves out the experts that a token is not routed to; it includes the whole embedding table, as
+    published figures do.
     """
 
     model_type: str
@@ -104,7 +94,7 @@ def count_parameters(structure: ModelStructure) -> ParameterCount:
 
 
 def _agreed(values: list[int]) -> int | list[int] | None:
-    """Return the common value of a list, the list itself if its values differ, or None if it is empty."""
+    """Return the common value of a list; the list if its values differ; None if it is empty."""
     if not values:
         return None
     return values[0] if len(set(values)) == 1 else values

@@ -30,10 +30,10 @@ def logits_module(model: nn.Module, path: str, num_experts: int) -> nn.Module:
 
 
 def find_logits(output: Any, num_experts: int) -> Tensor | None:
-    """Return the first floating-point tensor [..., num_experts] in a router's output; None if there is none.
+    """Return the first floating-point tensor [..., num_experts] in a router's output, a tensor or a sequence with
+    tensors.
 
-    Args:
-        output: a tensor, or a tuple or list with tensors.
+    None if there is none.
     """
     candidates = output if isinstance(output, (tuple, list)) else (output,)
     for value in candidates:
@@ -49,9 +49,10 @@ def apply_score(logits_TE: Tensor, score: ScoreFunction) -> Tensor:
 
 
 def score_functions(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, ScoreFunction]:
-    """Return layer index -> score function; layers whose function is not recognized are left out.
+    """Return layer index -> score function (see `score_function`); layers whose function is not recognized are left
+    out.
 
-    Layers with the same block class, expert shape and top_k are measured once (see `score_function`).
+    One layer is measured for all with the same block class, expert shape and top_k.
     """
     by_kind: dict[Hashable, ScoreFunction | None] = {}
     found: dict[int, ScoreFunction] = {}
@@ -65,14 +66,11 @@ def score_functions(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, S
 
 
 def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
-    """Find the score function that the routing weights of a layer's chosen experts are proportional to.
+    """Measure which score function the routing weights of a layer's chosen experts are proportional to.
 
-    The function is measured: a CPU copy of the layer's block runs with random weights on 16 tokens, and a module that
-    records its inputs replaces the experts.
-
-    Returns:
-        None if the weights match neither function, if the router does not return its logits, or if the block cannot run
-        alone.
+    A CPU copy of the layer's block runs with random weights on 16 tokens; a module that records its inputs replaces the
+    experts. None if the weights match neither function, if the router does not return its logits, or if the block
+    cannot run alone.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     logits: list[Tensor | None] = []
@@ -114,7 +112,7 @@ def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
 
 
 def correction_bias(model: nn.Module, layer: MoeLayer) -> str | None:
-    """Return the name of the buffer `e_score_correction_bias` [E] of a layer; None if the layer has none.
+    """Return the name of a layer's buffer `e_score_correction_bias` [E]; None if it has none.
 
     The buffer is added to the scores to choose experts, but not to routing weights.
     """

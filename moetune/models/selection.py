@@ -17,19 +17,16 @@ from moetune.models.structure import ModelStructure, ParameterInfo
 
 @dataclass(frozen=True)
 class Selection:
-    """The parameters and experts of a model that train.
-
-    The plain model is the one that transformers builds, before any adaptation.
+    """The parameters and experts of a model that train. Names are those of the model that transformers builds.
 
     Attributes:
-        full: names, in the plain model, of the parameters that train in full precision, without those of experts.
+        full: names of the parameters that train in full precision, without those of experts.
         experts: layer index -> ids of experts that train in full precision.
         lora_experts: layer index -> ids of frozen experts that get low-rank factors.
         lora_linears: paths of the linear layers that get low-rank factors.
         ranks: path of a linear layer, or of a layer's experts module, that gets factors -> their rank.
         lora: settings of the factors; None without LoRA.
-        left_out: paths of linear layers in a chosen component that get no factors, because factors would have no
-            effect.
+        left_out: paths of linear layers in a chosen component that get no factors, because these would have no effect.
     """
 
     full: frozenset[str]
@@ -61,12 +58,9 @@ NOTHING = Selection(frozenset(), {}, {}, (), {}, None)
 def select(adapt: ResolvedAdapt, structure: ModelStructure, inert: Collection[str] = ()) -> tuple[Selection, list[str]]:
     """Apply the `adapt:` section to a model.
 
-    Args:
-        inert: paths of linear layers on which LoRA has no effect, because the model reads their weight without calling
-            them. They are left out where `lora.targets` names their component.
-
-    Returns:
-        The selection of what exists, and a message for each layer, expert, component or pattern that matches nothing.
+    Return the selection of what exists, and a message for each layer, expert, component or pattern that matches
+    nothing. `inert` are the paths of linear layers on which LoRA has no effect, because the model reads their weight
+    without calling them. They are left out where `lora.targets` names their component.
     """
     resolver = _Resolver(structure, inert)
     full = resolver.routers(adapt.router)
@@ -118,11 +112,9 @@ class _Resolver:
         return {} if config is None else self._expert_ids("adapt.experts", config.layers, config.ids)
 
     def also(self, where: str, target: str) -> tuple[set[str], IdsByLayer]:
-        """Return the parameter names, and the expert ids by layer, that one entry of `adapt.also` matches.
+        """Return the parameter names, and the expert ids by layer, that an entry of `adapt.also` matches.
 
-        Args:
-            where: key of the entry, for messages.
-            target: a component, or a pattern of parameter names.
+        `target` is a component, or a pattern of parameter names; `where` is the entry's key, for messages.
         """
         if target in COMPONENTS:
             matched = self.structure.parameters_of(target)
@@ -154,8 +146,7 @@ class _Resolver:
     def lora(self, config: ResolvedLora | None, trained: IdsByLayer) -> tuple[tuple[str, ...], IdsByLayer]:
         """Return the paths of the linear layers, and the expert ids by layer, that get low-rank factors.
 
-        Args:
-            trained: layer index -> ids of experts that train in full precision, which get no factors.
+        Experts in `trained`, which train in full precision, get none.
         """
         if config is None:
             return (), {}
@@ -240,12 +231,10 @@ class _Resolver:
         return {index: experts for index, experts in chosen.items() if experts}
 
     def _layers(self, where: str, layers: IdSet, existing: Iterable[int], wrong_how: str) -> list[int]:
-        """Return those of the chosen layers that exist.
+        """Return those of the chosen layers that exist, and note a problem for the others.
 
-        Args:
-            where: key of the run file, for messages.
-            existing: indices of the layers to choose from.
-            wrong_how: what a message says of another layer, such as "has no router".
+        `where` is the key of the run file, and `wrong_how` what the message says of another layer, such as "has no
+        router".
         """
         existing = list(existing)
         if layers == "none":
@@ -263,7 +252,8 @@ class _Resolver:
         return [layer for layer in layers if layer in existing]
 
     def _tied_to(self, target: str) -> ParameterInfo | None:
-        """Return the parameter that `target` matches only under the second name of a tied weight, or None."""
+        """Return the parameter that `target` matches only by the second name of a tied weight; None if there is
+        none."""
         linears = self.structure.linears()
         names = {
             first

@@ -83,13 +83,10 @@ class ModelSource:
 
 
 def find_model_source(path: str) -> ModelSource:
-    """Find a model by catalog name, as a local folder, or by hub id.
+    """Find a model by `model.path`: a catalog name, a local folder or a hub id.
 
     A local folder with a config.json takes precedence over a catalog name. Only the configuration and, for a quantized
     base, the manifest are read. Catalog names and folders need no network. A model's own code never runs.
-
-    Args:
-        path: the value of `model.path`.
 
     Raises:
         UserError: no such model exists; its configuration is invalid or not of a causal language model; or a quantized
@@ -130,13 +127,9 @@ def _catalog_config(entry: CatalogModel) -> PretrainedConfig:
 
 
 def _config_in(path: str, folder: Path) -> PretrainedConfig:
-    """Read the configuration of a local folder.
+    """Read the configuration of a local folder, which messages name as the user wrote it (`path`).
 
-    Args:
-        path: the folder as the user wrote it, for messages.
-
-    Raises:
-        UserError: there is no valid config.json, or transformers does not support its model type.
+    Raises `UserError` if there is no valid config.json, or transformers does not support its model type.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -164,7 +157,7 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
 def _layers_in(raw: Any) -> Iterator[int]:
     """Yield every number of layers in a config, nested sections included.
 
-    Building very many layers would take hours, even on the meta device.
+    They are checked first, because to build very many layers would take hours, even on the meta device.
     """
     for key, value in raw.items() if isinstance(raw, dict) else ():
         yield from _layers_in(value)
@@ -173,11 +166,7 @@ def _layers_in(raw: Any) -> Iterator[int]:
 
 
 def _config_from_hub(path: str) -> PretrainedConfig:
-    """Read the configuration of a model on the hub, from the local cache or the network.
-
-    Raises:
-        UserError: neither has a valid configuration.
-    """
+    """Read a model's configuration from the local hub cache or the network; `UserError` if neither has a valid one."""
     reachable = hub_is_reachable()
     try:
         return AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)

@@ -79,13 +79,8 @@ class QuantizedFile:
 class QuantizedManifest:
     """The manifest `packed.json` of a quantized base, a checkpoint that `moetune quantize` quantized.
 
-    Attributes:
-        base: storage of the quantized weights.
-        double_quant: whether NF4 scales are stored in 8 bits.
-        source: folder of the original checkpoint.
-        fingerprint: fingerprint of the original checkpoint.
-        files: name of each safetensors file in the folder -> its size and SHA-256.
-        gate_up_apart: whether an expert's gate and up projections are quantized separately.
+    `source` is the folder of the original checkpoint, and `fingerprint` its fingerprint. `files` maps the names of the
+    folder's safetensors files to their sizes and digests. All else is as in `SourceQuantization`.
     """
 
     base: QuantizedDtype

@@ -38,7 +38,7 @@ class _LastReturned:
 class LeftOut(nn.Module):
     """Replacement for a decoder layer that is skipped; other attributes are read from the original layer.
 
-    The forward pass returns its input, followed by the further outputs of the last layer that ran.
+    Forward returns its input, followed by the outputs, other than hidden states, of the last layer that ran.
     """
 
     def __init__(self, layer: nn.Module, last: _LastReturned) -> None:
@@ -57,11 +57,7 @@ class LeftOut(nn.Module):
 
 
 def leave_out(model: nn.Module, layers: Collection[int]) -> None:
-    """Replace decoder layers of a model, in place, so that the forward pass skips them.
-
-    Args:
-        layers: indices of the layers to skip, in the order of the forward pass.
-    """
+    """Replace the decoder layers with the indices `layers`, in place, so that the forward pass skips them."""
     last = _LastReturned()
     for number, (path, layer) in enumerate(decoder_layers(model).items()):
         if number in layers:

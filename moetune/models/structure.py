@@ -31,11 +31,8 @@ from moetune.models.moe import (
 class ParameterInfo:
     """One parameter of a model as transformers builds it.
 
-    Attributes:
-        component: what the parameter belongs to, such as `attention` (components.py).
-        numel: number of elements.
-        has_gradient: False if no gradient can reach the parameter, because it is only used to choose tokens or experts
-            by comparison.
+    `has_gradient` is False if no gradient can reach the parameter, because it is only used to choose tokens or experts
+    by comparison.
     """
 
     name: str
@@ -49,9 +46,7 @@ class ParameterInfo:
 class LinearInfo(NamedTuple):
     """One `nn.Linear` of a model as transformers builds it.
 
-    Attributes:
-        component: what the layer belongs to, such as `attention` (components.py).
-        has_gradient: False if no gradient can reach the weight, so that LoRA has no effect.
+    `has_gradient` is False if no gradient can reach the weight, so that LoRA has no effect.
     """
 
     in_features: int
@@ -129,8 +124,8 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
     """Read the structure of a causal language model as transformers built it, before any adaptation.
 
     Raises:
-        UserError: the model has experts without the flags of transformers (moe.py), or an expert layer whose router or
-            top_k is not found. It would be counted wrongly.
+        UserError: the model has experts without the flags of transformers (moe.py), or an MoE layer whose router or
+            top_k is not found; it would be counted wrongly.
     """
     model_type = model.config.model_type
     found = unknown_experts(model)

@@ -17,12 +17,8 @@ from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_t
 
 @dataclass(frozen=True)
 class RoutedData:
-    """The rows that are read of one data set.
-
-    Attributes:
-        rows: the rows, in the order in which they are read.
-        digest: SHA-256 of the rows' contents, hexadecimal.
-    """
+    """The rows that are read of one data set, in the order in which they are read; `digest` is the SHA-256 of
+    their contents."""
 
     name: str
     rows: datasets.Dataset
@@ -40,14 +36,10 @@ def names_of(config: RunConfig) -> list[str]:
 
 
 def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> tuple[list[RoutedData], int]:
-    """Read data sets as training would make rows of them, each up to a number of tokens.
+    """Read data sets as rows for training, and return them with the id of the padding token.
 
-    Args:
-        data: data sets: files or names as under `data.train`; None for the run's held-out data.
-        tokens: the number of tokens to read from each data set, or fewer if it has fewer; whole rows are read.
-
-    Returns:
-        The sources, and the token id that pads rows.
+    `data` are files or names as under `data.train`; None for the run's held-out data. Of each, whole rows are read
+    until they have at least `tokens` tokens, or all.
 
     Raises:
         UserError: a data set cannot be read, or has tokens that the model does not have. The problems of all data sets

@@ -36,8 +36,7 @@ class LayerDrift:
     """How the routing of one layer changed.
 
     Attributes:
-        before: the number of tokens that each expert received before training.
-        after: the number of tokens that each expert received after training.
+        before, after: the number of tokens that each expert received before and after training.
         distance: Jensen-Shannon distance of the two loads, base 2: 0 if they are equal, 1 if they have no expert in
             common (Endres and Schindelin, "A new metric for probability distributions", 2003).
         changed: the share of tokens whose set of top-k experts is not the same, from 0 to 1.
@@ -57,10 +56,8 @@ class LayerDrift:
 class Drift:
     """How the routing of a model changed in a run.
 
-    Attributes:
-        tokens: the number of tokens that were compared.
-        changed: the share of tokens whose experts changed in at least one layer, from 0 to 1.
-        layers: the drift of each MoE layer, by its number.
+    `tokens` were compared; `changed` is the share of those whose experts changed in at least one layer, from 0 to 1;
+    `layers` are the MoE layers, by their number.
     """
 
     run: str
@@ -84,11 +81,8 @@ def drift(
 ) -> Drift:
     """Route held-out data through the model before and after a run, and compare the experts that are chosen.
 
-    Args:
-        data: the data set: a file or a name as under `data.train`; by default the run's held-out data.
-        tokens: the number of tokens to read, padding not counted; whole rows are read.
-        device: by default the GPU, or the CPU if there is none.
-        console: where progress and notes are printed; by default stderr.
+    `data` is a file or a name as under `data.train`; by default the run's held-out data. Whole rows are read, until
+    they have `tokens` tokens, padding not counted.
 
     Raises:
         UserError: the folder is no run with a checkpoint; the model has no experts; there is no held-out data; or the
@@ -121,7 +115,7 @@ def drift(
 
 
 def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Drift:
-    """Return the drift between two recorders: one that recorded before training, one after."""
+    """Return the drift between two recordings, one before and one after training."""
     before, after = passes
     assert before.choices is not None
     assert after.choices is not None
@@ -159,10 +153,6 @@ def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
 
 
 def write_drift(found: Drift, run: Path) -> None:
-    """Write a drift to `drift.json` in the run folder, where `moetune report` reads it.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write a drift to `drift.json` in the run folder, for `moetune report`; `UserError` if it cannot be written."""
     RunWriter(run).own(DRIFT_FILE)
     write_output(run / DRIFT_FILE, json.dumps(found.to_json()) + "\n", replace=True)

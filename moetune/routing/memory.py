@@ -9,7 +9,7 @@ import torch
 
 from moetune.experts.context import CountRows
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
-from moetune.memory.predict import Allocator, predict
+from moetune.memory.predict import predict
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace import Trace, vocabulary_of
 from moetune.memory.trace.loading import load_peaks
@@ -29,22 +29,18 @@ def predict_score(
     sources: int = 1,
     *,
     gpu: str | None = None,
-    allocator: Allocator | None = None,
 ) -> MemoryReport:
     """Predict the peak memory of `score`, without weights, data or a GPU.
 
-    Args:
-        run: the resolved run; its config must come from `to_score`.
-        sources: the number of data sets. The statistics of each are added up separately, and take memory.
-        gpu: name or memory size of the GPU, as in `predict`.
-        allocator: `default` or `expandable`, as in `predict`.
+    The run's config must come from `to_score`. `sources` is the number of data sets, whose statistics are added up
+    separately and take memory; `gpu` is as in `predict`.
 
     Raises:
         UserError: the model has no experts; or as `predict`.
     """
     refuse_dense(run)
     tracing = partial(trace_score, sources=sources)
-    report = predict(run.keeping_rows(0), method="trace", gpu=gpu, allocator=allocator, advise=False, tracing=tracing)
+    report = predict(run.keeping_rows(0), method="trace", gpu=gpu, advise=False, tracing=tracing)
     train = run.config.train
     said = dict(report.about) | {"batch": f"{train.micro_batch} × {train.sequence_length:,} tokens, forward alone"}
     left_out = ("trains", "optimizer")
@@ -61,7 +57,7 @@ def trace_score(
     gpu: Gpu | None = None,
     shortened: bool = True,
 ) -> Trace:
-    """Trace the memory of scoring on fake tensors, as `trace` does for training.
+    """Trace the memory of scoring on fake tensors, as `trace` does for training, with the same errors.
 
     Args:
         routing: how many tokens each expert receives, or a function that counts them.
@@ -69,9 +65,6 @@ def trace_score(
         gpu: the GPU whose kernels run; None for the CPU's kernels.
         shortened: run only a few of the layers that are alike, which gives the same result sooner; ignored if `routing`
             differs from layer to layer.
-
-    Raises:
-        UserError: as `trace`.
     """
     is_even = isinstance(routing, AssumedRouting) and not routing.load
     count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
@@ -84,15 +77,11 @@ def trace_score(
 
 
 def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bool = True) -> Log:
-    """Score random tokens under a tracker, and return its log.
+    """Score random tokens under a tracker of allocations, and return its log.
 
-    One batch of each source is read, then a second batch of the last source, whose sums are added to existing ones. All
-    further batches would be like this one.
-
-    Args:
-        watched: the adapted model, on fake tensors or on a real device.
-        tracker: records allocations and releases of storages.
-        tracking: False to note only where layers and experts begin and end.
+    One batch of each source is read, then a second batch of the last source, whose sums are added to existing ones; all
+    further batches would be like this one. The model may be on fake tensors or on a real device. Without `tracking`,
+    only where layers and experts begin and end is noted.
     """
     adapted = watched.adapted
     adapted.model.eval()

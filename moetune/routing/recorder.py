@@ -34,16 +34,14 @@ padding."""
 
 
 class Recorder:
-    """Adds up which experts the routers of a model choose, while it computes inside `with recorder.batch(…):`.
+    """Sums up which experts the routers of a model choose on the batches that it computes inside `with
+    recorder.batch(…):`.
 
     Counts are integers, and do not depend on how rows are batched, packed or padded. All other statistics are added up
     in float64. The constructor registers hooks on the model; `remove` removes them.
 
-    Args:
-        sums: sums of an interrupted pass, to continue from; by default none.
-
     Attributes:
-        sums: the sums so far.
+        sums: the sums so far; at first those of an interrupted pass, if given.
         choices: None, or a dict to fill: layer number -> for each batch, the experts [T, K] of its tokens that carry
             loss, in ascending order.
         layers: the MoE layers by their number.
@@ -86,9 +84,8 @@ class Recorder:
     def batch(
         self, batch: Batch, documents: int, source: int = 0, number: int = 0, *, counts: bool = True
     ) -> Iterator[None]:
-        """Record what the model computes on one batch inside this context.
-
-        If the body raises, the sums stay as they were before the batch.
+        """Record what the model computes on one batch inside this context; if the body raises, the sums stay as before
+        it.
 
         Args:
             documents: the number of documents in the batch (`documents_of`).
@@ -133,24 +130,14 @@ class Recorder:
         return int(self.sums[_DONE]) if _DONE in self.sums else 0
 
     def _saw_norms(self, layer: int, norms_TK: Tensor) -> None:
-        """Add the statistics of a layer once its experts have run.
-
-        Args:
-            norms_TK: the L2 norms of the experts' outputs.
-        """
+        """Add the statistics of a layer once its experts have run; `norms_TK` are the L2 norms of their outputs."""
         if self._batch is not None:
             self._add(self.layers[layer], self._batch, *self._chosen.pop(layer), norms_TK)
 
     @torch.no_grad()
     def _add(self, layer: MoeLayer, tokens: _Tokens, ids_TK: Tensor, weights_TK: Tensor, norms_TK: Tensor) -> None:
-        """Add the statistics of one layer on one batch to the sums of this batch.
-
-        Args:
-            tokens: which tokens belong to which scope and document.
-            ids_TK: the chosen experts of each token.
-            weights_TK: their gate weights.
-            norms_TK: the L2 norms of their outputs.
-        """
+        """Add the statistics of one layer to the sums of this batch, from the chosen experts, their weights and
+        output norms."""
         experts = layer.shape.num_experts
         if self.choices is not None:
             chosen_TK = ids_TK[tokens.scopes["loss"]].sort(-1).values
@@ -213,8 +200,7 @@ class Recorder:
     def _statistics(self, layer: MoeLayer, scope: str, sources: list[int]) -> Statistics:
         """Compute the statistics of a layer in a scope from the sums of the given sources.
 
-        Raises:
-            UserError: the experts' outputs are NaN or infinite.
+        Raises `UserError` if the experts' outputs are NaN or infinite.
         """
 
         def total(what: str) -> Any:
@@ -247,14 +233,13 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of a batch, for the statistics.
+    """The tokens of a batch from the data set number `source`.
 
     Attributes:
         scopes: scope (`loss` or `all`) -> mask [T] of its tokens.
         document_T: the number of each token's document in the batch.
         drawn_RD: how often each replicate draws each document: Poisson(1), the bootstrap for streams (Chamandy et al.,
             "Estimating uncertainty for massive data streams", 2012).
-        source: the number of the data set that the rows are from.
     """
 
     scopes: dict[str, Tensor]

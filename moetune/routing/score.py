@@ -51,8 +51,9 @@ SAVE_SECONDS = 60.0
 def to_score(config: RunConfig) -> RunConfig:
     """Return the run file as scoring uses it: without choices of experts in `adapt:` that depend on scores.
 
-    If nothing is left in `adapt:`, routers stand in, because a run file must train something; what trains changes no
-    count. The engine becomes FSDP2, because DeepSpeed shards a model through its optimizer, and scoring has none.
+    If nothing is left in `adapt:`, all routers are set to train, because a run file must train something; the counts do
+    not depend on what trains. The engine becomes FSDP2: DeepSpeed shards a model through its optimizer, and scoring has
+    none.
     """
     adapt, lora = config.adapt, config.adapt.lora
     if isinstance(adapt.experts, ChoiceConfig):
@@ -95,7 +96,6 @@ def score(
             saved in a file beside it.
         overwrite: replace earlier scores in `out`.
         device: by default the first device of the kind that the run is resolved for.
-        console: where progress is shown; by default stderr.
         save_seconds: the time between two saves of the sums, in seconds.
         on_batch: called after each batch with the number of batches that all ranks have read.
         ranks: the ranks of the run, of which this process is one.
@@ -156,8 +156,7 @@ def load_base(
 ) -> tuple[Adapted, Base | None]:
     """Build the model of a run with the weights that training starts from, `adapt.start_from` included.
 
-    Returns:
-        The adapted model; and the name and fingerprint of its base, None for random weights.
+    Return also the name and fingerprint of its base; None for random weights.
 
     Raises:
         UserError: the weights cannot be read; or with packing, the model's attention would mix documents of a row.
@@ -182,14 +181,9 @@ def record_batches(
     console: Console,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Run all batches that the recorder has not counted yet, and remove its hooks.
+    """Run all batches that the recorder has not counted yet, and remove its hooks; `on_batch` is as in `score`.
 
-    All ranks run the same number of batches. A rank that has one batch fewer runs the last one again without recording
-    it.
-
-    Args:
-        padding: the token id that pads rows.
-        on_batch: called after each batch with the number of batches that all ranks have read.
+    All ranks run the same number of batches: one that has a batch fewer runs the last one again, without recording it.
     """
     ranks, size = adapted.ranks, adapted.run.config.train.micro_batch
     done = max(ranks.gather(recorder.done))
@@ -223,12 +217,9 @@ def record_batch(
     counts: bool = True,
     at_least: int = 0,
 ) -> None:
-    """Run one batch of rows through the decoder stack, and record it.
+    """Run one batch of rows, padded to at least `at_least` tokens, through the decoder stack.
 
-    Args:
-        source: the number of the data set that the rows are from.
-        counts: False to run the batch without recording it.
-        at_least: the length, in tokens, to which rows are padded at least.
+    It is recorded unless `counts` is False. `source` is the number of the data set, `number` that of the batch.
     """
     model = adapted.model
     batch = collate(rows, padding, at_least=at_least, documents_by_cu_seqlens=wants_cu_seqlens(model))
@@ -295,11 +286,9 @@ def _refuse_output(out: Path, overwrite: bool) -> None:
 
 
 class _PartialSums:
-    """The file with the sums of an interrupted pass, beside the output: safetensors, with a description as metadata.
+    """The safetensors file with the sums of an interrupted pass, beside the output `out`; None keeps nothing.
 
-    Args:
-        out: the output file; None to keep nothing.
-        of: base, data and settings of the pass. A file with another description is not continued.
+    Its metadata hold `of`, the base, data and settings of the pass; a file of another pass is not continued.
     """
 
     def __init__(self, out: Path | None, of: dict[str, Any]) -> None:
@@ -309,8 +298,7 @@ class _PartialSums:
     def read(self, device: torch.device) -> Sums:
         """Return the saved sums; empty if there are none, or if they are of another pass.
 
-        Raises:
-            UserError: a file of this name exists and cannot be read.
+        Raises `UserError` if a file of this name exists and cannot be read.
         """
         if self.file is None or not os.path.lexists(self.file):
             return {}

@@ -25,12 +25,8 @@ DEFAULT_LORA = LoraConfig(rank=16, alpha=32, targets=("experts",))
 def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
     """Return the choice of experts, as under `adapt.experts` in a run file, for command-line options.
 
-    Args:
-        settings: the keys of `ChoiceConfig`; None for keys that were not given. `budget` is a share as text, such as
-            "0.25", or a memory size.
-
-    Raises:
-        UserError: the settings do not validate.
+    Keys of `ChoiceConfig` that were not given are None; `budget` is a share as text, such as "0.25", or a memory size.
+    Raises `UserError` if the settings do not validate.
     """
     given = {key: value for key, value in settings.items() if value is not None}
     with suppress(KeyError, ValueError):  # no budget, or a memory size
@@ -43,12 +39,9 @@ def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
 
 
 def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part: Part) -> RunConfig:
-    """Return a run file that trains the chosen experts.
+    """Return a run file that trains the chosen experts, whole (`experts`) or with LoRA on them (`lora`).
 
-    Args:
-        config: the run file to add the choice to; None to make one that trains nothing else.
-        model: the model of a new run file.
-        part: `experts` to train them whole, `lora` to train LoRA on them.
+    The choice is added to `config`; if that is None, to a new run file for `model` that trains nothing else.
     """
     config = config or read_run_config({"model": {"path": model}, "adapt": {}}, (), "select")
     if part == "experts":
@@ -63,11 +56,8 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
 
     The largest k is found by closed form for the first k experts of each layer, so that layers are alike; then a trace
     for the chosen experts decides, because the memory of a layer depends on which of its experts train: the frozen ones
-    compute in groups of neighbours.
-
-    Args:
-        run: a run file, read or as a path. Without a memory budget it is returned unchanged.
-        on_try: called with each k that was tried, and whether it fits.
+    compute in groups of neighbours. `on_try` is called with each k that was tried, and whether it fits. A run file
+    without a memory budget is returned unchanged.
 
     Raises:
         UserError: there are budgets for both `adapt.experts` and `adapt.lora.ids`; not one expert of each layer fits;

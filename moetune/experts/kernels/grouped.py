@@ -21,9 +21,8 @@ from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, withou
 class GroupedGemm:
     """Products of N rows, sorted by expert, with one matrix for each of C experts.
 
-    Attributes:
-        counts: number of rows of each expert; the sum is N.
-        ends: [C] int32 on the rows' device, the end of each expert's rows; None for one expert.
+    `counts` are the experts' numbers of rows. `ends` [C] int32, on the rows' device, are the ends of their rows; None
+    for one expert.
     """
 
     counts: list[int]
@@ -66,11 +65,7 @@ library.define("grouped_mm(Tensor a, Tensor b, Tensor ends, int[] counts) -> Ten
 def product_of_groups(a: Tensor, b: Tensor, ends: Tensor | None, counts: Sequence[int]) -> Tensor:
     """Return grouped products: a [N, p] · b [C, p, q] -> [N, q], or a [p, N] · b [N, q] -> [C, p, q].
 
-    Args:
-        a: left rows, or transposed left rows.
-        b: one matrix for each expert, or rows; its number of dimensions selects the product.
-        ends: [C] int32, the end of each expert's rows; None if there is only one expert.
-        counts: number of rows of each expert.
+    The number of dimensions of `b` selects the product; `ends` and `counts` are as in `GroupedGemm`.
     """
     if ends is None:
         return a @ b[0] if b.dim() == 3 else (a @ b)[None]
@@ -79,7 +74,7 @@ def product_of_groups(a: Tensor, b: Tensor, ends: Tensor | None, counts: Sequenc
 
 
 def _loop(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute `product_of_groups` by a product of torch's for each expert."""
+    """Compute `product_of_groups` with one torch product per expert."""
     out = _empty(a, b, ends, counts)
     if b.dim() == 3:
         for rows, matrix, product in zip(a.split(counts), b.unbind(), out.split(counts), strict=True):
@@ -91,7 +86,7 @@ def _loop(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _by_torch(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute `product_of_groups` by torch's operator, which on a CPU is the loop in C++."""
+    """Compute `product_of_groups` with torch's operator, which on a CPU is the loop in C++."""
     return grouped_mm(a, b, offs=ends)
 
 
@@ -101,16 +96,11 @@ def _empty(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def kernel_of(capability: tuple[int, int], a: Tensor, b: Tensor) -> Literal["torch", "triton"] | None:
-    """Return whose kernel multiplies all groups at once on a GPU; None if a loop over the experts does.
+    """Return whose kernel multiplies all groups at once on a GPU; None if products run one expert at a time.
 
-    torch's on compute capability 9.x, for bfloat16 with rows aligned to 16 bytes; that for 10.x is wrong for groups
-    without rows (pytorch/pytorch#172439, #193633), and 8.x and 12.x have none. On these three Triton's, in 16 bits: in
-    float32, which has no tensor cores, cuBLAS's products are faster.
-
-    Args:
-        capability: compute capability (major, minor) of the GPU.
-        a: left operand, as in `product_of_groups`.
-        b: right operand.
+    On compute capability 9.x it is torch's, for bfloat16 with rows aligned to 16 bytes. On 8.x and 12.x torch has none,
+    and on 10.x its kernel is wrong for groups without rows (pytorch/pytorch#172439, #193633); there it is Triton's, in
+    16 bits only: in float32, which has no tensor cores, cuBLAS's products are faster.
     """
     if capability[0] == 9:
         return "torch" if a.dtype == torch.bfloat16 and _is_aligned(a, b) else None

@@ -59,12 +59,11 @@ class QuickLaunch:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        """Launch the kernel: compile it if no compiled kernel has the key of these arguments, else call the compiled
-        one.
+        """Launch the kernel, after compiling it if no compiled kernel has the key of these arguments.
 
         Raises:
             KernelError: the kernel could not be compiled, loaded or launched; it has not run.
-            torch.OutOfMemoryError: the card has no memory for it.
+            torch.OutOfMemoryError: the GPU has too little memory for it.
         """
         if self._tensors < 0:
             self._check(args, constants)
@@ -83,12 +82,9 @@ class QuickLaunch:
         compiled[(*grid, 1, 1)[:3]](*addresses, *args[self._tensors :], *of_kernel)
 
     def _first_launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-        """Compile, load and launch the kernel, and return it compiled.
+        """Compile, load and launch the kernel, and return it compiled. Raises as `_launch` does.
 
-        Products and sums are fused where the call does not say otherwise: Triton's own default depends on its version.
-
-        Raises:
-            KernelError, torch.OutOfMemoryError: as `_launch`.
+        Multiplications and additions are fused unless the call says otherwise: Triton's default depends on its version.
         """
         try:
             return self.jitted[grid](*args, **{"enable_fp_fusion": True, **constants})

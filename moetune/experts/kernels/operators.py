@@ -44,13 +44,13 @@ def operator(
     """Return a decorator that registers a function of torch operations as the operator `moetune::<its name>`.
 
     The decorated function becomes a call of the operator with the same arguments. If the first argument is on a GPU,
-    the Triton kernel of the same name runs. A new operator is compared with its reference like all others
-    (`adapt/guard.py`) as soon as one of the exercises in `adapt/exercise.py` calls it.
+    the Triton kernel of the same name runs. A new operator is compared with its reference (`adapt/guard.py`) as soon as
+    one of the exercises in `adapt/exercise.py` calls it.
 
     Args:
         fake: the operator's fake kernel, which returns an empty tensor of the result's shape; by default returns None.
         mutates: names of the arguments that the operator writes to.
-        scratch: those of `mutates` that the reference uses up, and whose values afterwards mean nothing.
+        scratch: those of `mutates` that the reference overwrites with values of no meaning.
         kernels: the module in which a function of the same name launches the kernel.
     """
 
@@ -97,12 +97,9 @@ def dequantize_nf4(
     Args:
         data: [n, ⌈weights / 2⌉] uint8, two codes per byte.
         absmax: [n, B] scales of the B = ⌈weights / 64⌉ blocks: float32, or uint8 if they are quantized.
-        nested: [n, ⌈B / 256⌉] float32 second-level scales; None if the scales are not quantized, as `code` and
-            `offset`.
+        nested: [n, ⌈B / 256⌉] float32 second-level scales. Like `code` and `offset`, None if scales are not quantized.
         code: [256] float32 values of the quantized scales.
         offset: [n] float32, added to the scales.
-        weights: elements of a matrix.
-        dtype: data type of the result.
     """
     ops, count = torch.ops.bitsandbytes, len(data)
     if nested is not None and code is not None and offset is not None:
@@ -127,8 +124,7 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
 
 
 def int8_slices(shape: Sequence[int]) -> list[slice]:
-    """Return slices of the rows of an int8 matrix [R, C] to scale at a time: at most `INT8_AT_ONCE` weights, or one
-    row."""
+    """Return slices of the rows of an int8 matrix [R, C], each of at most `INT8_AT_ONCE` weights, or one row."""
     rows = max(1, INT8_AT_ONCE // shape[1])
     return [slice(first, first + rows) for first in range(0, shape[0], rows)]
 
@@ -153,7 +149,7 @@ def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
 
 @operator(lambda data, scales, pairs, dtype: data.new_empty(2 * len(data), dtype=dtype))
 def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize MXFP4 blocks of 32 weights: a flat tensor [weights] in `dtype`.
+    """Dequantize MXFP4 blocks of 32 weights: a flat tensor [weights] in `dtype`, which is 2 or 4 bytes wide.
 
     Bit for bit transformers' `convert_moe_packed_tensors`, without its transposition. torch's operations look up the
     two weights of a byte at a time, for `MXFP4_AT_ONCE` weights at once, which takes at most 2 bytes for each of these
@@ -163,7 +159,6 @@ def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.d
         data: [weights / 2] uint8, two codes per byte.
         scales: [weights / 32] uint8, exponent + 127 of each block.
         pairs: [256, 2] float32, the two values of each byte.
-        dtype: data type of the result, 2 or 4 bytes wide.
     """
     as_one = {2: torch.int32, 4: torch.int64}[dtype.itemsize]
     pair = pairs.to(dtype).view(as_one).flatten()
@@ -182,14 +177,8 @@ def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.d
 def gated(gate_up: Tensor, interleaved: bool, alpha: float, limit: float) -> Tensor:
     """Return SwiGLU of gate_up rows [N, 2I]: silu(gate) · up, [N, I].
 
-    If `limit` is not 0, return gpt-oss's variant instead: g · σ(alpha·g) · (clamp(up, ±limit) + 1) with g = min(gate,
-    limit).
-
-    Args:
-        gate_up: input rows.
-        interleaved: gate and up alternate in the columns; otherwise all gate columns come first.
-        alpha: used only if `limit` is not 0.
-        limit: 0 for plain SwiGLU.
+    If `limit` is not 0, return gpt-oss's variant: g · σ(alpha·g) · (clamp(up, ±limit) + 1) with g = min(gate, limit).
+    With `interleaved`, gate and up alternate in the columns; otherwise all gate columns come first.
     """
     gate, up = _halves(gate_up, interleaved)
     if not limit:
@@ -214,10 +203,7 @@ def gated_backward_(
     Args:
         gate_up: [N, 2I] input rows of `gated`; overwritten with their gradient, times the routing weight of each row.
         dact: [N, I] gradient of the result before the routing weights are applied; overwritten with act, the result.
-        weights: [T·K] routing weights.
-        order: [N] flat positions of the rows.
         dweights: [T·K], overwritten at `order` with ⟨dact, act⟩; None to skip.
-        interleaved: as in `gated`, like `alpha` and `limit`.
     """
     gate, up = _halves(gate_up, interleaved)
     act = gated(gate_up, interleaved, alpha, limit)
@@ -246,11 +232,8 @@ def _halves(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) -> Tensor:
     """Return the tokens' rows x [T, H] in the given order: a new tensor [N, H].
 
-    Args:
-        x: one row for each token.
-        order: [N] flat positions token·top_k + choice.
-        top_k: chosen experts per token.
-        inverse: [T·K] int32; at each position in `order`, the number of its row in the result is written. None to skip.
+    Unless it is None, `inverse` [T·K] int32 is overwritten, at each position in `order`, with the number of the
+    position's row in the result.
     """
     if inverse is not None:
         inverse[order] = torch.arange(len(order), dtype=inverse.dtype, device=order.device)
@@ -259,13 +242,9 @@ def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) ->
 
 @operator(mutates=("out",))
 def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None) -> None:
-    """Write the weighted sum of each token's K rows to `out` [T, H].
+    """Write the weighted sum of each token's K rows [T·K, H] to `out` [T, H].
 
-    Args:
-        out: overwritten.
-        rows: [T·K, H].
-        inverse: [T·K] int32, the number of the row at each flat position, as written by `gather_rows`.
-        weights: [T·K] weight of the row at each flat position; None for 1.
+    `inverse` [T·K] int32 is the number of the row at each flat position, as `gather_rows` writes it.
     """
     found = rows.index_select(0, inverse)
     if weights is not None:
@@ -276,14 +255,9 @@ def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None
 
 @operator(mutates=("out", "rows"), scratch=("rows",))
 def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Tensor | None) -> None:
-    """Add weighted rows [N, H] to the rows of their tokens in `out` [T, H].
+    """Add weighted rows [N, H], at most one for each token, to the rows of their tokens in `out` [T, H].
 
-    Args:
-        out: added to in place.
-        rows: at most one for each token; overwritten.
-        order: [N] flat positions token·top_k + choice.
-        top_k: chosen experts per token.
-        weights: [T·K] weights by flat position; None for 1.
+    `rows` are overwritten.
     """
     if weights is not None:
         rows.mul_(weights[order, None].to(rows.dtype))
@@ -301,7 +275,7 @@ def low_rank(
     counts: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """Return x·firstᵀ, and add its product with a second factor to `out`.
+    """Return x·firstᵀ [N, P, r], a new tensor, and add its product with a second factor to `out`.
 
     Each row is multiplied by the factors of its expert, rounded to the dtype of x.
 
@@ -311,12 +285,6 @@ def low_rank(
         second: [C, P, q, r]; None, with `base` and `out`, to compute only the returned product.
         base: in the shape of `out`; may be `out` itself.
         out: overwritten with base + scale · (x·firstᵀ)·secondᵀ: [N, P, q], or [N, q] with the sum over the parts.
-        ends: [C] int32, or None for one expert.
-        counts: number of rows of each expert.
-        scale: factor of the product.
-
-    Returns:
-        x·firstᵀ, a new tensor [N, P, r].
     """
     parts, groups = range(first.shape[1]), (ends, counts)
     first = first.to(x.dtype)
@@ -349,9 +317,6 @@ def low_rank_product_(
         matrices: [C, p, q].
         narrow: [N, P, r], contiguous, in the dtype of the rows.
         second: [C, P, q, r], summed over the parts; or [C, P, q / P, r], where each part has columns of its own.
-        ends: [C] int32.
-        counts: number of rows of each expert.
-        scale: factor of the low-rank product.
         interleaved: columns of the parts alternate; otherwise those of a part are consecutive.
     """
     product, parts = product_of_groups(rows, matrices, ends, counts), second.shape[1]
@@ -410,21 +375,14 @@ def low_rank_gradients_(
     """Write the gradients of both factors of `low_rank`, summed over each expert's rows; zeros for an expert without
     rows.
 
-    With w the routing weight of a row, of_first = scale · Σ w·narrow_outᵀ·x and of_second = scale · Σ
-    w·doutᵀ·narrow_in.
+    With w the routing weight of a row, `of_first` [C, P, r, p] = scale · Σ w·narrow_outᵀ·x and `of_second` [C, P, q, r]
+    = scale · Σ w·doutᵀ·narrow_in. If `weights` and `order` are None, w is 1.
 
     Args:
         narrow_out: dout·second, [N, P, r].
         x: input rows [N, p].
         narrow_in: x·firstᵀ, [N, P, r].
         dout: gradient of the output rows, [N, P, q], or [N, q] if P is 1.
-        of_first: [C, P, r, p], overwritten.
-        of_second: [C, P, q, r], overwritten.
-        weights: [T·K] routing weights; None for 1.
-        order: [N] flat positions of the rows; None for no weights.
-        ends: [C] int32, or None for one expert.
-        counts: number of rows of each expert.
-        scale: factor of the low-rank product.
     """
     factor: Tensor | float = scale
     if weights is not None and order is not None:

@@ -26,7 +26,7 @@ class KernelError(Exception):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error says that a GPU's memory ran out; that of CUDA, cuBLAS and Triton has no class."""
+    """Return whether an error means that a GPU's memory ran out; CUDA, cuBLAS and Triton say so only in the text."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         text in str(error) for text in ("out of memory", "ALLOC_FAILED")
     )
@@ -37,12 +37,11 @@ class Operator:
     """An operator `moetune::<name>`.
 
     Attributes:
-        name: the operator's name.
         reference: computes the operator with torch's operations, on any device.
-        kernel: returns the function that computes it with a GPU kernel, given the operator's arguments; None if there
+        kernel: given the operator's arguments, returns the function that computes it with a GPU kernel; None if there
             is no kernel for them. That function takes the same arguments, and raises `KernelError` only before it
             changes one of them: an operator that writes in place launches one kernel.
-        scratch: names of arguments that the reference uses up, and whose values afterwards mean nothing.
+        scratch: names of arguments that the reference overwrites with values of no meaning.
     """
 
     name: str
@@ -64,10 +63,8 @@ class Operator:
 
 @cache
 def on_gpu(module: str = "moetune.experts.kernels.triton_kernels") -> ModuleType | None:
-    """Return a module of Triton kernels, or None, after a warning, if Triton cannot compile on this machine.
-
-    The result is cached for the process.
-    """
+    """Return a module of Triton kernels; None, after a warning, if Triton cannot compile here. Cached for the
+    process."""
     try:
         triton_kernels = import_module(module)
         triton_kernels.triton.runtime.driver.active  # noqa: B018  Triton compiles its driver module here
@@ -87,15 +84,14 @@ _without: dict[str, str] = {}
 
 
 def without_kernel() -> Mapping[str, str]:
-    """Return the operators whose kernel is not used -> why."""
+    """Return operator name -> reason, for the operators whose kernel is not used."""
     return _without
 
 
 def drop_kernel(name: str, why: str) -> None:
-    """Use the reference of an operator from now on in this process, and warn.
+    """Use an operator's reference from now on in this process, and warn.
 
-    Args:
-        why: what is wrong with the kernel, such as "cannot be compiled".
+    `why` says what is wrong with the kernel, as in "cannot be compiled".
     """
     if name not in _without:
         _without[name] = why
@@ -107,7 +103,7 @@ def drop_kernel(name: str, why: str) -> None:
 
 
 def use_kernels(*, but: Collection[str]) -> None:
-    """Use the kernels of all operators but those named, from now on in this process.
+    """Use the kernels of all operators except those named in `but`, from now on in this process.
 
     Raises:
         UserError: a name is not that of an operator.
@@ -123,11 +119,7 @@ def use_kernels(*, but: Collection[str]) -> None:
 
 @contextmanager
 def using_kernels(*, but: Collection[str]) -> Iterator[None]:
-    """Use the kernels of all operators but those named within the `with` block, as a prediction does.
-
-    Raises:
-        UserError: as `use_kernels`.
-    """
+    """Apply `use_kernels` within the `with` block, as a prediction does. Raises the same errors."""
     before = dict(_without)
     use_kernels(but=but)
     try:

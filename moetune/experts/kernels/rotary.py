@@ -30,15 +30,10 @@ def _empty(heads: Tensor) -> Tensor:
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalize and rotate the heads of queries and keys: two new tensors.
+    """Normalize and rotate the heads of queries q [B, h, S, d] and keys k [B, h_kv, S, d]: two new tensors.
 
-    Args:
-        q: queries [B, h, S, d].
-        k: keys [B, h_kv, S, d].
-        cos: [B, S, d], or [1, S, d] if all rows have the same positions; `sin` likewise.
-        q_weight: [d], the weight of the norm of queries; None for no norm, and then `k_weight` is None too.
-        k_weight: [d], the weight of the norm of keys.
-        eps: ε of both norms.
+    `cos` and `sin` are [B, S, d], or [1, S, d] if all rows have the same positions. `q_weight` and `k_weight` [d] are
+    the weights of the norms, and `eps` their ε; both weights are None for no norm.
     """
     q, k = (_rotated(x, cos, sin, weight, eps) for x, weight in ((q, q_weight), (k, k_weight)))
     return q, k
@@ -56,12 +51,10 @@ def rotate_backward(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `q` and `k` of `rotate` from those of its results; the norms' weights get none.
+    """Return the gradients of `q` and `k` of `rotate` from `dq` and `dk`, those of its results.
 
-    Args:
-        dq: gradient of the rotated queries, [B, h, S, d]; `dk` likewise.
-        q: the queries, as given to `rotate`; None without norms, like `k`.
-        cos: as in `rotate`, like all that follows.
+    The norms' weights get none. `q` and `k` are the inputs of `rotate`, or None without norms; all else is as in
+    `rotate`.
     """
     dq, dk = (_gradient(*one, cos, sin, eps) for one in ((dq, q, q_weight), (dk, k, k_weight)))
     return dq, dk
@@ -93,5 +86,5 @@ def _rstd(wide: Tensor, eps: float) -> Tensor:
 
 
 def _dense(heads: Tensor) -> Tensor:
-    """Return the tensor [B, h, S, d] with memory in the order [B, S, h, d]; itself if it is so already."""
+    """Return heads [B, h, S, d] with memory in the order [B, S, h, d]; a copy only if needed."""
     return heads.transpose(1, 2).contiguous().transpose(1, 2)

@@ -26,13 +26,7 @@ _KERNELS = "moetune.experts.kernels.triton_routing"
 def choose(logits: Tensor, top_k: int, normalized: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Choose each token's experts: their weights [T, K] in `dtype` and ids [T, K] int64, by decreasing weight.
 
-    Of equal weights a GPU chooses the lowest id.
-
-    Args:
-        logits: [T, E].
-        top_k: K.
-        normalized: divide the weights by their sum.
-        dtype: data type of the weights.
+    With `normalized`, a token's weights are divided by their sum. Of equal weights a GPU chooses the lowest id.
     """
     weights, ids = torch.topk(torch.softmax(logits, -1, dtype=torch.float32), top_k, dim=-1)
     if normalized:
@@ -42,7 +36,7 @@ def choose(logits: Tensor, top_k: int, normalized: bool, dtype: torch.dtype) -> 
 
 @operator(lambda logits, ids, normalized, dtype: logits.new_empty(ids.shape, dtype=dtype), kernels=_KERNELS)
 def weigh(logits: Tensor, ids: Tensor, normalized: bool, dtype: torch.dtype) -> Tensor:
-    """Return the weights [T, K] of experts that were chosen before; arguments as of `choose`."""
+    """Return the weights [T, K] of given experts; arguments as in `choose`."""
     weights = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, ids)
     if normalized:
         weights /= weights.sum(-1, keepdim=True)
@@ -53,7 +47,8 @@ def weigh(logits: Tensor, ids: Tensor, normalized: bool, dtype: torch.dtype) -> 
 def weigh_backward(dweights: Tensor, logits: Tensor, ids: Tensor, normalized: bool) -> Tensor:
     """Return the gradient of the logits, [T, E], from that of the weights, [T, K].
 
-    With b the weights if they are normalized, and 0 for other experts, else p: dz = b · (dw − ⟨b, dw⟩).
+    dz = b · (dw − ⟨b, dw⟩), with dw = 0 for experts that are not chosen; b is p or, if `normalized`, the weights of the
+    chosen experts and 0 for others.
     """
     base = torch.softmax(logits, -1, dtype=torch.float32)
     dbase = torch.zeros_like(base).scatter_(-1, ids, dweights.float())
@@ -67,7 +62,8 @@ def weigh_backward(dweights: Tensor, logits: Tensor, ids: Tensor, normalized: bo
 def sorted_positions(numbers: Tensor, count: int) -> Tensor:
     """Return the indices [n] int64 that sort `numbers` [n], integers from 0 to `count` - 1; the sort is stable.
 
-    A GPU counts the numbers of each 512 in one launch, which takes 4 · `count` bytes for each 512, and places them in a
-    second. torch's operations narrow the numbers first, because a GPU sorts narrow integers in fewer passes.
+    A GPU counts each block of 512 numbers in one launch, into 4 · `count` bytes (`count` rounded up to a power of two)
+    per block, and places them in a second. torch's operations first narrow the numbers, which a GPU sorts in fewer
+    passes.
     """
     return torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)

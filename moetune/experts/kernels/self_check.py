@@ -1,7 +1,7 @@
 """Comparison of kernels with their references, in the calls that a layer of experts makes.
 
-The calls are not described anywhere: an exercise runs a small bank of experts forward and backward at given sizes, and
-a dispatch mode sees each operator with the arguments, layouts and aliases of a training step.
+The calls are recorded, not listed: an exercise runs a small bank of experts forward and backward at given sizes, and a
+dispatch mode intercepts each operator with the arguments, layouts and aliases of a training step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Kernel = Callable[..., Callable[..., Any] | None]
 
 
 class CallsSeen(TorchDispatchMode):
-    """Calls `compute(operator, args)` in place of each operator that has a kernel."""
+    """Dispatch mode that calls `compute(operator, args)` in place of each operator that has a kernel."""
 
     def __init__(self, compute: Callable[[Operator, Sequence[Any]], Any]) -> None:
         super().__init__()
@@ -52,20 +52,15 @@ class CallsSeen(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class BankSizes:
-    """What the calls of a layer of experts depend on, beside the number of token rows.
+    """What a layer's calls of operators depend on, beside the number of token rows.
 
     Attributes:
-        shape: number, sizes and layout of the experts.
-        lora: ids of the experts with LoRA.
+        lora: ids of the experts with LoRA; `rank` and `split` are as in `LoraPlan`.
         trained: number of experts that train in full, the last ones; all others are frozen without LoRA.
-        rank: of the low-rank factors.
-        split: gate and up have factors of their own.
-        storage: of frozen experts.
-        double_quant: NF4's scales are quantized.
+        storage, double_quant: as in `ExpertBank`.
         dtype: of token rows.
         top_k: experts per token.
-        expert_memory: bytes of a group of dequantized experts.
-        split_gate_up: gate and up are quantized separately.
+        expert_memory, split_gate_up: as in `ExpertContext`.
         gate: alpha and limit of SwiGLU (`experts/activation.py`); None for another activation, which has no kernel.
     """
 
@@ -83,10 +78,11 @@ class BankSizes:
     gate: tuple[float, float] | None
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Build a bank of these sizes with random weights; return a function that runs it forward and backward.
+        """Build a bank of these sizes with random weights; return a function that runs it forward and backward twice.
 
-        It runs random tokens twice: with float32 routing weights, and with constant ones in the dtype of the rows and
-        the gate_up rows of forward kept for backward. The first expert receives no token if there are enough others.
+        The first time, routing weights are float32 and have a gradient. The second time, they are constants in the
+        dtype of the rows, and the gate_up rows of forward are kept for backward. The first expert receives no token if
+        there are enough others.
         """
         bank = self._bank(device)
         _draw(bank)
@@ -169,14 +165,6 @@ def calls(
     """Return (operator name, arguments) for each kind of call that `samples` make; the same on every call.
 
     Calls that differ only in their number of rows are one kind.
-
-    Args:
-        device: where the argument tensors are.
-        dtype: data type of the token rows.
-        tokens: number of tokens.
-        hidden: hidden size.
-        intermediate: intermediate size of an expert.
-        rank: rank of the low-rank factors.
     """
     found: dict[Hashable, tuple[str, list[Any]]] = {}
 
@@ -196,8 +184,10 @@ def calls(
 
 
 def _kind(arg: Any) -> Hashable:
-    """Return what of an argument selects a compiled kernel: not the number of rows, of a float only whether it is 0, of
-    the rows' positions not how they are aligned."""
+    """Return the properties of an argument that select a compiled kernel, to tell kinds of calls apart.
+
+    These leave out the number of rows, a float's value unless it is 0, and the alignment of rows' positions (int64).
+    """
     if isinstance(arg, Tensor):
         is_aligned = arg.dtype == torch.int64 or arg.storage_offset() * arg.itemsize % 16 == 0
         return arg.dtype, arg.shape[1:], arg.stride(), is_aligned
@@ -210,18 +200,19 @@ def _kind(arg: Any) -> Hashable:
 
 
 def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> tuple[Any, float]:
-    """Return the result of an operator's reference on its arguments, and before that the first of `differences`."""
+    """Return the result of an operator's reference, and the kernel's difference from it with the kernel's own tile."""
     off = next(differences(operator, args, kernel))
     return referred(operator, args), off
 
 
 def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> Iterator[float]:
-    """Run an operator's reference and its kernel on copies of its arguments, and yield the kernel's difference; then
-    that with each of its tiles (tuning.py), because a run with more rows may choose another.
+    """Yield the difference of an operator's kernel from its reference; then that of each of the kernel's tiles
+    (tuning.py).
 
-    A difference is the largest over all results and changed arguments, relative to the largest value of each; NaN if a
-    value is NaN. Of integers and dequantized weights, which must be equal, it is 0 or 1. A tile that does not compile
-    is left out, as it is where the fastest is measured.
+    All tiles are compared because a run with more rows may choose another. A difference is the largest over all results
+    and changed arguments, relative to the largest value of each; NaN if a value is NaN. Integers and dequantized
+    weights must be equal: theirs is 0 or 1. Tiles that do not compile are skipped. Kernels run on copies of the
+    arguments.
     """
     changed, used_up = _written(operator), _written(operator, scratch=True)
     copies = copied(args, [args[place] for place in (*changed, *used_up)])
@@ -256,8 +247,7 @@ def _each(result: Any) -> tuple[Any, ...]:
 
 
 def _written(operator: Operator, *, scratch: bool = False) -> list[int]:
-    """Return the positions of the arguments that an operator changes: those that mean something afterwards, or those
-    that its reference uses up."""
+    """Return the positions of the arguments that an operator writes to: its scratch arguments, or all others."""
     schema = getattr(torch.ops.moetune, operator.name).default._schema
     return [
         place
@@ -297,15 +287,10 @@ def is_alike(difference: float, dtype: torch.dtype) -> bool:
 def differing(
     module: ModuleType, device: torch.device, dtype: torch.dtype, tokens: int = 80, **sizes: int
 ) -> list[str]:
-    """Return a text for each of the `calls` in which the function of that name in `module` differs or raises.
+    """Return a text for each of the `calls` in which the kernel in `module` differs from its reference or raises.
 
-    Args:
-        module: the kernels, with functions by the names of operators (triton_kernels.py); other operators' calls are
-            left out.
-        device: where to run.
-        dtype: data type of the token rows, a key of `TOLERANCE`.
-        tokens: number of token rows in the test inputs.
-        sizes: `hidden`, `intermediate` and `rank` of `calls`.
+    `module` has functions by the names of operators (triton_kernels.py); calls of other operators are skipped. `sizes`
+    are `hidden`, `intermediate` and `rank` of `calls`.
     """
     found = []
     with torch.no_grad():

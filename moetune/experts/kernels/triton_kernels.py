@@ -46,7 +46,7 @@ def _level(code):
 def _looked_up(table, pairs):
     """Return the values [..., 2] of pairs of 4-bit codes, the high code first.
 
-    The table [16] lies in shared memory, where values of one table never conflict: each is in a bank of its own.
+    The table [16] is in shared memory, each value in another memory bank, so that lookups do not conflict.
     """
     of_high = tl.gather(table, tl.reshape(pairs >> 4, (pairs.numel,)), 0)
     of_low = tl.gather(table, tl.reshape(pairs & 15, (pairs.numel,)), 0)

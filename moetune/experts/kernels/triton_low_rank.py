@@ -96,8 +96,10 @@ def _low_rank(
 
 
 def _tiles(rank: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the tiles of the rank, the size, rows and columns of a tile and the pipeline stages, so that a tile fits
-    into shared memory and registers."""
+    """Return launch options by rank and dtype, so that a tile fits into shared memory and registers.
+
+    RANKS tiles of RANK cover the rank; ROWS and WIDE are the rows and columns of a tile.
+    """
     padded = min(256 if dtype.itemsize == 2 else 32, max(16, next_power_of_2(rank)))
     wide = (4096 if dtype.itemsize == 2 else 512) // padded
     return {
@@ -107,8 +109,7 @@ def _tiles(rank: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _strides(rows: Tensor) -> tuple[int, ...]:
-    """Return the strides of (row, part, column) of [N, P, p], or of [N, p] with part stride 0: all parts read the
-    same rows."""
+    """Return the strides (row, part, column) of [N, P, p]; of [N, p], which all parts share, the part stride is 0."""
     return rows.stride() if rows.dim() == 3 else (rows.stride(0), 0, rows.stride(1))
 
 

@@ -35,12 +35,10 @@ def _sum_of_products(
     a, b, inside, within, deep, a_row, a_deep, b_deep, b_wide,
     total, WHOLE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Add the product [ROWS, WIDE] of the tiles at the pointers `a` and `b`, summed over `deep` places, to `total`.
+    """Add the product [ROWS, WIDE] of the matrices at `a` and `b`, summed over `deep` columns of a, to `total`.
 
-    Args:
-        inside: [ROWS] which rows of the left operand exist.
-        within: [WIDE] which columns of the right operand exist.
-        WHOLE: `deep` is a multiple of DEEP.
+    `a` and `b` are pointers. `inside` [ROWS] and `within` [WIDE] say which rows of a and columns of b exist; WHOLE,
+    that DEEP divides `deep`.
     """
     place = tl.arange(0, DEEP)
     lefts = a + tl.arange(0, ROWS)[:, None] * a_row + place[None, :] * a_deep
@@ -65,11 +63,9 @@ def _low_rank_terms(
 ):  # fmt: skip
     """Return the product [ROWS, WIDE] of narrow rows and second factors, without the scale.
 
-    Args:
-        narrow: pointer at the tile's first row [PARTS, rank].
-        second: pointer at the expert's factors [PARTS, rows, rank].
-        column: [WIDE] columns of the result, of which there are `wide`.
-        COLUMNS: which columns a part has: "all", "consecutive" ones, or they "alternate".
+    `narrow` points at the tile's first row [PARTS, rank], `second` at the expert's factors [PARTS, rows, rank].
+    `column` [WIDE] are columns of the result, of which there are `wide`. COLUMNS says which of them a part has: "all",
+    "consecutive" ones, or they "alternate".
     """
     total = tl.zeros((ROWS, WIDE), tl.float32)
     row = tl.arange(0, ROWS)
@@ -179,7 +175,8 @@ def _multiply(out, a, b, ends, terms, tile):
 
 
 def _tile(run, out, tiles, rows, experts, *operands):
-    """Return the tile for a launch: on a GPU the fastest for these operands, whatever the number of rows exactly."""
+    """Return the tile for a launch: on a GPU the fastest for these operands, by the rows per expert to a power
+    of two."""
     if not out.is_cuda:
         return tiles[0]
     layouts = [(str(one.dtype), *one.shape[1:], *one.stride()) for one in operands]

@@ -99,7 +99,7 @@ def _launch(q, k, dq, dk, cos, sin, q_weight, k_weight, eps, *, backward):
 
 
 def _along_heads(x: Tensor) -> Tensor:
-    """Return the heads [B, h, S, d] so that the numbers of a head are neighbours; a copy if they are not."""
+    """Return heads [B, h, S, d] whose last dimension is contiguous; a copy only if needed."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 

@@ -24,9 +24,9 @@ class Tile(NamedTuple):
 
     Attributes:
         rows, wide: rows and columns of the result.
-        deep: places that are summed at a time.
-        num_warps: of 32 threads each.
-        num_stages: loads of the loop that are under way at the same time, plus 1.
+        deep: terms that are summed at a time.
+        num_warps: warps of 32 threads.
+        num_stages: stages of the loop's software pipeline.
     """
 
     rows: int
@@ -37,7 +37,8 @@ class Tile(NamedTuple):
 
 
 def tiled(tiles: Sequence[Tile]) -> Callable[[Any], Any]:
-    """Return a decorator that notes among which tiles a function chooses; it takes one as `tile` to launch that."""
+    """Return a decorator that sets a function's attribute `tiles`: those it chooses from, unless `tile` is
+    passed to it."""
 
     def define(function: Any) -> Any:
         function.tiles = tiles
@@ -53,13 +54,9 @@ _CHOSEN: dict[Hashable, Tile] = {}
 def fastest(kernel: str, shapes: tuple[Hashable, ...], tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
     """Return the tile with which a kernel is fastest; measured if neither this process nor the disk knows it.
 
-    On a device without a clock it is the first tile. The first must compile; others that do not are left out.
-
-    Args:
-        kernel: name of the kernel.
-        shapes: everything that the choice depends on.
-        tiles: candidates.
-        launch: launches the kernel with a tile. It may be called any number of times: each call overwrites the result.
+    `shapes` is everything that the choice depends on. `launch` launches the kernel with a tile; each call overwrites
+    the result of the last. The first tile must compile; others that do not are left out. On a device that does not
+    measure time, the first is chosen.
     """
     key = kernel, shapes
     if key not in _CHOSEN:
@@ -84,7 +81,7 @@ def _measured(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
 
 
 def _milliseconds(tile: Tile, launch: Callable[[Tile], None], repetitions: int = 5) -> float:
-    """Return how long the card takes for `repetitions` launches, after a first one that compiles."""
+    """Return the time in milliseconds of `repetitions` launches, after a first one that compiles."""
     launch(tile)
     begin, end = _events(2)
     begin.record()
@@ -97,7 +94,8 @@ def _milliseconds(tile: Tile, launch: Callable[[Tile], None], repetitions: int =
 
 @cache
 def _has_clock() -> bool:
-    """Return whether the device measures time: a device without shows none between eight events in a row."""
+    """Return whether the device measures time, that is, whether any passes from the first to the last of eight
+    events."""
     events = _events(8)
     for event in events:
         event.record()
@@ -136,5 +134,5 @@ def _file() -> Path:
 
 @cache
 def _card() -> str:
-    """Return the card and the version of Triton, by which the file is divided."""
+    """Return the GPU's name and Triton's version, by which the file is divided."""
     return f"{torch.cuda.get_device_name()}, Triton {triton.__version__}"

@@ -26,12 +26,9 @@ _FILE = Path(__file__).parent / "gpus.yaml"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number with its source.
+    """A number, in the unit that the field of `Gpu` states, and its source: a document, a measurement or "estimate: …".
 
-    Attributes:
-        value: the number, in the unit that the field of `Gpu` states.
-        source: where the number comes from: a document, a measurement, or "estimate: …".
-        measured_here: whether this project measured the number.
+    `measured_here` says whether this project measured it.
     """
 
     value: int
@@ -101,8 +98,7 @@ def find_gpu(name: str) -> Gpu:
             memory size with its unit (`44GiB`, `48 GB`, `45056MiB`).
 
     Raises:
-        UserError: `name` is neither a known GPU nor a memory size above zero. Several GPUs (`2 x l40s`) are refused
-            too.
+        UserError: `name` is neither a known GPU nor a memory size above zero, or it means several GPUs (`2 x l40s`).
     """
     wanted = _spelling(name)
     if wanted in _names():

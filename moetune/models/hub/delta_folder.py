@@ -41,7 +41,6 @@ class Delta:
     """A delta folder whose manifest and header have been read; tensor values are read on demand.
 
     Attributes:
-        base: the checkpoint that the delta applies to.
         tensors: tensor name -> its place in `delta.safetensors`.
         slices: tensor name -> ids of the experts whose rows it has; tensors with all rows are not listed.
         about: origin of the delta, from the manifest: `run`, `step`, `run_file` and `selection`; values may be None.

@@ -47,7 +47,7 @@ class Quantized(Stored, ABC):
         dtype: dtype of dequantized rows, in safetensors' spelling.
         shape: shape of the dequantized weight.
         offset: not used.
-        parts: end of the part's name (`scales`, `absmax`, …; empty for the weight's own name) -> stored tensor.
+        parts: suffix of the part's tensor name (`scales`, `absmax`, …; empty for the weight's own name) -> the tensor.
     """
 
     parts: Mapping[str, Stored] = field(default_factory=dict, repr=False)
@@ -57,7 +57,7 @@ class Quantized(Stored, ABC):
         """Return the dequantized rows `start` to `stop` (excluded; None for all), [stop - start, ...], on `device`."""
 
     def write(self, rows: Tensor, start: int = 0) -> None:
-        """Fail: quantized weights are read only."""
+        """Raise `AssertionError`: quantized weights are read only."""
         raise AssertionError("what is quantized is not written to")
 
 
@@ -66,15 +66,12 @@ class Mxfp4(Quantized):
     """A layer's experts in MXFP4, dequantized to [E, in, out].
 
     Parts are uint8: `blocks` [E, out, in / 32, 16], two 4-bit floats per byte, and `scales` [E, out, in / 32],
-    exponents.
+    exponents + 127.
     """
 
     def quantized(self, expert: int) -> dict[str, Tensor]:
-        """Return one expert's stored bytes, flat, in the order [out, in].
-
-        Returns:
-            `data` [out · in / 2], two weights per byte, and `scales` [out · in / 32].
-        """
+        """Return one expert's stored bytes, flat, in the order [out, in]: `data` [out · in / 2] and `scales`
+        [out · in / 32]."""
         blocks, scales = (self.parts[name].rows(expert, expert + 1) for name in ("blocks", "scales"))
         return {"data": blocks.flatten(), "scales": scales.flatten()}
 
@@ -87,12 +84,9 @@ class Mxfp4(Quantized):
 
 @dataclass(frozen=True)
 class BlockFp8(Quantized):
-    """A matrix [out, in] of 8-bit floats with a scale for each block, of shape [⌈out / b0⌉, ⌈in / b1⌉].
+    """A matrix [out, in] of 8-bit floats with a scale for each block of (b0, b1) weights: [⌈out / b0⌉, ⌈in / b1⌉].
 
     Weight and scale are multiplied in float32 and rounded once to `dtype`, as transformers does.
-
-    Attributes:
-        block: rows and columns of a block, (b0, b1).
     """
 
     block: tuple[int, int] = (128, 128)
@@ -112,11 +106,8 @@ class BlockFp8(Quantized):
 
 @dataclass(frozen=True)
 class BitsAndBytes(Quantized):
-    """A matrix [out, in] that bitsandbytes quantized to 4 bits (NF4 or FP4).
-
-    Attributes:
-        state: bitsandbytes' `quant_state` of the matrix, from JSON.
-    """
+    """A matrix [out, in] that bitsandbytes quantized to 4 bits (NF4 or FP4); `state` is its `quant_state`, from
+    JSON."""
 
     state: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -132,9 +123,8 @@ class BitsAndBytes(Quantized):
     def is_nf4(self, *, double_quant: bool) -> bool:
         """Return whether the matrix is in QLoRA's NF4 layout: 64 weights share a scale.
 
-        Args:
-            double_quant: require scales quantized to 8 bits, 256 of which share a second scale; else require plain
-                scales.
+        With `double_quant`, scales must be quantized to 8 bits, 256 of them with one second scale; else they must be
+        plain.
         """
         scales = self.state["blocksize"], self.state.get("nested_blocksize")
         if self.state["quant_type"] != "nf4" or scales != (64, 256 if double_quant else None):
@@ -144,9 +134,8 @@ class BitsAndBytes(Quantized):
     def quantized(self) -> dict[str, Tensor]:
         """Return the stored tensors of a matrix for which `is_nf4` is True.
 
-        Returns:
-            `data`, two weights per byte, and `absmax`, the scales; with double quantization also `nested_absmax`, the
-            scales of the scales, and `offset`.
+        These are `data`, two weights per byte, and `absmax`, the scales; with double quantization also `nested_absmax`,
+        the scales of the scales, and `offset`.
         """
         parts = self.stored()
         nested = {}
@@ -164,9 +153,8 @@ class BitsAndBytes(Quantized):
 
 
 def open_checkpoint(folder: Path) -> dict[str, Stored]:
-    """Read the headers of a checkpoint, and return weight name -> stored tensor or `Quantized` weight.
-
-    Weights that are not quantized are returned as by `read_headers`.
+    """Read the headers of a checkpoint; return weight name -> its `Quantized` weight, or `Stored` tensor if not
+    quantized.
 
     Raises:
         UserError: as `read_headers`; or the parts of a quantized weight do not fit together.
@@ -210,11 +198,7 @@ class _Config(TypedDict):
 
 
 def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
-    """Return the quantized weight with these parts.
-
-    Raises:
-        ValueError: the parts do not fit together.
-    """
+    """Return the quantized weight with these parts; raise `ValueError` if they do not fit together."""
     if "blocks" in parts:
         blocks, scales = parts["blocks"], parts["scales"]
         experts, out, groups, _ = blocks.shape

@@ -53,8 +53,7 @@ class Fingerprint:
     def difference_of_tensors(self, tensors: Mapping[str, str]) -> str | None:
         """Return the first difference in tensor names, shapes or dtypes in one line; None if there is none.
 
-        Args:
-            tensors: tensor name -> dtype and shape of the other checkpoint, as `headers` returns them.
+        `tensors` describes the other checkpoint, as `headers` does.
         """
         for name in sorted(self.tensors.keys() | tensors.keys()):
             mine, its = self.tensors.get(name, "no such tensor"), tensors.get(name, "no such tensor")
@@ -63,7 +62,7 @@ class Fingerprint:
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fingerprint as a JSON object, with its `content` as a check."""
+        """Return a JSON object; its `content` lets a reader detect damage."""
         return {"content": self.content, "files": dict(self.files), "tensors": dict(self.tensors)}
 
     @model_validator(mode="wrap")
@@ -112,14 +111,8 @@ def take_fingerprint(
 def taking_fingerprint(folder: Path, part: tuple[int, int] = (0, 1)) -> Iterator[Callable[[], Fingerprint]]:
     """Compute a fingerprint in another thread while the body of the `with` reads the same files.
 
-    Args:
-        part: as in `take_fingerprint`.
-
-    Yields:
-        A function that waits for the digests and returns the fingerprint; call it inside the body.
-
-    Raises:
-        UserError: there are no safetensors in the folder, or a file is damaged.
+    Yields a function that waits for the digests and returns the fingerprint; call it inside the body. `part` and errors
+    are as in `take_fingerprint`.
     """
     files = weight_files(folder)[part[0] :: part[1]]
     with digesting(files, 1) as digests:
@@ -130,11 +123,9 @@ def taking_fingerprint(folder: Path, part: tuple[int, int] = (0, 1)) -> Iterator
 def digesting(files: Sequence[Path], threads: int) -> Iterator[Callable[[], dict[str, str]]]:
     """Compute the SHA-256 of files in background threads while the body of the `with` runs.
 
+    Yields a function that waits for all digests and returns file name -> hexadecimal SHA-256; call it inside the body.
     Hashing and reading release Python's interpreter lock, so the body continues meanwhile. Leaving the body stops
     digests that are not finished.
-
-    Yields:
-        A function that waits for all digests and returns file name -> hexadecimal SHA-256; call it inside the body.
     """
     left = threading.Event()
     with ThreadPoolExecutor(threads) as pool:
@@ -151,12 +142,7 @@ def headers(folder: Path) -> dict[str, str]:
 
 
 def digest(file: Path, copy_to: Path | None = None, on_read: Callable[[int], None] | None = None) -> str:
-    """Return the hexadecimal SHA-256 of a file.
-
-    Args:
-        copy_to: an existing folder to copy the file to while it is read; None for no copy.
-        on_read: called after each block with its number of bytes.
-    """
+    """Return the hexadecimal SHA-256 of a file; `copy_to` and `on_read` are as in `take_fingerprint`."""
     sha256 = hashlib.sha256()
     with file.open("rb") as source, open(copy_to / file.name if copy_to else os.devnull, "wb") as target:
         while block := source.read(_BLOCK):

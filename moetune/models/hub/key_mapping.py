@@ -74,10 +74,9 @@ class KeyMapping:
         return len(self.keys) == (1 if self.conversion is None else len(self.conversion.source_patterns))
 
     def of_expert(self, expert: int) -> KeyMapping:
-        """Return the mapping of one expert's share [1, ...] of the parameter; `self` if experts are not apart.
+        """Return the mapping of one expert's share [1, ...] of the parameter; `self` unless `has_experts_apart`.
 
-        Raises:
-            UserError: the checkpoint does not have all tensors of this expert.
+        Raises `UserError` if the checkpoint does not have all tensors of this expert.
         """
         if not self.has_experts_apart:
             return self
@@ -91,11 +90,8 @@ class KeyMapping:
         return [key for keys in self.keys.values() for key in keys]
 
     def to_model(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Read the checkpoint tensors and convert them to the parameter's value; for one expert's mapping, to [1, ...].
-
-        Args:
-            read: returns the tensor with a given name.
-        """
+        """Convert the checkpoint tensors, which `read` returns by name, to the parameter's value; of one
+        expert, to [1, ...]."""
         if self.conversion is None:
             return read(self.every_key()[0])
         merged = self._run(
@@ -106,11 +102,7 @@ class KeyMapping:
         return _only(next(iter(merged.values())))
 
     def to_checkpoint(self, value: Tensor) -> dict[str, Tensor]:
-        """Convert a parameter's value back to checkpoint tensors, the reverse of `to_model`.
-
-        Returns:
-            Name of each checkpoint tensor -> its value.
-        """
+        """Convert a parameter's value back, the reverse of `to_model`: return checkpoint tensor name -> value."""
         if self.conversion is None:
             return {self.every_key()[0]: value}
         backward = self.conversion.reverse_transform()
@@ -123,13 +115,9 @@ class KeyMapping:
         }
 
     def _run(self, conversion: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Apply a conversion's operations in order.
+        """Apply a conversion's operations in order to tensors by name pattern.
 
-        Args:
-            tensors: pattern of tensor names on the source side -> its tensors.
-
-        Returns:
-            Pattern of tensor names on the target side -> tensor, or list of one tensor.
+        Returns pattern of tensor names after the conversion -> tensor, or list of one tensor.
         """
         for operation in conversion.operations:
             tensors = operation.convert(
@@ -145,11 +133,10 @@ class KeyMapping:
 
 
 def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = False) -> dict[str, KeyMapping]:
-    """Return name of a parameter or buffer -> its mapping, for all that the checkpoint has every tensor of.
+    """Return name of a parameter or buffer -> its mapping, for those of which the checkpoint has every tensor.
 
-    Args:
-        keys: names of all tensors of the checkpoint.
-        split: include parameters that are only a part of a checkpoint tensor; `to_checkpoint` is not defined for them.
+    `keys` are the names of all tensors of the checkpoint. With `split`, parameters that are only a part of a checkpoint
+    tensor are included; `to_checkpoint` is not defined for them.
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -183,7 +170,6 @@ tensor that is converted as a whole.
 
 def expert_layout(model_type: str) -> ExpertLayout:
     """Return the layout of experts in published checkpoints of a model type, from transformers' conversion rules."""
-
     conversions = get_checkpoint_conversion_mapping(model_type) or []
     of_stacks = [
         conversion

@@ -32,9 +32,8 @@ def small_files(folder: Path) -> list[Path]:
 def copy_small_file(file: Path, folder: Path, to: Path) -> None:
     """Copy a file of the checkpoint in `folder` to the same relative path below the folder `to`.
 
-    Raises:
-        UserError: the file is a link to a file outside of `folder`. Links of hub snapshots into their own cache are
-            followed.
+    Raises `UserError` for a link to a file outside of `folder`; links of hub snapshots into their own cache are
+    followed.
     """
     homes = [folder.resolve()]
     if homes[0].parent.name == "snapshots":
@@ -67,8 +66,8 @@ def downloaded(hub_id: str) -> Path | None:
 def download(hub_id: str) -> Path:
     """Download a model and return its folder in the local hub cache.
 
-    If the weights are in the cache, only small files that are missing are downloaded, and failing to do so is no error.
-    The size of a download of weights is printed on stderr first.
+    If the weights are cached, only small files that are missing are downloaded, and failing to do so is no error.
+    Before weights are downloaded, their size is printed on stderr.
 
     Raises:
         UserError: the weights are not in the cache and cannot be downloaded: no network, no such model, or no access.

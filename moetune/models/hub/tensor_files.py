@@ -38,9 +38,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Stored:
     """One tensor in a safetensors file. Rows are slices along its first axis; a scalar has one row.
 
-    Attributes:
-        dtype: dtype in safetensors' spelling, such as `BF16`.
-        offset: position of the tensor's first byte in the file.
+    `dtype` is in safetensors' spelling, such as `BF16`; `offset` is the position of the first byte in the file.
     """
 
     file: Path
@@ -70,7 +68,7 @@ class Stored:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Torch dtype of the tensor; raises `UserError` if torch or moetune has none for it."""
+        """Torch dtype of the tensor; raises `UserError` if `DTYPES` has none for it."""
         if self.dtype not in DTYPES:
             raise UserError(f"{str(self.file)!r}: tensors of type {self.dtype} cannot be read")
         return DTYPES[self.dtype]
@@ -82,8 +80,7 @@ class Stored:
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Read rows as a new tensor [stop - start, ...] in the file's dtype.
 
-        Raises:
-            UserError: the file is too short, or its dtype is not supported.
+        Raises `UserError` if the file is too short or its dtype is not supported.
         """
         count = (self.num_rows if stop is None else stop) - start
         rows = torch.empty((count, *self.row_shape), dtype=self.torch_dtype)
@@ -99,11 +96,7 @@ class Stored:
         return self.rows(device=device).reshape(self.shape)
 
     def write(self, rows: Tensor, start: int = 0) -> None:
-        """Overwrite rows from `start` on in the file, after a cast to the file's dtype.
-
-        Args:
-            rows: a CPU tensor [n, ...] with the row shape of the stored tensor.
-        """
+        """Overwrite rows of the file from `start` on with the CPU tensor `rows` [n, ...], cast to the file's dtype."""
         assert tuple(rows.shape[1:]) == self.row_shape, (tuple(rows.shape), self.shape)
         assert start + len(rows) <= self.num_rows
         data = rows.to(self.torch_dtype).contiguous().view(-1).view(torch.uint8).numpy()
@@ -133,10 +126,8 @@ class Held:
         return self.tensor.dtype
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the rows `start` to `stop` (excluded; None for all) on the CPU.
-
-        The result may be a view of the tensor and must not be modified.
-        """
+        """Return the rows `start` to `stop` (excluded; None for all) on the CPU; they may be a view and must
+        not be modified."""
         tensor = self.tensor.detach()
         return (tensor if tensor.dim() else tensor[None])[start:stop].cpu()
 
@@ -209,11 +200,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def refuse_not_finite(tensors: Mapping[str, Stored], what: str) -> None:
-    """Raise `UserError` with the name of the first tensor that contains a NaN or an infinity.
-
-    Args:
-        what: how the message names the tensors' origin.
-    """
+    """Raise `UserError` with the first tensor that contains a NaN or an infinity; `what` names the tensors' origin."""
     for name, tensor in tensors.items():
         for start, stop in tensor.blocks():
             if not tensor.rows(start, stop).isfinite().all():
@@ -221,13 +208,10 @@ def refuse_not_finite(tensors: Mapping[str, Stored], what: str) -> None:
 
 
 def create_file(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Stored]:
-    """Create a safetensors file whose tensors are all zero; `Stored.write` fills them later.
+    """Create a safetensors file whose tensors are all zero, for `Stored.write` to fill; return tensor name -> its
+    place.
 
-    Args:
-        tensors: tensor name -> (dtype, shape).
-
-    Returns:
-        Tensor name -> its place in the file.
+    `tensors` maps tensor name -> (dtype, shape).
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
