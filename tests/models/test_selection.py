@@ -151,8 +151,8 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (
         "mixtral",
         {"also": ["attention"], "lora": LORA},
-        "adapt: model.layers.0.self_attn.k_proj, model.layers.0.self_attn.o_proj, model.layers.0.self_attn.q_proj and "
-        "13 more would train in full and with LoRA; choose one for each",
+        "adapt: model.layers.0.self_attn.k_proj, model.layers.0.self_attn.o_proj, model.layers.0.self_attn.q_proj, "
+        "and 13 more would train in full and with LoRA; choose one for each",
     ),
     ("mixtral", {"experts": {}, "lora": {**LORA, "targets": ["experts"]}}, NO_FROZEN),
     ("deepseek_v3", {"lora": {**LORA, "targets": ["experts"], "layers": [0]}}, NO_FROZEN),
