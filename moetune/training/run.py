@@ -325,13 +325,17 @@ def _inputs(
         say: prints a note for each harmless change.
 
     Raises:
-        UserError: the data, or files beside the base's weights, have changed since the resumed run began.
+        UserError: the data, files beside the base's weights, or the values that these are quantized to have changed
+            since the resumed run began.
     """
     inputs = Inputs.of(data, run.model.source.local_folder())
     before = None if checkpoint is None else folder.inputs(checkpoint)
     if before is None:
         return inputs
-    for note in before.refuse_others(inputs, f"the run in {str(folder.path)!r}"):
+    where = f"the run in {str(folder.path)!r}"
+    if (because := before.requantized(run.model)) is not None:
+        raise UserError(f"{where} cannot be resumed: {because}. Start anew in another output")
+    for note in before.refuse_others(inputs, where):
         say(note)
     return replace(inputs, run=before.run)
 
