@@ -124,14 +124,18 @@ def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
     """Compare the configuration and tokenizer now in `model.path` with those that the run recorded, if it did.
 
     Returns:
-        Notes about harmless changes.
+        Notes about changes that do little or no harm.
 
     Raises:
         UserError: the configuration or the tokenizer is that of another model.
     """
     noted = folder.inputs()
+    if noted is None:
+        return []
     where = f"the run in {str(folder.path)!r} is of another model"
-    return [] if noted is None else noted.refuse_other_model(*beside_weights(model.source.local_folder()), where)
+    notes = noted.refuse_other_model(*beside_weights(model.source.local_folder()), where)
+    requantized = noted.requantized(model)
+    return notes if requantized is None else [*notes, requantized]
 
 
 @torch.no_grad()

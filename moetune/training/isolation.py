@@ -78,26 +78,29 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
         )
 
 
-class _Scaling(nn.Module):
-    """Replaces the experts: expert e scales its tokens by 1 / (1 + e), so that routing still affects the output.
+def _scaled(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Stand in for the experts: expert e scales its tokens by 1 / (1 + e), so that routing still affects the output.
 
     Shapes: hidden_states and the result [tokens, hidden]; top_k_index and top_k_weights [tokens, K].
     """
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return hidden_states * (top_k_weights / (1 + top_k_index)).sum(-1, keepdim=True).to(hidden_states.dtype)
+    return hidden_states * (top_k_weights / (1 + top_k_index)).sum(-1, keepdim=True).to(hidden_states.dtype)
 
 
 @contextmanager
 def _without_experts(model: nn.Module) -> Iterator[None]:
-    """Context manager that replaces the experts of every layer by `_Scaling`."""
-    experts = {
-        path: module for path, module in model.named_modules() if isinstance(module, ExpertBank) or is_experts(module)
-    }
-    for path in experts:
-        model.set_submodule(path, _Scaling())
+    """Replace the forward of every layer's experts by `_scaled` inside the `with`.
+
+    The modules stay where they are: FSDP2 takes note of its modules in the first forward pass, and one that it does not
+    find then becomes a root of its own, whose gradients' buffers live until the backward pass ends.
+    """
+    experts = [module for module in model.modules() if isinstance(module, ExpertBank) or is_experts(module)]
+    before = [vars(module).get("forward") for module in experts]
+    for module in experts:
+        vars(module)["forward"] = _scaled
     try:
         yield
     finally:
-        for path, module in experts.items():
-            model.set_submodule(path, module)
+        for module, forward in zip(experts, before, strict=True):
+            del vars(module)["forward"]
+            if forward is not None:
+                vars(module)["forward"] = forward

@@ -302,13 +302,17 @@ def _inputs(
     """Return the inputs of the run, to be recorded in `inputs.json`.
 
     With a `checkpoint` to resume from, compare them with those that it recorded: print a note for each harmless change,
-    and raise `UserError` if the training data, or what makes the model or its tokens, has changed.
+    and raise `UserError` if the training data, what makes the model or its tokens, or the values that its weights are
+    quantized to have changed.
     """
     inputs = Inputs.of(data, run.model.source.local_folder())
     before = None if checkpoint is None else folder.inputs(checkpoint)
     if before is None:
         return inputs
-    for note in before.refuse_others(inputs, f"the run in {str(folder.path)!r}"):
+    where = f"the run in {str(folder.path)!r}"
+    if (because := before.requantized(run.model)) is not None:
+        raise UserError(f"{where} cannot be resumed: {because}. Start anew in another output")
+    for note in before.refuse_others(inputs, where):
         say(note)
     return replace(inputs, run=before.run)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from moetune.config.load import parse
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, first_of, reading
 from moetune.json_files import read_json
-from moetune.models.hub.fingerprint import digest
+from moetune.models.hub.fingerprint import digest, headers
 from moetune.models.hub.snapshot import small_files
+from moetune.models.hub.tensor_files import NAMES
 from moetune.parallel.coordinates import data_ranks
+from moetune.run.dtypes import DTYPES
+from moetune.run.resolved import ResolvedModel
 from moetune.training.data.documents import values
 from moetune.training.data.load import Datasets
 
@@ -35,6 +39,11 @@ FREE_ON_EXPORT = FREE_ON_RESUME | {"model.path", "model.weights"}
 CONFIG_FILE = "config.json"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}
 """Keys of a config.json whose values do not change the model."""
+QUANTIZATION = 2
+"""Revision of how weights are quantized while they are read; counted up whenever the same checkpoint gives other values.
+
+1: weights are rounded to the compute dtype before; 2: they are quantized from the checkpoint's own dtype.
+"""
 _MAKES_TOKENS = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken")
 """Files of a tokenizer that determine the tokens of a text; patterns of names."""
 
@@ -48,12 +57,14 @@ class Inputs:
         data: `train` and, if there is evaluation data, `eval` -> SHA-256 of the tokenized sequences.
         config: contents of the base's config.json; empty if unknown.
         files: name -> SHA-256 of the other small files beside the base's weights, such as the tokenizer's.
+        quantization: the `QUANTIZATION` of the version that began the run; 1 in files that do not have it.
     """
 
     run: str
     data: dict[str, str]
     config: dict[str, Any]
     files: dict[str, str]
+    quantization: int = 1
 
     @classmethod
     def of(cls, data: Datasets, base: Path | None) -> Inputs:
@@ -61,7 +72,7 @@ class Inputs:
         tokens = {
             name: _digest(rows) for name, rows in (("train", data.train), ("eval", data.eval)) if rows is not None
         }
-        return cls(secrets.token_hex(16), tokens, *beside_weights(base))
+        return cls(secrets.token_hex(16), tokens, *beside_weights(base), QUANTIZATION)
 
     def refuse_others(self, now: Inputs, where: str) -> list[str]:
         """Compare the inputs with which a run began with those that it would be resumed with, `now`.
@@ -85,6 +96,26 @@ class Inputs:
                 "data.eval has changed since the run began: held-out losses before and after are of other data"
             )
         return notes
+
+    def requantized(self, model: ResolvedModel) -> str | None:
+        """Return in one line why frozen weights are now quantized to other values than when the run began, else None.
+
+        Revisions 1 and 2 differ only for weights that are not published quantized, and whose dtype, that of most of the
+        checkpoint's tensors, is not the compute dtype.
+        """
+        source, base = model.source, DTYPES.get(model.config.base)
+        if self.quantization == QUANTIZATION or base == model.dtype or model.config.weights == "random":
+            return None
+        folder = source.local_folder()
+        if source.quantized_base is not None or source.quantization.method or folder is None:
+            return None
+        dtypes = Counter(said.split()[0] for said in headers(folder).values())
+        if dtypes.most_common(1)[0][0] == NAMES[model.dtype]:
+            return None
+        return (
+            f"an earlier version rounded the weights of {model.config.path!r} to {model.config.dtype} before it "
+            "quantized them; this one quantizes them as they are, to slightly other values"
+        )
 
     def refuse_other_model(
         self, config: dict[str, Any], files: dict[str, str], where: str, harm: Sequence[str] = ()

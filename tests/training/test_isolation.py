@@ -33,6 +33,18 @@ def test_models_that_isolate_documents_pass_and_are_left_as_they_were(model_type
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_the_experts_stay_in_place_for_whoever_notes_modules_in_the_first_forward_pass():
+    """FSDP2 does: a bank that it does not find becomes a root of its own, and its gradients' buffers outlive a layer."""
+    model = excited("mixtral")
+    there = [*model.named_modules()]
+    model.model.register_forward_pre_hook(lambda *_: seen.append([*model.named_modules()]))
+    seen: list[list[tuple[str, torch.nn.Module]]] = []
+    forwards = [module.forward for _, module in there]
+    refuse_leaky_packing(model, 1, 16)
+    assert seen == [there, there]
+    assert [module.forward for _, module in there] == forwards
+
+
 def test_models_that_mix_documents_are_refused():
     model = excited("mixtral")
     decoder = model.model.forward

@@ -11,6 +11,8 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
+from moetune.exporting.finished_run import open_run
+from moetune.json_files import sealed
 from moetune.training.manifest import write_manifest
 from moetune.training.run_folder import RunFolder
 from tests import small
@@ -148,3 +150,28 @@ def test_the_note_itself(how: str, folder: Path) -> None:
         file.write_text(file.read_text().replace('"schema": 1', '"schema": 2'))
     with pytest.raises(UserError, match=r"inputs\.json' (is missing; copy it back|was changed)"):
         resumed(folder, "auto")
+
+
+@pytest.mark.parametrize(("base", "dtype"), [("nf4", "bf16"), ("nf4", "fp32"), ("bf16", "bf16")])
+def test_quantized_by_an_earlier_version(
+    base: str, dtype: str, small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which rounded float32 weights to the compute dtype: a resumed run would train on another base."""
+
+    def run(steps: int) -> RunConfig:
+        model = {"path": str(small_model), "base": base, "dtype": dtype}
+        return small.run_config(small_model, small_data, tmp_path / "run", model=model, train={"steps": steps})
+
+    train(run(1))
+    folder = RunFolder(tmp_path / "run")
+    for file in folder.path.rglob("inputs.json"):
+        said = json.loads(file.read_text())
+        assert said.pop("quantization") == 2
+        file.write_text(sealed({key: value for key, value in said.items() if key != "seal"}))
+    write_manifest(folder.checkpoints()[0], 1)
+    if (base, dtype) != ("nf4", "bf16"):  # nothing is quantized, or nothing was rounded before
+        train(run(2), resume="auto")
+        return
+    assert any("an earlier version rounded" in note for note in open_run(folder.path).notes)
+    with pytest.raises(UserError, match="cannot be resumed: an earlier version rounded the weights"):
+        train(run(2), resume="auto")
