@@ -78,6 +78,7 @@ def pytest_collection_finish() -> None:
     of it again, which takes longer than three steps of a small model."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # a test ends before what it leaves is worth a search
     gc.enable()
 
 

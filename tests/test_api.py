@@ -63,7 +63,7 @@ def test_a_prediction_imports_neither_data_sets_nor_figures() -> None:
     code = (
         "import sys, moetune\n"
         "moetune.count('tiny-mixtral')\n"
-        "raw = {'model': {'path': 'tiny-mixtral'}, 'adapt': {'router': 'all'}}\n"
+        "raw = {'model': {'path': 'tiny-mixtral'}, 'adapt': {'router': 'all'}, 'train': {'accumulate': 1}}\n"
         "moetune.predict(moetune.RunConfig.model_validate(raw))\n"
         "print(sorted({'datasets', 'pyarrow', 'matplotlib', 'trl'} & set(sys.modules)))"
     )

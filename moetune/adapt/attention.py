@@ -128,14 +128,23 @@ def _largest_head(plain: PreTrainedModel) -> int:
 _ROW = 8
 
 
+_DENSE = 1 << 16
+"""Windows up to this many tokens are found; larger ones are left to the mask, unless there is none."""
+
+
 def _window_of(mask_function: Any) -> int | None:
-    """Return the sliding window of a causal mask, in tokens; 0 if it has none; None if the mask is of another kind."""
-    far = 1 << 22
-    at = torch.arange(far)
-    seen = torch.as_tensor(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(far - 1), at)).expand(far)
+    """Return the sliding window of a causal mask, in tokens; 0 if it has none; None if the mask is of another kind.
+
+    What the last of 2^22 tokens sees is read at every distance up to `_DENSE`, and at every 1024th beyond.
+    """
+    last = (1 << 22) - 1
+    at = last - torch.cat([torch.arange(_DENSE), torch.arange(_DENSE, last + 1, 1024)])
+    seen = torch.as_tensor(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(last), at)).expand(len(at))
     window = int(seen.sum())
     is_causal = not torch.as_tensor(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(3), torch.tensor(4)))
-    return (0 if window == far else window) if is_causal and bool(seen[far - window :].all()) else None
+    if not is_causal or not seen[:window].all() or _DENSE < window < len(at):
+        return None
+    return 0 if window == len(at) else window
 
 
 class _NoExperts(nn.Module):

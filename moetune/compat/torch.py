@@ -118,6 +118,10 @@ _ON_META = _IN_PLACE | _operations(
 )
 
 
+_ONLY_VALUES = ("moetune", "bitsandbytes")
+"""Namespaces whose operators change no shape, stride or storage of their arguments."""
+
+
 class _Made(NamedTuple):
     """Description of a fake tensor that fills its storage, from which an equal one can be made."""
 
@@ -138,9 +142,19 @@ class _Made(NamedTuple):
 
 @functools.cache
 def _makes_anew(func: Any) -> bool:
-    """Return whether an operation's schema says that it mutates no argument and returns no view."""
+    """Return whether an operation's schema says that it returns no view, and that it mutates no argument.
+
+    Operators of moetune and bitsandbytes may mutate one: they change values, which fake tensors lack, and no shape.
+    """
     schema = func._schema
-    return not schema.is_mutable and all(made.alias_info is None for made in schema.returns)
+    mutates = schema.is_mutable and func.namespace not in _ONLY_VALUES
+    return not mutates and all(made.alias_info is None for made in schema.returns)
+
+
+@functools.cache
+def _only_mutates(func: Any) -> bool:
+    """Return whether an operator of moetune or bitsandbytes returns nothing; it then does nothing to fake tensors."""
+    return func.namespace in _ONLY_VALUES and not func._schema.returns
 
 
 def unguarded(mode: _Mode) -> _Mode:
@@ -157,9 +171,9 @@ class QuickFakeMode(FakeTensorMode):
     """A `FakeTensorMode` whose operations take a third of the time of torch's.
 
     The most common operations (`_ON_META`) run their shape function directly on the meta tensor inside a fake tensor,
-    without torch's search for an implementation. Results of all operations that return new tensors are cached by
-    shapes, strides, dtypes and other arguments. torch's own cache has a slower key and leaves out operators of other
-    libraries.
+    without torch's search for an implementation. Operators of moetune and bitsandbytes that return nothing do nothing.
+    Results of all operations that return new tensors are cached by shapes, strides, dtypes and other arguments. torch's
+    own cache has a slower key and leaves out operators of other libraries.
     """
 
     def __init__(self) -> None:
@@ -167,6 +181,8 @@ class QuickFakeMode(FakeTensorMode):
         self._known: dict[Hashable, tuple[type, list[_Made]] | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _only_mutates(func):
+            return None
         kwargs = kwargs or {}
         key = self._key((func, *args, *kwargs.items())) if _makes_anew(func) else None
         if key is None:

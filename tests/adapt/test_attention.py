@@ -33,11 +33,15 @@ def accepts(model_type: str, capability: Any = L40S, dtype: torch.dtype = torch.
     return takes_cu_seqlens(plain_of(model_type, dtype, **sizes), capability)
 
 
-def accepted_types() -> list[str]:
-    """Every mixture of experts, and the usual dense models, that are built and take cu_seqlens."""
-    usual = ["llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3"]
-    return [name for name in (*expert_model_types(), *usual) if accepts(name)]
-
+USUAL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3")
+# fmt: off
+ACCEPTED = [
+    "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
+    "flex_olmo", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1",
+    "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
+]
+# fmt: on
+"""Every mixture of experts that is built and takes cu_seqlens."""
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 
@@ -47,6 +51,8 @@ def test_a_window_that_attention_is_not_told_of_is_left_to_the_mask() -> None:
     assert accepts("qwen2_moe")
     assert not accepts("qwen2_moe", **windowed)
     assert accepts("qwen3_moe", **windowed)
+    assert accepts("qwen3_moe", **windowed | {"sliding_window": 1 << 16})
+    assert not accepts("qwen3_moe", **windowed | {"sliding_window": 1 << 17})
 
 
 def document_by_document(
@@ -82,7 +88,7 @@ POSITIONS = torch.stack(
 
 @pytest.mark.usefixtures("plain_kernel")
 @pytest.mark.parametrize(
-    "model_type", thinned(accepted_types(), 6, ("mixtral", "qwen3_moe", "deepseek_v3", "granitemoe"))
+    "model_type", thinned([*ACCEPTED, *USUAL], 6, ("mixtral", "qwen3_moe", "deepseek_v3", "granitemoe"))
 )
 def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> None:
     model = toy_model(model_type).eval().float()
@@ -100,8 +106,9 @@ def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> Non
 
 
 def test_the_models_that_people_train_take_borders_and_those_that_cannot_do_not() -> None:
-    accepted = set(accepted_types())
-    assert {"mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "granitemoe", "llama", "mistral"} <= accepted
+    assert [name for name in expert_model_types() if accepts(name)] == ACCEPTED
+    for model_type in USUAL:
+        assert accepts(model_type), model_type
     for model_type in ("gpt_oss", "gemma2", "jamba", "mamba", "phimoe", "bert", "deepseek_v32"):
         assert not accepts(model_type), model_type
     assert not accepts("mixtral", T4)

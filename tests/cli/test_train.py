@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,7 +17,10 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from moetune.cli import main
 from tests import small
+from tests.processes import processes
+from tests.training.test_resume import work_alone
 
 
 @pytest.fixture
@@ -35,11 +39,19 @@ def start(run_file: Path, *options: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(process: subprocess.Popen[str], file: Path, lines: int) -> None:
-    """Until the process has written so many lines of the file."""
+def as_a_program(command: list[str], out: Path, err: Path) -> None:
+    work_alone()
+    for file, stream in ((out, 1), (err, 2)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv = command
+    main.main()
+
+
+def wait_for(has_ended: Callable[[], bool], file: Path, lines: int) -> None:
+    """Until a process has written so many lines of the file."""
     end = time.monotonic() + 120
     while not file.exists() or file.read_text().count("\n") < lines:
-        assert process.poll() is None, process.communicate()
+        assert not has_ended()
         assert time.monotonic() < end
         time.sleep(0.002)
 
@@ -84,7 +96,7 @@ def test_killed_at_no_particular_moment_and_resumed(run_file: Path, moetune: Cal
     assert moetune("train", run_file, "--set", f"output={reference}").code == 0
     output = run_file.parent / "run"
     process = start(run_file)
-    wait_for(process, output / "metrics.jsonl", 6)
+    wait_for(lambda: process.poll() is not None, output / "metrics.jsonl", 6)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     process.communicate()
@@ -120,11 +132,16 @@ def assert_quiet(err: str) -> None:
 
 @pytest.mark.slow
 def test_interrupted_from_the_keyboard(run_file: Path) -> None:
-    process = start(run_file, "--set", "train.steps=2000")
-    wait_for(process, run_file.parent / "run" / "metrics.jsonl", 3)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    out_file, err_file = run_file.parent / "out", run_file.parent / "err"
+    command = ["moetune", "train", str(run_file), "--set", "train.steps=2000"]
+    process = processes.Process(target=as_a_program, args=(command, out_file, err_file))
+    process.start()
+    assert process.pid
+    wait_for(lambda: not process.is_alive(), run_file.parent / "run" / "metrics.jsonl", 3)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    out, err = out_file.read_text(), err_file.read_text()
+    assert process.exitcode == 130, err
     assert out == ""
     assert err.endswith("interrupted; --resume auto goes on from the last checkpoint\n")
     assert "Traceback" not in err

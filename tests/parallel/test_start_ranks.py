@@ -72,6 +72,7 @@ def test_a_launcher_with_other_ranks(
     assert "3 processes were started, and parallel: in the run file makes 2 ranks" in done.err
 
 
+@pytest.mark.full
 def test_a_killed_rank_ends_the_run_and_it_resumes(run_file: Path, tmp_path: Path) -> None:
     longer = ("--set", "train.steps=500", "--set", "train.keep_checkpoints=2")
     command = [sys.executable, "-m", "moetune", "train", str(run_file), *longer]
@@ -94,6 +95,16 @@ def test_a_killed_rank_ends_the_run_and_it_resumes(run_file: Path, tmp_path: Pat
     settings = [f"train.steps={last + 1}", "train.accumulate=2", "parallel={}", "hardware.count=1"]
     train(load_run_config(run_file, settings), resume="auto")
     assert small.read_metrics(tmp_path / "run")[-1]["step"] == last + 1
+
+
+def test_a_killed_rank_ends_the_others(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); "
+        "os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '1' else time.sleep(600)"
+    )
+    assert start_ranks([sys.executable, "-S", "-c", code, f"{tmp_path}/"], 2) not in (0, 2)
+    assert "error: rank 1 was ended by SIGKILL" in capfd.readouterr().err
+    assert not Path(f"/proc/{(tmp_path / '0').read_text()}").exists()
 
 
 _ONE_FAILS = """
