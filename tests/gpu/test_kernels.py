@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moetune.adapt.exercise import samples
+from moetune.adapt.guard.exercise import samples
 from moetune.adapt.guard import Key, compare
 
 CARD = torch.device("cuda", 0)

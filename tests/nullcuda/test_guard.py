@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from moetune.adapt import guard
-from moetune.adapt.exercise import Sizes
+from moetune.adapt.guard.exercise import Sizes
 from moetune.experts.kernels.registry import OPERATORS, use_kernels
 from moetune.memory import verify
 from moetune.run.resolved import ResolvedRun
