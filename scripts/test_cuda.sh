@@ -6,7 +6,8 @@
 #
 # Makes .venv-cuda beside .venv: Python 3.12 and torch 2.11, the other end of what moetune supports; two minutes and
 # 5.5 GB. Does nothing when the same was installed before. CUDA_VENV names another environment, which is taken as it is.
-# --all: every combination and every full-size case instead of a sample, and the ordinary tests on these versions too.
+# --all: every combination and every full-size case instead of a sample, the kernels by other versions of Triton, and the
+# ordinary tests on these versions too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -60,6 +61,11 @@ echo "==> pytest on the null device"
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True LD_PRELOAD=$folder/libcuda.so.1 \
   "$python" -m pytest "${options[@]}" -m "gpu or nullcuda or ptx" tests/gpu tests/nullcuda tests/ptx "$@"
 if [ -n "$all" ]; then
+  for version in 3.8.0 3.9.0; do
+    echo "==> the kernels' PTX by Triton $version"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder/$version" "triton==$version"
+    PYTHONPATH=$folder/$version:$PWD "$python" -m pytest -n "$workers" --dist worksteal -m ptx tests/ptx "$@"
+  done
   echo "==> pytest on the CPU"
   "$python" -m pytest -n "$workers" --dist worksteal -m "not ptx" "$@"
 fi

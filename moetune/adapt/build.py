@@ -14,7 +14,7 @@ from transformers.integrations.neftune import activate_neftune
 
 from moetune.adapt.attention import Capability, attention_for
 from moetune.adapt.checkpointing import checkpoint_layers
-from moetune.adapt.guard import as_known
+from moetune.adapt.guard import checked
 from moetune.adapt.lora import add_lora
 from moetune.adapt.norms import fuse_norms
 from moetune.adapt.rotary import fuse_rotary
@@ -121,7 +121,7 @@ def build(
     device = torch.device(device)
     run = resolve(run, device_kind(device))
     if device.type == "cuda":
-        run, capability = as_known(run, device), torch.cuda.get_device_capability(device)
+        run, capability = checked(run, device, ranks), torch.cuda.get_device_capability(device)
         use_kernels(but=run.config.hardware.without_kernels)
     config, structure, selection = run.config, run.structure, run.selection
     if not ranks.is_single:

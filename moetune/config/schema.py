@@ -579,7 +579,7 @@ class HardwareConfig(Section):
         count: number of GPUs. `RunConfig` sets it to the number of ranks if it is not given, and refuses any other
             number.
         without_kernels: operators that run torch's operations instead of their kernel on a GPU, in training and in
-            predictions. A run adds those whose kernel does not work on its machine (adapt/guard.py).
+            predictions. A run adds those whose kernel does not work on its machine (adapt/guard).
     """
 
     gpu: Text | None = None

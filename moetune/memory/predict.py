@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
-from moetune.adapt.guard import as_known_for
+from moetune.adapt.guard import as_known
 from moetune.config.schema import RunConfig
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
@@ -76,7 +76,7 @@ def predict(
     refuse_unpredictable(run.config)
     name, depths = gpu or run.config.hardware.gpu, depths or Depths()
     card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
-    run = as_known_for(run, None if name is None else card)
+    run = as_known(run, None if name is None else card)
     if name is not None:
         run = settled(run, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
     config = run.config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +73,7 @@ def verify(
             "two steps: memory.json in the run folder has what was predicted and measured"
         )
     device = run.device(device)
-    run = settled_on(checked(run, device, lambda text: warnings.warn(text, stacklevel=2)), device)
+    run = settled_on(checked(run, device), device)
     measured = measure(run, device, steps)
     routing = routing or measured.routing
     if device.type == "cpu":

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from packaging.requirements import Requirement
 
-from moetune.adapt.exercise import Sizes, samples, sizes_of
 from moetune.adapt.guard import Key, compare
+from moetune.adapt.guard.exercise import Sizes, samples, sizes_of
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
 from moetune.memory.live import processes_on

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
-from moetune.adapt.guard import checked_on_ranks, note_dropped
+from moetune.adapt.guard import checked, note_dropped
 from moetune.adapt.start_from.start import Start, open_start
 from moetune.adapt.weights.base import noting_base, refuse_changed_base
 from moetune.adapt.weights.quantized_base import check_quantized_base
@@ -142,7 +142,7 @@ def train(
         if checkpoint is not None:
             check_checkpoint(checkpoint)
             folder.base()  # raises if base.json is damaged, before the weights are read
-        run = checked_on_ranks(run, device, ranks, say)
+        run = checked(run, device, ranks, say)
         if ranks.is_single:
             run = watcher.settled(run)
         config = run.config

@@ -55,7 +55,8 @@ TABLE: dict[str, tuple[str, ...]] = {
 """What is read back -> the commands that read it. A new file belongs here."""
 
 READ_BY = {
-    "adapt/guard.py": "a verdict of the kernels: test_guard.py",
+    "adapt/guard/comparison.py": "what its own child writes: test_comparison.py",
+    "adapt/guard/verdicts.py": "a verdict of the kernels: test_verdicts.py",
     "adapt/weights/stock.py": "model.safetensors.index.json: test_models.py",
     "adapt/weights/quantized_base.py": "packed/packed.json",
     "adapt/start_from/peft_adapter.py": "adapter/adapter_config.json",

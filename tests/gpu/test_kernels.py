@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moetune.adapt.exercise import samples
 from moetune.adapt.guard import Key, compare
+from moetune.adapt.guard.exercise import samples
 
 CARD = torch.device("cuda", 0)
 

@@ -3,5 +3,5 @@
 from moetune.cli.main import main
 from tests.nullcuda import device
 
-with device.answering():
+with device.answering(compares=True):
     main()

@@ -7,20 +7,28 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from moetune.adapt import guard
-from moetune.adapt.exercise import Sizes
-from moetune.experts.kernels.registry import OPERATORS, use_kernels
+from moetune.adapt.guard import check, comparison
+from moetune.adapt.guard.exercise import Sizes
+from moetune.config.load import load_run_config
+from moetune.experts.kernels.registry import OPERATORS, use_kernels, without_kernel
+from moetune.inference import evaluate
 from moetune.memory import verify
+from moetune.report.console import terminal
+from moetune.routing.recorder import Recorder
+from moetune.routing.score import load_base, record_batch, to_score
+from moetune.run.resolve import resolve
 from moetune.run.resolved import ResolvedRun
+from moetune.training.step.batch import random_rows
 from moetune.watch import train as watch_train
 from tests import small
 from tests.conftest import Ended
-from tests.nullcuda import runs
+from tests.nullcuda import device, runs
 from tests.nullcuda.test_commands import start
 
 Run = Callable[..., Ended]
@@ -29,6 +37,7 @@ Run = Callable[..., Ended]
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """What is found on this machine is kept in a folder of the test's own."""
+    monkeypatch.setattr(check, "compare", comparison.compare)
     monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "cache"))
     yield tmp_path / "cache"
     use_kernels(but=())
@@ -75,13 +84,13 @@ def test_a_run_without_a_kernel(
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(guard, "LIMIT", 60.0)
+    monkeypatch.setattr(comparison, "LIMIT", 60.0)
     monkeypatch.setenv(fault, kernel)
     settled = list[tuple[str, ...]]()
 
-    def settled_on(run: ResolvedRun, device: torch.device) -> ResolvedRun:
+    def settled_on(run: ResolvedRun, card: torch.device) -> ResolvedRun:
         settled.append(run.config.hardware.without_kernels)
-        return verify.settled_on(run, device)
+        return verify.settled_on(run, card)
 
     monkeypatch.setattr(watch_train, "settled_on", settled_on)
     trained = moetune("train", run_file)
@@ -120,13 +129,67 @@ def test_a_run_without_a_kernel(
         assert json.loads(verdict.read_text())["failed"].keys() == {operator}
 
 
+@pytest.fixture
+def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of predicted tokens, which the device does not know."""
+    held_out_loss = evaluate.held_out_loss
+
+    def counted(model: Any, batch: Any) -> Any:
+        return held_out_loss(model, batch)[0], torch.ones(())
+
+    monkeypatch.setattr(evaluate, "held_out_loss", counted)
+
+
+@pytest.mark.usefixtures("_counted")
+def test_other_commands_compare_too(
+    moetune: Run, run_file: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for all of them: they have the run's sizes. What they find, a plan for this card knows, at any sizes."""
+    monkeypatch.setenv("NULL_LIES", "_gated")
+    found = "the kernel of gated differs"
+    to_be_scored = resolve(to_score(load_run_config(run_file)), "cuda")
+    with pytest.warns(UserWarning, match="comparing the kernels") as first:  # of `score` and `drift`
+        adapted, _ = load_base(to_be_scored, torch.device("cuda", 0), terminal(stderr=True))
+    assert any(found in str(one.message) for one in first)
+    assert without_kernel().keys() == {"gated"}
+    launched = device.asked().launches
+    rows = random_rows(2, 16, 100, packing=False)
+    record_batch(Recorder(adapted), adapted, rows, 0, 0, 0)
+    assert device.asked().launches > launched
+    use_kernels(but=())
+    assert moetune("train", run_file).code == 0
+    use_kernels(but=())
+    with pytest.warns(UserWarning, match=found) as second:  # of `eval`, `generate` and `chat`
+        ended = moetune("eval", run_file.parent / "run", "--data", small_data)
+    assert ended.code == 0, ended.err
+    assert without_kernel().keys() == {"gated"}
+    assert not any("comparing" in str(one.message) for one in second)
+    model = yaml.safe_load(run_file.read_text())["model"]["path"]
+    for card, is_known in (("l40s", True), ("h100", False)):
+        planned = json.loads(moetune("plan", model, "--gpu", card, "--goal", "router", "--json").out)
+        assert [note for note in planned["notes"] if "gated" in note] == [
+            "the kernel of gated is not used: torch's operations run in its place (hardware.without_kernels)"
+        ] * is_known, planned["notes"]
+
+
+@pytest.mark.usefixtures("_counted")
+def test_a_checkpoint_is_evaluated_without_a_kernel_that_lies(
+    moetune: Run, small_model: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NULL_LIES", "_gated")
+    with pytest.warns(UserWarning, match="the kernel of gated differs"):
+        ended = moetune("eval", small_model, "--data", small_data, "--json")
+    assert ended.code == 0, ended.err
+    assert without_kernel().keys() == {"gated"}
+
+
 def test_a_child_that_has_compared_all_ends_normally() -> None:
     """Although stdin is still open."""
-    child = subprocess.Popen(guard._CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = subprocess.Popen(comparison._CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None
     with child:
-        child.stdin.write(json.dumps(asdict(guard._Asked(Sizes(), 0))).encode() + b"\n")
+        child.stdin.write(json.dumps(asdict(comparison._Asked(Sizes(), 0))).encode() + b"\n")
         child.stdin.flush()
         assert json.loads(child.stdout.read())["stopped"] == ""
         assert child.wait(60) == 0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moetune.adapt.guard.exercise import samples
+from moetune.adapt.guard.verdicts import Verdict
 from moetune.planning import doctor
 
 Run = Callable[..., Any]
@@ -45,6 +47,23 @@ def test_a_card_that_is_not_found(moetune: Run, monkeypatch: pytest.MonkeyPatch)
     ended = moetune("doctor", "--json")
     assert ended.code == 1
     assert outcomes(ended)["CUDA"]["found"] == "torch is built for CUDA 13.0 and finds no GPU"
+
+
+def test_a_kernel_that_differs_is_no_problem(moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run works without it, so it is a note, and exit code 0."""
+
+    def cuda() -> Iterator[doctor.Check]:
+        yield doctor._kernels(torch.device("cuda", 0), samples(torch.bfloat16), "kernels")
+
+    monkeypatch.setattr(doctor, "_cuda", cuda)
+    monkeypatch.setattr(doctor.Key, "of", lambda *_: None)
+    for verdict, said in (({"gated": "differs by 3"}, "gated differs by 3"), ({}, "not compared: no memory")):
+        stopped = "" if verdict else "no memory"
+        monkeypatch.setattr(doctor, "compare", lambda key, *_, of=(verdict, stopped): Verdict(key, *of))
+        ended = moetune("doctor", "--json")
+        assert ended.code == 0
+        assert json.loads(ended.out)["is_well"]
+        assert outcomes(ended)["kernels"].items() >= {"outcome": "note", "found": said}.items()
 
 
 @pytest.mark.slow

@@ -12,5 +12,17 @@ To run one kernel, on tensors of the CPU and with Triton installed:
     with torch.no_grad(), emulated(86):
         act = triton_kernels.gated(gate_up, False, 1.0, 0.0)
 
-The tests run with `pytest -m ptx tests/ptx`, and in scripts/test_cuda.sh; more of them with `--all`.
+The tests run with `pytest -m ptx tests/ptx`, and in scripts/test_cuda.sh; more of them with `--all`. With another
+Triton, as in scripts/test_cuda.sh --all: `pip install --no-deps --target FOLDER triton==3.9.0`, PYTHONPATH=FOLDER.
+
+| | on a push | with `--all` also |
+|---|---|---|
+| capabilities | 8.6, 9.0 | 8.0, 8.9, 10.0, 12.0 |
+| ranks | 1 to 64 in random calls; 12, 64, 300 | 4, 16, 32, 128, 256, 512, 600, 1,024 |
+| odd sizes | 20 random calls: widths from 7, ranks 20 and 48 | 40 more |
+| real widths | none | Mixtral, Qwen3, gpt-oss, OLMoE |
+| shared memory of a block | of all that runs | Qwen3's widths to rank 256, also in float32 |
+| Triton | the installed one | 3.8 and 3.9, what a push runs |
+
+Grouped products are torch's on 9.0. On 10.0 they are compiled and not executed, because tcgen05 is not emulated.
 """

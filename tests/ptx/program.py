@@ -66,6 +66,7 @@ class Program:
             raise NotImplementedError(statement)
         negated, guard, name, modifiers, operands = found.groups("")
         listed = [one.strip() for one in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,{}\[\]]+", operands)]
-        listed, words = tuple(one for one in listed if one), tuple(modifiers.split(".")[1:])
+        listed = tuple(one for one in listed if one)
+        words = tuple(modifiers.replace("shared::cta", "shared").split(".")[1:])  # the same: that of the block
         text = " ".join(statement.split())
         self.instructions.append(Instruction(name, words, listed, guard, bool(negated), text))

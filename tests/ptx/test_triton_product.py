@@ -76,6 +76,17 @@ def test_products_agree_with_every_tile(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile_fits_capability_10(tile: triton_product.Tile) -> None:
+    """It is compiled to machine code; what it computes is not shown, because its tensor cores are not emulated."""
+    x, dout, W, ends = operands(64, 48, COUNTS["uneven"])
+    with torch.no_grad(), emulated(100, executes=False) as driver:
+        for a, b in ((x, W.mT), (dout, W)):
+            triton_product._launch_rows(a, b, ends, None, torch.empty(len(a), b.shape[2], dtype=BF16), tile)
+    assert [metadata.shared > 0 for _, metadata in driver.launched] == [True, True]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", REAL)
 def test_real_widths_agree(capability: int, name: str) -> None:

@@ -44,8 +44,8 @@ def operator(
     """Return a decorator that registers a function of torch operations as the operator `moetune::<its name>`.
 
     The decorated function becomes a call of the operator with the same arguments. If the first argument is on a GPU,
-    the Triton kernel of the same name runs. A new operator is compared with its reference (`adapt/guard.py`) as soon as
-    one of the exercises in `adapt/exercise.py` calls it.
+    the Triton kernel of the same name runs. A new operator is compared with its reference (`adapt/guard`) as soon as
+    one of the exercises in `adapt/guard/exercise.py` calls it.
 
     Args:
         fake: the operator's fake kernel, which returns an empty tensor of the result's shape; by default returns None.

@@ -1,7 +1,7 @@
 """Operators with a kernel: their registration, and the table of those that run torch's operations in its place.
 
 An operator has two implementations: a GPU kernel, and its reference, a function of torch's operations. The reference
-runs where there is no kernel (a CPU), and where the kernel does not work: it does not compile, or `adapt/guard.py` has
+runs where there is no kernel (a CPU), and where the kernel does not work: it does not compile, or `adapt/guard` has
 found that it differs. These operators are in one table for the process, `without_kernel`.
 """
 

@@ -233,6 +233,15 @@ def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, coun
         yield 132 * 4 * 128
 
 
+def _sorted_positions(capability: Capability, numbers: Tensor, count: int) -> Iterator[int]:
+    """Sorting by expert: for each 512 rows an int32 for each expert, and up to the next power of two.
+
+    Below 128 experts one byte a row is assumed, so that the bytes are a product of sizes: an upper bound. Source:
+    experts/kernels/triton_routing.py.
+    """
+    yield numbers.numel() * max(1, FLOAT * (1 << (count - 1).bit_length()) // 512)
+
+
 HOST_OUTPUTS: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 """Operator -> indices of its outputs in host memory: the seed and the offset of dropout (cuda/attention.cu:
 _efficient_attention_forward)."""
@@ -241,6 +250,7 @@ _BEFORE: dict[Any, Callable[..., Iterator[int]]] = {torch.ops.bitsandbytes.gemm_
 _AFTER: dict[Any, Callable[..., Iterator[int]]] = {
     aten.sort.stable: _sort,
     torch.ops.moetune.grouped_mm.default: _grouped_mm,
+    torch.ops.moetune.sorted_positions.default: _sorted_positions,
     aten._softmax_backward_data.default: _softmax_backward,
     aten._safe_softmax.default: _safe_softmax,
     aten.embedding_dense_backward.default: _embedding_backward,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from moetune.experts.kernels.routing import sorted_positions
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import find_gpu
 
@@ -111,6 +112,12 @@ def test_sorting_what_goes_to_which_expert(count: int, expected: list[int]) -> N
     numbers, *rest = inside("l40s", lambda: torch.argsort(torch.empty(count, dtype=torch.int64), stable=True))
     assert numbers == expected[0]
     assert sum(rest) == pytest.approx(sum(expected[1:]), rel=0.025)
+
+
+@pytest.mark.parametrize(("experts", "expected"), [(8, 4096), (100, 4096), (128, 4096), (200, 8192), (512, 16384)])
+def test_the_kernel_that_sorts_counts_the_rows_of_each_expert(experts: int, expected: int) -> None:
+    """4 bytes for each 512 rows and each expert, and up to the next power of two; a byte a row at least."""
+    assert inside("l40s", lambda: sorted_positions(torch.empty(4096, dtype=torch.int64), experts)) == [expected]
 
 
 @pytest.mark.parametrize("double_quant", [False, True])

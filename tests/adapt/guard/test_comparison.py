@@ -1,23 +1,21 @@
-"""The guard of a run's kernels: what children find becomes a verdict, which is kept, and read back whole or not."""
+"""The comparison of a run's kernels: what children find becomes a verdict, however they end."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from moetune.adapt import guard
-from moetune.adapt.exercise import Sizes, samples
-from moetune.adapt.guard import Key, Verdict, _Said
+from moetune.adapt.guard import comparison
+from moetune.adapt.guard.comparison import _Asked, _Said
+from moetune.adapt.guard.exercise import Sizes
+from moetune.adapt.guard.verdicts import Verdict, kept
 from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, use_kernels, without_kernel
-from moetune.parallel.ranks import Ranks
-from moetune.run.resolve import ResolvedRun, resolve
-from tests.nullcuda import runs
+from tests.adapt.guard.test_verdicts import key_of
 
 CARD = torch.device("cuda", 0)
 
@@ -25,53 +23,9 @@ CARD = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
-    monkeypatch.setattr(guard, "on_gpu", lambda: object())
+    monkeypatch.setattr(comparison, "on_gpu", lambda: object())
     yield
     use_kernels(but=())
-
-
-def key_of(**changes: Any) -> Key:
-    key = Key("a card, 9.0", "driver", {"torch": "2.12"}, "digest", samples(torch.bfloat16))
-    return replace(key, **changes)
-
-
-# --- Kept ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_verdict_is_kept_under_all_it_depends_on() -> None:
-    verdict = Verdict(key_of(), {"gated": "differs"})
-    assert guard.kept(verdict.key) is None
-    guard.keep(verdict)
-    assert guard.kept(key_of()) == verdict
-    others = [{"card": "a card, 8.6"}, {"driver": "newer"}, {"versions": {"torch": "2.13"}}, {"kernels": "other"}]
-    others.append({"sizes": samples(torch.float32)})
-    assert [guard.kept(key_of(**other)) for other in others] == [None] * len(others)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda file: file.write_text(""),
-        lambda file: file.write_text(file.read_text().replace("differs", "is right")),
-        lambda file: file.write_bytes(b"\xff\x00"),
-        lambda file: (file.unlink(), file.mkdir()),
-    ],
-)
-def test_a_damaged_verdict_counts_as_none(damage: Callable[[Path], None]) -> None:
-    verdict = Verdict(key_of(), {"gated": "differs"})
-    guard.keep(verdict)
-    damage(verdict.key.file)
-    assert guard.kept(verdict.key) is None
-
-
-def test_a_verdict_under_another_name_or_not_complete_is_not_used(tmp_path: Path) -> None:
-    verdict = Verdict(key_of(), {})
-    guard.keep(verdict)
-    other = key_of(card="another")
-    verdict.key.file.rename(other.file)
-    assert guard.kept(other) is None
-    guard.keep(Verdict(key_of(), {}, "out of memory"))
-    assert guard.kept(key_of()) is None
 
 
 # --- Children -----------------------------------------------------------------------------------------------------
@@ -83,20 +37,20 @@ def say(**said): print(json.dumps(said), flush=True)
 """
 
 
-def verdict_of(monkeypatch: pytest.MonkeyPatch, script: str) -> Verdict:
-    monkeypatch.setattr(guard, "_CHILD", (sys.executable, "-S", "-c", CHILD + script))
-    return guard.compare(key_of(), CARD)
+def verdict_of(monkeypatch: pytest.MonkeyPatch, script: str, **limit: float) -> Verdict:
+    monkeypatch.setattr(comparison, "_CHILD", (sys.executable, "-S", "-c", CHILD + script))
+    return comparison.compare(key_of(), CARD, **limit)
 
 
 def test_all_kernels_work(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdict_of(monkeypatch, "say(begins='gated'); say(); say(stopped='')")
     assert verdict == Verdict(key_of(), {})
-    assert guard.kept(key_of()) == verdict
+    assert kept(key_of()) == verdict
 
 
 def test_a_kernel_that_ends_its_process_and_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a child of its own; the third child compares the rest. A busy machine may be why a kernel hangs."""
-    monkeypatch.setattr(guard, "LIMIT", 2.0)
+    monkeypatch.setattr(comparison, "LIMIT", 2.0)
     script = """
 say(begins='gated')
 if 'gated' not in left_out: print('illegal access', file=sys.stderr), os._exit(1)
@@ -109,20 +63,21 @@ say(stopped='')
     assert failed.keys() == {"gated", "low_rank", "sum_rows_"}
     assert "illegal access" in failed["gated"]
     assert "2 seconds" in failed["low_rank"]
-    assert guard.kept(key_of()) is None
+    assert kept(key_of()) is None
 
 
 def test_a_kernel_that_ends_its_process_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = verdict_of(monkeypatch, "say(begins='gated')\nif 'gated' not in left_out: os._exit(1)\nsay(stopped='')")
     assert verdict.failed.keys() == {"gated"}
-    assert guard.kept(key_of()) == verdict
+    assert kept(key_of()) == verdict
 
 
 def test_a_child_imports_nothing_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('not the json of Python')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(guard, "_CHILD", (*guard._CHILD[:-1], CHILD + "say(stopped='with the json of Python')"))
-    assert guard._child(guard._Asked(Sizes(), 99)).stopped == "with the json of Python"
+    stopped = comparison._child(_Asked(Sizes(), 99)).stopped
+    assert "not the json" not in stopped
+    assert "no Python frame" not in stopped  # what the child raised, not how the interpreter ended
 
 
 @pytest.mark.parametrize(
@@ -139,33 +94,22 @@ def test_a_comparison_that_cannot_be_made_blames_no_kernel(
     verdict = verdict_of(monkeypatch, script)
     assert said in verdict.stopped
     assert verdict.failed == {}
-    assert guard.kept(key_of()) is None
+    assert kept(key_of()) is None
+
+
+def test_a_comparison_that_takes_longer_than_others_wait_blames_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has failed by then is known."""
+    script = "say(begins='gated'); say(failed={'gated': 'differs'}); say(begins='low_rank'); time.sleep(60)"
+    verdict = verdict_of(monkeypatch, script, limit=1.0)
+    assert verdict.failed == {"gated": "differs"}
+    assert "wait" in verdict.stopped
+    assert kept(key_of()) is None
 
 
 def test_without_triton_no_kernel_works_and_that_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "on_gpu", lambda: None)
+    monkeypatch.setattr(comparison, "on_gpu", lambda: None)
     assert verdict_of(monkeypatch, "raise SystemExit").failed.keys() == OPERATORS.keys() - {"grouped_mm"}
-    assert guard.kept(key_of()) is None
-
-
-# --- Ranks --------------------------------------------------------------------------------------------------------
-
-
-def test_a_kernel_that_does_not_work_on_one_rank_runs_on_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Second(Ranks):
-        def barrier(self) -> None: ...
-
-        def gather(self, value: Any) -> list[Any]:
-            return [("gated", "low_rank"), value, ()]
-
-    def checked(run: ResolvedRun, *_: Any) -> ResolvedRun:
-        return guard._without(run, ["gated", "sum_rows_"])
-
-    monkeypatch.setattr(guard, "checked", checked)
-    run, said = resolve(runs.toy_run(runs.write_toy(tmp_path / "model"), "lora"), "cpu"), list[str]()
-    together = guard.checked_on_ranks(run, CARD, Second(rank=1), said.append)
-    assert together.config.hardware.without_kernels == ("gated", "low_rank", "sum_rows_")
-    assert ["low_rank" in text for text in said] == [True]
+    assert kept(key_of()) is None
 
 
 # --- One call -----------------------------------------------------------------------------------------------------
@@ -178,7 +122,7 @@ def compared(kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tup
     operator, said = Operator(known.name, known.reference, lambda *args: kernel, known.scratch), list[_Said]()
     out = torch.ones(3, 4)
     args = (out, torch.ones(2, 4), torch.tensor([0, 2]), 1, torch.tensor([2.0, 3.0, 4.0]))
-    guard._compare_call(operator, args, dtype=torch.float32, failed=set(), say=said.append)
+    comparison._compare_call(operator, args, dtype=torch.float32, failed=set(), say=said.append)
     return out, said
 
 

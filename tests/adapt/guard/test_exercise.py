@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moetune.adapt.build import build
-from moetune.adapt.exercise import _few, samples, sizes_of
+from moetune.adapt.guard.exercise import _few, samples, sizes_of
 from moetune.experts.kernels.registry import OPERATORS, Operator
 from moetune.experts.kernels.self_check import CallsSeen, _kind
 from moetune.run.resolve import resolve

@@ -1,0 +1,11 @@
+"""The guard of a run on CUDA: its kernels are compared with torch's operations on this machine, at the run's own sizes.
+
+An operator whose kernel differs, raises or does not finish runs torch's operations in its place: the run's
+`hardware.without_kernels` names it, and so the run folder and every prediction of the run.
+"""
+
+from moetune.adapt.guard.check import as_known, checked, note_dropped
+from moetune.adapt.guard.comparison import compare
+from moetune.adapt.guard.verdicts import Key
+
+__all__ = ["Key", "as_known", "checked", "compare", "note_dropped"]

@@ -1,0 +1,104 @@
+"""A run without the kernels that do not work on its machine: compared before a model is built, or as known by now."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from socket import gethostname
+
+import torch
+
+from moetune.adapt.guard.comparison import compare
+from moetune.adapt.guard.exercise import Sizes, sizes_of
+from moetune.adapt.guard.verdicts import Key, Verdict, failed_at_any_sizes, keep, kept
+from moetune.experts.kernels.registry import without_kernel
+from moetune.models.catalog.gpus import Gpu
+from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.run.resolved import ResolvedRun
+
+_not_kept: dict[Path, Verdict] = {}
+"""Verdicts that this process has found and not kept, by the file in which they would be."""
+
+
+def checked(
+    run: ResolvedRun,
+    device: torch.device,
+    ranks: Ranks = SINGLE_RANK,
+    say: Callable[[str], None] = lambda text: warnings.warn(text.removeprefix("warning: "), stacklevel=4),
+) -> ResolvedRun:
+    """Return a run with the operators whose kernel does not work on the device of any rank in `without_kernels`.
+
+    Their kernels are compared with torch's operations unless a verdict of the same comparison is kept: by the first
+    rank of each machine and kind of card, while the others wait, at most half as long as ranks wait for each other.
+    All ranks must make this call.
+
+    Args:
+        say: prints, on the first rank, that kernels are being compared, and which do not work.
+    """
+    if device.type != "cuda" or not any(sizes := sizes_of(run)):
+        return run
+    key = Key.of(device, sizes)
+    alike = ranks.gather((gethostname(), key.file.name))
+    failed = dict[str, str]()
+    if alike.index(alike[ranks.rank]) == ranks.rank:
+        limit = inf if ranks.is_single else run.config.parallel.timeout / 2
+        failed = _verdict_here(key, device, limit, say if ranks.is_first else lambda _: None).failed
+    failed = {name: why for one in ranks.gather(failed) for name, why in one.items()}
+    for name, why in failed.items() if ranks.is_first else ():
+        if name not in run.config.hardware.without_kernels:
+            say(f"warning: the kernel of {name} {why}: torch's operations run in its place, slower, predicted as such")
+    return _without(run, failed)
+
+
+def _verdict_here(key: Key, device: torch.device, limit: float, say: Callable[[str], None]) -> Verdict:
+    """Return the verdict that is kept or that this process has found; else compare, for at most `limit` seconds."""
+    verdict = kept(key) or _not_kept.get(key.file)
+    if verdict is None:
+        say("comparing the kernels with torch's operations at the sizes of this run, once on this machine …")
+        verdict = compare(key, device, limit)
+        if kept(key) is None:
+            _not_kept[key.file] = verdict
+        if not verdict.is_complete:
+            say(f"warning: the kernels could not be compared ({verdict.stopped}); they run unchecked")
+    return verdict
+
+
+def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
+    """Return a run with the operators that have run without their kernel so far, and add them to the verdict.
+
+    Beside those of `hardware.without_kernels` they are those whose kernel failed to compile at a call that was not
+    compared before. Returns `run` itself if there are none.
+    """
+    failed = {name: why for name, why in without_kernel().items() if name not in run.config.hardware.without_kernels}
+    if device.type != "cuda" or not failed:
+        return run
+    key = Key.of(device, sizes_of(run))
+    if (known := kept(key)) is not None:  # else the next start compares
+        keep(Verdict(key, known.failed | failed))
+    return _without(run, failed)
+
+
+def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
+    """Return a run as `checked` would if this machine has the GPU `card`, or any if that is None; compare nothing.
+
+    Where no verdict is kept for the run's sizes, an operator counts as failing that fails at any other sizes.
+    """
+    if not torch.cuda.is_available():
+        return run
+    device = torch.device("cuda", 0)
+    here = torch.cuda.get_device_properties(device)
+    # a card that is not in the catalog is known by its memory
+    if card is not None and card.full_name != here.name and card.memory.value != here.total_memory:
+        return run
+    if not (failed := failed_at_any_sizes(Key.of(device, Sizes()))) or not any(sizes := sizes_of(run)):
+        return run
+    verdict = kept(Key.of(device, sizes))
+    return _without(run, failed if verdict is None else verdict.failed)
+
+
+def _without(run: ResolvedRun, failed: Iterable[str]) -> ResolvedRun:
+    names = tuple(sorted({*run.config.hardware.without_kernels, *failed}))
+    return replace(run, config=run.config.but(hardware={"without_kernels": names}))

@@ -1,0 +1,146 @@
+"""Verdicts on the kernels of a machine, kept on disk under all that they depend on: the next start compares nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from moetune.adapt.guard.exercise import Sizes
+from moetune.errors import UserError
+from moetune.files import cache_folder, write_whole
+from moetune.json_files import read_sealed, sealed
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a verdict depends on.
+
+    Attributes:
+        card: the GPU's name and compute capability.
+        driver: version of the driver, and of the CUDA that it supports.
+        versions: those of torch and Triton, and of ptxas "Triton's own" or the file that TRITON_PTXAS_PATH names.
+        kernels: digest of the source of kernels and references.
+        sizes: the sizes at which they are compared.
+    """
+
+    card: str
+    driver: str
+    versions: dict[str, str]
+    kernels: str
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, device: torch.device, sizes: Sizes) -> Key:
+        """Return the key of a comparison on a device of this machine."""
+        major, minor = torch.cuda.get_device_capability(device)
+        card = f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
+        versions = {"torch": torch.__version__, "triton": _triton(), "ptxas": _ptxas()}
+        return cls(card, _driver(), versions, _digest(), sizes)
+
+    @property
+    def file(self) -> Path:
+        """The file in which the verdict is kept; all that differ in nothing but the sizes begin alike."""
+        body = asdict(self)
+        sizes = body.pop("sizes")
+        names = (hashlib.sha256(json.dumps(one, sort_keys=True).encode()).hexdigest()[:16] for one in (body, sizes))
+        return cache_folder("kernels") / f"{'-'.join(names)}.json"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a comparison.
+
+    Attributes:
+        key: what was compared, and where.
+        failed: operator -> what is wrong with its kernel, such as `differs by …`.
+        stopped: why the comparison ended before all operators were compared; empty if it did not.
+    """
+
+    key: Key
+    failed: dict[str, str]
+    stopped: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.stopped
+
+
+def kept(key: Key) -> Verdict | None:
+    """Return the verdict that is kept under a key; None if there is none, or its file is damaged."""
+    verdict = _read(key.file)
+    return verdict if verdict is not None and verdict.key == key else None
+
+
+def _read(file: Path) -> Verdict | None:
+    try:
+        verdict = read_sealed(file, Verdict)
+    except UserError:  # not there, or not what was written: compared again
+        return None
+    return verdict if verdict.is_complete else None
+
+
+def failed_at_any_sizes(key: Key) -> frozenset[str]:
+    """Return the operators that fail by a kept verdict whose key differs from this one in nothing but sizes."""
+    folder = key.file.parent
+    try:
+        return _failed_of(key.file.with_name(f"{key.file.stem.partition('-')[0]}-*.json"), folder.stat().st_mtime_ns)
+    except OSError:
+        return frozenset()
+
+
+@lru_cache(1)  # a plan asks for every run that it tries
+def _failed_of(files: Path, changed: int) -> frozenset[str]:
+    return frozenset(name for file in files.parent.glob(files.name) if (one := _read(file)) for name in one.failed)
+
+
+def keep(verdict: Verdict) -> None:
+    """Write a complete verdict to disk; errors of the file system are ignored."""
+    if verdict.is_complete:
+        with suppress(OSError):
+            verdict.key.file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(verdict.key.file, sealed(asdict(verdict)))
+
+
+def _driver() -> str:
+    """Return the version of the driver, as its kernel module says, and of the CUDA that it supports, such as 13000."""
+    module, cuda = "", ctypes.c_int()
+    with suppress(OSError):  # there is no such file under WSL
+        module = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
+    return f"{module} CUDA {cuda.value}".strip()
+
+
+def _triton() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
+
+
+def _ptxas() -> str:
+    """Return which ptxas Triton calls: its own, or files named by the environment, with size and time of change."""
+    named = []
+    for variable in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        if path := os.environ.get(variable):
+            with suppress(OSError):
+                found = Path(path).stat()
+                named.append(f"{path} {found.st_size} {found.st_mtime_ns}")
+    return ", ".join(named) or "Triton's own"
+
+
+@cache
+def _digest() -> str:
+    """Return a digest of the source of the kernels, their references and the exercises."""
+    adapt, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted([*adapt.glob("*.py"), *adapt.glob("guard/*.py"), *(adapt.parent / "experts").rglob("*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,71 @@
+"""Verdicts are read back whole or not at all, under all that they depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetune.adapt.guard.exercise import samples
+from moetune.adapt.guard.verdicts import Key, Verdict, failed_at_any_sizes, keep, kept
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
+
+
+def key_of(**changes: Any) -> Key:
+    key = Key("a card, 9.0", "driver", {"torch": "2.12"}, "digest", samples(torch.bfloat16))
+    return replace(key, **changes)
+
+
+def test_a_verdict_is_kept_under_all_it_depends_on() -> None:
+    verdict = Verdict(key_of(), {"gated": "differs"})
+    assert kept(verdict.key) is None
+    keep(verdict)
+    assert kept(key_of()) == verdict
+    others = [{"card": "a card, 8.6"}, {"driver": "newer"}, {"versions": {"torch": "2.13"}}, {"kernels": "other"}]
+    others.append({"sizes": samples(torch.float32)})
+    assert [kept(key_of(**other)) for other in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_text(""),
+        lambda file: file.write_text(file.read_text().replace("differs", "is right")),
+        lambda file: file.write_bytes(b"\xff\x00"),
+        lambda file: (file.unlink(), file.mkdir()),
+    ],
+)
+def test_a_damaged_verdict_counts_as_none(damage: Callable[[Path], None]) -> None:
+    verdict = Verdict(key_of(), {"gated": "differs"})
+    keep(verdict)
+    damage(verdict.key.file)
+    assert kept(verdict.key) is None
+
+
+def test_a_verdict_under_another_name_or_not_complete_is_not_used(tmp_path: Path) -> None:
+    verdict = Verdict(key_of(), {})
+    keep(verdict)
+    other = key_of(card="another")
+    verdict.key.file.rename(other.file)
+    assert kept(other) is None
+    keep(Verdict(key_of(), {}, "out of memory"))
+    assert kept(key_of()) is None
+
+
+def test_what_fails_at_other_sizes_is_known() -> None:
+    """Of the same card and software, by verdicts that are whole."""
+    assert failed_at_any_sizes(key_of()) == set()
+    keep(Verdict(key_of(), {"gated": "differs"}))
+    keep(Verdict(key_of(sizes=samples(torch.float32)), {"low_rank": "hangs"}))
+    keep(Verdict(key_of(driver="newer"), {"choose": "differs"}))
+    assert failed_at_any_sizes(key_of(sizes=samples(torch.float16))) == {"gated", "low_rank"}
+    keep(Verdict(key_of(), {}))
+    assert failed_at_any_sizes(key_of()) == {"low_rank"}
