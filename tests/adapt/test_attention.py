@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from moetune.adapt import attention
-from moetune.adapt.attention import VARLEN, attention_for, cu_seqlens, takes_cu_seqlens
+from moetune.adapt.attention import MASKED_SINKS, VARLEN, VARLEN_CPU, attention_for, cu_seqlens, takes_cu_seqlens
+from moetune.compat.transformers import has_sinks
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.models.structure import meta_model
@@ -33,10 +34,16 @@ def accepts(model_type: str, capability: Any = L40S, dtype: torch.dtype = torch.
     return takes_cu_seqlens(plain_of(model_type, dtype, **sizes), capability)
 
 
+@functools.cache
 def accepted_types() -> list[str]:
     """Every mixture of experts, and the usual dense models, that are built and take cu_seqlens."""
     usual = ["llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3"]
     return [name for name in (*expert_model_types(), *usual) if accepts(name)]
+
+
+def masked_types() -> list[str]:
+    """Those of them whose attention transformers can also compute with a mask."""
+    return [name for name in accepted_types() if not has_sinks(plain_of(name))]
 
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
@@ -47,25 +54,6 @@ def test_a_window_that_attention_is_not_told_of_is_left_to_the_mask() -> None:
     assert accepts("qwen2_moe")
     assert not accepts("qwen2_moe", **windowed)
     assert accepts("qwen3_moe", **windowed)
-
-
-def document_by_document(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
-) -> Tensor:
-    """What `within_documents` gives, without its kernel."""
-    out, groups = [], q.shape[1] // k.shape[1]
-    for begin, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
-        assert end - begin <= longest
-        at = torch.arange(end - begin)
-        mask = (at[:, None] >= at) & (at[:, None] - at < (window or longest))
-        of_one = [x[begin:end].repeat_interleave(n, 1).transpose(0, 1) for x, n in ((q, 1), (k, groups), (v, groups))]
-        out.append(scaled_dot_product_attention(*of_one, attn_mask=mask, scale=scaling).transpose(0, 1))
-    return torch.cat(out)
-
-
-@pytest.fixture
-def plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "within_documents", document_by_document)
 
 
 def with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -80,15 +68,14 @@ POSITIONS = torch.stack(
 )
 
 
-@pytest.mark.usefixtures("plain_kernel")
 @pytest.mark.parametrize(
-    "model_type", thinned(accepted_types(), 6, ("mixtral", "qwen3_moe", "deepseek_v3", "granitemoe"))
+    "model_type", thinned(masked_types(), 6, ("mixtral", "qwen3_moe", "deepseek_v3", "granitemoe"))
 )
 def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> None:
     model = toy_model(model_type).eval().float()
     ids = torch.randint(3, VOCAB, POSITIONS.shape, generator=torch.Generator().manual_seed(0))
     seen = []
-    for name, documents in (("sdpa", {}), (VARLEN, cu_seqlens([10, 14, 17, 7]))):
+    for name, documents in (("sdpa", {}), (VARLEN_CPU, cu_seqlens([10, 14, 17, 7]))):
         model.zero_grad()
         with_attention(model, name)
         logits = model(input_ids=ids, position_ids=POSITIONS, use_cache=False, **documents).logits
@@ -102,7 +89,8 @@ def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> Non
 def test_the_models_that_people_train_take_borders_and_those_that_cannot_do_not() -> None:
     accepted = set(accepted_types())
     assert {"mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "granitemoe", "llama", "mistral"} <= accepted
-    for model_type in ("gpt_oss", "gemma2", "jamba", "mamba", "phimoe", "bert", "deepseek_v32"):
+    assert {"gpt_oss", "flint", "mimo_v2_flash", "granitemoe_swa"} <= accepted
+    for model_type in ("gemma2", "jamba", "mamba", "phimoe", "bert", "deepseek_v32", "deepseek_v4", "hy_v4"):
         assert not accepts(model_type), model_type
     assert not accepts("mixtral", T4)
     assert not accepts("mixtral", dtype=torch.float32)
@@ -112,17 +100,24 @@ def test_the_models_that_people_train_take_borders_and_those_that_cannot_do_not(
     assert not accepts("mixtral", attention_dropout=0.1)
 
 
+def chosen(model_type: str, capability: Any, attention: str = "sdpa", packing: bool = True, **sizes: Any) -> str:
+    raw = {"model": {"path": "unread", "attention": attention}, "adapt": {}, "data": {"train": "x", "packing": packing}}
+    run, plain = RunConfig.model_validate(raw), plain_of(model_type, **sizes)
+    return attention_for(run, plain, torch.device("cuda"), capability)
+
+
 def test_only_packed_runs_on_a_gpu_take_them() -> None:
-    plain = plain_of("mixtral")
+    assert chosen("mixtral", L40S) == VARLEN
+    assert chosen("mixtral", None) == chosen("mixtral", L40S, packing=False) == chosen("mixtral", T4) == "sdpa"
+    assert chosen("mixtral", L40S, "eager") == "eager"
 
-    def chosen(capability: Any, **sections: Any) -> str:
-        run = RunConfig.model_validate({"model": {"path": "unread"}, "adapt": {}} | sections)
-        return attention_for(run, plain, torch.device("cuda"), capability)
 
-    assert chosen(L40S) == chosen(L40S, data={"train": "unread"}) == VARLEN
-    assert chosen(None) == "sdpa"
-    assert chosen(L40S, data={"train": "unread", "packing": False}) == "sdpa"
-    assert chosen(L40S, model={"path": "unread", "attention": "eager"}) == "eager"
+def test_models_with_sinks_take_them_unpacked_and_on_a_cpu_too_and_else_a_mask() -> None:
+    assert chosen("gpt_oss", L40S) == chosen("gpt_oss", L40S, packing=False) == VARLEN
+    assert chosen("gpt_oss", None) == chosen("gpt_oss", None, dtype=torch.float32) == VARLEN_CPU
+    assert chosen("gpt_oss", T4) == chosen("deepseek_v4", L40S) == chosen("hy_v4", None) == MASKED_SINKS
+    assert chosen("gpt_oss", L40S, attention_dropout=0.1) == MASKED_SINKS
+    assert chosen("gpt_oss", L40S, "eager") == "eager"
 
 
 def test_offsets_are_the_sums_of_lengths() -> None:
@@ -142,12 +137,12 @@ def test_the_collator_tells_them_to_models_that_ask() -> None:
 def test_isolation_is_proved_of_borders_and_a_kernel_that_ignores_them_is_refused(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = with_attention(toy_model("qwen3_moe"), VARLEN)
-    monkeypatch.setattr(attention, "within_documents", document_by_document)
+    model = with_attention(toy_model("qwen3_moe"), VARLEN_CPU)
     refuse_leaky_packing(model, rows, 12)
+    kernel = attention.within_documents
 
-    def leaky(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any) -> Tensor:
-        return document_by_document(q, k, v, starts[[0, -1]], len(q), *more[1:])
+    def leaky(q: Tensor, k: Tensor, v: Tensor, sink: None, starts: Tensor, longest: int, *more: Any) -> Tensor:
+        return kernel(q, k, v, sink, starts[[0, -1]], len(q), *more)
 
     monkeypatch.setattr(attention, "within_documents", leaky)
     with pytest.raises(UserError, match="lets one packed document see another"):

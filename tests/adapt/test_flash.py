@@ -6,11 +6,10 @@ import functools
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from moetune.adapt.attention import MASKED_SINKS, VARLEN_CPU, attention_for, cu_seqlens, takes_cu_seqlens
-from moetune.adapt.flash import within_documents
+from moetune.adapt.attention import MASKED_SINKS, VARLEN_CPU, cu_seqlens
 from moetune.compat.transformers import has_sinks
 from moetune.models.structure import meta_model
 from tests.toys import VOCAB, causal_lm_types, toy_config, toy_model
