@@ -5,6 +5,10 @@ With `model.attention: sdpa`, packed documents share a row, and scaled dot-produ
 of the documents (`cu_seqlens`), so `sdpa` selects it where it can be used. The offsets are part of the batch, under the
 names of transformers' FlashAttentionKwargs, and reach each layer's attention function as keyword arguments.
 
+For models with attention sinks (gpt-oss and its like) transformers has eager attention only. Here they have the
+variable-length attention, on a GPU and on a CPU (flash.py); and `sdpa_with_sink` where a mask is needed: for masks that
+no window describes, and for text generation.
+
 Shapes: B rows of S tokens, T = B·S tokens; h heads of queries, h_kv heads of keys and values; head size d of queries
 and keys, d_v of values; n documents.
 """
@@ -12,30 +16,32 @@ and keys, d_v of values; n documents.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
 
-from moetune.compat.transformers import attention_name, fix_rotary_length, has_flash_interface, set_attention
+from moetune.adapt.flash import within_documents
+from moetune.compat.transformers import attention_name, fix_rotary_length, has_flash_interface, has_sinks, set_attention
 from moetune.config.schema import RunConfig
 from moetune.models.moe import is_experts
 from moetune.models.stack import decoder_layers, decoder_stack
 
 VARLEN = "varlen"
-"""The name under which `varlen_attention` is registered with transformers.
+"""The name under which `varlen_attention` is registered with transformers, with CUDA's kernel.
 
 No mask function has this name, so transformers creates no mask.
 """
-
-_ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether fewer key heads than query heads must be asked for, as from torch 2.13 on; 2.11 passes them to its kernel."""
+VARLEN_CPU = "varlen_cpu"
+"""The name of `varlen_attention` with the CPU's kernel, for models with sinks."""
+MASKED_SINKS = "sdpa_with_sink"
+"""The name of `sdpa_with_sink`, for which transformers makes the mask that it makes for eager attention."""
 
 Capability = tuple[int, int]
 
@@ -48,25 +54,48 @@ def attention_for(
 ) -> str:
     """Return the name of the attention function that a run's model is built with on `device`, which may be meta.
     `capability` is the CUDA compute capability of the GPU that the model runs on; None for a CPU."""
-    if config.model.attention == "flash_attention_2" and device.type == "meta":
+    wanted = config.model.attention
+    if wanted == "flash_attention_2" and device.type == "meta":
         return VARLEN  # stands for the flash_attn package, which has the same kernels and interface
-    if config.model.attention != "sdpa" or capability is None or not config.packs:
-        return config.model.attention
-    return VARLEN if takes_cu_seqlens(plain, capability) else "sdpa"
+    if wanted != "sdpa":
+        return wanted
+    if has_sinks(plain):
+        name = VARLEN_CPU if capability is None else VARLEN
+        return name if takes_cu_seqlens(plain, capability) else MASKED_SINKS
+    return VARLEN if capability is not None and config.packs and takes_cu_seqlens(plain, capability) else "sdpa"
 
 
-def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability) -> bool:
+_IN_WORDS = {
+    "sdpa": "scaled dot product (sdpa)",
+    VARLEN: "flash, by documents",
+    VARLEN_CPU: "flash, by documents",
+    MASKED_SINKS: "scaled dot product with a mask (sdpa)",
+    "eager": "eager, with matrices of sequence_length²",
+    "flash_attention_2": "flash_attention_2",
+}
+
+
+def attention_in_words(config: RunConfig, plain: PreTrainedModel, capability: Capability | None) -> str:
+    """Return the attention that a run's model is built with as text, for reports; arguments as in `attention_for`."""
+    wanted = config.model.attention
+    name = wanted if wanted == "flash_attention_2" else attention_for(config, plain, torch.device("meta"), capability)
+    return _IN_WORDS[name] + ", with sinks" * has_sinks(plain)
+
+
+def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability | None) -> bool:
     """Return whether every layer can separate packed documents by `cu_seqlens`, with torch's kernel on a GPU of this
-    compute capability.
+    compute capability, or on a CPU if it is None.
 
-    The kernel needs compute capability 8.0 or later and 16 bits. It supports no attention sinks, soft-capping, sparse
-    attention or dropout, no heads larger than 256, and no heads that need more shared memory than the GPU has.
+    CUDA's kernel needs compute capability 8.0 or later and 16 bits. It supports no soft-capping, sparse attention or
+    dropout, no heads larger than 256, and no heads that need more shared memory than the GPU has.
     """
+    size = _largest_head(plain) if has_flash_interface(plain) else _NO
+    if capability is None:
+        return size < _NO
     return (
         capability >= (8, 0)
         and plain.dtype in (torch.float16, torch.bfloat16)
-        and has_flash_interface(plain)
-        and (size := _largest_head(plain)) <= 256
+        and size <= 256
         and not (has_little_shared_memory(capability) and 192 < size <= 224)
     )
 
@@ -75,9 +104,10 @@ _PROBE = "probe"
 """The name of an attention function, and a mask function, that only record what the model passes to them."""
 _NO = 1 << 30
 """A head size that stands for "no kernel can be used"."""
-_SINKS_AND_CAPS = ("s_aux", "softcap", "dropout", "indices")
+_UNSUPPORTED = ("softcap", "dropout", "indices")
 
 
+@lru_cache(maxsize=4)
 def _largest_head(plain: PreTrainedModel) -> int:
     """Return the largest head size of a model, or `_NO` if an attention layer cannot use variable-length attention.
 
@@ -97,7 +127,7 @@ def _largest_head(plain: PreTrainedModel) -> int:
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Any, **passed: Any) -> Any:
         window = windows.get(id(given))
         fits = "cu_seq_lens_q" in passed and window is not None and window == (passed.get("sliding_window") or 0)
-        calls.append((module, query.shape[-1], fits and not any(passed.get(name) for name in _SINKS_AND_CAPS)))
+        calls.append((module, query.shape[-1], fits and not any(passed.get(name) for name in _UNSUPPORTED)))
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     keep: list[Tensor] = []
@@ -163,7 +193,13 @@ def has_little_shared_memory(capability: Capability) -> bool:
 
 def wants_cu_seqlens(model: PreTrainedModel) -> bool:
     """Return whether a model's attention separates packed documents by `cu_seqlens` and not by a mask."""
-    return attention_name(model) in (VARLEN, "flash_attention_2")
+    return attention_name(model) in (VARLEN, VARLEN_CPU, "flash_attention_2")
+
+
+def use_masks(model: PreTrainedModel) -> None:
+    """Let a model separate tokens by masks again where it does so by `cu_seqlens`, and pad and cache as it likes."""
+    if attention_name(model) in (VARLEN, VARLEN_CPU):
+        set_attention(model.config, MASKED_SINKS if has_sinks(model) else "sdpa")
 
 
 def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:
@@ -180,7 +216,7 @@ def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:
     return ends | {"max_length_q": longest, "max_length_k": longest}
 
 
-# --- The attention function ---------------------------------------------------------------------------------------
+# --- The attention functions --------------------------------------------------------------------------------------
 
 
 def varlen_attention(
@@ -193,10 +229,12 @@ def varlen_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    on_cpu: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each document, with the signature of transformers' attention functions. Without
-    `cu_seq_lens_q` it is transformers' scaled dot-product attention with `attention_mask`.
+    `cu_seq_lens_q` each row is one document.
 
     Args:
         query: [B, h, S, d]; key [B, h_kv, S, d]; value [B, h_kv, S, d_v].
@@ -204,14 +242,18 @@ def varlen_attention(
         cu_seq_lens_q: starts of the documents, and T, int32 [n + 1], as from `cu_seqlens`.
         max_length_q: tokens of the longest document.
         sliding_window: number of last tokens, its own included, that a token attends to; None for all.
+        s_aux: scores of the sinks [h]; None for attention without sinks.
+        on_cpu: use the CPU's kernel.
 
     Returns:
         The output [B, S, h, d_v], and None for the attention weights.
     """
-    if cu_seq_lens_q is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    assert max_length_q is not None
     rows, heads, length, size = query.shape
+    if cu_seq_lens_q is None:
+        assert key.shape[2] == length, "variable-length attention has no cache of keys"
+        cu_seq_lens_q = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=query.device)
+        max_length_q = length
+    assert max_length_q is not None
     size_v = value.shape[-1]
     scaling = size**-0.5 if scaling is None else scaling
     if size_v != size:  # the kernel needs values with the head size of queries and keys
@@ -219,23 +261,55 @@ def varlen_attention(
     if missing := -size % 8:
         query, key, value = (pad(tensor, (0, missing)) for tensor in (query, key, value))
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    out = within_documents(q, k, v, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0)
+    out = within_documents(q, k, v, s_aux, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0, on_cpu)
     return out.view(rows, length, heads, -1)[..., :size_v], None
 
 
-def within_documents(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
-) -> Tensor:
-    """Run torch's variable-length kernel, on CUDA only: each token attends to its own document up to itself.
+def sdpa_with_sink(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float,
+    s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Scaled dot-product attention with sinks and any mask, with the signature of transformers' attention functions.
 
-    Arguments are those of `varlen_attention` in the kernel's layout: q [T, h, d], k and v [T, h_kv, d]; `starts` and
-    `longest` are `cu_seq_lens_q` and `max_length_q`; a `window` of 0 is none. Returns [T, h, d].
+    The sink is one more key, whose value is zero. Its score must be that of the sink for every query, so the head size
+    grows by 8: there queries have s / scaling, as three numbers that add up to it in 16 bits too, and the new
+    key has 1.
+
+    Args:
+        query: [B, h, S, d]; key [B, h_kv, S_k, d]; value [B, h_kv, S_k, d_v].
+        attention_mask: added to the scores, [B, 1, S, S_k].
+        scaling: factor of the scores.
+        s_aux: scores of the sinks [h]; None for attention without sinks.
+        indices: the keys that each query attends to, of those that the mask leaves, [B, S, K]; None for all.
+
+    Returns:
+        The output [B, S, h, d_v], and None for the attention weights.
     """
-    options: dict[str, Any] = {"scale": scaling, "window_size": (window - 1, 0)}
-    if _ASKS_FOR_GROUPS:
-        options["enable_gqa"] = True
-    kernel: Any = varlen_attn
-    return kernel(q, k, v, starts, starts, longest, longest, **options)
+    mask = attention_mask
+    if indices is not None:
+        hidden = torch.ones_like(mask, dtype=torch.bool).scatter_(-1, indices.long()[:, None], False)
+        mask = mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+    if s_aux is not None:
+        rest, parts = s_aux.to(torch.promote_types(s_aux.dtype, torch.float32)) / scaling, []
+        for _ in range(3):
+            parts.append(rest.to(query.dtype))
+            rest = (rest - parts[-1]).detach()
+        score = pad(torch.stack(parts, -1), (0, 5))[None, :, None]  # [1, h, 1, 8]
+        ones = pad(key.new_ones(3), (key.shape[-1], 5))
+        query = torch.cat([query, score.expand(*query.shape[:3], 8)], -1)
+        key = torch.cat([pad(key, (0, 8)), ones.expand(*key.shape[:2], 1, -1)], 2)
+        value, mask = pad(value, (0, 0, 0, 1)), pad(mask, (0, 1))
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
 
 
 AttentionInterface.register(VARLEN, varlen_attention)
+AttentionInterface.register(VARLEN_CPU, partial(varlen_attention, on_cpu=True))
+AttentionInterface.register(MASKED_SINKS, sdpa_with_sink)
+AttentionMaskInterface.register(MASKED_SINKS, eager_mask)

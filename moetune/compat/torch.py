@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention.varlen  # defines its operators
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -43,6 +44,37 @@ class HostModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostModule:
         return self if self.on_host else super()._apply(fn, recurse)
+
+
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the forward operator of `torch.nn.attention.varlen.varlen_attn`, whose own autograd takes no other output.
+
+    Returns (out, lse, rng): output [T, h, d], logsumexp float32 [h, T], and a state that backward needs. Arguments are
+    those of `within_documents` in adapt/flash.py.
+    """
+    forward = torch.ops.torch_attn._varlen_attn
+    return forward(q, k, v, starts, starts, longest, longest, not window, scaling, [window - 1, 0])
+
+
+def varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    longest: int,
+    rng: Tensor,
+    scaling: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the operator that is the backward of `varlen_forward`; return the gradients of q, k and v."""
+    backward = torch.ops.torch_attn._varlen_attn_backward
+    how = (starts, starts, longest, longest, not window, rng, scaling, [window - 1, 0])
+    return backward(dout, q, k, v, out, lse, *how)
 
 
 def backward_pass() -> int:

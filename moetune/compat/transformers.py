@@ -60,13 +60,26 @@ def set_attention(config: Any, name: str) -> None:
 def has_flash_interface(model: PreTrainedModel) -> bool:
     """Return whether a model declares that it supports flash attention through transformers' attention interface.
 
-    False for a model that needs a particular kernel, such as one with attention sinks.
+    True also of models that transformers lets run with particular kernels only, as it does for attention sinks.
     """
-    return bool(
-        model._supports_flash_attn
-        and model._supports_attention_backend
-        and model._compatible_flash_implementations is None
+    return bool(model._supports_flash_attn and model._supports_attention_backend)
+
+
+def has_sinks(model: PreTrainedModel) -> bool:
+    """Return whether attention layers of a model have sinks, and pass them to any attention function.
+
+    A sink is a learned score for each head, in the parameter `sinks`, that takes part in the softmax without a value.
+    """
+    return bool(model._supports_attention_backend) and any(
+        isinstance(getattr(module, "sinks", None), nn.Parameter) for module in model.modules()
     )
+
+
+def supports_attention(model_class: type[PreTrainedModel], attention: str) -> bool:
+    """Return whether a model class declares that it supports an attention function of transformers, by its name."""
+    if attention == "flash_attention_2":  # kernels are listed where not every kernel computes the model's attention
+        return bool(model_class._supports_flash_attn) and model_class._compatible_flash_implementations is None
+    return bool(model_class._supports_sdpa) if attention == "sdpa" else True
 
 
 def dtypes_kept(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -25,6 +25,7 @@ class ResolvedModelConfig(ModelConfig):
 
     base: Storage
     dtype: Literal["bf16", "fp16", "fp32"]
+    attention: Literal["sdpa", "eager", "flash_attention_2"]
 
 
 class ResolvedLora(LoraConfig):

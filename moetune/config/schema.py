@@ -76,7 +76,8 @@ class ModelConfig(Section):
             of quantized bases, and is nf4 for all others.
         double_quant: with nf4, store the scales in 8 bits.
         dtype: dtype of compute and of trained weights; `auto` is bf16 on a GPU and fp32 on a CPU.
-        attention: the attention implementation, by transformers' name.
+        attention: the attention implementation, by transformers' name; `auto` is sdpa if it computes the model's
+            attention, else eager.
         experts_on: where quantized experts are kept: in GPU memory, or in pinned host memory.
     """
 
@@ -85,7 +86,7 @@ class ModelConfig(Section):
     base: Literal["auto", Storage] = "auto"
     double_quant: bool = True
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     experts_on: Literal["gpu", "host"] = "gpu"
 
 

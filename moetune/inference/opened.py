@@ -16,6 +16,7 @@ from typing import Any, Literal
 from peft import PeftModel, get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from moetune.adapt.attention import use_masks
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.peft_adapter import read_adapter
 from moetune.adapt.start_from.peft_layout import CONFIG_FILE
@@ -28,7 +29,6 @@ from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run
 from moetune.files import expanded
 from moetune.models.hub.fingerprint import Base
 from moetune.models.source import ModelSource, find_model_source
-from moetune.run import validation
 from moetune.run.dtypes import DeviceType, dtype_on, this_device
 from moetune.run.resolve import resolve, resolve_model
 from moetune.training.data.load import chat_template, tokenizer_of
@@ -104,7 +104,7 @@ def open_model(
         return Opened(what, "checkpoint", _stock(what, device, dtype), source.folder)
     as_it_is = base is None and source.quantization.base is None
     settings = {"path": what, "base": dtype if as_it_is else base or "auto", "dtype": dtype}
-    model = ModelConfig.model_validate(settings | _attention(source))
+    model = ModelConfig.model_validate(settings)
     run = RunConfig(model=model, adapt=AdaptConfig(also=("norm",)))
     adapted, _ = _built(run, device, dtype)
     return Opened(what, "checkpoint" if as_it_is else "packed", adapted.model, source.folder)
@@ -116,11 +116,6 @@ def _source(what: str) -> ModelSource:
     if source.folder is None:
         raise UserError(f"model {what!r} has no weights that could be loaded")
     return source
-
-
-def _attention(source: ModelSource) -> dict[str, str]:
-    """Return `attention: eager` for a model whose own code has no other attention; else no settings."""
-    return {"attention": "eager"} if any(validation.unsupported_attention(source.config, "sdpa")) else {}
 
 
 def _open_run(what: str, run: FinishedRun, device: DeviceType, dtype: str | None) -> Opened:
@@ -141,7 +136,7 @@ def _built(
     """
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.model.attention == "flash_attention_2" and device == "cpu":
-        settings["attention"] = "sdpa"
+        settings["attention"] = "auto"
     alone = config.but(
         model=settings,
         train={"checkpointing": "none", "neftune_alpha": 0.0},
@@ -151,6 +146,7 @@ def _built(
     )
     run = resolve(alone, device)
     adapted, base = build_noting(run, run.device()) if notes else (build(run, run.device()), None)
+    use_masks(adapted.model)  # padding and a cache of keys, as `generate` has, need them
     adapted.model.eval()
     return adapted, base
 
@@ -189,6 +185,6 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
 
 def _stock(what: str, device: DeviceType, dtype: str) -> PreTrainedModel:
     """Load a checkpoint by transformers alone, after the same checks as for training."""
-    settings = {"path": what, "dtype": dtype} | _attention(_source(what))
-    model = resolve_model(ModelConfig.model_validate(settings), device)
+    _source(what)
+    model = resolve_model(ModelConfig.model_validate({"path": what, "dtype": dtype}), device)
     return load_stock(model, device).eval()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from datetime import date
 
+from moetune.adapt.attention import Capability, attention_in_words
 from moetune.config.ranks import ranks_as_text
 from moetune.config.schema import OptimizerConfig
 from moetune.errors import counted
@@ -15,8 +16,9 @@ from moetune.run.resolve import ResolvedRun
 _VERSION: str = vars(sys.modules["moetune"])["__version__"]  # the package is always imported before this module
 
 
-def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
-    """Return (label, text) pairs that describe a run, in the order in which a report prints them."""
+def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, str], ...]:
+    """Return (label, text) pairs that describe a run, in the order in which a report prints them. `capability` is the
+    CUDA compute capability of its GPU; None for a CPU."""
     config, train = run.config, run.config.train
     base = f"{config.model.base}{', double-quantized' * (config.model.base == 'nf4' and config.model.double_quant)}"
     batches = "1 micro-batch" if train.accumulate == 1 else f"{train.accumulate:,} micro-batches"
@@ -26,6 +28,7 @@ def about(run: ResolvedRun) -> tuple[tuple[str, str], ...]:
     return (
         ("trains", "; ".join(trains(run))),
         ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
+        ("attention", attention_in_words(config, run.model.plain, capability)),
         ("batch", f"{step}, checkpointing {train.checkpointing}{_kept_rows(run)}"),
         *([("router gradient", _dense_gradient(run))] if train.dense_router_gradient else []),
         ("optimizer", optimizers(run)),

@@ -82,7 +82,7 @@ def predict(
     config = run.config
     common = {
         "model": config.model.path,
-        "about": about(run),
+        "about": about(run, card.capability),
         "rows": rows_of(run),
         "gpu": None if name is None else GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value),
         "assumptions": (

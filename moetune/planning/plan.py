@@ -17,7 +17,6 @@ from moetune.parallel.coordinates import data_ranks
 from moetune.planning.search import Candidate, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
-from moetune.run import validation
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,8 @@ def plan(
         UserError: the model or the GPU is not known; or the model is dense and the goal is not `lora`.
     """
     source = find_model_source(model)
-    eager = {"attention": "eager"} if any(validation.unsupported_attention(source.config, "sdpa")) else {}
     raw: dict[str, Any] = {
-        "model": {"path": model, **eager},
+        "model": {"path": model},
         "adapt": {},
         "train": {"sequence_length": length},
         "hardware": {"gpu": gpu},

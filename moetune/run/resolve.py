@@ -6,6 +6,8 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import PretrainedConfig, PreTrainedModel
+
 from moetune.config.load import load_run_config
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig, ResolvedTrain, resolved
 from moetune.config.schema import ModelConfig, RunConfig
@@ -13,7 +15,7 @@ from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.models.routers import ScoreFunction, correction_bias, score_functions
 from moetune.models.selection import NOTHING, select
-from moetune.models.source import find_model_source
+from moetune.models.source import ModelSource, find_model_source
 from moetune.models.structure import meta_model, read_structure
 from moetune.run import validation
 from moetune.run.choice import resolve_choices, scores_of
@@ -38,7 +40,7 @@ def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
         run: a `ResolvedRun` that has no problems is returned unchanged.
         device_type: the kind of device that the run is for, which decides `model.dtype: auto`; by default that of this
             machine.
-        like: a resolved run, whose model is reused if `model.path`, dtype and attention are equal.
+        like: a resolved run, whose model is reused if `model.path` and dtype are equal.
 
     Raises:
         UserError: the file or the model cannot be found or read; or settings contradict the model or each other, one
@@ -116,26 +118,32 @@ def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> Reso
 def _resolve_model(
     written: ModelConfig, device_type: DeviceType, like: ResolvedModel | None
 ) -> tuple[ResolvedModel, list[str]]:
-    """Return the resolved model, from `like` if path, dtype and attention are equal; and a line for each problem."""
+    """Return the resolved model, from `like` if path and dtype are equal; and a line for each problem."""
     dtype = dtype_on(device_type) if written.dtype == "auto" else written.dtype
-    wanted = (written.path, dtype, written.attention)
-    known = (
-        like if like is not None and wanted == (like.config.path, like.config.dtype, like.config.attention) else None
-    )
-    source = find_model_source(written.path) if known is None else known.source
-    no_attention = [*validation.unsupported_attention(source.config, written.attention)]
-    problems = [*validation.unreadable_source(source.quantization, written), *no_attention]
-    config = resolved(ResolvedModelConfig, source.quantization.settle(written), dtype=dtype)
-    problems += validation.mismatched_dtypes(config)
-    if known is not None:
-        return replace(known, config=config), problems
+    if like is None or (written.path, dtype) != (like.config.path, like.config.dtype):
+        like = None
+    source = find_model_source(written.path) if like is None else like.source
+    settings, plain = _plain_of(source, dtype) if like is None else (like.settings, like.plain)
+    attention = written.attention
+    if attention == "auto":
+        attention = "eager" if any(validation.unsupported_attention(plain, "sdpa")) else "sdpa"
+    config = resolved(ResolvedModelConfig, source.quantization.settle(written), dtype=dtype, attention=attention)
+    problems = [
+        *validation.unreadable_source(source.quantization, written),
+        *validation.unsupported_attention(plain, attention),
+        *validation.mismatched_dtypes(config),
+    ]
+    if like is not None:
+        return replace(like, config=config), problems
+    return ResolvedModel(config, source, settings, plain, read_structure(plain)), problems
+
+
+def _plain_of(source: ModelSource, dtype: str) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """Return the model of a source on the meta device, and its configuration; `adapt/build.py` sets its attention."""
     settings = copy.deepcopy(source.config)
     if getattr(settings, "quantization_config", None) is not None:
         del settings.quantization_config
-    # Without the package flash-attn transformers refuses to build such a model; adapt/build.py sets the real one.
-    plain_attention = "sdpa" if config.attention == "flash_attention_2" else config.attention
-    settings._attn_implementation = "eager" if no_attention else plain_attention
+    settings._attn_implementation = "eager"
     settings.use_cache = False
     settings.dtype = DTYPES[dtype]
-    plain = meta_model(settings)
-    return ResolvedModel(config, source, settings, plain, read_structure(plain)), problems
+    return settings, meta_model(settings)

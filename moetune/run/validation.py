@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from math import gcd
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from moetune.compat.transformers import has_sinks, supports_attention
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.config.schema import ModelConfig, OptimizerConfig, RunConfig
 from moetune.errors import UserError, counted
@@ -22,8 +23,6 @@ from moetune.run.dtypes import DeviceType
 from moetune.run.linears import read_directly
 from moetune.run.resolved import ResolvedRun, raise_problems
 from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
-
-_ATTENTION_FLAGS = {"sdpa": "_supports_sdpa", "flash_attention_2": "_supports_flash_attn"}
 
 
 def problems_of(run: ResolvedRun) -> Iterator[str]:
@@ -58,14 +57,14 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
         )
 
 
-def unsupported_attention(config: PretrainedConfig, attention: str) -> Iterator[str]:
-    """Yield a line if the model class does not support the attention implementation `attention`."""
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
-    if not getattr(model_class, _ATTENTION_FLAGS.get(attention, ""), True):
-        yield (
-            f"model.attention: {attention} is not available for model type {config.model_type!r}; set model.attention: "
-            "eager"
-        )
+def unsupported_attention(plain: PreTrainedModel, attention: str) -> Iterator[str]:
+    """Yield a line if the attention implementation `attention` does not compute the attention of the model."""
+    if supports_attention(type(plain), attention) or (attention == "sdpa" and has_sinks(plain)):
+        return
+    yield (
+        f"model.attention: {attention} is not available for model type {plain.config.model_type!r}; leave it out, for "
+        "the best that is"
+    )
 
 
 def mismatched_dtypes(model: ResolvedModelConfig) -> Iterator[str]:

@@ -27,7 +27,7 @@ GiB, LENGTH, GPU = 2**30, 2048, "l40s"
 
 
 def config_of(name: str, what: str) -> RunConfig:
-    dense, eager = name.startswith("llama"), name.startswith("gpt-oss")
+    dense = name.startswith("llama")
     adapt: dict[str, Any] = {"also": ["norm"]} if dense else {"router": "all"}
     if what == "lora":
         adapt = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention"] if dense else ["attention", "experts"]}}
@@ -38,12 +38,11 @@ def config_of(name: str, what: str) -> RunConfig:
                 "base": "nf4",
                 "dtype": "bf16",
                 "weights": "random",
-                "attention": "eager" if eager else "sdpa",
             },
             "adapt": adapt,
             "optimizer": {"name": "adamw"},
             "train": {"micro_batch": 1, "sequence_length": LENGTH, "accumulate": 1, "checkpointing": "full"},
-            "data": {"train": "unread", "packing": not eager},
+            "data": {"train": "unread", "packing": True},
         }
     )
 

@@ -161,10 +161,9 @@ def shrunk(model: str) -> dict[str, Any]:
 
 
 def cpu_config(case: CpuCase, folder: Path) -> RunConfig:
-    """Writes the shrunk model into `folder` and gives its run file. gpt-oss has eager attention and no packing."""
+    """Writes the shrunk model into `folder` and gives its run file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shrunk(case.model)), encoding="utf-8")
-    eager = case.model.startswith("gpt-oss")
     return RunConfig.model_validate(
         {
             "model": {
@@ -172,7 +171,6 @@ def cpu_config(case: CpuCase, folder: Path) -> RunConfig:
                 "weights": "random",
                 "base": "nf4",
                 "dtype": "fp32",
-                "attention": "eager" if eager else "sdpa",
             },
             "adapt": ADAPT[case.adapt],
             "optimizer": {"name": case.optimizer},
@@ -182,7 +180,7 @@ def cpu_config(case: CpuCase, folder: Path) -> RunConfig:
                 "sequence_length": 256,
                 "checkpointing": case.checkpointing,
             },
-            "data": {"train": "unread", "packing": not eager},
+            "data": {"train": "unread", "packing": True},
         }
     )
 
@@ -273,11 +271,23 @@ CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
     "olmoe-1b-7b-experts": partial(
         catalog_run, "olmoe-1b-7b", {"router": "0-7", "experts": {"layers": "0-7", "ids": "0-31"}}
     ),
-    "gpt-oss-20b-lora": partial(
+    "gpt-oss-20b-lora": partial(catalog_run, "gpt-oss-20b", LORA_16),
+    "gpt-oss-20b-lora-eager": partial(
         catalog_run,
         "gpt-oss-20b",
         LORA_16,
         model={"attention": "eager"},
+        data={"train": "unread", "packing": False},
+    ),
+    "gpt-oss-20b-lora-1x32768": partial(
+        catalog_run, "gpt-oss-20b", LORA_16, model={"base": "mxfp4"}, train={"sequence_length": 32768}
+    ),
+    "gpt-oss-20b-lora-1x32768-padded": partial(
+        catalog_run,
+        "gpt-oss-20b",
+        LORA_16,
+        model={"base": "mxfp4"},
+        train={"sequence_length": 32768},
         data={"train": "unread", "packing": False},
     ),
     "deepseek-v2-lite-lora": partial(catalog_run, "deepseek-v2-lite", LORA_16, train={"sequence_length": 4096}),

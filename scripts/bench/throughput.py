@@ -106,15 +106,14 @@ class Side:
 
 
 def moetune(case: Case, model: str, device: torch.device, length: int, dtype: torch.dtype) -> Side:
-    """A run file's way. gpt-oss has its published MXFP4, eager attention and no packing."""
+    """A run file's way. gpt-oss has its published MXFP4."""
     about_model = {
         "dtype": "fp32" if dtype == torch.float32 else "bf16",
         "weights": "random" if model == case.model else "pretrained",
     }
     sections: dict[str, Any] = {"model": about_model}
     if case.model.startswith("gpt-oss"):
-        about_model |= {"base": "mxfp4", "attention": "eager"}
-        sections["data"] = {"train": "unread", "packing": False}
+        about_model["base"] = "mxfp4"
 
     def config(tokens: int) -> RunConfig:
         rows = max(1, tokens // length)

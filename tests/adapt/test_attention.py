@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from moetune.adapt import attention
-from moetune.adapt.attention import VARLEN, attention_for, cu_seqlens, takes_cu_seqlens
+from moetune.adapt.attention import MASKED_SINKS, VARLEN, VARLEN_CPU, attention_for, cu_seqlens, takes_cu_seqlens
+from moetune.compat.transformers import has_sinks
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.models.structure import meta_model
@@ -41,7 +41,9 @@ ACCEPTED = [
     "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
 ]
 # fmt: on
-"""Every mixture of experts that is built and takes cu_seqlens."""
+"""Every mixture of experts without sinks that is built and takes cu_seqlens."""
+WITH_SINKS = ["flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"]
+
 
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 
@@ -53,25 +55,6 @@ def test_a_window_that_attention_is_not_told_of_is_left_to_the_mask() -> None:
     assert accepts("qwen3_moe", **windowed)
     assert accepts("qwen3_moe", **windowed | {"sliding_window": 1 << 16})
     assert not accepts("qwen3_moe", **windowed | {"sliding_window": 1 << 17})
-
-
-def document_by_document(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
-) -> Tensor:
-    """What `within_documents` gives, without its kernel."""
-    out, groups = [], q.shape[1] // k.shape[1]
-    for begin, end in zip(starts.tolist(), starts.tolist()[1:], strict=False):
-        assert end - begin <= longest
-        at = torch.arange(end - begin)
-        mask = (at[:, None] >= at) & (at[:, None] - at < (window or longest))
-        of_one = [x[begin:end].repeat_interleave(n, 1).transpose(0, 1) for x, n in ((q, 1), (k, groups), (v, groups))]
-        out.append(scaled_dot_product_attention(*of_one, attn_mask=mask, scale=scaling).transpose(0, 1))
-    return torch.cat(out)
-
-
-@pytest.fixture
-def plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "within_documents", document_by_document)
 
 
 def with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -86,7 +69,6 @@ POSITIONS = torch.stack(
 )
 
 
-@pytest.mark.usefixtures("plain_kernel")
 @pytest.mark.parametrize(
     "model_type", thinned([*ACCEPTED, *USUAL], 6, ("mixtral", "qwen3_moe", "deepseek_v3", "granitemoe"))
 )
@@ -94,7 +76,7 @@ def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> Non
     model = toy_model(model_type).eval().float()
     ids = torch.randint(3, VOCAB, POSITIONS.shape, generator=torch.Generator().manual_seed(0))
     seen = []
-    for name, documents in (("sdpa", {}), (VARLEN, cu_seqlens([10, 14, 17, 7]))):
+    for name, documents in (("sdpa", {}), (VARLEN_CPU, cu_seqlens([10, 14, 17, 7]))):
         model.zero_grad()
         with_attention(model, name)
         logits = model(input_ids=ids, position_ids=POSITIONS, use_cache=False, **documents).logits
@@ -106,10 +88,12 @@ def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> Non
 
 
 def test_the_models_that_people_train_take_borders_and_those_that_cannot_do_not() -> None:
-    assert [name for name in expert_model_types() if accepts(name)] == ACCEPTED
+    accepted = [name for name in expert_model_types() if accepts(name)]
+    assert sorted(accepted) == sorted([*ACCEPTED, *WITH_SINKS])
+    assert all(has_sinks(plain_of(name)) == (name in WITH_SINKS) for name in accepted)
     for model_type in USUAL:
         assert accepts(model_type), model_type
-    for model_type in ("gpt_oss", "gemma2", "jamba", "mamba", "phimoe", "bert", "deepseek_v32"):
+    for model_type in ("gemma2", "jamba", "mamba", "phimoe", "bert", "deepseek_v32", "deepseek_v4", "hy_v4"):
         assert not accepts(model_type), model_type
     assert not accepts("mixtral", T4)
     assert not accepts("mixtral", dtype=torch.float32)
@@ -119,17 +103,24 @@ def test_the_models_that_people_train_take_borders_and_those_that_cannot_do_not(
     assert not accepts("mixtral", attention_dropout=0.1)
 
 
+def chosen(model_type: str, capability: Any, attention: str = "sdpa", packing: bool = True, **sizes: Any) -> str:
+    raw = {"model": {"path": "unread", "attention": attention}, "adapt": {}, "data": {"train": "x", "packing": packing}}
+    run, plain = RunConfig.model_validate(raw), plain_of(model_type, **sizes)
+    return attention_for(run, plain, torch.device("cuda"), capability)
+
+
 def test_only_packed_runs_on_a_gpu_take_them() -> None:
-    plain = plain_of("mixtral")
+    assert chosen("mixtral", L40S) == VARLEN
+    assert chosen("mixtral", None) == chosen("mixtral", L40S, packing=False) == chosen("mixtral", T4) == "sdpa"
+    assert chosen("mixtral", L40S, "eager") == "eager"
 
-    def chosen(capability: Any, **sections: Any) -> str:
-        run = RunConfig.model_validate({"model": {"path": "unread"}, "adapt": {}} | sections)
-        return attention_for(run, plain, torch.device("cuda"), capability)
 
-    assert chosen(L40S) == chosen(L40S, data={"train": "unread"}) == VARLEN
-    assert chosen(None) == "sdpa"
-    assert chosen(L40S, data={"train": "unread", "packing": False}) == "sdpa"
-    assert chosen(L40S, model={"path": "unread", "attention": "eager"}) == "eager"
+def test_models_with_sinks_take_them_unpacked_and_on_a_cpu_too_and_else_a_mask() -> None:
+    assert chosen("gpt_oss", L40S) == chosen("gpt_oss", L40S, packing=False) == VARLEN
+    assert chosen("gpt_oss", None) == chosen("gpt_oss", None, dtype=torch.float32) == VARLEN_CPU
+    assert chosen("gpt_oss", T4) == chosen("deepseek_v4", L40S) == chosen("hy_v4", None) == MASKED_SINKS
+    assert chosen("gpt_oss", L40S, attention_dropout=0.1) == MASKED_SINKS
+    assert chosen("gpt_oss", L40S, "eager") == "eager"
 
 
 def test_offsets_are_the_sums_of_lengths() -> None:
@@ -149,12 +140,12 @@ def test_the_collator_tells_them_to_models_that_ask() -> None:
 def test_isolation_is_proved_of_borders_and_a_kernel_that_ignores_them_is_refused(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = with_attention(toy_model("qwen3_moe"), VARLEN)
-    monkeypatch.setattr(attention, "within_documents", document_by_document)
+    model = with_attention(toy_model("qwen3_moe"), VARLEN_CPU)
     refuse_leaky_packing(model, rows, 12)
+    kernel = attention.within_documents
 
-    def leaky(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any) -> Tensor:
-        return document_by_document(q, k, v, starts[[0, -1]], len(q), *more[1:])
+    def leaky(q: Tensor, k: Tensor, v: Tensor, sink: None, starts: Tensor, longest: int, *more: Any) -> Tensor:
+        return kernel(q, k, v, sink, starts[[0, -1]], len(q), *more)
 
     monkeypatch.setattr(attention, "within_documents", leaky)
     with pytest.raises(UserError, match="lets one packed document see another"):

@@ -15,10 +15,12 @@ from moetune.compat.transformers import (
     dtypes_kept,
     fix_rotary_length,
     has_flash_interface,
+    has_sinks,
     is_rms_norm,
     mark_initialized,
     reads_weight,
     set_attention,
+    supports_attention,
     unmatched_keys,
 )
 from moetune.models.structure import meta_model, read_structure
@@ -76,7 +78,16 @@ def test_an_attention_function_is_chosen_by_name() -> None:
     set_attention(model.config, "eager")
     assert attention_name(model) == "eager"
     assert has_flash_interface(model)
-    assert not has_flash_interface(toy_model("gpt_oss"))  # its sinks need a kernel of their own
+    assert not has_flash_interface(toy_model("deepseek_v4"))
+
+
+def test_models_with_sinks_need_attention_that_knows_of_them() -> None:
+    assert has_sinks(toy_model("gpt_oss"))
+    assert not has_sinks(toy_model("mixtral"))
+    assert not has_sinks(toy_model("inkling2_text"))  # its sinks depend on the token
+    for attention in ("sdpa", "flash_attention_2"):
+        assert supports_attention(type(toy_model("mixtral")), attention)
+        assert not supports_attention(type(toy_model("gpt_oss")), attention)
 
 
 def test_a_models_authors_keep_some_parameters_in_float32() -> None:

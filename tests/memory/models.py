@@ -16,7 +16,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {},  # latent attention, shared experts, a dense first layer
     "deepseek_v3": {},
     "glm4_moe": {},
-    "gpt_oss": {},  # eager attention with sinks, interleaved experts with biases
+    "gpt_oss": {},  # attention with sinks and windows, interleaved experts with biases
     "llama": {"tie_word_embeddings": True},
 }
 """Model type -> what its toy needs besides the common sizes."""
@@ -31,14 +31,13 @@ def write_toy(folder: Path, model_type: str, experts: int = 4, **sizes: Any) -> 
 
 
 def toy_run(folder: Path, model_type: str, adapt: dict[str, Any], /, **sections: Any) -> RunConfig:
-    """A run file with random float32 weights; `sections` are merged into it. Gpt-oss runs as it can."""
-    eager = model_type == "gpt_oss"
+    """A run file with random float32 weights; `sections` are merged into it."""
     run: dict[str, Any] = {
-        "model": {"path": str(folder), "weights": "random", "dtype": "fp32", "attention": "eager" if eager else "sdpa"},
+        "model": {"path": str(folder), "weights": "random", "dtype": "fp32"},
         "adapt": adapt,
         "optimizer": {"name": "adamw"},
         "train": {"micro_batch": 2, "sequence_length": 32, "accumulate": 1},
-        "data": {"train": "unread", "packing": not eager},
+        "data": {"train": "unread", "packing": True},
     }
     for name, section in sections.items():
         run[name] = run.get(name, {}) | section

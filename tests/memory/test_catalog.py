@@ -43,7 +43,7 @@ def with_fewer_experts(name: str, folder: Path) -> str:
 
 def catalog_run(name: str, path: str, what: str) -> RunConfig:
     checkpointing, length = SETTINGS[what]
-    dense, eager = name.startswith("llama"), name.startswith("gpt-oss")
+    dense = name.startswith("llama")
     targets = ["attention"] if dense else ["attention", "experts"]
     adapt: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32, "targets": targets}}
     if what == "router":
@@ -51,11 +51,11 @@ def catalog_run(name: str, path: str, what: str) -> RunConfig:
     model = {"path": path, "base": "nf4", "dtype": "bf16", "weights": "random"}
     return RunConfig.model_validate(
         {
-            "model": model | {"attention": "eager" if eager else "sdpa"},
+            "model": model,
             "adapt": adapt,
             "optimizer": {"name": "adamw"},
             "train": {"micro_batch": 1, "sequence_length": length, "accumulate": 1, "checkpointing": checkpointing},
-            "data": {"train": "unread", "packing": not eager},
+            "data": {"train": "unread", "packing": True},
         }
     )
 

@@ -56,7 +56,7 @@ ON_ALL: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32, "targets": ["attenti
     ("config", "gpu"),
     [
         (catalog("qwen3-30b-a3b", ON_ALL, 2, 2048), "rtx4090"),
-        (catalog("gpt-oss-20b", ON_ALL, 2, 2048, attention="eager"), "rtx4090"),
+        (catalog("gpt-oss-20b", ON_ALL, 2, 2048), "rtx4090"),
         (catalog("deepseek-v2-lite", ON_ALL, 1, 2048, attention="eager"), "rtx4090"),
     ],
     ids=["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite eager"],

@@ -28,9 +28,8 @@ MODELS: dict[Goal, tuple[str, ...]] = {
 
 
 def search_of(model: str | Path, gpu: str, length: int = 64) -> Search:
-    attention = "eager" if model == "gpt-oss-20b" else "sdpa"
     raw = {
-        "model": {"path": str(model), "attention": attention},
+        "model": {"path": str(model)},
         "adapt": {},
         "train": {"sequence_length": length},
         "hardware": {"gpu": gpu},

@@ -127,7 +127,7 @@ def test_experts_are_placed(small_model: Path) -> None:
 
 
 def test_a_base_is_kept_as_it_is_published_unless_another_is_asked_for() -> None:
-    run: dict[str, Any] = {"model": {"path": "gpt-oss-20b", "attention": "eager"}, "adapt": {"router": "all"}}
+    run: dict[str, Any] = {"model": {"path": "gpt-oss-20b"}, "adapt": {"router": "all"}}
     kept = resolve(RunConfig.model_validate(run), "cuda")
     assert kept.config.model.base == kept.model.config.base == "mxfp4"
     assert RunConfig.model_validate(yaml.safe_load(kept.config.to_yaml())).to_yaml() == kept.config.to_yaml()

@@ -28,11 +28,12 @@ def collate(
 
     Packed rows, which have equal lengths, are stacked with their `position_ids` and `is_token` (0 for padding; not an
     input of the model). They get no `attention_mask`: without one, and with `use_cache=False`, transformers separates
-    documents by their positions. Other rows are padded on the right to the longest, with an `attention_mask`.
+    documents by their positions. Other rows are padded on the right to the longest, with an `attention_mask`; to
+    `cu_seqlens` such a row is one document, because causal attention hides what is on the right anyway.
 
     Args:
         at_least: minimum length, in tokens, to which rows that are not packed are padded.
-        documents_by_cu_seqlens: add the offsets of packed documents, for attention that takes `cu_seqlens` and no mask
+        documents_by_cu_seqlens: add the offsets of the documents, for attention that takes `cu_seqlens` and no mask
             (`wants_cu_seqlens` in adapt/attention.py).
     """
     columns = {name: [np.asarray(row[name], np.int64) for row in rows] for name in rows[0]}
@@ -48,11 +49,12 @@ def collate(
             row[: len(values)] = values
         return torch.tensor(whole)
 
-    return {
+    batch = {
         "input_ids": padded(columns["input_ids"], pad_token_id),
         "labels": padded(columns["labels"], IGNORED),
         "attention_mask": padded([np.ones_like(ids) for ids in columns["input_ids"]], 0),
     }
+    return batch | cu_seqlens([longest] * len(rows)) if documents_by_cu_seqlens else batch
 
 
 def uncounted(batch: dict[str, Any]) -> dict[str, Any]:

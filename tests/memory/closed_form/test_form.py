@@ -59,7 +59,7 @@ def drawn(number: int, folder: Path) -> tuple[ResolvedRun, list[RunConfig]]:
             "checkpointing": draw.choice(["none", "experts_only", "full", "offload"]),
             "eval_micro_batch": draw.choice([None, 6]),
         },
-        "data": {"packing": model_type != "gpt_oss" and draw.choice([True, False]), "eval": "unread"},
+        "data": {"packing": draw.choice([True, False]), "eval": "unread"},
     }
     sections["train"]["expert_memory"] = draw.choice(["0", "auto", "0.01MiB"])
     if sections["train"]["checkpointing"] != "none" and model_type != "llama":

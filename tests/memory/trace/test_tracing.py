@@ -81,7 +81,7 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any]]:
             "checkpointing": draw(st.sampled_from(["none", "experts_only", "full", "offload"])),
             "max_grad_norm": draw(st.sampled_from([0.0, 1.0])),
         },
-        "data": {"packing": model_type != "gpt_oss" and draw(st.booleans())},
+        "data": {"packing": draw(st.booleans())},
     }
     return model_type, (DENSE if model_type == "llama" else ADAPT)[adapt], sections
 
