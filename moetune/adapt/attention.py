@@ -1,9 +1,9 @@
 """Select a model's attention function; run packed documents with variable-length attention, without a mask.
 
 With `model.attention: sdpa`, packed documents share a row, and scaled dot-product attention separates them by a mask
-[B, 1, S, S]. On a GPU torch has a kernel (`torch.nn.attention.varlen`, flash attention) that takes the offsets of the
-documents (`cu_seqlens`) instead and gives the same values, so `sdpa` selects this kernel where it can be used. The
-offsets are part of the batch, under the names of transformers' FlashAttentionKwargs, and each layer's attention
+[B, 1, S, S]. On a GPU torch has a kernel (flash attention, as in `torch.nn.attention.varlen`) that takes the offsets of
+the documents (`cu_seqlens`) instead and gives the same values, so `sdpa` selects it where it can be used. The offsets
+are part of the batch, under the names of transformers' FlashAttentionKwargs, and each layer's attention
 function receives them as keyword arguments.
 
 Shapes: B rows of S tokens, T = B·S tokens; h heads of queries, h_kv heads of keys and values; head size d of queries
@@ -13,17 +13,16 @@ and keys, d_v of values.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from moetune.compat.torch import AttentionWithinDocuments
 from moetune.compat.transformers import attention_name, fix_rotary_length, has_flash_interface, set_attention
 from moetune.config.schema import RunConfig
 from moetune.models.moe import is_experts
@@ -34,9 +33,6 @@ VARLEN = "varlen"
 
 No mask function has this name, so transformers creates no mask.
 """
-
-_ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether fewer key heads than query heads must be asked for, as from torch 2.13 on; 2.11 passes them to its kernel."""
 
 Capability = tuple[int, int]
 
@@ -253,11 +249,8 @@ def within_documents(
     Returns:
         The output [T, h, d].
     """
-    options: dict[str, Any] = {"scale": scaling, "window_size": (window - 1, 0)}
-    if _ASKS_FOR_GROUPS:
-        options["enable_gqa"] = True
-    kernel: Any = varlen_attn
-    return kernel(q, k, v, starts, starts, longest, longest, **options)
+    out: Tensor = AttentionWithinDocuments.apply(q, k, v, starts, longest, scaling, window)
+    return out
 
 
 AttentionInterface.register(VARLEN, varlen_attention)

@@ -1,4 +1,4 @@
-"""torch: private interfaces of autograd, fake tensors, process groups, checkpoints and the CUDA allocator."""
+"""torch: private interfaces of autograd, attention, fake tensors, process groups, checkpoints, the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -331,3 +332,30 @@ def consolidate(folder: Path, names: list[str]) -> Path:
     whole.mkdir()
     consolidate_safetensors_files(str(folder), str(whole), dict.fromkeys(names, 1))
     return next(whole.glob("*.safetensors"))
+
+
+class AttentionWithinDocuments(torch.autograd.Function):
+    """torch's flash attention for packed documents, causal; arguments as of `within_documents` (adapt/attention.py).
+
+    The same kernels as `torch.nn.attention.varlen.varlen_attn`, which fills a random state in forward and two gradients
+    in backward that nobody reads: a launch each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
+    ) -> Tensor:
+        ctx.options = {"scale": scaling, "window_size_left": window - 1, "window_size_right": 0}
+        ctx.sizes = longest, longest, 0.0, not window
+        attention = torch.ops.aten._flash_attention_forward
+        out, lse, *state, _ = attention(q, k, v, starts, starts, *ctx.sizes, False, **ctx.options)
+        ctx.save_for_backward(q, k, v, out, lse, starts, *state)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, starts, *state = ctx.saved_tensors
+        backward = torch.ops.aten._flash_attention_backward
+        gradients = backward(dout, q, k, v, out, lse, starts, starts, *ctx.sizes, *state, **ctx.options)
+        return *gradients, None, None, None, None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moetune.errors import UserError
-from moetune.experts.context import CountRows
+from moetune.experts.context import CountRows, ReadCounts
 from moetune.files import expanded
 from moetune.run.folder_files import read_expert_load
 
@@ -48,11 +48,12 @@ class AssumedRouting:
             raise UserError(f"--routing {self.name!r}: has {found} for layer {layer}, which has {num_experts} experts")
         return _capped(tokens * top_k, tokens, shares)
 
-    def count_rows(self, layer: int, ids: Tensor, num_experts: int) -> list[int]:
+    def count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
         """Return the assumed rows; has the signature of `ExpertHooks.count_rows` and replaces it in a trace.
 
         Args:
             ids: chosen experts [T, K], of which only the shape is used.
+            read: not called.
         """
         return self.rows(layer, ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
 
@@ -76,7 +77,7 @@ class Replayed(AssumedRouting):
     def answers(self) -> CountRows:
         """Return a replacement for `ExpertHooks.count_rows` that returns the recorded rows, call by call."""
         left = iter(self.calls)
-        return lambda layer, ids, num_experts: list(next(left))
+        return lambda layer, ids, num_experts, read: list(next(left))
 
 
 def parse_routing(text: str) -> AssumedRouting:

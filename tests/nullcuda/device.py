@@ -71,23 +71,20 @@ def answering() -> Iterator[None]:
     """Inside, code finds the values that it cannot do without. The device is asked for the real ones all the same, so
     that what they cost is counted.
 
-    - `occurrences` says that all numbers occur as often: shapes depend on how many tokens each expert receives.
+    - `listed` says that all experts receive as many rows: shapes depend on it.
     - `tolist` and `cpu` of floats give ones: a mean divides by a sum, and what a copy leaves alone may be NaN.
 
     Any other number that the host reads is zero (device.c), which is finite, and no flag. So transformers, which looks
     whether all positions of a batch follow on one another, finds that they do not, as in a batch of packed documents,
     and makes their mask. And cuDNN is not asked for attention: its plans are made on a real card.
     """
-    occurrences, tolist, cpu = context.occurrences, Tensor.tolist, Tensor.cpu
+    listed, tolist, cpu = context.listed, Tensor.tolist, Tensor.cpu
     with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
 
-    def balanced(ids: Tensor, num_experts: int) -> Tensor:
-        counted = occurrences(ids, num_experts)
-        if not ids.is_cuda:
-            return counted
-        counted.tolist()
-        rows, extra = divmod(ids.numel(), num_experts)
-        return torch.tensor([rows + (number < extra) for number in range(num_experts)])
+    def balanced(counts: Tensor, rows: int) -> list[int]:
+        found = listed(counts, rows)
+        each, extra = divmod(rows, len(counts))
+        return [each + (number < extra) for number in range(len(counts))] if counts.is_cuda else found
 
     def ones(self: Tensor) -> Any:
         listed = tolist(self)
@@ -97,10 +94,10 @@ def answering() -> Iterator[None]:
         copy = cpu(self, *args, **kwargs)
         return copy.detach().fill_(1) if self.is_cuda and self.is_floating_point() else copy
 
-    context.occurrences, Tensor.tolist, Tensor.cpu = balanced, ones, ones_on_host  # type: ignore[method-assign]
+    context.listed, Tensor.tolist, Tensor.cpu = balanced, ones, ones_on_host  # type: ignore[method-assign]
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        context.occurrences, Tensor.tolist, Tensor.cpu = occurrences, tolist, cpu  # type: ignore[method-assign]
+        context.listed, Tensor.tolist, Tensor.cpu = listed, tolist, cpu  # type: ignore[method-assign]
         torch.backends.cuda.enable_cudnn_sdp(with_cudnn)

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import bitsandbytes.autograd  # noqa: F401  defines its operators
 import torch
-import torch.nn.attention.varlen  # defines its operators
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -82,8 +81,6 @@ class Work:
 
 READ = Work(synchronizations=1, copies=1)
 """Work of reading one number from the GPU on the host."""
-COUNTING = Work(launches=2) + READ
-"""Work of counting and reading the rows of each expert (`experts/context.py: read_rows`), which a trace does not do."""
 
 
 class Done(NamedTuple):
@@ -314,8 +311,8 @@ _FLOPS: dict[Any, Callable[..., float]] = {
     torch.ops.moetune.low_rank.default: _low_rank,
     torch.ops.moetune.low_rank_product_.default: _low_rank_product,
     torch.ops.moetune.low_rank_gradients_.default: _low_rank_gradients,
-    torch.ops.torch_attn._varlen_attn.default: _varlen,
-    torch.ops.torch_attn._varlen_attn_backward.default: _varlen_backward,
+    aten._flash_attention_forward.default: _varlen,
+    aten._flash_attention_backward.default: _varlen_backward,
 }
 
 
@@ -447,8 +444,7 @@ _LAUNCHES: Mapping[str, float | Callable[..., float]] = {
     "constant_pad_nd": 2,
     "topk": 2,
     "_softmax_backward_data": 2,
-    "_varlen_attn": 2,
-    "_varlen_attn_backward": _of_flash_backward,
+    "_flash_attention_backward": _of_flash_backward,
     "_scaled_dot_product_flash_attention_backward": _of_flash_backward,
 }
 """Operator name -> its launches, where not 1: counted operation by operation with torch 2.11 for CUDA 13."""
