@@ -2,11 +2,11 @@
 
     python scripts/bench/compute_8bit.py --json docs/benchmarks/compute_8bit.json
 
-LoRA of rank 16 on attention and all experts, on an NF4 base. What a card would round is rounded before each product with
-a frozen weight of attention and experts, forward and for the gradient of its input: both operands to bfloat16, and then
-to 8 bits with one scale for each row that is summed over, of tokens as of weights, in float8_e4m3 or int8. Sums are in
-float32, results are rounded to bfloat16; LoRA's own products, routers and the head are as always. Held-out loss of 40
-documents of Unicode names, which the model has not learned.
+LoRA of rank 16 on attention and all experts, on an NF4 base. What a card would round is rounded before each product
+with a frozen weight of attention and experts, forward and for the gradient of its input: both operands to bfloat16, and
+then to 8 bits with one scale for each row that is summed over, of tokens as of weights, in float8_e4m3 or int8. Sums
+are in float32, results are rounded to bfloat16; LoRA's own products, routers and the head are as always. Held-out loss
+of 40 documents of Unicode names, which the model has not learned.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def main() -> None:
                     runs[-1], "; beside bf16: before, after, last 20 steps", *(f"{one:+.2%}" for one in off), flush=True
                 )
     report = {"schema": 1, "commit": commit(), "device": cpu_name(), "versions": versions("torch", "moetune")}
-    write_json({**report, "steps": given.steps, "runs": runs}, given.json)
+    if given.json is not None:
+        write_json({**report, "steps": given.steps, "runs": runs}, given.json)
 
 
 if __name__ == "__main__":

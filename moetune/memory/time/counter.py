@@ -46,14 +46,21 @@ class Counter:
 
     Args:
         capability: CUDA compute capability of the GPU, which decides which kernels run.
+        multiprocessors: of the GPU; None if unknown.
         parts: module path -> the part to which its work counts.
         done: list to which each operation's work is appended.
     """
 
     def __init__(
-        self, capability: Capability, where: TracePosition, parts: Mapping[str, WorkPart], done: list[Done]
+        self,
+        capability: Capability,
+        multiprocessors: int | None,
+        where: TracePosition,
+        parts: Mapping[str, WorkPart],
+        done: list[Done],
     ) -> None:
-        self.capability, self.where, self.parts, self.done = capability, where, parts, done
+        self.capability, self.multiprocessors = capability, multiprocessors
+        self.where, self.parts, self.done = where, parts, done
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record the work of one operation.
@@ -63,7 +70,7 @@ class Counter:
         """
         written = written_by(func, args)
         part: WorkPart | None = "optimizer" if written is not None and self.where.trains(written) else None
-        for work, tensor, own in works(func, args, kwargs, out, self.capability):
+        for work, tensor, own in works(func, args, kwargs, out, self.capability, self.multiprocessors):
             on_host = tensor is not None and self.where.is_host(tensor)
             if func._opname == "copy_" and on_host != self.where.is_host(args[1]):
                 self.note(Work(copies=1, copied=size_of(args[0])), "transfers", tensor)

@@ -55,7 +55,8 @@ class Watched:
             counts: count FLOPs, bytes and launches of each operation; ignored without a `gpu`.
         """
         parts = work_parts(self.adapted, self.named) if counts and self.gpu is not None else None
-        return Tracker(self.named, capability=self.capability, parts=parts)
+        processors = None if self.gpu is None or self.gpu.multiprocessors is None else self.gpu.multiprocessors.value
+        return Tracker(self.named, capability=self.capability, multiprocessors=processors, parts=parts)
 
     def add_to(self, tracker: Tracker) -> None:
         """Add the storages of the model's weights, buffers and shards to a tracker, with labels and layer numbers."""
