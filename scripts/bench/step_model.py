@@ -122,7 +122,7 @@ def idle(func, args, kwargs, out, capability):
     for share in works(func, args, kwargs, out, capability):
         lost = 0
         if share.work.flops:
-            products = occupancy.products(func._opname, args, share.work.launches)
+            products = occupancy.products(func._opname, args, share.work.launches > 2)
             if func._opname == "gemm_4bit":
                 rows, shape = args[0], args[2]
                 count = rows.numel() // rows.shape[-1]

@@ -27,23 +27,23 @@ class Product(NamedTuple):
     is_divided: bool
 
 
-def products(name: str, args: Sequence[Any], launches: float) -> Iterator[Product]:
+def products(name: str, args: Sequence[Any], is_loop: bool) -> Iterator[Product]:
     """Yield the launches of an operator; none for an operator that is no dense product.
 
     Args:
         name: the operator's name without namespace, such as `mm`.
         args: its arguments.
-        launches: number of launches; more than two are a launch for each expert.
+        is_loop: whether a grouped product is a launch for each expert.
     """
     if name in ("grouped_mm", "low_rank_product_"):
         a, b, counts = (args[0], args[1], args[3]) if name == "grouped_mm" else (args[1], args[2], args[6])
         by_rows = b.dim() == 3  # rows of each expert by its matrix; else sums over the rows of each expert
         rows = counts if by_rows else [a.shape[0]] * len(counts)
         places = [a.shape[1]] * len(counts) if by_rows else counts
-        if launches <= 2:
-            yield Product(rows, b.shape[-1], places, False)
-        else:
+        if is_loop:
             yield from (Product([one], b.shape[-1], [deep], True) for one, deep in zip(rows, places, strict=True))
+        else:
+            yield Product(rows, b.shape[-1], places, False)
     elif name in ("mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_"):
         a, b = (argument for argument in args if isinstance(argument, Tensor)) if "add" not in name else args[1:3]
         batch = a.shape[0] if a.dim() == 3 else 1

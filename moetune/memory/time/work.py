@@ -164,7 +164,8 @@ def works(
     if flops := _flops(func, args, kwargs, out):
         lost = 0.0
         if multiprocessors is not None:
-            lost = sum(idle(one, multiprocessors) for one in products(func._opname, args, launches))
+            is_loop = func._opname == "grouped_mm" and grouped.kernel_of(capability, *args[:2]) is None
+            lost = sum(idle(one, multiprocessors) for one in products(func._opname, args, is_loop))
         yield Share(_product(flops, lost, moved, launches, tensors[0]), first)
     else:
         yield Share(Work(bytes=moved, launches=launches), first, part_of(func))
