@@ -12,9 +12,11 @@ of 40 documents of Unicode names, which the model has not learned.
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +37,10 @@ from moetune.watch.train import train
 Round = Callable[[Tensor, int], Tensor]
 
 
+def to_fp32(values: Tensor, dim: int) -> Tensor:
+    return values
+
+
 def to_bf16(values: Tensor, dim: int) -> Tensor:
     return values.bfloat16().float()
 
@@ -49,7 +55,8 @@ def to_int8(values: Tensor, dim: int) -> Tensor:
     return (values / scale).round().clamp(-127, 127) * scale
 
 
-ROUNDED: dict[str, Round] = {"bf16": to_bf16, "fp8": to_fp8, "int8": to_int8}
+ROUNDED: dict[str, Round] = {"bf16": to_bf16, "fp8": to_fp8, "int8": to_int8, "fp32": to_fp32}
+"""Name -> how operands are rounded. float32 operands show by how much two harmless roundings differ."""
 
 
 @contextmanager
@@ -116,22 +123,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
-    runs = []
+    report: dict[str, Any] = {"schema": 1, "commit": commit(), "device": cpu_name()}
+    report |= {"versions": versions("torch", "moetune"), "steps": given.steps, "runs": []}
+    if given.json.exists():  # what was begun with the same steps goes on
+        begun = json.loads(given.json.read_text(encoding="utf-8"))
+        report = begun if begun["steps"] == given.steps else report
+    runs = report["runs"]
     with tempfile.TemporaryDirectory() as folder:
         held_out = held_out_file(Path(folder))
-        for seed in range(given.seeds):
-            for compute in ROUNDED:
+        for seed, compute in product(range(given.seeds), ROUNDED):
+            if not any((run["seed"], run["compute"]) == (seed, compute) for run in runs):
                 runs.append(trained(compute, seed, given.steps, Path(folder), held_out))
-                exact = next(run for run in runs if run["seed"] == seed)
-                off = [runs[-1][key] / exact[key] - 1 for key in ("before", "after", "last_20_steps")]
-                print(
-                    runs[-1], "; beside bf16: before, after, last 20 steps", *(f"{one:+.2%}" for one in off), flush=True
-                )
-    report = {"schema": 1, "commit": commit(), "device": cpu_name(), "versions": versions("torch", "moetune")}
-    if given.json is not None:
-        write_json({**report, "steps": given.steps, "runs": runs}, given.json)
+                write_json(report, given.json)
+    for run in runs:
+        exact = next(one for one in runs if (one["seed"], one["compute"]) == (run["seed"], "bf16"))
+        off = (f"{run[key] / exact[key] - 1:+.2%}" for key in ("before", "after", "last_20_steps"))
+        print(f"| {run['compute']} | {run['seed']} | {run['after']:.3f} | {' | '.join(off)} |")
 
 
 if __name__ == "__main__":
