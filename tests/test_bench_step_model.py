@@ -21,4 +21,4 @@ def test_a_case_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {gpu: time.to_json() for gpu, time in found.items()} == kept
     page = (ROOT / "docs/benchmarks/step_model.md").read_text(encoding="utf-8")
     of_case = page.partition(f"## {case}")[2].partition("\n## ")[0]
-    assert of_case.strip() in script.page({case: found})
+    assert of_case.strip() in script.cases({case: found})

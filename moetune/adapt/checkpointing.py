@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from moetune.compat.transformers import checkpoint_by
 from moetune.experts.bank import ExpertBank
+from moetune.experts.context import ReadCounts
 from moetune.experts.host import AsyncCopy, CopyStream
 from moetune.experts.kernels import routing
 
@@ -84,10 +85,10 @@ class _Call:
         if hooks is not None:
             known, count = iter(self._rows), hooks.count_rows
 
-            def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+            def count_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
                 if self._mode.again:
                     return next(known)
-                self._rows.append(count(layer, ids, num_experts))
+                self._rows.append(count(layer, ids, num_experts, read))
                 return self._rows[-1]
 
             self._stack.enter_context(hooks.using(count_rows=count_rows, recomputes=self._mode.again))

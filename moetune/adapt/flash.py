@@ -57,20 +57,20 @@ class _Attention(torch.autograd.Function):
         starts, longest, scaling, window, on_cpu = how
         if on_cpu:
             out, lse = _on_cpu(q, k, v, starts, scaling, window)
-            rng = None
+            states = []
         else:
-            out, lse, rng = varlen_forward(q, k, v, starts, longest, scaling, window)
+            out, lse, *states = varlen_forward(q, k, v, starts, longest, scaling, window)
         if sink is not None:
             whole = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
             out.mul_(lse.sub_(whole).exp_().t()[..., None])
             lse = whole
-        ctx.save_for_backward(q, k, v, out, lse, sink, starts, rng)
+        ctx.save_for_backward(q, k, v, out, lse, sink, starts, *states)
         ctx.how = how[1:]
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, sink, starts, rng = ctx.saved_tensors
+        q, k, v, out, lse, sink, starts, *states = ctx.saved_tensors
         longest, scaling, window, on_cpu = ctx.how
         dsink = None
         if sink is not None and ctx.needs_input_grad[3]:
@@ -79,7 +79,7 @@ class _Attention(torch.autograd.Function):
         if on_cpu:
             grads = _on_cpu_backward(dout, q, k, v, out, lse, starts, scaling, window)
         else:
-            grads = varlen_backward(dout, q, k, v, out, lse, starts, longest, rng, scaling, window)
+            grads = varlen_backward(dout, q, k, v, out, lse, starts, longest, states, scaling, window)
         return *grads, dsink, None, None, None, None, None
 
 

@@ -45,6 +45,7 @@ class _Choose(torch.autograd.Function):
         ctx.normalized = normalized
         ctx.save_for_backward(logits, ids)
         ctx.mark_non_differentiable(ids)
+        ctx.set_materialize_grads(False)  # zeros for the ids
         return weights, ids
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""torch: private interfaces of autograd, fake tensors, process groups, checkpoints and the CUDA allocator."""
+"""torch: private interfaces of autograd, attention, fake tensors, process groups, checkpoints, the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -48,14 +48,17 @@ class HostModule(nn.Module):
 
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the forward operator of `torch.nn.attention.varlen.varlen_attn`, whose own autograd takes no other output.
+) -> tuple[Tensor, ...]:
+    """Run torch's flash attention, causal within documents; arguments as in `within_documents` (adapt/flash.py).
 
-    Returns (out, lse, rng): output [T, h, d], logsumexp float32 [h, T], and a state that backward needs. Arguments are
-    those of `within_documents` in adapt/flash.py.
+    Returns the output [T, h, d], the logsumexp float32 [h, T], and two states for `varlen_backward`. The same kernel as
+    that of `torch.nn.attention.varlen.varlen_attn`, which also fills a random state and, in backward, two gradients
+    that nobody reads: a launch each.
     """
-    forward = torch.ops.torch_attn._varlen_attn
-    return forward(q, k, v, starts, starts, longest, longest, not window, scaling, [window - 1, 0])
+    out, lse, *states, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, not window, False, **_flash_options(scaling, window)
+    )
+    return out, lse, *states
 
 
 def varlen_backward(
@@ -67,14 +70,17 @@ def varlen_backward(
     lse: Tensor,
     starts: Tensor,
     longest: int,
-    rng: Tensor,
+    states: Sequence[Tensor],
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator that is the backward of `varlen_forward`; return the gradients of q, k and v."""
-    backward = torch.ops.torch_attn._varlen_attn_backward
-    how = (starts, starts, longest, longest, not window, rng, scaling, [window - 1, 0])
-    return backward(dout, q, k, v, out, lse, *how)
+    how = (starts, starts, longest, longest, 0.0, not window, *states)
+    return torch.ops.aten._flash_attention_backward(dout, q, k, v, out, lse, *how, **_flash_options(scaling, window))
+
+
+def _flash_options(scaling: float, window: int) -> dict[str, float]:
+    return {"scale": scaling, "window_size_left": window - 1, "window_size_right": 0}
 
 
 def backward_pass() -> int:

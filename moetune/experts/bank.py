@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from moetune.experts.activation import recognize
-from moetune.experts.context import ExpertContext
+from moetune.experts.context import ExpertContext, reading
 from moetune.experts.kernels.grouped import is_in_triton
+from moetune.experts.kernels.routing import sorted_positions
 from moetune.experts.mlp import expert_mlp
 from moetune.experts.permutation import Permutation
 from moetune.experts.projection import FullProjection, LowRank, Projection
@@ -312,11 +313,14 @@ class ExpertBank(nn.Module):
             if hooks.norms is not None and norms is not None:
                 hooks.norms(self.layer, dispatcher.combine_norms(norms.flatten(), received.state))
             return dispatcher.combine(output, received.state).to(hidden_states.dtype)
-        counts = hooks.count_rows(self.layer, top_k_index, self.num_experts)
+        order, counts_E = sorted_positions(self._slots_of(top_k_index).flatten(), self.num_experts)
+        read = reading(counts_E, self.slots, top_k_index.numel())
+        counts = hooks.count_rows(self.layer, top_k_index, self.num_experts, read)
+        permutation = Permutation(order, self._by_slot(counts), top_k_index.shape[-1])
         norms, dense = self._norms(top_k_index), None
         if self.context.dense is not None:
             dense = self.context.dense.of(self.layer, top_k_index, top_k_weights)
-        output = self._run(hidden_states, top_k_weights, self.permutation(top_k_index, counts), norms, dense)
+        output = self._run(hidden_states, top_k_weights, permutation, norms, dense)
         if hooks.norms is not None and norms is not None:
             hooks.norms(self.layer, norms)
         return output
@@ -330,11 +334,18 @@ class ExpertBank(nn.Module):
 
         `held_TK` are the chosen experts as positions in `held`; `counts` says how often each position occurs.
         """
+        return Permutation.of(self._slots_of(held_TK), self._by_slot(counts))
+
+    def _slots_of(self, held_TK: Tensor) -> Tensor:
+        """Return the slots [T, K] of experts given as positions in `held`."""
         if self.expert_order == self.held:
-            return Permutation.of(held_TK, counts)
+            return held_TK
         slots = torch.tensor(self.slots, pin_memory=held_TK.is_cuda)
-        slots_TK = slots.to(held_TK.device, non_blocking=True)[held_TK]
-        return Permutation.of(slots_TK, [count for _, count in sorted(zip(self.slots, counts, strict=True))])
+        return slots.to(held_TK.device, non_blocking=True)[held_TK]
+
+    def _by_slot(self, counts: list[int]) -> list[int]:
+        """Return the counts of the experts in `held` in the order of their slots."""
+        return [count for _, count in sorted(zip(self.slots, counts, strict=True))]
 
     def _run(
         self,

@@ -7,15 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
 
-CountRows = Callable[[int, Tensor, int], list[int]]
-"""Function of (layer index, chosen expert ids [T, K], number E of experts) that returns the number of rows of each
-expert: E integers whose sum is T·K."""
+ReadCounts = Callable[[], list[int]]
+"""Function that copies to the host how often each expert was chosen, for which the host waits."""
+
+CountRows = Callable[[int, Tensor, int, ReadCounts], list[int]]
+"""Function of (layer index, chosen expert ids [T, K], number E of experts, function that reads the counts) that returns
+the number of rows of each expert: E integers whose sum is T·K."""
 
 CountReceived = Callable[[Tensor, list[list[int]], int], list[list[int]]]
 """Function of (receive counts [R, L] on the device, send counts [R][L] on the host, this rank's index)
@@ -23,18 +25,30 @@ that returns the receive counts [R][L] on the host. R ranks share the experts an
 the receive counts is the number of rows that rank r sends to expert l of this rank."""
 
 
-def read_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
-    """Return how often each of `num_experts` ids occurs in `ids`; the host waits for the counts."""
-    return occurrences(ids, num_experts).tolist()
+def read_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
+    """Return how often each id occurs."""
+    return read()
 
 
-def occurrences(ids: Tensor, num_experts: int) -> Tensor:
-    """Return how often each number from 0 to `num_experts` - 1 occurs in `ids`: [E], int64, on the device of `ids`.
+def reading(counts: Tensor, order: Sequence[int], rows: int) -> ReadCounts:
+    """Return a function that copies counts to the host, which waits.
 
-    `torch.bincount` would make the host wait for the largest number.
+    Args:
+        counts: [E], the number of rows of each expert, from `sorted_positions`.
+        order: for each expert id, the position of its count.
+        rows: the sum of the counts.
     """
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
-    return counts.scatter_(0, ids.flatten().long(), 1, reduce="add")
+
+    def read() -> list[int]:
+        found = listed(counts, rows)
+        return [found[place] for place in order]
+
+    return read
+
+
+def listed(counts: Tensor, rows: int) -> list[int]:
+    """Return counts whose sum is `rows` as a list."""
+    return counts.tolist()
 
 
 def read_received(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -> list[list[int]]:
@@ -56,7 +70,7 @@ class ExpertHooks:
 
     Attributes:
         count_rows: returns the number of rows of each expert, the only tensor values that shapes of a step depend on.
-            By default counts the ids; a prediction returns assumed numbers.
+            By default reads the counts; a prediction returns assumed numbers.
         count_received: under expert parallelism, returns the number of rows that each rank sends for each expert of
             this rank. By default reads the exchanged counts; a prediction returns assumed numbers.
         gradient: called in backward with each fully trained parameter of an expert and its gradient, as soon as the

@@ -166,7 +166,7 @@ class _ExpertMlp(torch.autograd.Function):
         groups = ctx.groups if kept else list(experts.groups(x_TH.dtype))
         weights, dx_TH = weights_TK.flatten(), torch.empty_like(x_TH) if need_x else None
         tokens = TokenRows(dy_TH.contiguous(), dx_TH, permutation, groups)
-        dweights = torch.zeros_like(weights) if need_weights else None
+        dweights = torch.empty_like(weights) if need_weights else None
         grads = Gradients(experts.hooks.gradient, complete=all(permutation.counts))
 
         def add_group(group: RowGroup) -> None:

@@ -49,7 +49,7 @@ class Permutation:
     @classmethod
     def of(cls, slots_TK: Tensor, counts: list[int]) -> Permutation:
         """Sort the chosen slots [T, K]; `counts` says how often each slot occurs."""
-        return cls(sorted_positions(slots_TK.flatten(), len(counts)), counts, slots_TK.shape[-1])
+        return cls(sorted_positions(slots_TK.flatten(), len(counts))[0], counts, slots_TK.shape[-1])
 
     def groups(self, slots: Iterable[range]) -> Iterator[RowGroup]:
         """Yield a `RowGroup` for each range of slots that has at least one row."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moetune.errors import UserError
-from moetune.experts.context import CountRows
+from moetune.experts.context import CountRows, ReadCounts
 from moetune.files import expanded
 from moetune.run.folder_files import read_expert_load
 
@@ -46,9 +46,9 @@ class AssumedRouting:
             raise UserError(f"--routing {self.name!r}: has {found} for layer {layer}, which has {num_experts} experts")
         return _capped(tokens * top_k, tokens, shares)
 
-    def count_rows(self, layer: int, ids: Tensor, num_experts: int) -> list[int]:
+    def count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
         """Return the assumed rows, given the chosen experts `ids` [T, K], of which only the shape is used; replaces
-        `ExpertHooks.count_rows` in a trace."""
+        `ExpertHooks.count_rows` in a trace. `read` is not called."""
         return self.rows(layer, ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
 
 
@@ -71,7 +71,7 @@ class Replayed(AssumedRouting):
     def answers(self) -> CountRows:
         """Return a replacement for `ExpertHooks.count_rows` that returns the recorded rows, call by call."""
         left = iter(self.calls)
-        return lambda layer, ids, num_experts: list(next(left))
+        return lambda layer, ids, num_experts, read: list(next(left))
 
 
 def parse_routing(text: str) -> AssumedRouting:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
-from moetune.experts.context import read_received, read_rows
+from moetune.experts.context import ReadCounts, read_received
 from moetune.memory.assumed_routing import Replayed
 from moetune.memory.trace import Steps, Trace, batches_of
 from moetune.memory.trace.tracker import Tracker
@@ -92,8 +92,8 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
     received: list[list[list[int]]] = []
     load: dict[int, list[int]] = {}
 
-    def recorded(layer: int, ids: Tensor, num_experts: int) -> list[int]:
-        rows = read_rows(layer, ids, num_experts)
+    def recorded(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
+        rows = read()
         counts.append(rows)
         load[layer] = max(load.get(layer, rows), rows, key=max)
         return rows

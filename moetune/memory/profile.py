@@ -131,7 +131,7 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
     steps = Steps(adapted, batches_of(adapted, device=device))
     tracker = Tracker(steps.named)
     capability = torch.cuda.get_device_capability(device) if on_cuda else (0, 0)
-    counter = Counter(capability, tracker, work_parts(adapted, steps.named), tracker.log.done)
+    counter = Counter(capability, None, tracker, work_parts(adapted, steps.named), tracker.log.done)
     ranges = _Ranges(counter)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     wait: Callable[[], None] = (lambda: torch.cuda.synchronize(device)) if on_cuda else (lambda: None)

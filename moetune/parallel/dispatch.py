@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moetune.compat.torch import all_to_all
-from moetune.experts.context import Dispatched, ExpertHooks
+from moetune.experts.context import Dispatched, ExpertHooks, reading
 from moetune.experts.kernels.routing import sorted_positions
 
 
@@ -90,14 +90,16 @@ class TokenDispatcher:
             )
         group, ranks, top_k, experts = self._ep.get_group(), self._ep.size(), ids_TK.shape[-1], self._order[layer]
         held = len(experts) // ranks
-        counts = hooks.count_rows(layer, ids_TK, len(experts))
+        places, rows = self._positions[layer][ids_TK.flatten()], ids_TK.numel()
+        order, counts_E = sorted_positions(places, len(experts))
+        read = reading(counts_E, [experts.index(expert) for expert in range(len(experts))], rows)
+        counts = hooks.count_rows(layer, ids_TK, len(experts), read)
         send_counts = [[counts[e] for e in experts[r * held : (r + 1) * held]] for r in range(ranks)]
         send_RL = torch.tensor(send_counts, device=hidden_TH.device)
         receive_RL = torch.empty_like(send_RL)
         dist.all_to_all_single(receive_RL, send_RL, group=group)
         receive_counts = hooks.count_received(receive_RL, send_counts, self._ep.get_local_rank())
 
-        order = sorted_positions(self._positions[layer][ids_TK.flatten()], len(experts))
         sends, receives = [sum(row) for row in send_counts], [sum(row) for row in receive_counts]
         rows_SH = all_to_all(hidden_TH[order // top_k], receives, sends, group)
         held_RL = torch.arange(held, device=ids_TK.device).repeat(ranks)

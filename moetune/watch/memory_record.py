@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moetune.adapt.fake import tensors_of
 from moetune.errors import one_line
-from moetune.experts.context import read_rows
+from moetune.experts.context import ReadCounts
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form.form import ClosedForm
@@ -98,9 +98,9 @@ class MemoryRecord:
             self._tracker.add(tensor)
         self._tracking.enter_context(self._tracker)
 
-    def _count_rows(self, layer: int, ids: Tensor, num_experts: int) -> list[int]:
+    def _count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
         """Return the rows that each expert of a layer receives, and keep those of the call with the fullest expert."""
-        rows = read_rows(layer, ids, num_experts)
+        rows = read()
         self._fullest[layer] = max(self._fullest.get(layer, rows), rows, key=max)
         return rows
 

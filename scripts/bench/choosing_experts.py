@@ -110,6 +110,13 @@ def correlation(one: Scores, other: Scores) -> float:
     return mean(float(np.corrcoef(ranks(a), ranks(b))[0, 1]) for a, b in pairs)
 
 
+def held_out_file(folder: Path) -> Path:
+    """Write the documents of which the held-out loss is taken."""
+    lines = [str(row.value["text"]) for row, _ in zip(open_sources(HELD_OUT)[0].rows, range(DOCUMENTS), strict=False)]
+    (folder / "heldout.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    return folder / "heldout.jsonl"
+
+
 # --- Training -----------------------------------------------------------------------------------------------------
 
 
@@ -150,10 +157,7 @@ def main() -> None:
         if "domains" not in report:
             report["domains"] = of_domains(folder, arguments.tokens)
         scored("unicode-names", arguments.tokens, scores := folder / "scores.json")
-        lines = [
-            str(row.value["text"]) for row, _ in zip(open_sources(HELD_OUT)[0].rows, range(DOCUMENTS), strict=False)
-        ]
-        (folder / "heldout.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+        held_out_file(folder)
         for part, seed, rule in product(("experts", "lora"), range(arguments.seeds), RULES):
             if any((run["part"], run["seed"], run["rule"]) == (part, seed, rule) for run in runs):
                 continue

@@ -19,7 +19,7 @@ import moetune.experts.mlp
 from moetune.adapt.build import Adapted
 from moetune.adapt.checkpointing import RoutersOf, _Choices
 from moetune.errors import UserError
-from moetune.experts.context import read_rows
+from moetune.experts.context import ReadCounts
 from moetune.experts.projection import Projection
 from moetune.run.resolve import resolve
 from tests.reference import assert_close, build_toy, next_token_loss, token_ids
@@ -199,9 +199,9 @@ def test_rows_are_counted_once_for_forward_and_recomputation(tmp_path: Path) -> 
     adapted = mixtral(tmp_path, ADAPT, "full")
     asked: list[int] = []
 
-    def count(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+    def count(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
         asked.append(layer)
-        return read_rows(layer, ids, num_experts)
+        return read()
 
     with adapted.expert_context.hooks.using(count_rows=count):
         next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids()).backward()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
-from moetune.experts.context import read_rows
+from moetune.experts.context import ReadCounts
 from moetune.models.moe import ExpertShape
 from tests.experts.banks import LAYOUTS, bank_of, routed
 from tests.toys import EXPERTS, HIDDEN
@@ -70,9 +70,9 @@ def test_rows_are_counted_by_the_hook_on_every_thread() -> None:
     bank = bank_of("mixtral", "frozen")
     asked: list[int] = []
 
-    def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+    def count_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
         asked.append(layer)
-        return read_rows(layer, ids, num_experts)
+        return read()
 
     bank.layer = 7
     with bank.hooks.using(count_rows=count_rows):

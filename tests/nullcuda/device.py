@@ -73,7 +73,7 @@ def answering(*, compares: bool = False) -> Iterator[None]:
     """Inside, code finds the values that it cannot do without. The device is asked for the real ones all the same, so
     that what they cost is counted.
 
-    - `occurrences` says that all numbers occur as often: shapes depend on how many tokens each expert receives.
+    - `listed` says that all experts receive as many rows: shapes depend on it.
     - `tolist` and `cpu` of floats give ones: a mean divides by a sum, and what a copy leaves alone may be NaN.
 
     Any other number that the host reads is zero (device.c), which is finite, and no flag. So transformers, which looks
@@ -83,16 +83,13 @@ def answering(*, compares: bool = False) -> Iterator[None]:
     Args:
         compares: False to take it for granted that all kernels work, which takes a child process to find out.
     """
-    occurrences, tolist, cpu, compare = context.occurrences, Tensor.tolist, Tensor.cpu, check.compare
+    listed, tolist, cpu, compare = context.listed, Tensor.tolist, Tensor.cpu, check.compare
     with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
 
-    def balanced(ids: Tensor, num_experts: int) -> Tensor:
-        counted = occurrences(ids, num_experts)
-        if not ids.is_cuda:
-            return counted
-        counted.tolist()
-        rows, extra = divmod(ids.numel(), num_experts)
-        return torch.tensor([rows + (number < extra) for number in range(num_experts)])
+    def balanced(counts: Tensor, rows: int) -> list[int]:
+        found = listed(counts, rows)
+        each, extra = divmod(rows, len(counts))
+        return [each + (number < extra) for number in range(len(counts))] if counts.is_cuda else found
 
     def ones(self: Tensor) -> Any:
         listed = tolist(self)
@@ -102,13 +99,13 @@ def answering(*, compares: bool = False) -> Iterator[None]:
         copy = cpu(self, *args, **kwargs)
         return copy.detach().fill_(1) if self.is_cuda and self.is_floating_point() else copy
 
-    context.occurrences, Tensor.tolist, Tensor.cpu = balanced, ones, ones_on_host  # type: ignore[method-assign]
+    context.listed, Tensor.tolist, Tensor.cpu = balanced, ones, ones_on_host  # type: ignore[method-assign]
     if not compares:
         check.compare = lambda key, *_: Verdict(key, {})
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        context.occurrences, Tensor.tolist, Tensor.cpu = occurrences, tolist, cpu  # type: ignore[method-assign]
+        context.listed, Tensor.tolist, Tensor.cpu = listed, tolist, cpu  # type: ignore[method-assign]
         check.compare = compare
         torch.backends.cuda.enable_cudnn_sdp(with_cudnn)

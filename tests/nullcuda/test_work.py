@@ -59,7 +59,7 @@ by one kernel."""
 
 LAYER_BOUNDS = {  # of a layer at full width and one micro-step: launches forward, backward, by major capability
     ("mixtral-8x7b", "0"): {8: (98, 178), 9: (98, 178)},
-    ("qwen3-30b-a3b", "256MiB"): {8: (55, 111), 9: (63, 123)},
+    ("qwen3-30b-a3b", "256MiB"): {8: (52, 106), 9: (60, 118)},
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
-from moetune.experts.context import read_rows
+from moetune.experts.context import ReadCounts
 from moetune.memory.trace import Trace
 from moetune.memory.trace.watched import Watched
 from moetune.routing.memory import follow
@@ -21,8 +21,8 @@ def measure_score(run: ResolvedRun, device: torch.device | str, sources: int = 1
         torch.cuda.reset_peak_memory_stats(device)
     calls: list[list[int]] = []
 
-    def recorded(layer: int, ids: Tensor, num_experts: int) -> list[int]:
-        calls.append(read_rows(layer, ids, num_experts))
+    def recorded(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
+        calls.append(read())
         return calls[-1]
 
     with watched.adapted.expert_context.hooks.using(count_rows=recorded):

@@ -58,12 +58,21 @@ def weigh_backward(dweights: Tensor, logits: Tensor, ids: Tensor, normalized: bo
     return (dbase - (dbase * base).sum(-1, keepdim=True)).mul_(base).to(logits.dtype)
 
 
-@operator(lambda numbers, count: torch.empty_like(numbers, dtype=torch.int64), kernels=_KERNELS)
-def sorted_positions(numbers: Tensor, count: int) -> Tensor:
-    """Return the indices [n] int64 that sort `numbers` [n], integers from 0 to `count` - 1; the sort is stable.
+@operator(
+    lambda numbers, count: (
+        torch.empty_like(numbers, dtype=torch.int64),
+        numbers.new_empty(count, dtype=torch.int32),
+    ),
+    kernels=_KERNELS,
+)
+def sorted_positions(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Sort `numbers` [n], integers from 0 to `count` - 1: return the indices [n] int64 that sort them, and how often
+    each number occurs, [count] int32. The sort is stable.
 
     A GPU counts each block of 512 numbers in one launch, into 4 · `count` bytes (`count` rounded up to a power of two)
     per block, and places them in a second. torch's operations first narrow the numbers, which a GPU sorts in fewer
-    passes.
+    passes, and do not use `torch.bincount`, which would make the host wait for the largest number.
     """
-    return torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)
+    order = torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)
+    counts = torch.zeros(count, dtype=torch.int32, device=numbers.device)
+    return order, counts.scatter_(0, numbers.long(), 1, reduce="add")

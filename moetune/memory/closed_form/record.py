@@ -15,6 +15,7 @@ from pydantic import PlainSerializer, PlainValidator
 from torch import Tensor
 
 from moetune.errors import UserError
+from moetune.experts.context import ReadCounts
 from moetune.memory.closed_form.probe import ProbeSizes
 from moetune.memory.closed_form.sizes import (
     PLACES,
@@ -215,7 +216,7 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
     shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
 
-    def count(layer: int, ids: Tensor, num_experts: int) -> list[int]:
+    def count(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
         return probe.count(ids.numel(), num_experts, top_k, shares)
 
     tracker = steps.tracker()

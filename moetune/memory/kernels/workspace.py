@@ -16,7 +16,6 @@ from typing import Any
 
 import bitsandbytes.autograd  # noqa: F401  defines its operators
 import torch
-import torch.nn.attention.varlen  # defines its operators
 from torch import Tensor
 
 from moetune.adapt.attention import Capability, has_little_shared_memory
@@ -255,7 +254,7 @@ _AFTER: dict[Any, Callable[..., Iterator[int]]] = {
     aten._safe_softmax.default: _safe_softmax,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    torch.ops.torch_attn._varlen_attn_backward.default: _flash_varlen_backward,
+    torch.ops.aten._flash_attention_backward.default: _flash_varlen_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,

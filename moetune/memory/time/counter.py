@@ -43,13 +43,19 @@ class TracePosition(Protocol):
 
 class Counter:
     """Records the work that each operation would do on a GPU of this compute capability, which decides the kernels that
-    run. `parts` maps a module's path to the part to which its work counts; each operation's work is appended to
-    `done`."""
+    run, with so many multiprocessors (None if unknown). `parts` maps a module's path to the part to which its work
+    counts; each operation's work is appended to `done`."""
 
     def __init__(
-        self, capability: Capability, where: TracePosition, parts: Mapping[str, WorkPart], done: list[Done]
+        self,
+        capability: Capability,
+        multiprocessors: int | None,
+        where: TracePosition,
+        parts: Mapping[str, WorkPart],
+        done: list[Done],
     ) -> None:
-        self.capability, self.where, self.parts, self.done = capability, where, parts, done
+        self.capability, self.multiprocessors = capability, multiprocessors
+        self.where, self.parts, self.done = where, parts, done
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record the work of one operation.
@@ -59,7 +65,7 @@ class Counter:
         """
         written = written_by(func, args)
         part: WorkPart | None = "optimizer" if written is not None and self.where.trains(written) else None
-        for work, tensor, own in works(func, args, kwargs, out, self.capability):
+        for work, tensor, own in works(func, args, kwargs, out, self.capability, self.multiprocessors):
             on_host = tensor is not None and self.where.is_host(tensor)
             if func._opname == "copy_" and on_host != self.where.is_host(args[1]):
                 self.note(Work(copies=1, copied=size_of(args[0])), "transfers", tensor)

@@ -1,18 +1,19 @@
 """Roofline estimate of a step's seconds on a GPU from its work, as a range from a fast to a slow end.
 
-    t(part)     = max((F16 / P16 + F32 / P32) / p, Bp / (M·m)) + B / (M·m) + C / (L·l)      seconds
+    t(part)     = max(((F16 + i·I) / P16 + F32 / P32) / p, Bp / (M·m)) + B / (M·m) + C / (L·l)      seconds
     t(launches) = launches · a + synchronizations · s
     fast        = max(Σ t(part) over parts on the GPU, t(transfers), t(host), t(launches), t(communication))
     slow        = sum of the same terms
 
 The fast end assumes that these terms overlap completely, the slow end that they run one after the other.
 
-Work of a part: F16, F32 FLOPs of matrix products in 16 and 32 bits; Bp bytes read and written by products, B by all
-other operations; C bytes copied between host and GPU. Limits of the GPU: P16, P32 FLOP/s; M memory bandwidth and L host
-link in bytes/s. Factors, each with a value for either end (`FACTORS`): p, m, l the share of each limit that is reached;
-a and s the seconds of a launch and of a synchronization. For the part `host`, which is computed on the CPU, B is
-divided by the bandwidth of host memory. t(communication): bytes sent / (half of the GPU interconnect's bandwidth · l).
-Explained in docs/concepts/time.md.
+Work of a part: F16, F32 FLOPs of matrix products in 16 and 32 bits; I FLOPs that multiprocessors without a tile of a
+product could do meanwhile, which count at the slow end alone, i = 0 and 1 (occupancy.py); Bp bytes read and written by
+products, B by all other operations; C bytes copied between host and GPU. Limits of the GPU: P16, P32 FLOP/s; M memory
+bandwidth and L host link in bytes/s. Factors, each with a value for either end (`FACTORS`): p, m, l the share of each
+limit that is reached; a and s the seconds of a launch and of a synchronization. For the part `host`, which is computed
+on the CPU, B is divided by the bandwidth of host memory. t(communication): bytes sent / (half of the GPU interconnect's
+bandwidth · l). Explained in docs/concepts/time.md.
 """
 
 from __future__ import annotations
@@ -147,12 +148,12 @@ def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterab
     if not work or half is None or card.fp32 is None or card.bandwidth is None or card.host_link is None:
         return None
     ends = {}
-    for end in ("fast", "slow"):
+    for end, idle in (("fast", 0.0), ("slow", 1.0)):
         factor = {name: getattr(one, end) for name, one in FACTORS.items()}
         memory = card.bandwidth.value * factor["memory"]
         parts: dict[str, float] = {
             part: max(
-                (done.flops / half.value + done.flops32 / card.fp32.value) / factor["products"],
+                ((done.flops + idle * done.idle) / half.value + done.flops32 / card.fp32.value) / factor["products"],
                 done.product_bytes / memory,
             )
             + done.bytes / (factor["host_memory"] if part == "host" else memory)

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 import bitsandbytes.autograd  # noqa: F401  defines its operators
 import torch
-import torch.nn.attention.varlen  # defines its operators
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -22,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from moetune.adapt.attention import Capability
 from moetune.experts.kernels import grouped
 from moetune.experts.kernels import operators as kernels  # noqa: F401  defines its operators
+from moetune.memory.time.occupancy import Product, idle, products
 
 WorkPart = Literal[
     "experts",
@@ -47,6 +47,7 @@ class Work:
 
     Attributes:
         flops: FLOPs of matrix products and attention in 16 bits.
+        idle: FLOPs in 16 bits that idle multiprocessors could do meanwhile (occupancy.py).
         flops32: FLOPs of matrix products and attention in float32, for which tensor cores are not used.
         product_bytes: bytes read and written by matrix products and attention.
         bytes: bytes read and written by all other operations.
@@ -56,6 +57,7 @@ class Work:
     """
 
     flops: float = 0
+    idle: float = 0
     flops32: float = 0
     product_bytes: float = 0
     bytes: float = 0
@@ -81,8 +83,6 @@ class Work:
 
 READ = Work(synchronizations=1, copies=1)
 """Work of reading one number from the GPU on the host."""
-COUNTING = Work(launches=2) + READ
-"""Work of counting and reading the rows of each expert (`experts/context.py: read_rows`), which a trace does not do."""
 
 
 class Done(NamedTuple):
@@ -131,9 +131,14 @@ class Share(NamedTuple):
     part: WorkPart | None = None
 
 
-def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Iterator[Share]:
+def works(
+    func: Any, args: Any, kwargs: Any, out: Any, capability: Capability, multiprocessors: int | None = None
+) -> Iterator[Share]:
     """Yield the work of one operation on a GPU of this compute capability, which decides how many kernels are launched.
-    A fused optimizer update of several tensors yields one share for each of them."""
+
+    A fused optimizer update of several tensors yields one share for each of them. Without `multiprocessors`, the number
+    that the GPU has, none are counted as idle.
+    """
     if _does_nothing(func):
         return
     if func in _PER_TENSOR:
@@ -146,12 +151,16 @@ def works(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -
     fresh = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
     first = tensors[0] if tensors else None
     if func is _GEMM_4BIT:
-        yield from _unpacked_product(args, kwargs, tensors, fresh)
+        yield from _unpacked_product(args, kwargs, tensors, fresh, multiprocessors)
         return
     moved = _moved(func, args, kwargs, tensors, fresh)
     launches = _launches(func, args, kwargs, out, capability)
     if flops := _flops(func, args, kwargs, out):
-        yield Share(_product(flops, moved, launches, tensors[0]), first)
+        lost = 0.0
+        if multiprocessors is not None:
+            is_loop = func._opname == "grouped_mm" and grouped.kernel_of(capability, *args[:2]) is None
+            lost = sum(idle(one, multiprocessors) for one in products(func._opname, args, is_loop))
+        yield Share(_product(flops, lost, moved, launches, tensors[0]), first)
     else:
         yield Share(Work(bytes=moved, launches=launches), first, part_of(func))
 
@@ -161,13 +170,15 @@ def part_of(func: Any) -> WorkPart | None:
     return "dequantization" if func is not None and func._opname.startswith("dequantize") else None
 
 
-def _product(flops: float, moved: float, launches: float, of: Tensor) -> Work:
+def _product(flops: float, lost: float, moved: float, launches: float, of: Tensor) -> Work:
     if of.dtype == torch.float32:
         return Work(flops32=flops, product_bytes=moved, launches=launches)
-    return Work(flops=flops, product_bytes=moved, launches=launches)
+    return Work(flops=flops, idle=lost, product_bytes=moved, launches=launches)
 
 
-def _unpacked_product(args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor]) -> Iterator[Share]:
+def _unpacked_product(
+    args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor], multiprocessors: int | None
+) -> Iterator[Share]:
     """Yield the work of `gemm_4bit`: dequantize the weight, then multiply by it. Follows `_dequant_linear_fallback` in
     bitsandbytes/backends/cuda/ops.py, which is used for matrices of realistic sizes. Nested scales need two more
     kernels."""
@@ -180,7 +191,10 @@ def _unpacked_product(args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
         Work(bytes=of_quantized + scales + weight, launches=3 if is_nested else 1), tensors[1], "dequantization"
     )
     moved = size_of(rows) + weight + sum(map(size_of, fresh))
-    yield Share(_product(2 * (rows.numel() // rows.shape[-1]) * numel, moved, 1, rows), rows)
+    count = rows.numel() // rows.shape[-1]
+    launch = Product([count], shape[0], [shape[1]], True)
+    lost = 0.0 if multiprocessors is None else idle(launch, multiprocessors)
+    yield Share(_product(2 * count * numel, lost, moved, 1, rows), rows)
 
 
 def size_of(tensor: Tensor) -> int:
@@ -296,8 +310,8 @@ _FLOPS: dict[Any, Callable[..., float]] = {
     torch.ops.moetune.low_rank.default: _low_rank,
     torch.ops.moetune.low_rank_product_.default: _low_rank_product,
     torch.ops.moetune.low_rank_gradients_.default: _low_rank_gradients,
-    torch.ops.torch_attn._varlen_attn.default: _varlen,
-    torch.ops.torch_attn._varlen_attn_backward.default: _varlen_backward,
+    aten._flash_attention_forward.default: _varlen,
+    aten._flash_attention_backward.default: _varlen_backward,
 }
 
 
@@ -428,8 +442,7 @@ _LAUNCHES: Mapping[str, float | Callable[..., float]] = {
     "constant_pad_nd": 2,
     "topk": 2,
     "_softmax_backward_data": 2,
-    "_varlen_attn": 2,
-    "_varlen_attn_backward": _of_flash_backward,
+    "_flash_attention_backward": _of_flash_backward,
     "_scaled_dot_product_flash_attention_backward": _of_flash_backward,
 }
 """Operator name -> its launches, where not 1: counted operation by operation with torch 2.11 for CUDA 13."""

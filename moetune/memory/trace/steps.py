@@ -15,9 +15,9 @@ from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted
 from moetune.compat.bitsandbytes import paged
 from moetune.config.schema import RunConfig
-from moetune.experts.context import CountRows
+from moetune.experts.context import CountRows, ReadCounts
 from moetune.memory.assumed_routing import AssumedRouting
-from moetune.memory.time.work import COUNTING, READ, Work, size_of
+from moetune.memory.time.work import READ, Work, size_of
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import OUTSIDE, Log
 from moetune.memory.trace.tracker import Tracker
@@ -229,15 +229,15 @@ class Steps(Watched):
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
-        """Return a context that also counts the work of counting each expert's tokens, which a trace skips."""
+        """Return a context that also counts the work of reading each expert's tokens, which a trace skips."""
         counter, hooks = tracker.counter, self.adapted.expert_context.hooks
         if counter is None:
             return nullcontext()
         assumed = hooks.count_rows
 
-        def count_rows(layer: int, ids: Tensor, num_experts: int) -> list[int]:
-            counter.note(COUNTING)
-            return assumed(layer, ids, num_experts)
+        def count_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
+            counter.note(READ)
+            return assumed(layer, ids, num_experts, read)
 
         return hooks.using(count_rows=count_rows)
 

@@ -74,6 +74,7 @@ class Tracker(TorchDispatchMode):
         limit: simulated size of the device in bytes, or None for no limit. An operation whose result would exceed it
             raises `torch.OutOfMemoryError`.
         capability: compute capability of the GPU whose workspaces are added; None for a CPU, without workspaces.
+        multiprocessors: of this GPU; None if unknown.
         parts: module path -> part of a step; if given together with `capability`, work is counted by part.
 
     Attributes:
@@ -90,6 +91,7 @@ class Tracker(TorchDispatchMode):
         limit: int | None = None,
         *,
         capability: Capability | None = None,
+        multiprocessors: int | None = None,
         parts: Mapping[str, WorkPart] | None = None,
     ) -> None:
         super().__init__()
@@ -107,7 +109,9 @@ class Tracker(TorchDispatchMode):
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
         self._capability = capability
-        self.counter = None if capability is None or parts is None else Counter(capability, self, parts, self.log.done)
+        self.counter = None
+        if capability is not None and parts is not None:
+            self.counter = Counter(capability, multiprocessors, self, parts, self.log.done)
 
     # --- What is alive ------------------------------------------------------------------------------------------
 

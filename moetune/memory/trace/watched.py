@@ -52,7 +52,8 @@ class Watched:
         """Return a new tracker, not yet active, that names this model's modules; `counts` makes it count FLOPs, bytes
         and launches of each operation, if there is a `gpu`."""
         parts = work_parts(self.adapted, self.named) if counts and self.gpu is not None else None
-        return Tracker(self.named, capability=self.capability, parts=parts)
+        processors = None if self.gpu is None or self.gpu.multiprocessors is None else self.gpu.multiprocessors.value
+        return Tracker(self.named, capability=self.capability, multiprocessors=processors, parts=parts)
 
     def add_to(self, tracker: Tracker) -> None:
         """Add the storages of the model's weights, buffers and shards to a tracker, with labels and layer numbers."""

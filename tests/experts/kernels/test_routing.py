@@ -62,8 +62,10 @@ def test_a_token_without_numbers_has_weights_that_show_it_and_experts_that_exist
 
 
 @pytest.mark.parametrize(("size", "count"), [(0, 4), (1, 1), (100, 5), (67, 40)])
-def test_sorting_is_stable(interpreted: ModuleType, size: int, count: int) -> None:
+def test_sorting_is_stable_and_counts(interpreted: ModuleType, size: int, count: int) -> None:
     numbers = torch.randint(0, count, (size,), generator=torch.Generator().manual_seed(0))
     expected = torch.argsort(numbers, stable=True)
-    assert torch.equal(interpreted.sorted_positions(numbers, count), expected)
-    assert torch.equal(kernels.sorted_positions(numbers, count), expected)
+    counts = torch.bincount(numbers, minlength=count)
+    for order, counted in (interpreted.sorted_positions(numbers, count), kernels.sorted_positions(numbers, count)):
+        assert torch.equal(order, expected)
+        assert torch.equal(counted.long(), counts)
