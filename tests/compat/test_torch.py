@@ -34,6 +34,7 @@ from moetune.compat.torch import (
     process_group,
     shard_place,
 )
+from moetune.experts.kernels import operators
 
 
 @pytest.mark.parametrize("stays", [False, True])
@@ -163,6 +164,20 @@ def test_quick_fakes_are_torchs_own(operation: torch._ops.OpOverload) -> None:
 
     assert described(QuickFakeMode()) == described(FakeTensorMode())
     assert (operation in _IN_PLACE) == operation._schema.is_mutable
+
+
+def test_operators_of_ours_change_values_only() -> None:
+    """Quick fakes leave out those that return nothing, and make again what those return that also write."""
+
+    def described(mode: FakeTensorMode) -> list:
+        with mode:
+            x, order, inverse = torch.empty(6, 4), torch.empty(8, dtype=torch.int64), torch.empty(12, dtype=torch.int32)
+            rows = [operators.gather_rows(x, order, 2, inverse) for _ in range(2)]
+            assert operators.add_rows_(x, rows[0], order, 2, None) is None
+        assert len({one.untyped_storage()._cdata for one in (x, *rows)}) == 3
+        return [(one.shape, one.stride(), one.dtype, one.device) for one in (x, order, inverse, *rows)]
+
+    assert described(QuickFakeMode()) == described(FakeTensorMode())
 
 
 def test_what_is_made_again_is_of_its_own_type_and_memory() -> None:
