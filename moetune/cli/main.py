@@ -10,8 +10,10 @@ import traceback
 from collections.abc import Callable
 from typing import Annotated
 
-# torch reads this when it is imported: growing segments keep fragmentation low at no cost.
+# torch reads these when it is imported. Growing segments keep fragmentation low at no cost.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+# Nothing here is compiled by torch, and bitsandbytes would load its compiler, which takes longer than a prediction.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 import typer
 
