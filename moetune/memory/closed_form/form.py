@@ -130,16 +130,9 @@ class ClosedForm:
                 experts receive no token.
             UserError: a recorded load in `routing` does not match the model's layers or experts.
         """
-        known = self.recorded = self.recorded or store.read(self.key)
-        if known is None or self._size(config, routing).shape not in known.records:
-            if not may_record:
-                return None
-            with self._steps() as steps:
-                if known is None:
-                    known = self.recorded = Recorded(_head_of(steps))
-                shape = self._size(config, routing).shape
-                known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
-            store.write(self.key, known)
+        known = self.with_records(config, routing, may_record=may_record)
+        if known is None:
+            return None
         size = self._size(config, routing)
         recorded = known.records[size.shape]
         events, layers = known.events(size.shape, self.short)
@@ -157,6 +150,26 @@ class ClosedForm:
         values = table[of_layer[layers], events.like]
         found = Trace(recorded.log, events, values, formula=recorded.formula, sizes=sizes[0])
         return replace(found, load=load_peaks(self.run, found))
+
+    def with_records(
+        self, config: ResolvedConfig, routing: AssumedRouting = BALANCED, *, may_record: bool = True
+    ) -> Recorded | None:
+        """Return the records, among them that for the sizes of a run; arguments and errors as of `at`."""
+        known = self.recorded = self.recorded or store.read(self.key)
+        if known is None or self.shape(config, routing) not in known.records:
+            if not may_record:
+                return None
+            with self._steps() as steps:
+                if known is None:
+                    known = self.recorded = Recorded(_head_of(steps))
+                shape = self.shape(config, routing)
+                known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
+            store.write(self.key, known)
+        return known
+
+    def shape(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Shape:
+        """Return which of the records serves a run; `recorded` must be set."""
+        return self._size(config, routing).shape
 
     def _size(self, config: ResolvedConfig, routing: AssumedRouting) -> _Size:
         """Return the sizes of a run.
