@@ -304,7 +304,7 @@ class _Rewriting:
         self._counts.append(next(c for c, bank in zip(self._counts, source, strict=True) if bank and bank.trained))
         self._single: dict[int, int] = {}  # block -> new block
         self._of_expert: dict[int, dict[int, int]] = {}  # block -> index of a trained expert -> new block
-        self._of_group: dict[int, dict[int, int]] = {}  # block -> index of a group -> new block
+        self._of_group: dict[int, dict[int, list[int]]] = {}  # block -> index of a group -> new blocks
         self._write()
 
     def _write(self) -> None:
@@ -380,20 +380,40 @@ class _Rewriting:
             chosen = like[min(number, 1, len(like) - 1) if is_single and kind == "trained" else 0]
             start, stop, of = stretches[chosen]
             sizes = {"group": (len(of), len(experts))}
+            loops = self._loops(start, stop, len(of))
             for at in range(start, stop):
                 entry = entries[at]
                 if entry >= 0:
-                    self._of_group.setdefault(entry, {})[group] = self._birth(entry, sizes, experts)
+                    times = len(experts) if loops.get(entry) == 0 else 1 if entry not in loops else 0
+                    made = [self._birth(entry, sizes, experts) for _ in range(times)]
+                    self._of_group.setdefault(entry, {})[group] = made
                 elif ~entry in self._of_group:
                     if group not in self._of_group[~entry]:
                         raise Unlike("a group frees what another has allocated")
-                    self._death(self._of_group[~entry][group])
+                    for made in self._of_group[~entry][group]:
+                        self._death(made)
                 elif (block := self._record.log.blocks[~entry]).expert is not None:
                     for expert in self._stands_for(self._index(block), len(target.trained)):
                         if target.trained[expert] in experts:
                             self._of(entry, expert)
                 else:
                     self._one(entry)
+
+    def _loops(self, start: int, stop: int, count: int) -> dict[int, int]:
+        """Return block -> its turn, for the allocations of a group that are made for each of its `count` experts.
+
+        These are as many allocations in a row by the same operation, such as the gradients of the experts' biases.
+        """
+        found: dict[int, int] = {}
+        blocks = self._record.log.blocks
+
+        def kind(entry: int) -> Hashable:
+            return entry >= 0 and (blocks[entry].op, blocks[entry].part, int(self._record.coefficients[entry]))
+
+        for is_birth, run in groupby(self._record.log.entries[start:stop], kind):
+            if is_birth and len(there := list(run)) == count > 1:
+                found |= {entry: turn for turn, entry in enumerate(there)}
+        return found
 
     def _one(self, entry: int) -> None:
         """Write an entry once; the release of a storage of a group for every group."""
@@ -405,8 +425,9 @@ class _Rewriting:
         elif ~entry in self._single:
             self._death(self._single[~entry])
         else:
-            for number in self._of_group.get(~entry, {}).values():
-                self._death(number)
+            for made in self._of_group.get(~entry, {}).values():
+                for number in made:
+                    self._death(number)
 
     def _of(self, entry: int, expert: int) -> None:
         """Write an entry of a trained expert for the expert with this index."""
@@ -437,13 +458,20 @@ def _counts(one: Bank | None, other: Bank | None) -> Counts:
     return {name: (was, other.sizes[name]) for name, was in one.sizes.items() if was}
 
 
+def _is_of_all(log: Log, entry: int) -> bool:
+    return entry < 0 and not log.blocks[~entry].experts and log.blocks[~entry].expert is None
+
+
 def _passes(log: Log) -> list[list[tuple[int, int, tuple[int, ...]]]]:
     """Return, for each pass over the experts of a layer, start and end in `log.entries` and the ids of each group."""
     passes: list[list[tuple[int, int, tuple[int, ...]]]] = []
     now: list[tuple[int, int, tuple[int, ...]]] = []
     for group, following in zip(log.groups, [*log.groups[1:], None], strict=True):
         if group.experts and following is not None:
-            now.append((group.at, following.at, group.experts))
+            stop = following.at
+            while not following.experts and stop > group.at and _is_of_all(log, log.entries[stop - 1]):
+                stop -= 1  # what all groups share is freed just before the end of the last is recorded
+            now.append((group.at, stop, group.experts))
         elif now:
             passes.append(now)
             now = []
