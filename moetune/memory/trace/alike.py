@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from moetune.models.stack import decoder_layers
 from moetune.parallel.ranks import Ranks
@@ -115,7 +117,7 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
     # layer or a weight outside of the layers trains.
     arrive = checkpointing in ("full", "offload") or bool(selection.full & outside)
     kinds: list[Hashable] = []
-    for number, (path, layer) in enumerate(decoder_layers(run.model.plain).items()):
+    for number, (path, made) in enumerate(_layers(run.model.plain).items()):
         trains = (
             frozenset(name.removeprefix(path) for name in selection.full if name.startswith(f"{path}.")),
             frozenset(name.removeprefix(path) for name in selection.lora_linears if name.startswith(f"{path}.")),
@@ -124,9 +126,21 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
         )
         stays = checkpointing == "offload" and number == 0  # its input, a frozen embedding's output, stays on the GPU
         keeps_rows = number in run.keeps_rows
-        kinds.append((arrive, stays, keeps_rows, trains, held.get(number, ()), *_make(layer)))
+        kinds.append((arrive, stays, keeps_rows, trains, held.get(number, ()), made))
         arrive = arrive or any(trains)
     return kinds
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+_MADE: dict[Hashable, int] = {}
+
+
+def _layers(model: PreTrainedModel) -> dict[str, int]:
+    """Return path -> a number for each decoder layer, which is equal for layers of the same make, in any model."""
+    if model not in _KNOWN:  # a plain model is never modified
+        layers = decoder_layers(model).items()
+        _KNOWN[model] = {path: _MADE.setdefault(tuple(_make(layer)), len(_MADE)) for path, layer in layers}
+    return _KNOWN[model]
 
 
 _NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number", "depth")
