@@ -73,12 +73,8 @@ class Depths:
         one, other = (ClosedForm(probe, form.rank, form.gpu) for probe in probes)
         if not form.short.units == one.short.units == other.short.units:
             return None  # layers that differ train as many experts as those of a probe
-        (one, records), (other, others) = (
-            (known, known.with_records(probe.run.config, routing))
-            for probe, known in ((probe, self._like(probe)) for probe in (one, other))
-        )
-        assert records is not None
-        assert others is not None
+        one, other = self._like(one), self._like(other)
+        records = one.with_records(probes[0].config, routing)
         shape = one.shape(probes[0].config, routing)
         form.recorded = Recorded(records.head)
         banks = [_banks(run, form.short.kept) for run in (form.run, *probes)]
@@ -86,9 +82,10 @@ class Depths:
         if shape != form.shape(form.run.config, routing) or any(shape.idle):
             return None
         if key[:2] not in self._choices:
+            others = other.with_records(probes[1].config, routing, records.head)
             try:
                 self._choices[key[:2]] = Choices.of(records.records[shape], banks[1], others.records[shape], banks[2])
-            except (Unlike, KeyError):
+            except (Unlike, KeyError):  # another number takes other branches, or the loss is divided otherwise
                 self._choices[key[:2]] = None
         choices = self._choices[key[:2]]
         if choices is not None and key not in self._rewritten:

@@ -2,7 +2,7 @@
 
 Identical layers allocate the same memory in the same order. A stack of decoder layers consists of groups that repeat: a
 group is one layer, or a few layers that alternate, such as attention with a window and without. Of a group that repeats
-at least four times only the first, the second and the last repetition are run: the shortened model. The second has
+at least three times only the first, the second and the last repetition are run: the shortened model. The second has
 neighbours of its own kind on both sides and stands for all repetitions that are left out; repeat.py writes out their
 part of the log.
 """
@@ -75,7 +75,8 @@ def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
 
     Returns:
         The numbers of the layers to run, ascending, and the groups among them that stand for others. Without a group
-        that repeats four times, all layers and no groups.
+        that repeats three times, all layers and no groups. A group that repeats three times stands only for itself, so
+        that its record serves more repetitions.
     """
     kept: list[int] = []
     units: list[Unit] = []
@@ -85,7 +86,7 @@ def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
             ((size, _times(kinds, at, size)) for size in range(1, _LONGEST + 1)),
             key=lambda found: (found[0] * (found[1] - 3), -found[0]),
         )
-        if times < 4:
+        if times < 3:
             kept.append(at)
             at += 1
             continue
