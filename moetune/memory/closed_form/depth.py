@@ -1,4 +1,4 @@
-"""`Depths`: reuses one recorded step for runs that differ only in which decoder layers are identical.
+"""`Depths`: reuses one recorded step for runs that differ only in which layers are identical, or in trained experts.
 
 A record lists the storages of a shortened model, in which groups of layers stand for identical ones (trace/alike.py).
 Runs with the same shortened model, such as two that train the experts of the first 6 and of the first 12 layers, differ
@@ -12,7 +12,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
-from moetune.memory.closed_form.experts import Bank, Choices, Unlike, banks_of, probes_of
+from moetune.memory.closed_form.banks import Bank, banks_of, probes_of
+from moetune.memory.closed_form.experts import Choices, Unlike
 from moetune.memory.closed_form.form import ClosedForm, kind_of
 from moetune.memory.closed_form.store import Recorded
 from moetune.memory.trace.tracing import can_be_shortened

@@ -5,7 +5,7 @@ for each group of experts that are computed together. A record with a few traine
 number: entries of its second trained expert are repeated for all others, and every group of the other number is written
 as a group of its kind in the record. Sizes that grow with a number of experts are scaled.
 
-What scales how is not assumed. Two records with different numbers of trained experts are made (`probes_of`); the first,
+What scales how is not assumed. Two records with different numbers of trained experts are made (`banks.probes_of`); the first,
 rewritten for the number of the second, must be the second (`Choices.of`). Where it is not, because a model or an
 optimizer does otherwise, each number has its own record.
 """
@@ -14,132 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 
-from moetune.config.schema import ExpertsConfig
-from moetune.experts.bank import Kind, groups_of, most_together
+from moetune.experts.bank import Kind
+from moetune.memory.closed_form.banks import Bank
 from moetune.memory.closed_form.record import Record
 from moetune.memory.trace.log import Block, Log
-from moetune.run.names import parts_by_name
-from moetune.run.resolve import ResolvedRun
-
-_FIRST = 3
-"""Fewest trained experts of a record that serves other numbers: a first one, one that is repeated, and a last one."""
 
 
 class Unlike(Exception):
     """Raised when a record cannot be rewritten for another number of trained experts."""
-
-
-@dataclass(frozen=True)
-class Bank:
-    """The experts of one layer, by how they train.
-
-    Attributes:
-        experts: number of experts.
-        trained: ids of those that train in full.
-        lora: ids of those with LoRA.
-        most: most experts that are computed together.
-    """
-
-    experts: int
-    trained: tuple[int, ...]
-    lora: tuple[int, ...]
-    most: int
-
-    def groups(self, *, alone: bool) -> list[tuple[Kind, tuple[int, ...]]]:
-        """Return kind and ids of the experts of each group; `alone` as in `experts.bank.groups_of`."""
-        frozen = [expert for expert in range(self.experts) if expert not in self.trained]
-        order = [*frozen, *self.trained]
-        kinds: list[Kind] = ["lora" if expert in self.lora else "frozen" for expert in frozen]
-        kinds += ["trained"] * len(self.trained)
-        slots = groups_of(kinds, self.most, alone=alone)
-        return [(kinds[of[0]], tuple(order[of.start : of.stop])) for of in slots]
-
-    @cached_property
-    def branches(self) -> Hashable:
-        """What the code of a bank branches on: kinds of groups, whether one has a single expert, and their order."""
-        kinds = frozenset((kind, len(ids) == 1) for kind, ids in self.groups(alone=False))
-        return kinds, self._in_order, bool(self.lora)
-
-    @property
-    def _in_order(self) -> bool:
-        return self.trained == tuple(range(self.experts - len(self.trained), self.experts))
-
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Name -> value of the numbers of experts that the bytes of a storage may be proportional to."""
-        trained = len(self.trained)
-        return {"trained": trained, "frozen": self.experts - trained}
-
-    def training(self, number: int) -> Bank:
-        """Return the bank with another number of trained experts; with LoRA on all others if this one has LoRA."""
-        ids = range(self.experts - number, self.experts) if self._in_order else range(number)
-        rest = tuple(expert for expert in range(self.experts) if expert not in ids)
-        return replace(self, trained=tuple(ids), lora=rest if self.lora else ())
-
-    def serves(self, other: Bank) -> bool:
-        """Return whether a record with this bank can be rewritten for another."""
-        return self.branches == other.branches and (self.experts, self.most) == (other.experts, other.most)
-
-
-def banks_of(run: ResolvedRun) -> dict[int, Bank]:
-    """Return layer index -> the bank of each layer with experts; all experts must be on one rank."""
-    chosen = run.selection
-    return {
-        layer.index: Bank(
-            layer.shape.num_experts,
-            chosen.experts.get(layer.index, ()),
-            chosen.lora_experts.get(layer.index, ()),
-            most_together(layer.shape, run.expert_memory, run.dtype),
-        )
-        for layer in run.structure.moe_layers
-    }
-
-
-def probes_of(run: ResolvedRun) -> tuple[ResolvedRun, ResolvedRun] | None:
-    """Return two runs with few trained experts whose records serve this run.
-
-    None if this run needs a record of its own: its layers train different numbers of experts, only some of the other
-    experts have LoRA, experts are divided over ranks or stored on the host, or too few numbers take the same branches.
-    """
-    banks = {layer: bank for layer, bank in banks_of(run).items() if bank.trained}
-    same = {(bank.branches, *bank.sizes.values(), len(bank.lora), bank.most) for bank in banks.values()}
-    if len(same) != 1 or run.config.parallel.ranks > 1 or run.config.model.experts_on == "host":
-        return None
-    bank = next(iter(banks.values()))
-    if bank.lora and (len(bank.lora) != bank.sizes["frozen"] or run.optimizers["lora"].name.endswith("8bit")):
-        return None  # 8-bit optimizers keep the states of small tensors in 32 bits
-    numbers = [n for n in range(_FIRST, bank.experts) if bank.training(n).serves(bank)]
-    first = numbers[0] if numbers else 0
-    second = next((n for n in numbers[1:] if _tells(bank.training(first), bank.training(n))), None)
-    if second is None:
-        return None
-    return _training(run, banks, first), _training(run, banks, second)
-
-
-def _tells(one: Bank, other: Bank) -> bool:
-    """Return whether the groups of two banks show which bytes grow with the experts of a group."""
-    counts: dict[Kind, set[int]] = {}
-    for kind, ids in (*one.groups(alone=False), *other.groups(alone=False)):
-        counts.setdefault(kind, set()).add(len(ids))
-    return all(len(sizes) > 1 or sizes == {1} for sizes in counts.values())
-
-
-def _training(run: ResolvedRun, banks: dict[int, Bank], number: int) -> ResolvedRun:
-    """Return the run with another number of trained experts in each of the given layers."""
-    new = {layer: bank.training(number) for layer, bank in banks.items()}
-    selection = replace(
-        run.selection,
-        experts={**run.selection.experts, **{layer: bank.trained for layer, bank in new.items()}},
-        lora_experts={**run.selection.lora_experts, **{layer: bank.lora for layer, bank in new.items() if bank.lora}},
-    )
-    chosen = ExpertsConfig(ids={layer: bank.trained for layer, bank in new.items()})
-    config = run.config.but(adapt={"experts": chosen})
-    return replace(run, config=config, selection=selection, parts=parts_by_name(run.structure, selection))
 
 
 Scale = tuple[str, int]
@@ -178,9 +64,9 @@ class Choices:
                 before = possible[source]
                 if before is None:
                     before = possible[source] = [("", 0), *((name, 0) for name in sizes)]
-                possible[source] = [
-                    scale for scale in before if _scaled(now, scale, sizes) == then
-                ] or _with_constant(one, source, now, then, sizes, record is other)
+                possible[source] = [scale for scale in before if _scaled(now, scale, sizes) == then] or _with_constant(
+                    one, source, now, then, sizes, record is other
+                )
                 if not possible[source]:
                     block = one.log.blocks[source]
                     raise Unlike(f"{block.op} in {block.module!r}: {now:,} and {then:,} bytes")
@@ -248,8 +134,9 @@ def _with_constant(one: Record, source: int, now: int, then: int, sizes: Counts,
 def _refuse_other_entries(one: Record, rewritten: _Rewriting, record: Record) -> None:
     """Raise `Unlike` if a rewritten record has not the allocations and releases of another, but for their bytes."""
 
-    def alike(record: Record, log: Log, source: Callable[[int], int]) -> list[tuple]:
-        found, order = [], {number: at for at, number in enumerate(_lasting(log))}
+    def alike(record: Record, log: Log, source: Callable[[int], int]) -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+        order = {number: at for at, number in enumerate(_lasting(log))}
         runs = groupby((entry for entry in log.entries if max(entry, ~entry) in order), lambda entry: entry >= 0)
         for is_birth, entries in runs:
             if not is_birth:
@@ -263,8 +150,9 @@ def _refuse_other_entries(one: Record, rewritten: _Rewriting, record: Record) ->
                 found.append((*about, powers, grows, experts, int(record.layers[own]), int(record.places[own])))
         return found
 
-    largest = {max((block.bytes for block in of.log.blocks if block.phase == "optimizer"), default=0)
-               for of in (one, record)}
+    largest = {
+        max((block.bytes for block in of.log.blocks if block.phase == "optimizer"), default=0) for of in (one, record)
+    }
     if len(largest) > 1 and max(largest) > _LITTLE:
         raise Unlike("the update takes other memory with another number of experts")
     ours, theirs = alike(one, rewritten.log, rewritten.sources.__getitem__), alike(record, record.log, int)
@@ -385,8 +273,8 @@ class _Rewriting:
                 entry = entries[at]
                 if entry >= 0:
                     times = len(experts) if loops.get(entry) == 0 else 1 if entry not in loops else 0
-                    made = [self._birth(entry, sizes, experts) for _ in range(times)]
-                    self._of_group.setdefault(entry, {})[group] = made
+                    births = [self._birth(entry, sizes, experts) for _ in range(times)]
+                    self._of_group.setdefault(entry, {})[group] = births
                 elif ~entry in self._of_group:
                     if group not in self._of_group[~entry]:
                         raise Unlike("a group frees what another has allocated")
@@ -425,9 +313,8 @@ class _Rewriting:
         elif ~entry in self._single:
             self._death(self._single[~entry])
         else:
-            for made in self._of_group.get(~entry, {}).values():
-                for number in made:
-                    self._death(number)
+            for number in chain.from_iterable(self._of_group.get(~entry, {}).values()):
+                self._death(number)
 
     def _of(self, entry: int, expert: int) -> None:
         """Write an entry of a trained expert for the expert with this index."""

@@ -80,8 +80,8 @@ class Watched:
             for tensor in tensors_of(layer):
                 tracker.belongs(tensor, number, in_bank=id(tensor.untyped_storage()) in in_banks)
         for parameter, expert in self.expert_of.items():
-            if (number := tracker.block_of(local_tensor(parameter))) is not None:
-                tracker.log.blocks[number].expert = expert
+            if (block := tracker.block_of(local_tensor(parameter))) is not None:
+                tracker.log.blocks[block].expert = expert
 
     @contextmanager
     def watching(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:

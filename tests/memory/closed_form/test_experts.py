@@ -12,8 +12,9 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.memory.closed_form import form
+from moetune.memory.closed_form.banks import Bank, banks_of, probes_of
 from moetune.memory.closed_form.depth import Depths
-from moetune.memory.closed_form.experts import Bank, Choices, Unlike, banks_of, probes_of
+from moetune.memory.closed_form.experts import Choices, Unlike
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import ResolvedRun, resolve
