@@ -5,8 +5,8 @@ for each group of experts that are computed together. A record with a few traine
 number: entries of its second trained expert are repeated for all others, and every group of the other number is written
 as a group of its kind in the record. Sizes that grow with a number of experts are scaled.
 
-What scales how is not assumed. Two records with different numbers of trained experts are made (`banks.probes_of`); the first,
-rewritten for the number of the second, must be the second (`Choices.of`). Where it is not, because a model or an
+What scales how is not assumed. Two records with different numbers of trained experts are made (`banks.probes_of`); the
+first, rewritten for the number of the second, must be the second (`Choices.of`). Where it is not, because a model or an
 optimizer does otherwise, each number has its own record.
 """
 
