@@ -30,6 +30,8 @@ from moetune.models.moe import ExpertShape
 _MOST_AT_ONCE = 2**31 - 1  # weights in one dequantization: bitsandbytes counts them in 32 bits
 
 ExpertTensor = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
+Kind = Literal["trained", "lora", "frozen"]
+"""How an expert trains; experts of different kinds are never computed together."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,31 @@ class BankPlan:
             tuple(expert for expert in held if expert in self.trained),
             replace(self.lora, ids=lora) if self.lora is not None and lora else None,
         )
+
+
+def most_together(shape: ExpertShape, memory: int, dtype: torch.dtype) -> int:
+    """Return how many experts may be computed together: at least one, and no more than fit into `memory` bytes.
+
+    Each expert counts with the larger of its two matrices, in `dtype`.
+    """
+    largest = shape.hidden * shape.intermediate * (2 if shape.has_gate else 1)
+    return max(1, min(memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
+
+
+def groups_of(kinds: Sequence[Kind], most: int, *, alone: bool = False) -> Iterator[range]:
+    """Yield consecutive ranges of slots; the experts of a range are of one kind and are computed together.
+
+    Args:
+        kinds: kind of the expert in each slot.
+        most: most experts of a range.
+        alone: every fully trained expert is a range of its own.
+    """
+    start = 0
+    for kind, slots in groupby(kinds):
+        count = len(list(slots))
+        parts = count if alone and kind == "trained" else -(-count // most)
+        yield from (range(*pair) for pair in pairwise(start + count * part // parts for part in range(parts + 1)))
+        start += count
 
 
 class FullExpert(nn.Module):
@@ -220,8 +247,7 @@ class ExpertBank(nn.Module):
             here = () if self.plan.lora is None else self.plan.lora.ids
             lora = ExpertLora(plan.lora, here, shape, rows, device)
             self.lora = lora if here else None
-        kinds = groupby(range(self.num_experts), key=lambda slot: self._kind(self.expert_order[slot]))
-        self._runs = [(kind, list(slots)) for kind, slots in kinds]
+        self._kinds = [self._kind(expert) for expert in self.expert_order]
 
     @torch.no_grad()
     def put_(self, expert: int, name: ExpertTensor, tensor: Tensor) -> None:
@@ -255,20 +281,13 @@ class ExpertBank(nn.Module):
         """Yield consecutive ranges of slots; the experts of a range are dequantized and multiplied together.
 
         The experts of a group are all frozen, all frozen with LoRA, or all fully trained. A group has at least one
-        expert, and at most as many as fit into `context.expert_memory` bytes, counting for each the larger of its two
-        matrices in `dtype`. With a gradient hook, each fully trained expert is a group of its own, because a group's
-        gradients are one tensor.
+        expert, and at most as many as fit into `context.expert_memory` bytes (`most_together`). With a gradient hook,
+        each fully trained expert is a group of its own, because a group's gradients are one tensor.
         """
-        largest = max(math.prod(self.gate_up.shape), math.prod(self.down.shape))
-        most = max(1, min(self.context.expert_memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
-        for kind, slots in self._runs:
-            is_alone = kind == "trained" and self.hooks.gradient is not None
-            parts = len(slots) if is_alone else -(-len(slots) // most)
-            ends = [slots[0] + len(slots) * part // parts for part in range(parts + 1)]
-            yield from (range(*pair) for pair in pairwise(ends))
+        most = most_together(self.expert_shape, self.context.expert_memory, dtype)
+        return groups_of(self._kinds, most, alone=self.hooks.gradient is not None)
 
-    def _kind(self, expert: int) -> Literal["trained", "lora", "frozen"]:
-        """Return how an expert trains; experts of different kinds are never in one group."""
+    def _kind(self, expert: int) -> Kind:
         if expert not in self.frozen_slots:
             return "trained"
         return "lora" if self.lora is not None and expert in self.lora.slots else "frozen"

@@ -1,7 +1,8 @@
 """`Search`: the largest run of one strategy that fits a GPU: most experts or highest rank, then most rows at once.
 
-Recording the closed form of a kind of run takes seconds, evaluating it milliseconds (memory/closed_form/), so few kinds
-are evaluated. One record covers every number of layers. With a fixed number of trained experts in each layer, memory
+Recording the closed form of a kind of run takes seconds, evaluating it a tenth of a second (memory/closed_form/). One
+record covers every number of layers, and most numbers of experts in each; all of them would still take a minute, so few
+are evaluated. With a fixed number of trained experts in each layer, memory
 grows linearly with the number of layers. This line starts higher with more experts in each layer, because the gradients
 of one layer's experts are added up together. So the line for a number of experts bounds that for every larger number.
 """
@@ -242,8 +243,8 @@ class Search:
     def _most_experts(self, strategy: Strategy) -> Candidate | None:
         """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
 
-        Recording a number of experts in each layer takes seconds, so few are recorded: next the one that promises the
-        most, until no other promises more than what was found.
+        Few numbers of experts in each layer are predicted: next the one that promises most, until no other promises
+        more than what was found. So the last numbers, such as one, which need records of their own, seldom are.
         """
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}

@@ -24,7 +24,7 @@ MODELS: dict[Goal, tuple[str, ...]] = {
     "lora": (*FEW_EXPERTS, "olmoe-1b-7b", "granite-3.1-3b-a800m", "deepseek-v2-lite", "llama-3-8b"),
     "router": (*FEW_EXPERTS, "olmoe-1b-7b", "granite-3.1-3b-a800m", "deepseek-v2-lite"),
 }
-"""Numbers of experts are recorded one by one, which takes minutes where there are many in a layer."""
+"""Models whose every number of experts is quickly predicted, and traced."""
 
 
 def search_of(model: str | Path, gpu: str, length: int = 64) -> Search:

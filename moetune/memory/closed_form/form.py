@@ -128,16 +128,9 @@ class ClosedForm:
                 experts receive no token.
             UserError: a recorded load in `routing` does not match the model's layers or experts.
         """
-        known = self.recorded = self.recorded or store.read(self.key)
-        if known is None or self._size(config, routing).shape not in known.records:
-            if not may_record:
-                return None
-            with self._steps() as steps:
-                if known is None:
-                    known = self.recorded = Recorded(_head_of(steps))
-                shape = self._size(config, routing).shape
-                known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
-            store.write(self.key, known)
+        if not may_record and not self._knows(config, routing):
+            return None
+        known = self.with_records(config, routing)
         size = self._size(config, routing)
         recorded = known.records[size.shape]
         events, layers = known.events(size.shape, self.short)
@@ -155,6 +148,34 @@ class ClosedForm:
         values = table[of_layer[layers], events.like]
         found = Trace(recorded.log, events, values, formula=recorded.formula, sizes=sizes[0])
         return replace(found, load=load_peaks(self.run, found))
+
+    def _knows(self, config: ResolvedConfig, routing: AssumedRouting) -> bool:
+        """Return whether the step of a run's shape is recorded; read the records from disk if none are known."""
+        self.recorded = self.recorded or store.read(self.key)
+        return self.recorded is not None and self.shape(config, routing) in self.recorded.records
+
+    def with_records(
+        self, config: ResolvedConfig, routing: AssumedRouting = BALANCED, head: KnownHead | None = None
+    ) -> Recorded:
+        """Return the records, among them that for the sizes of a run; arguments and errors as of `at`.
+
+        Args:
+            head: sizes of the LM head, if they are known from another record of the model.
+        """
+        if not self._knows(config, routing):
+            known = self.recorded
+            with self._steps() as steps:
+                if known is None:
+                    known = self.recorded = Recorded(head or _head_of(steps))
+                shape = self.shape(config, routing)
+                known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
+            store.write(self.key, known)
+        assert self.recorded is not None
+        return self.recorded
+
+    def shape(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Shape:
+        """Return which of the records serves a run; `recorded` must be set."""
+        return self._size(config, routing).shape
 
     def _size(self, config: ResolvedConfig, routing: AssumedRouting) -> _Size:
         """Return the sizes of a run. Raise `NoClosedForm` if layers differ in which experts receive no token, or if

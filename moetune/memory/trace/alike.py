@@ -2,7 +2,7 @@
 
 Identical layers allocate the same memory in the same order. A stack of decoder layers consists of groups that repeat: a
 group is one layer, or a few layers that alternate, such as attention with a window and without. Of a group that repeats
-at least four times only the first, the second and the last repetition are run: the shortened model. The second has
+at least three times only the first, the second and the last repetition are run: the shortened model. The second has
 neighbours of its own kind on both sides and stands for all repetitions that are left out; repeat.py writes out their
 part of the log.
 """
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from moetune.models.stack import decoder_layers
 from moetune.parallel.ranks import Ranks
@@ -61,7 +63,8 @@ def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
     """Choose the decoder layers to run, given for each decoder layer a value that is equal for identical ones.
 
     Returns the numbers of the layers to run, ascending, and the groups among them that stand for identical groups that
-    are left out. Without a group that repeats four times, all layers and no groups.
+    are left out. Without a group that repeats three times, all layers and no groups. A group that repeats three times
+    stands only for itself, so that its record serves more repetitions.
     """
     kept: list[int] = []
     units: list[Unit] = []
@@ -71,7 +74,7 @@ def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
             ((size, _times(kinds, at, size)) for size in range(1, _LONGEST + 1)),
             key=lambda found: (found[0] * (found[1] - 3), -found[0]),
         )
-        if times < 4:
+        if times < 3:
             kept.append(at)
             at += 1
             continue
@@ -100,18 +103,32 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
     # layer or a weight outside of the layers trains.
     arrive = checkpointing in ("full", "offload") or bool(selection.full & outside)
     kinds: list[Hashable] = []
-    for number, (path, layer) in enumerate(decoder_layers(run.model.plain).items()):
+    for number, (path, made) in enumerate(_layers(run.model.plain).items()):
         trains = (
             frozenset(name.removeprefix(path) for name in selection.full if name.startswith(f"{path}.")),
-            frozenset((name.removeprefix(path), rank) for name, rank in selection.ranks.items() if f"{path}." in name),
+            frozenset(
+                (name.removeprefix(path), rank) for name, rank in selection.ranks.items() if name.startswith(f"{path}.")
+            ),
             selection.experts.get(number, ()),
             selection.lora_experts.get(number, ()),
         )
         stays = checkpointing == "offload" and number == 0  # its input, a frozen embedding's output, stays on the GPU
         keeps_rows = number in run.keeps_rows
-        kinds.append((arrive, stays, keeps_rows, trains, held.get(number, ()), *_make(layer)))
+        kinds.append((arrive, stays, keeps_rows, trains, held.get(number, ()), made))
         arrive = arrive or any(trains)
     return kinds
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
+_MADE: dict[Hashable, int] = {}
+
+
+def _layers(model: PreTrainedModel) -> dict[str, int]:
+    """Return path -> a number for each decoder layer, which is equal for layers of the same make, in any model."""
+    if model not in _KNOWN:  # a plain model is never modified
+        layers = decoder_layers(model).items()
+        _KNOWN[model] = {path: _MADE.setdefault(tuple(_make(layer)), len(_MADE)) for path, layer in layers}
+    return _KNOWN[model]
 
 
 _NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number", "depth")

@@ -30,6 +30,8 @@ class Block:
             follows from where in the log the storage was allocated.
         experts: ids of the experts that were being computed, together, at the allocation; empty if there were none.
         in_bank: whether this is a tensor of an expert bank.
+        expert: id of the fully trained expert that alone has this weight, gradient or optimizer state;
+            None for all others.
     """
 
     bytes: int
@@ -45,6 +47,7 @@ class Block:
     layer: int | None = None
     experts: tuple[int, ...] = ()
     in_bank: bool = False
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,18 @@ class Cut(NamedTuple):
     backward: bool
 
 
+class Group(NamedTuple):
+    """The point in a log from which on a group of experts is computed.
+
+    Attributes:
+        at: index in `Log.entries` of the first entry after this point.
+        experts: ids of the experts; empty after a layer's last group.
+    """
+
+    at: int
+    experts: tuple[int, ...]
+
+
 class Sent(NamedTuple):
     """One call of a collective, which sends bytes to other ranks.
 
@@ -108,6 +123,7 @@ class Log:
         blocks: every storage, in order of allocation.
         entries: allocations and releases in order: n where `blocks[n]` is allocated, ~n where it is freed.
         sent: collectives that send bytes to other ranks.
+        groups: groups of experts that are computed together.
         done: FLOPs, bytes and launches of each operation; empty if the tracker does not count work.
     """
 
@@ -115,6 +131,7 @@ class Log:
     entries: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -258,7 +259,7 @@ class Steps(Watched):
             if parameter.grad is not None:
                 tracker.add(parameter.grad, "gradients", self.adapted.part_of(name))
                 if parameter in layer_of:
-                    tracker.belongs(parameter.grad, layer_of[parameter])
+                    tracker.belongs(parameter.grad, layer_of[parameter], expert=self.expert_of.get(parameter))
         self._say_whose_states(tracker)
         with tracker.following(self.trained), self.watching(tracker, tracking):
             yield
@@ -271,6 +272,7 @@ class Steps(Watched):
         """Set layer and label of optimizer states and float32 weights, and mark paged states as host memory."""
         layer_of = self._layer_of()
         parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
+        owned = Counter(id(tensor) for states in self.optimizer.state.values() for tensor in states.values())
         for updater in self.optimizer.updaters:
             for parameter, updated in updater.updates():
                 label = f"{parts[parameter]}: {self.config.optimizers[parts[parameter]].name}"
@@ -278,7 +280,8 @@ class Steps(Watched):
                 for tensor in (updated, *states.values(), *_on_host(updater)):
                     if isinstance(tensor, Tensor):
                         is_state = tensor is not updated and tensor is not parameter
-                        tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None)
+                        expert = self.expert_of.get(parameter) if owned[id(tensor)] < 2 else None
+                        tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None, expert=expert)
                 if self.gpu is not None:
                     for tensor in paged(updater.optimizer, updated):
                         tracker.moved_to_host(tensor, managed=True)

@@ -35,7 +35,7 @@ from moetune.memory.kernels import workspace
 from moetune.memory.report import PartName, Phase
 from moetune.memory.time.counter import Counter
 from moetune.memory.time.work import WorkPart
-from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
+from moetune.memory.trace.log import Block, Cut, Group, Log, Mark, Sent
 from moetune.parallel.messages import NAMESPACES, message
 
 _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
@@ -201,16 +201,25 @@ class Tracker(TorchDispatchMode):
                 self.log.blocks[number].part = part
                 self.read_marks(tensor)
 
-    def belongs(self, tensor: Tensor, layer: int | None, label: str | None = None, *, in_bank: bool = False) -> None:
+    def belongs(
+        self,
+        tensor: Tensor,
+        layer: int | None,
+        label: str | None = None,
+        *,
+        in_bank: bool = False,
+        expert: int | None = None,
+    ) -> None:
         """Set the decoder layer of a tensor's storage, None for that in which it was allocated; do nothing if it is not
         tracked.
 
         A `label` replaces the names of module and operation in reports. `in_bank` marks a tensor of an expert bank;
-        False leaves an earlier True.
+        False leaves an earlier True. `expert` is the id of the fully trained expert that alone has the tensor.
         """
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
             block.layer, block.in_bank = layer, block.in_bank or in_bank
+            block.expert = expert
             if label is not None:
                 block.module, block.op = "", label
 
@@ -320,6 +329,7 @@ class Tracker(TorchDispatchMode):
     def enter_experts(self, experts: Sequence[int]) -> None:
         """Set the ids of the experts that are computed next; empty for none."""
         self.experts = tuple(experts)
+        self.log.groups.append(Group(len(self.log.entries), self.experts))
 
     def cut(self, layer: int, *, backward: bool) -> None:
         """Record that the forward pass of the decoder layer with this number, or `OUTSIDE`, ends here or its backward

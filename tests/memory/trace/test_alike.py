@@ -10,7 +10,8 @@ def test_of_alike_layers_the_first_the_second_and_the_last_are_run() -> None:
 
 
 def test_three_alike_layers_are_all_run() -> None:
-    assert groups("aaab") == ([0, 1, 2, 3], [])
+    assert groups("aaab") == ([0, 1, 2, 3], [Unit(((1,),))])
+    assert groups("aab") == ([0, 1, 2], [])
 
 
 def test_layers_that_take_turns_are_a_group() -> None:

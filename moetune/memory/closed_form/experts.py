@@ -1,0 +1,365 @@
+"""Serves every number of trained experts in a layer from one record, as depth.py does for the number of layers.
+
+What a step allocates for experts repeats: once for each trained expert (weights, gradients, optimizer states), or once
+for each group of experts that are computed together. A record with a few trained experts is rewritten for another
+number: entries of its second trained expert are repeated for all others, and every group of the other number is written
+as a group of its kind in the record. Sizes that grow with a number of experts are scaled.
+
+What scales how is not assumed. Two records with different numbers of trained experts are made (`banks.probes_of`); the
+first, rewritten for the number of the second, must be the second (`Choices.of`). Where it is not, because a model or an
+optimizer does otherwise, each number has its own record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+
+import numpy as np
+
+from moetune.experts.bank import Kind
+from moetune.memory.closed_form.banks import Bank
+from moetune.memory.closed_form.record import Record
+from moetune.memory.trace.log import Block, Log
+
+
+class Unlike(Exception):
+    """Raised when a record cannot be rewritten for another number of trained experts."""
+
+
+Scale = tuple[str, int]
+"""What a storage's bytes grow with, and bytes that do not grow: ("", 0) for neither; "group" for the experts of its
+group, or a name of `Bank.sizes`."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A record that serves other numbers of trained experts.
+
+    Attributes:
+        record: the record.
+        banks: the bank of each layer that ran; None for layers without experts.
+        scales: [blocks] what the bytes of each block grow with.
+    """
+
+    record: Record
+    banks: tuple[Bank | None, ...]
+    scales: tuple[Scale, ...]
+
+    @classmethod
+    def of(cls, one: Record, banks: Sequence[Bank | None], other: Record, others: Sequence[Bank | None]) -> Choices:
+        """Derive what grows with the number of experts from two records.
+
+        Raises:
+            Unlike: `one`, rewritten for the banks of `other`, is not `other`.
+        """
+        possible: list[list[Scale] | None] = [None] * len(one.log.blocks)
+        for record, its in ((one, banks), (other, others)):
+            rewritten = _Rewriting(one, banks, its)
+            _refuse_other_entries(one, rewritten, record)
+            for new, number in zip(_lasting(rewritten.log), _lasting(record.log), strict=True):
+                source, sizes = rewritten.sources[new], rewritten.sizes[new]
+                now, then = int(one.coefficients[source]), int(record.coefficients[number])
+                before = possible[source]
+                if before is None:
+                    before = possible[source] = [("", 0), *((name, 0) for name in sizes)]
+                possible[source] = [scale for scale in before if _scaled(now, scale, sizes) == then] or _with_constant(
+                    one, source, now, then, sizes, record is other
+                )
+                if not possible[source]:
+                    block = one.log.blocks[source]
+                    raise Unlike(f"{block.op} in {block.module!r}: {now:,} and {then:,} bytes")
+        return cls(one, tuple(banks), tuple((found or [("", 0)])[0] for found in possible))
+
+    def at(self, banks: Sequence[Bank | None]) -> Record:
+        """Return the record of a step with other numbers of trained experts."""
+        rewritten, one = _Rewriting(self.record, self.banks, banks), self.record
+        source = np.array(rewritten.sources, dtype=np.int64)
+        coefficients = np.array(
+            [
+                _scaled(int(one.coefficients[block]), self.scales[block], sizes)
+                for block, sizes in zip(rewritten.sources, rewritten.sizes, strict=True)
+            ],
+            dtype=np.int64,
+        )
+        for block, now, then in zip(rewritten.log.blocks, one.coefficients[source].tolist(), coefficients, strict=True):
+            block.bytes = block.bytes * int(then) // now if now else 0  # tells storages of equal size from others
+        grows = one.experts[source] >= 0
+        groups = list(dict.fromkeys(block.experts for block in rewritten.log.blocks if block.experts))
+        of_group = {group: number for number, group in enumerate(groups)}
+        return replace(
+            one,
+            log=rewritten.log,
+            coefficients=coefficients,
+            monomials=one.monomials[source],
+            experts=np.array(
+                [
+                    of_group[block.experts] if is_product else -1
+                    for block, is_product in zip(rewritten.log.blocks, grows, strict=True)
+                ],
+                dtype=np.int64,
+            ),
+            layers=one.layers[source],
+            places=one.places[source],
+            groups=tuple(groups),
+        )
+
+
+Counts = dict[str, tuple[int, int]]
+"""Name of a number of experts -> its value in the record and in the step that it is rewritten for."""
+
+
+def _scaled(bytes_: int, scale: Scale, sizes: Counts) -> int | None:
+    """Return bytes for other numbers of experts; None if they are no whole number of bytes for each expert."""
+    name, constant = scale
+    if not name:
+        return bytes_
+    was, now = sizes[name]
+    return None if (bytes_ - constant) % was else constant + (bytes_ - constant) // was * now
+
+
+_LITTLE = 1 << 20
+"""Most bytes of a storage of which a part may be constant: two records do not show that the rest is proportional."""
+
+
+def _with_constant(one: Record, source: int, now: int, then: int, sizes: Counts, differs: bool) -> list[Scale]:
+    """Return how a little storage grows of which a part is constant, such as a stack of the norms of all gradients."""
+    was, becomes = sizes.get("trained", (0, 0))
+    if not differs or now > _LITTLE or one.powers[one.monomials[source]] or (then - now) % (becomes - was or 1):
+        return []
+    return [("trained", now - (then - now) // (becomes - was) * was)] if becomes != was else []
+
+
+def _refuse_other_entries(one: Record, rewritten: _Rewriting, record: Record) -> None:
+    """Raise `Unlike` if a rewritten record has not the allocations and releases of another, but for their bytes."""
+
+    def alike(record: Record, log: Log, source: Callable[[int], int]) -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+        order = {number: at for at, number in enumerate(_lasting(log))}
+        runs = groupby((entry for entry in log.entries if max(entry, ~entry) in order), lambda entry: entry >= 0)
+        for is_birth, entries in runs:
+            if not is_birth:
+                found.append(tuple(sorted(order[~entry] for entry in entries)))
+                continue
+            for number in entries:
+                block, own = log.blocks[number], source(number)
+                about = (block.part, block.phase, block.module, block.op, block.layer, block.on_host, block.fetched)
+                powers, grows = record.powers[record.monomials[own]], bool(record.experts[own] >= 0)
+                experts = len(block.experts) if grows else 0
+                found.append((*about, powers, grows, experts, int(record.layers[own]), int(record.places[own])))
+        return found
+
+    largest = {
+        max((block.bytes for block in of.log.blocks if block.phase == "optimizer"), default=0) for of in (one, record)
+    }
+    if len(largest) > 1 and max(largest) > _LITTLE:
+        raise Unlike("the update takes other memory with another number of experts")
+    ours, theirs = alike(one, rewritten.log, rewritten.sources.__getitem__), alike(record, record.log, int)
+    if ours != theirs:
+        at = next((n for n, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
+        raise Unlike(f"{ours[at]} is {theirs[at]} with another number of experts")
+
+
+def _lasting(log: Log) -> list[int]:
+    """Return the numbers of the blocks without those that are temporary in the update.
+
+    An update goes from parameter to parameter, so what it allocates does not add up over them, but for the scalars of
+    the norm, which are gone when weights change. It is not repeated, as for layers that a record leaves out.
+    """
+    return [n for n, block in enumerate(log.blocks) if block.phase != "optimizer" or block.layer is not None]
+
+
+class _Rewriting:
+    """A record's log for other numbers of trained experts.
+
+    Args:
+        record: the record.
+        source: bank of each of its layers.
+        target: bank of each layer to write the log for.
+
+    Attributes:
+        log: the new log; blocks have the bytes of those that they were made from.
+        sources: [new blocks] number of the block in the record.
+        sizes: [new blocks] numbers of experts that the block's bytes may grow with.
+    """
+
+    def __init__(self, record: Record, source: Sequence[Bank | None], target: Sequence[Bank | None]) -> None:
+        self._record, self._source, self._target = record, source, target
+        self.log, self.sources, self.sizes = Log(), list[int](), list[Counts]()
+        # of each layer; the last, as of layer -1, outside of layers: of any in which experts train
+        self._counts = [_counts(one, other) for one, other in zip(source, target, strict=True)]
+        self._counts.append(next(c for c, bank in zip(self._counts, source, strict=True) if bank and bank.trained))
+        self._single: dict[int, int] = {}  # block -> new block
+        self._of_expert: dict[int, dict[int, int]] = {}  # block -> index of a trained expert -> new block
+        self._of_group: dict[int, dict[int, list[int]]] = {}  # block -> index of a group -> new blocks
+        self._write()
+
+    def _write(self) -> None:
+        old, at, place = self._record.log, 0, [0] * (len(self._record.log.entries) + 1)
+        for stretches in _passes(old):
+            self._outside(at, stretches[0][0], place)
+            self._pass(stretches, place)
+            at = stretches[-1][1]
+        self._outside(at, len(old.entries), place)
+        place[-1] = len(self.log.entries)
+        self.log.marks = [replace(mark, at=place[mark.at]) for mark in old.marks]
+        self.log.cuts = [cut._replace(at=place[cut.at]) for cut in old.cuts]
+
+    def _outside(self, start: int, stop: int, place: list[int]) -> None:
+        """Write entries that are in no group of experts; those of a trained expert for each expert."""
+        entries = self._record.log.entries
+
+        def owner(at: int) -> tuple[int, int] | None:
+            block = self._record.log.blocks[max(entries[at], ~entries[at])]
+            return None if block.expert is None or block.layer is None else (block.layer, self._index(block))
+
+        for of, run in groupby(range(start, stop), owner):
+            there = list(run)
+            for at in there:
+                place[at] = len(self.log.entries)
+                if of is None:
+                    self._one(entries[at])
+            if of is None:
+                continue
+            layer, index = of
+            bank = self._target[layer]
+            assert bank is not None
+            for expert in self._stands_for(index, len(bank.trained)):
+                for at in there:
+                    self._of(entries[at], expert)
+
+    def _index(self, block: Block) -> int:
+        """Return which of its layer's trained experts a block belongs to."""
+        assert block.layer is not None
+        assert block.expert is not None
+        bank = self._source[block.layer]
+        assert bank is not None
+        return bank.trained.index(block.expert)
+
+    @staticmethod
+    def _stands_for(index: int, count: int) -> range:
+        """Return which of `count` trained experts the one with this index in the record stands for."""
+        return range(1) if index == 0 else range(1, count) if index == 1 else range(0)
+
+    def _pass(self, stretches: list[tuple[int, int, tuple[int, ...]]], place: list[int]) -> None:
+        """Write one pass over a layer's groups of experts."""
+        entries = self._record.log.entries
+        layer = next(
+            int(self._record.layers[entry]) for entry in entries[stretches[0][0] : stretches[-1][1]] if entry >= 0
+        )
+        source, target = self._source[layer], self._target[layer]
+        assert source is not None
+        assert target is not None
+        ids = [experts for *_, experts in stretches]
+        alone = next((is_ for is_ in (False, True) if [of for _, of in source.groups(alone=is_)] == ids), None)
+        if alone is None:
+            raise Unlike(f"groups of experts {ids}")
+        kinds = [kind for kind, _ in source.groups(alone=alone)]
+        for at in range(stretches[0][0], stretches[-1][1]):
+            place[at] = len(self.log.entries)
+        seen: dict[tuple[Kind, bool], int] = {}
+        for group, (kind, experts) in enumerate(target.groups(alone=alone)):
+            like = [n for n, of in enumerate(ids) if kinds[n] == kind and (len(of) == 1) == (len(experts) == 1)]
+            if not like:
+                raise Unlike(f"no group of {kind} experts of that size is recorded")
+            is_single = len(experts) == 1
+            number = seen[kind, is_single] = seen.get((kind, is_single), -1) + 1
+            chosen = like[min(number, 1, len(like) - 1) if is_single and kind == "trained" else 0]
+            start, stop, of = stretches[chosen]
+            sizes = {"group": (len(of), len(experts))}
+            loops = self._loops(start, stop, len(of))
+            for at in range(start, stop):
+                entry = entries[at]
+                if entry >= 0:
+                    times = len(experts) if loops.get(entry) == 0 else 1 if entry not in loops else 0
+                    births = [self._birth(entry, sizes, experts) for _ in range(times)]
+                    self._of_group.setdefault(entry, {})[group] = births
+                elif ~entry in self._of_group:
+                    if group not in self._of_group[~entry]:
+                        raise Unlike("a group frees what another has allocated")
+                    for made in self._of_group[~entry][group]:
+                        self._death(made)
+                elif (block := self._record.log.blocks[~entry]).expert is not None:
+                    for expert in self._stands_for(self._index(block), len(target.trained)):
+                        if target.trained[expert] in experts:
+                            self._of(entry, expert)
+                else:
+                    self._one(entry)
+
+    def _loops(self, start: int, stop: int, count: int) -> dict[int, int]:
+        """Return block -> its turn, for the allocations of a group that are made for each of its `count` experts.
+
+        These are as many allocations in a row by the same operation, such as the gradients of the experts' biases.
+        """
+        found: dict[int, int] = {}
+        blocks = self._record.log.blocks
+
+        def kind(entry: int) -> Hashable:
+            return entry >= 0 and (blocks[entry].op, blocks[entry].part, int(self._record.coefficients[entry]))
+
+        for is_birth, run in groupby(self._record.log.entries[start:stop], kind):
+            if is_birth and len(there := list(run)) == count > 1:
+                found |= {entry: turn for turn, entry in enumerate(there)}
+        return found
+
+    def _one(self, entry: int) -> None:
+        """Write an entry once; the release of a storage of a group for every group."""
+        if entry >= 0:
+            layer = self._record.log.blocks[entry].layer
+            self._single[entry] = self._birth(
+                entry, self._counts[int(self._record.layers[entry]) if layer is None else layer]
+            )
+        elif ~entry in self._single:
+            self._death(self._single[~entry])
+        else:
+            for number in chain.from_iterable(self._of_group.get(~entry, {}).values()):
+                self._death(number)
+
+    def _of(self, entry: int, expert: int) -> None:
+        """Write an entry of a trained expert for the expert with this index."""
+        if entry >= 0:
+            self._of_expert.setdefault(entry, {})[expert] = self._birth(entry, {})
+        elif expert in self._of_expert.get(~entry, {}):
+            self._death(self._of_expert[~entry][expert])
+
+    def _birth(self, source: int, sizes: Counts, experts: tuple[int, ...] = ()) -> int:
+        number, block = len(self.log.blocks), self._record.log.blocks[source]
+        born = len(self.log.entries)
+        self.log.blocks.append(replace(block, born=born, died=None, experts=experts or block.experts))
+        self.log.entries.append(number)
+        self.sources.append(source)
+        self.sizes.append(sizes)
+        return number
+
+    def _death(self, number: int) -> None:
+        block = self.log.blocks[number]
+        if block.died is None:
+            block.died = len(self.log.entries)
+            self.log.entries.append(~number)
+
+
+def _counts(one: Bank | None, other: Bank | None) -> Counts:
+    if one is None or other is None:
+        return {}
+    return {name: (was, other.sizes[name]) for name, was in one.sizes.items() if was}
+
+
+def _is_of_all(log: Log, entry: int) -> bool:
+    return entry < 0 and not log.blocks[~entry].experts and log.blocks[~entry].expert is None
+
+
+def _passes(log: Log) -> list[list[tuple[int, int, tuple[int, ...]]]]:
+    """Return, for each pass over the experts of a layer, start and end in `log.entries` and the ids of each group."""
+    passes: list[list[tuple[int, int, tuple[int, ...]]]] = []
+    now: list[tuple[int, int, tuple[int, ...]]] = []
+    for group, following in zip(log.groups, [*log.groups[1:], None], strict=True):
+        if group.experts and following is not None:
+            stop = following.at
+            while not following.experts and stop > group.at and _is_of_all(log, log.entries[stop - 1]):
+                stop -= 1  # what all groups share is freed just before the end of the last is recorded
+            now.append((group.at, stop, group.experts))
+        elif now:
+            passes.append(now)
+            now = []
+    return passes

@@ -1,0 +1,157 @@
+"""One record serves runs that differ in how many experts of a layer train: to the byte what their own records say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moetune.config.schema import RunConfig
+from moetune.memory.closed_form import form
+from moetune.memory.closed_form.banks import Bank, banks_of, probes_of
+from moetune.memory.closed_form.depth import Depths
+from moetune.memory.closed_form.experts import Choices, Unlike
+from moetune.memory.closed_form.form import ClosedForm
+from moetune.models.catalog.gpus import find_gpu
+from moetune.run.resolve import ResolvedRun, resolve
+from tests.memory.models import toy_run, write_toy
+from tests.thinned import thinned
+
+MODELS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {"name": "adamw", "master_weights": "fp32"},
+    "adamw8bit": {"name": "adamw8bit", "master_weights": "stochastic"},
+    "lomo": {"name": "lomo"},
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "lora": {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}},
+    "attention": {"lora": {"rank": 8, "alpha": 8, "targets": ["attention"]}},
+    "router": {"router": "all"},
+}
+LAYERS = 6
+EXPERTS = 8
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of each recording."""
+    made: list[Any] = []
+    record = form.record
+    monkeypatch.setattr(form, "record", lambda *arguments: made.append(arguments) or record(*arguments))
+    return made
+
+
+def toy(folder: Path, model: str) -> Path:
+    sizes = {"decoder_sparse_step": 1} if model == "qwen3_moe" else {}
+    return write_toy(folder, model, experts=EXPERTS, num_hidden_layers=LAYERS, **sizes)
+
+
+def run_of(path: Path, model: str, layers: str, each: int, settings: dict[str, Any]) -> ResolvedRun:
+    adapt = {"experts": {"layers": layers, "ids": list(range(each))}, **settings.pop("adapt", {})}
+    return resolve(toy_run(path, model, adapt, **settings), "cuda")
+
+
+def same(run: ResolvedRun, depths: Depths, card: str = "l40s") -> None:
+    """What a shared record says of a run is what its own says."""
+    gpu = find_gpu(card)
+    found, own = depths.at(run, 0, gpu), ClosedForm(run, 0, gpu).at(run.config)
+    assert found.parts() == own.parts()
+    assert found.rounded_peak == own.rounded_peak
+    assert (found.host_peak, found.load, found.managed) == (own.host_peak, own.load, own.managed)
+
+
+@pytest.mark.parametrize("number", thinned(map(str, range(50)), 50))
+def test_drawn_choices(number: str, tmp_path: Path, recorded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(int(number))
+    model, optimizer = MODELS[int(number) % len(MODELS)], draw.choice(sorted(OPTIMIZERS))
+    path, depths = toy(tmp_path, model), Depths()
+    settings = {
+        "model": {"weights": "pretrained", "dtype": "bf16", "base": draw.choice(("nf4", "int8", "bf16"))},
+        "optimizer": OPTIMIZERS[optimizer],
+        "train": {
+            "accumulate": 1 if optimizer == "lomo" else draw.choice((1, 4)),
+            "checkpointing": draw.choice(("full", "full", "none")),
+            "max_grad_norm": draw.choice((0, 1.0)),
+            "expert_memory": draw.choice(("auto", "auto", "0", f"{3 * 64 * 128 * 2}B")),
+        },
+    }
+    beside = draw.choice(sorted(BESIDE))
+    adapt = {"adapt": BESIDE[beside]} if model != "gpt_oss" or beside == "router" else {}
+    layers = draw.choice(("1-5", "1-4", "2-5", "2,4"))
+    card = draw.choice(("l40s", "h100", "a100-40gb"))
+    for each in draw.sample(range(2, EXPERTS - 1), 4):
+        before = len(recorded)
+        same(run_of(path, model, layers, each, {**settings, **adapt}), depths, card)
+        shared = settings["train"]["expert_memory"] in ("auto", "0")
+        assert not shared or len(recorded) - before <= (3 if before == 0 else 1)  # its own is the one to compare with
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        ("qwen3-30b-a3b", "adamw"), ("qwen3-30b-a3b", "lomo"), ("olmoe-1b-7b", "adamw8bit"), ("mixtral-8x7b", "adamw"),
+        ("gpt-oss-20b", "lomo"), ("deepseek-v2-lite", "adamw8bit"),
+    ],
+)  # fmt: skip
+def test_a_full_size(model: str, optimizer: str) -> None:
+    draw, depths = random.Random(model), Depths()
+    attention = "eager" if model == "gpt-oss-20b" else "sdpa"
+    for _ in range(2):
+        raw = {
+            "model": {"path": model, "attention": attention},
+            "adapt": {"experts": {"layers": f"3-{draw.randrange(8, 20)}", "ids": list(range(draw.randrange(2, 7)))}},
+            "optimizer": OPTIMIZERS[optimizer],
+            "train": {"accumulate": 1, "sequence_length": 1024},
+        }
+        same(resolve(RunConfig.model_validate(raw), "cuda"), depths)
+
+
+def test_a_single_expert_that_is_computed_alone_has_its_own_record(tmp_path: Path, recorded: list[Any]) -> None:
+    """Two experts are multiplied together, one is not: no record of several serves it."""
+    path, depths = toy(tmp_path, "mixtral"), Depths()
+    model = {"weights": "pretrained", "dtype": "bf16"}
+    one = run_of(path, "mixtral", "1-2", 1, {"model": model})
+    assert probes_of(one) is None
+    assert probes_of(run_of(path, "mixtral", "1-2", 2, {"model": model})) is not None
+    depths.at(one)
+    assert [steps.adapted.run.selection.experts[1] for steps, *_ in recorded] == [(0,)]
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"ids": {1: [0, 1], 2: [0, 1, 2]}},
+        {"ids": [0, 1, 2], "lora": [4, 5]},
+        {"ids": "all"},
+        {"ids": [0, 1, 2], "count": 2},
+    ],
+    ids=["unequal layers", "LoRA on some of the others", "all", "two GPUs"],
+)
+def test_choices_that_no_other_record_serves(choice: dict[str, Any], tmp_path: Path) -> None:
+    lora = {"rank": 4, "alpha": 8, "targets": ["experts"], "ids": choice["lora"]} if "lora" in choice else None
+    adapt = {"experts": {"ids": choice["ids"]}, "lora": lora}
+    more = {"hardware": {"count": 2}, "parallel": {"fsdp": 2}} if "count" in choice else {}
+    path = toy(tmp_path, "mixtral")
+    assert probes_of(resolve(toy_run(path, "mixtral", adapt, model={"weights": "pretrained"}, **more), "cuda")) is None
+
+
+def test_records_that_do_not_agree_are_not_shared(tmp_path: Path) -> None:
+    run = run_of(toy(tmp_path, "mixtral"), "mixtral", "1-2", 4, {"model": {"weights": "pretrained", "dtype": "bf16"}})
+    probes = probes_of(run)
+    assert probes is not None
+    (one, other), kept = (ClosedForm(probe) for probe in probes), range(LAYERS)
+    banks: list[tuple[Bank | None, ...]] = [tuple(map(banks_of(probe).get, kept)) for probe in probes]
+    (first,), (second,) = (known.with_records(known.run.config).records.values() for known in (one, other))
+    Choices.of(first, banks[0], second, banks[1])
+    broken = second.coefficients.copy()
+    broken[np.argmax(broken)] += 8
+    with pytest.raises(Unlike):
+        Choices.of(first, banks[0], replace(second, coefficients=broken), banks[1])
+    with pytest.raises(Unlike):
+        Choices.of(first, banks[0], replace(second, log=first.log), banks[1])
