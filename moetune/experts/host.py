@@ -56,6 +56,11 @@ def empty_on_host(size: Sequence[int], dtype: torch.dtype, device: torch.device)
     return mark_on_host(torch.empty(size, dtype=dtype, device="cpu"))
 
 
+def copy_on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in host memory, marked as such (`stays_on_host`)."""
+    return empty_on_host(tensor.shape, tensor.dtype, torch.device("cpu")).copy_(tensor)
+
+
 def _pinned(nbytes: int) -> Tensor:
     """Return uninitialized pinned memory [nbytes], uint8; raises `UserError` if CUDA cannot pin it.
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError, counted, first_of
+from moetune.experts.host import copy_on_host
 from moetune.parallel.ranks import local_tensor
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
@@ -187,7 +188,7 @@ class RunWarnings:
             flat = local_tensor(parameter).reshape(-1)
             if len(flat):  # an empty shard, or a weight that DeepSpeed keeps elsewhere, has no elements here
                 parts.setdefault(self.adapted.part_of(name), []).append(flat[:: -(-len(flat) // _SAMPLED)].float())
-        return {part: torch.cat(some).cpu() for part, some in parts.items()}
+        return {part: copy_on_host(torch.cat(some)) for part, some in parts.items()}
 
 
 def entropy(tokens_E: Tensor) -> float:

@@ -40,7 +40,7 @@ CONFIG_FILE = "config.json"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}
 """Keys of a config.json whose values do not change the model."""
 QUANTIZATION = 2
-"""Revision of how weights are quantized while they are read; raised whenever the same checkpoint gives other values.
+"""Revision of how weights are quantized while they are read; counted up whenever a checkpoint gives other values.
 
 1: weights are rounded to the compute dtype before; 2: they are quantized from the checkpoint's own dtype.
 """

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moetune.adapt.fake import tensors_of
 from moetune.errors import one_line
+from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ReadCounts
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
@@ -48,9 +49,15 @@ class MemoryRecord:
         self._as_routed: int | None = None
         self._tracker = Tracker(named_modules(loop.adapted))
         self._tracking = ExitStack()
-        self._fullest: dict[int, list[int]] = {}  # layer -> rows of each expert in the call with the fullest expert
+        self._groups = {  # layer -> ids of the experts of each group that is computed together
+            bank.layer: [bank.expert_order[slots.start : slots.stop] for slots in bank.groups(loop.adapted.run.dtype)]
+            for bank in loop.adapted.model.modules()
+            if isinstance(bank, ExpertBank)
+        }
+        self._fullest: dict[int, list[int]] = {}  # layer -> rows of each expert in the call with the fullest group
         self._steps, self._rows = 0, 0
         self._measured: dict[str, int | None] | None = None
+        self._had_states = self._has_states()
         self._seen = watch_cuda() if self.device.type == "cuda" else {}
 
     def _predict(self, routing: AssumedRouting) -> Predicted:
@@ -78,6 +85,11 @@ class MemoryRecord:
                 self._fullest, self._steps = {}, 0
             self._rows = self.loop.micro_batch
             self._begin()
+        elif self._steps == 1 and self._has_states() and not self._had_states:
+            self._fullest = {}  # the first step made the optimizer states: from now on they exist at the peak
+
+    def _has_states(self) -> bool:
+        return any(True for _ in self.loop.optimizer.states())
 
     def refused(self) -> Refused | None:
         """Stop measuring, and return the state of memory at the last refused allocation; None if there was none."""
@@ -99,9 +111,17 @@ class MemoryRecord:
         self._tracking.enter_context(self._tracker)
 
     def _count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-        """Return the rows that each expert of a layer receives, and keep those of the call with the fullest expert."""
+        """Return the rows that each expert of a layer receives, and keep those of the call with the fullest group.
+
+        Evaluations do not count: they take less memory than a step with the same rows.
+        """
+
+        def fullest(rows: list[int]) -> int:
+            return max(sum(rows[expert] for expert in group) for group in self._groups[layer])
+
         rows = read()
-        self._fullest[layer] = max(self._fullest.get(layer, rows), rows, key=max)
+        if self.loop.adapted.model.training:
+            self._fullest[layer] = max(self._fullest.get(layer, rows), rows, key=fullest)
         return rows
 
     def step_ends(self) -> None:

@@ -34,7 +34,7 @@ def test_models_that_isolate_documents_pass_and_are_left_as_they_were(model_type
 
 
 def test_the_experts_stay_in_place_for_whoever_notes_modules_in_the_first_forward_pass():
-    """FSDP2 does: a bank that it does not find becomes its own root, and its gradients' buffers outlive a layer."""
+    """FSDP2 does: a bank it misses becomes a root of its own, whose gradients' buffers stay."""
     model = excited("mixtral")
     there = [*model.named_modules()]
     model.model.register_forward_pre_hook(lambda *_: seen.append([*model.named_modules()]))

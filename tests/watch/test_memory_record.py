@@ -40,6 +40,24 @@ def test_one_figure_is_said_and_it_is_of_the_runs_own_routing(
     assert line.startswith("peak memory: predicted 2.00 MiB, measured ")
 
 
+def test_what_a_run_does_between_its_steps_is_no_part_of_what_is_compared(
+    small_model: Path, small_data: Path, tmp_path: Path
+) -> None:
+    """The routing of evaluations, samples of weights on the host, calls before the optimizer states exist."""
+    train(
+        small.run_config(
+            small_model, small_data, tmp_path / "run", "experts",
+            model={"path": str(small_model), "base": "fp32", "dtype": "fp32"},
+            train={"micro_batch": 1, "accumulate": 4, "steps": 2, "sequence_length": 48, "eval_every": 1,
+                   "save_every": 1, "router_aux_loss": 0.01, "max_grad_norm": 0.15},
+            data={"train": str(small_data), "eval": str(small_data), "packing": True},
+        ),
+        predicts=True,
+    )  # fmt: skip
+    record = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert record["measured"]["peak_allocated"] == pytest.approx(record["predicted"]["as_routed"], rel=2e-4)
+
+
 @pytest.mark.parametrize("error", [ValueError("a layer's tuple"), MemoryError()])
 def test_a_prediction_that_fails_ends_no_training(
     error: Exception, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
