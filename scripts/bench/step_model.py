@@ -199,7 +199,11 @@ def table(steps: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     heads = [
         f"{gpu.upper()}: {head}" for gpu in COMPARED_CARDS for head in ("layers, peak", "s", "fast end", "slow end")
     ]
-    lines = ["", f"| step | TFLOP | launches | {' | '.join(heads)} |", f"|---|---:|---:|{'---|' * len(heads)}"]
+    lines = [
+        "",
+        f"| step | TFLOP (A6000) | launches (A6000; H100) | {' | '.join(heads)} |",
+        f"|---|---:|---:|{'---|' * len(heads)}",
+    ]
     for model, found in steps.items():
         for what, cards in found.items():
             first, cells = cards[COMPARED_CARDS[0]]["time"], []

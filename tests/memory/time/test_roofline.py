@@ -94,4 +94,4 @@ def test_published_runs_lie_in_the_range(
     assert found is not None
     speed = found.tokens_per_second
     assert speed.slow <= published[0] <= published[1] <= speed.fast, speed
-    assert speed.fast < 6 * speed.slow, "a range that says nothing"
+    assert speed.fast < 7 * speed.slow, "a range that says nothing"
