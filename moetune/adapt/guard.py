@@ -96,7 +96,12 @@ def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
 
 
 def as_known(run: ResolvedRun, device: torch.device) -> ResolvedRun:
-    """Return a run as `checked` does if a verdict is kept, else `run` itself; nothing is compared."""
+    """Return a run whose `hardware.without_kernels` also lists the kernels that failed an earlier comparison on
+    `device`.
+
+    Only a verdict kept on disk is read; nothing is compared. Returns `run` itself without such a verdict or a CUDA
+    device.
+    """
     if device.type != "cuda" or not any(_folder().glob("*.json")) or not any(sizes := sizes_of(run)):
         return run
     verdict = kept(Key.of(device, sizes))
@@ -104,7 +109,11 @@ def as_known(run: ResolvedRun, device: torch.device) -> ResolvedRun:
 
 
 def as_known_for(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
-    """Return a run as `as_known` does if this machine's first GPU is `card`, or `card` is None; else `run` itself."""
+    """Return a run whose `hardware.without_kernels` also lists the kernels that failed an earlier comparison on `card`.
+
+    Only a verdict kept on disk is read; nothing is compared. Returns `run` itself without such a verdict or a CUDA GPU,
+    or if this machine's first GPU differs from `card` in both name and total memory. None stands for the first GPU.
+    """
     if not torch.cuda.is_available() or not any(_folder().glob("*.json")):
         return run
     device = torch.device("cuda", 0)

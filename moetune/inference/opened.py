@@ -137,7 +137,9 @@ def _built(
 ) -> tuple[Adapted, Base | None]:
     """Build the adapted model of a run file on one device, in eval mode; a `dtype` replaces the run file's.
 
-    With `notes`, also compute the fingerprint of its base while it is read, and return the base; else None.
+    Training settings are reset: checkpointing, NEFTune, packing, several ranks, `hardware:`. On a CPU, SDPA replaces
+    flash attention. With `notes`, also return the checkpoint of the frozen weights with its fingerprint (None for
+    random weights); without, None in its place.
     """
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.model.attention == "flash_attention_2" and device == "cpu":

@@ -172,7 +172,7 @@ class _Pool(ABC):
 
     @abstractmethod
     def give_back(self) -> None:
-        """Return to the card all memory in which no block is in use."""
+        """Give all memory in which no block is in use back to the card."""
 
     def cut(self, block: _Block, size: int) -> _Block:
         """Mark `block` as in use and return it; split off the bytes beyond `size` if more than `split_above`."""
@@ -228,7 +228,7 @@ class _SegmentPool(_Pool):
         return block
 
     def give_back(self) -> None:
-        """Return each segment that is entirely free."""
+        """Give each segment that is entirely free back to the card."""
         kept = []
         for size, address, block in self._free:
             if block.before is None and block.after is None:
@@ -271,7 +271,7 @@ class _ExpandablePool(_Pool):
         return block
 
     def give_back(self) -> None:
-        """Return each page that lies entirely inside a free block."""
+        """Give each page that lies entirely inside a free block back to the card."""
         for _, _, block in list(self._free):
             first = _round_up(block.address, self._page)
             end = (block.address + block.size) // self._page * self._page

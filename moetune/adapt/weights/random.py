@@ -39,7 +39,11 @@ def fill_randomly(target: LoadTarget, *, draws: bool = True) -> None:
 
 
 def realize_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute, on `device`, the meta tensors that no checkpoint holds, such as rotary frequencies."""
+    """Allocate on `device` all tensors that are still on the meta device, and initialize them by the model's own code.
+
+    To be called once the checkpoint is loaded: what is left then is in no checkpoint, such as rotary frequencies. Does
+    nothing if `device` is meta. Raises `UserError` if the model's code has no rule for one of the tensors.
+    """
     for path, module in list(model.named_modules()):
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             realize(model, path, device)

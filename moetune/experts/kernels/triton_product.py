@@ -175,8 +175,11 @@ def _multiply(out, a, b, ends, terms, tile):
 
 
 def _tile(run, out, tiles, rows, experts, *operands):
-    """Return the tile for a launch: on a GPU the fastest for these operands, by the rows per expert to a power
-    of two."""
+    """Return the tile to launch with: on a GPU the fastest of `tiles` (see `fastest`), on a CPU the first.
+
+    The fastest is found anew for each kernel, number of experts, rows per expert (in ranges 0, 1, 2-3, 4-7, 8-15, …),
+    and dtypes, strides and shapes (without the first dimension) of the operands. `run(out, tile)` launches the kernel.
+    """
     if not out.is_cuda:
         return tiles[0]
     layouts = [(str(one.dtype), *one.shape[1:], *one.stride()) for one in operands]

@@ -101,14 +101,16 @@ class NotedChunks(Chunks):
     noted: list[tuple[int, Place]] = field(default_factory=lambda: [(0, ("", ""))])
 
     def slices(self) -> Iterator[slice]:
-        """Yield the tokens of each chunk, and record which chunk it is."""
+        """Yield each chunk as a slice of the batch's tokens, and record whether it is the first, a middle or the last
+        one."""
         for rows in super().slices():
             self._at("first" if rows.start == 0 else "last" if rows.stop >= self.tokens else "middle")
             yield rows
             self._at("")
 
     def blocks(self, tokens: int) -> Iterator[slice]:
-        """Yield the tokens of each block in a chunk of `tokens` tokens, and record which block it is."""
+        """Yield each block as a slice of the `tokens` tokens of a chunk, and record whether it is a full block or the
+        rest."""
         chunk = self.noted[-1][1][0]
         for rows in super().blocks(tokens):
             self._at(chunk, "full" if rows.stop < tokens else "rest")
