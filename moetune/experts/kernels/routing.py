@@ -36,7 +36,8 @@ def choose(logits: Tensor, top_k: int, normalized: bool, dtype: torch.dtype) -> 
 
 @operator(lambda logits, ids, normalized, dtype: logits.new_empty(ids.shape, dtype=dtype), kernels=_KERNELS)
 def weigh(logits: Tensor, ids: Tensor, normalized: bool, dtype: torch.dtype) -> Tensor:
-    """Return the weights [T, K] of given experts; arguments as in `choose`."""
+    """Return the weights [T, K] in `dtype` of given experts `ids` [T, K]; with `normalized`, divided by their sum over
+    K."""
     weights = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, ids)
     if normalized:
         weights /= weights.sum(-1, keepdim=True)
@@ -62,8 +63,8 @@ def weigh_backward(dweights: Tensor, logits: Tensor, ids: Tensor, normalized: bo
 def sorted_positions(numbers: Tensor, count: int) -> Tensor:
     """Return the indices [n] int64 that sort `numbers` [n], integers from 0 to `count` - 1; the sort is stable.
 
-    A GPU counts each block of 512 numbers in one launch, into 4 · `count` bytes (`count` rounded up to a power of two)
-    per block, and places them in a second. torch's operations first narrow the numbers, which a GPU sorts in fewer
-    passes.
+    A GPU does it in two launches. The first counts how often each number occurs in each block of 512, into 4 · `count`
+    bytes per block (`count` rounded up to a power of two); the second writes the indices. torch's operations first
+    convert the numbers to a narrower dtype, which a GPU sorts in fewer passes.
     """
     return torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)

@@ -37,7 +37,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A run with the decoder layers that are run, and the groups of them that stand for layers that are left out.
+    """A run reduced to some of its decoder layers, of which groups stand for identical layers that are left out.
 
     Attributes:
         kept: numbers of the layers that are run, ascending.
@@ -50,8 +50,10 @@ class Shortened:
 
 
 def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
-    """Leave out the decoder layers of a run for which identical layers can stand. Of the traced rank only the position
-    on the `ep` axis matters, by which it holds experts."""
+    """Return a run without the decoder layers for which identical layers can stand.
+
+    Of `ranks` only the traced rank's position on the `ep` axis matters, which decides the experts that it holds.
+    """
     kinds = kinds_of(run, ranks.coordinates.ep)
     kept, units = groups(kinds)
     return Shortened(run.without_layers(set(range(len(kinds))) - set(kept)), tuple(kept), tuple(units))
@@ -119,8 +121,11 @@ _NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number",
 
 
 def _make(layer: nn.Module) -> Iterator[Hashable]:
-    """Yield, for a layer and each module in it, path, class, plain attributes but the layer's number, and names, shapes
-    and dtypes of tensors."""
+    """Yield, for a layer and each module in it, what its memory depends on.
+
+    That is its path, its class, its plain attributes (but for the layer's number), and its tensors' names, shapes,
+    dtypes.
+    """
     for path, module in layer.named_modules():
         settings = tuple(
             (name, value)

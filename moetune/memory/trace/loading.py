@@ -87,7 +87,7 @@ def _gate_up(shape: ExpertShape) -> int:
 
 
 def _quantizing(shape: ExpertShape, model: ResolvedModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that quantizing an expert's gate_up matrix takes, as `quantizing`."""
+    """Return the peak of temporary bytes while an expert's gate_up matrix is quantized (see `quantizing`)."""
     rows = _gate_up(shape) // shape.hidden
     return quantizing((rows, shape.hidden), model.base, model.double_quant, dtype, shape.is_transposed)
 

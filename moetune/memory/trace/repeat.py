@@ -126,11 +126,11 @@ class Owners:
 
     @cached_property
     def matches(self) -> dict[tuple[int, int], int]:
-        """Counterparts in a group of the blocks that the group frees for a neighbouring layer.
+        """For each block that a neighbouring layer allocates and a group frees, the group's own block in the same role.
 
-        Maps (number of a block that a neighbour allocates and the group frees, last layer of the group) to the number
-        of the group's own block that the next layer in the same direction frees. The two are allocated in the same kind
-        of pass and have the same size.
+        Maps (number of the neighbour's block, last layer of the group) to the number of a block that the group
+        allocates and the next layer in the same direction frees. Both are allocated in the same kind of pass and have
+        the same size.
         """
         left: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
         groups = {unit.layers[-1] for unit in self.units.values()}

@@ -166,7 +166,7 @@ class Trace:
         return int(np.max(self._alive(np.where(self._on_host, 0, rounded)), initial=0))
 
     def parts(self, at: int | None = None) -> Parts:
-        """Return the bytes alive on the device once event `at` has happened, by line of the memory report."""
+        """Return the bytes on the device after event `at` by line of the memory report; None for the peak."""
         alive = self.alive(at)
         part, sizes = self.events.column("part")[alive], self.bytes[alive]
         return Parts(*(int(sizes[part == name].sum()) for name in PART_NAMES))
