@@ -186,7 +186,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each document, with the signature of transformers' attention functions. Without
+    """Compute causal attention within each document, with the signature of transformers' attention functions. Without
     `cu_seq_lens_q` it is transformers' scaled dot-product attention with `attention_mask`.
 
     Args:

@@ -1,4 +1,4 @@
-"""The calls of a run's operators at its own sizes: `sizes_of` a run, and exercises that make these calls.
+"""The sizes at which a run calls operators with kernels (`sizes_of`), and exercises that make such calls.
 
 An exercise runs a part of the model, forward and backward, on a few random tokens; the guard compares each operator
 that it calls with its reference. So a part of the model that calls a new operator needs a class with the method
@@ -228,8 +228,11 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
 
 
 def _few(count: int, most: int, top_k: int) -> int:
-    """Return how many experts suffice for one group of each size that `count` experts make, at most `most` in a group;
-    at least `top_k` + 1 if there are so many."""
+    """Return a number of experts, up to `count`, that fill one group of each size into which `count` experts are
+    divided.
+
+    A group has at most `most` experts. The result exceeds `top_k` if `count` does.
+    """
     groups = -(-count // most)
     alike = count if groups < 2 else count // groups + (-(-count // groups) if count % groups else 0)
     return min(count, max(alike, top_k + 1))

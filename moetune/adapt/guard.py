@@ -48,8 +48,8 @@ _CHILD = (sys.executable, "-P", "-c", "from moetune.adapt.guard import compare_h
 def checked(run: ResolvedRun, device: torch.device, say: Callable[[str], None]) -> ResolvedRun:
     """Return a run whose `hardware.without_kernels` also lists the operators whose kernel does not work on `device`.
 
-    The kernels are compared with torch's operations, unless a verdict of the same comparison is kept. `say` prints that
-    a comparison runs, and which kernels do not work.
+    The kernels are compared with torch's operations, unless a verdict of the same comparison is kept or the device is a
+    CPU. `say` prints that a comparison runs, and which kernels do not work.
     """
     if device.type != "cuda" or not any(sizes := sizes_of(run)):
         return run
@@ -66,8 +66,8 @@ def checked(run: ResolvedRun, device: torch.device, say: Callable[[str], None]) 
 
 
 def checked_on_ranks(run: ResolvedRun, device: torch.device, ranks: Ranks, say: Callable[[str], None]) -> ResolvedRun:
-    """Return a run as `checked` does, without the kernels that fail on any of the ranks. The first rank compares, and
-    the others read its verdict; those that find none compare too."""
+    """Return a run whose `hardware.without_kernels` also lists the operators whose kernel fails on any rank. The first
+    rank runs `checked` before the others, which compare only if they do not find its verdict on disk."""
     if ranks.is_first:
         run = checked(run, device, say)
     ranks.barrier()
@@ -352,8 +352,9 @@ def _lines_of(child: subprocess.Popen[bytes]) -> tuple[list[bytes], bool]:
 
 
 def compare_here() -> None:
-    """Compare kernels with their references as the `_Asked` in the first line of stdin says; print a `_Said` for each
-    step. Ends when stdin is closed, because the process that asked has then ended."""
+    """Run in a child: read an `_Asked` from the first line of stdin, compare kernels with references, and print a
+    `_Said` for each step. Ends its process, also when stdin is closed, because the process that asked has then ended.
+    """
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not mix with our lines
     asked = parse_json(sys.stdin.buffer.readline(), _Asked, "stdin")
@@ -386,8 +387,8 @@ def compare_here() -> None:
 def _compare_call(
     operator: Operator, args: Sequence[Any], *, dtype: torch.dtype, failed: set[str], say: Callable[[_Said], None]
 ) -> Any:
-    """Compare one call's kernel with the reference, and return the reference's result. Raises if the device is out of
-    memory or can no longer be used."""
+    """Compare one call's kernel with its reference, report the outcome by `say` and in `failed`, and return the
+    reference's result. Raises if the device is out of memory or can no longer be used."""
     kernel = None if operator.name in failed else operator.kernel(*args)
     if kernel is None:
         return referred(operator, args)

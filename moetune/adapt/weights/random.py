@@ -75,8 +75,8 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
 
 
 def _draw(model: PreTrainedModel, path: str, fresh: list[Tensor]) -> None:
-    """Initialize the tensors `fresh` of the module at `path` by its own rule, and those that this rule skips by the
-    rule of a module around it."""
+    """Initialize the tensors `fresh` of the module at `path` by the module's own rule; those that the rule skips, by
+    the rule of an enclosing module."""
     while True:
         holder = model.get_submodule(path)
         for tensor in (*holder.parameters(), *holder.buffers()):

@@ -129,8 +129,8 @@ def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
 
 
 def _is_probe_length(sequence: int, rows: Collection[int]) -> bool:
-    """Return whether a sequence length and all sizes derived from it have prime factors above 50 and none of `rows`,
-    primes."""
+    """Return whether each size derived from a length has a prime factor above 50, and no factor p or 2·p + 1 for p in
+    `rows`."""
     return all(
         _is_rough(size) and all(size % p and size % (2 * p + 1) for p in rows) for size in lengths(sequence).values()
     )
