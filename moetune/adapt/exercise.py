@@ -228,8 +228,7 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
 
 
 def _few(count: int, most: int, top_k: int) -> int:
-    """Return a number of experts, up to `count`, that fill one group of each size into which `count` experts are
-    divided.
+    """Return a number of experts that suffices for one group of each size into which `count` experts are divided.
 
     A group has at most `most` experts. The result exceeds `top_k` if `count` does.
     """

@@ -311,8 +311,10 @@ _UNION_TAGS = frozenset((
 
 
 def _fields_at(location: Iterable[int | str]) -> list[str]:
-    """Return the keys that a section may have; `location` is pydantic's: keys, list indices and tags of unions,
-    from the top."""
+    """Return the keys that a section may have, given the path to it from the top as pydantic reports it.
+
+    The path consists of keys, list indices and tags of unions.
+    """
     section: type[BaseModel] = RunConfig
     for part in location:
         if part == "by_part":

@@ -18,7 +18,8 @@ from moetune.experts.kernels.grouped import GroupedGemm
 
 
 class RowWeights(NamedTuple):
-    """Routing weights of N rows: those of all rows of the layer [T·K], and these rows' positions [N] among them."""
+    """Routing weights of N rows: `weights` [T·K] of all rows of the layer, and `order` [N], the flat positions of these
+    rows."""
 
     weights: Tensor
     order: Tensor

@@ -225,7 +225,10 @@ def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:
 
 
 def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors) -> dict[str, Tensor]:
-    """Return all tensors of the modules that PEFT saves whole, by name; frozen ones have the base's values."""
+    """Return all tensors of the modules that PEFT saves whole, by name; frozen ones have the base's values.
+
+    Raises `UserError` if the base checkpoint lacks one of the frozen ones.
+    """
     plain, tied = run.adapted.run.model.plain, run.adapted.structure.tied
     shapes = {
         f"{path}.{key}": tensor.shape

@@ -190,7 +190,7 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
 
 
 def _stock(what: str, device: DeviceType, dtype: str) -> PreTrainedModel:
-    """Load a checkpoint by transformers alone, after the same checks as for training."""
+    """Load a checkpoint unquantized by transformers alone, in eval mode, after checking it as training does."""
     settings = {"path": what, "dtype": dtype} | _attention(_source(what))
     model = resolve_model(ModelConfig.model_validate(settings), device)
     return load_stock(model, device).eval()

@@ -178,8 +178,10 @@ class Process(NamedTuple):
 
 
 def processes_on(device: torch.device) -> list[Process]:
-    """Return the processes on a GPU, this one included, as listed by `nvidia-smi`; an empty list if that is missing,
-    fails, or sees no processes, as in most containers."""
+    """Return the processes on a GPU, this one included, as `nvidia-smi` lists them.
+
+    The list is empty if `nvidia-smi` is missing, fails, or sees no processes, as in most containers.
+    """
     if shutil.which("nvidia-smi") is None:
         return []
     asked = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"

@@ -67,7 +67,7 @@ def _lengths(positions: np.ndarray) -> list[int]:
 
 
 def random_rows(count: int, length: int, vocabulary: int, *, packing: bool) -> list[Row]:
-    """Return `count` rows of random tokens below `vocabulary`, shaped like those of a data set.
+    """Return `count` rows of `length` random tokens below `vocabulary`, with the keys of a data set's rows.
 
     Packed rows contain two documents each. Otherwise the first row is one token shorter than `length`, so that the
     batch has padding and an attention mask.
