@@ -120,7 +120,7 @@ class _Choices(TorchDispatchMode):
         self.kept, self.again = kept, again
 
     def restart(self) -> None:
-        """Begin a pass at its first choice; needed because every backward pass over a retained graph recomputes anew."""
+        """Begin a pass at its first choice; every backward pass over a retained graph recomputes anew."""
         if self.again:
             self.left = iter(self.kept)
         else:

@@ -214,7 +214,7 @@ def within_memory(config: RunConfig) -> RunConfig:
 
 
 def opened(model: str, base: Any) -> Opened:
-    """Open a model for inference by `open_model`, whose arguments it takes and errors it raises, and print its notes."""
+    """Open a model for inference by `open_model`, with its arguments and errors, and print its notes."""
     with heavy_imports():
         from moetune.inference.opened import open_model
     found = open_model(model, base=base)

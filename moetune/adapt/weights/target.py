@@ -221,5 +221,6 @@ class LoadTarget:
 
 
 def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
-    """Return a view, in the layout of a bank, of one expert's slice of a stack: a weight as [out, in], a bias as it is."""
+    """Return a view of one expert's slice of a stack in the layout of a bank: a weight as [out, in], a bias as it
+    is."""
     return tensor.T if layer.shape.is_transposed and not stack.endswith("bias") else tensor

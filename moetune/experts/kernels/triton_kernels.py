@@ -149,7 +149,7 @@ def dequantize_mxfp4(data, scales, pairs, dtype):
 
 @triton.jit
 def _load_gate_up(row, first, size, INTERLEAVED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return columns of gate and of up, COLUMNS each from `first` on, of a row [2 · size], in float32; 0 beyond `size`."""
+    """Return COLUMNS columns of gate and of up, from `first` on, of a row [2 · size], in float32; 0 beyond `size`."""
     column, pair = first + tl.arange(0, COLUMNS), 2 * first + tl.arange(0, 2 * COLUMNS)
     if INTERLEAVED:
         both = tl.load(row + pair, mask=pair < 2 * size, other=0)

@@ -154,7 +154,7 @@ HELD_OUT_NAMES = ("d", "d′", "e", "e′", "e″")
 
 
 def rows_and_cu_seqlens(rows: int, name: str) -> Sizes:
-    """Return two sizes: `rows`, under `name`, and the entries of cu_seqlens for two documents a row, under 2`name`+1."""
+    """Return `rows` under `name`, and the entries of cu_seqlens for two documents a row under 2`name`+1."""
     return {name: rows, f"2{name}+1": 2 * rows + 1}
 
 

@@ -175,7 +175,8 @@ def _cudnn_backward(
 
 
 def _softmax_backward(capability: Capability, gradient: Tensor, output: Tensor, *_: Any) -> Iterator[int]:
-    """Yield the workspace of softmax's backward: gradient × output. Source: cuda/SoftMax.cu: softmax_backward_cuda_out."""
+    """Yield the workspace of softmax's backward: gradient · output. Source: cuda/SoftMax.cu:
+    softmax_backward_cuda_out."""
     yield gradient.numel() * gradient.element_size()
 
 

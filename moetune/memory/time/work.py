@@ -374,7 +374,7 @@ def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capabilit
 
 
 def _of_grouped(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Return the launches of a grouped product: 2 by torch's kernel, 1 by Triton's, else 1 for each expert with rows."""
+    """Return the launches of a grouped product: 2 by torch's kernel, 1 by Triton's, else 1 per expert with rows."""
     a, b, _, counts = args
     whose = grouped.kernel_of(capability, a, b)
     return sum(map(bool, counts)) if whose is None else {"torch": 2, "triton": 1}[whose]
@@ -404,7 +404,7 @@ def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> flo
 
 
 def _of_flash_backward(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Return the launches of flash attention's backward: 3, and with grouped heads 2 more, which sum over query heads."""
+    """Return the launches of flash attention's backward: 3, and with grouped heads 2 more to sum over query heads."""
     return 3 if args[1].shape[1] == args[2].shape[1] else 5
 
 

@@ -129,7 +129,7 @@ class Trace:
         return self.events.column("on_host").astype(bool)
 
     def _of_part(self, part: PartName) -> np.ndarray:
-        """Return the bytes of each storage of one part on the device, and 0 for all other storages: int64 [storages]."""
+        """Return the bytes of each storage of one part on the device, 0 for all others: int64 [storages]."""
         return np.where(self._on_host | (self.events.column("part") != part), 0, self.bytes)
 
     def _alive(self, bytes_of: np.ndarray) -> np.ndarray:
