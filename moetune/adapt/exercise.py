@@ -228,10 +228,8 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
 
 
 def _few(count: int, most: int, top_k: int) -> int:
-    """Return a number of experts that suffices for one group of each size into which `count` experts are divided.
-
-    A group has at most `most` experts. The result exceeds `top_k` if `count` does.
-    """
+    """Return a number of experts, greater than `top_k` if `count` is, that suffices for one group of each size that
+    `count` experts make. A group has at most `most` experts."""
     groups = -(-count // most)
     alike = count if groups < 2 else count // groups + (-(-count // groups) if count % groups else 0)
     return min(count, max(alike, top_k + 1))

@@ -139,7 +139,8 @@ class LowRank:
     def add_gradients(
         self, grads: Gradients, x: Tensor, dout: Tensor, gemm: GroupedGemm, weights: RowWeights | None
     ) -> None:
-        """Write the gradients of A and B into `grads`, and free A·x and Bᵀ·dout; arguments as in `Projection`."""
+        """Write the gradients of A and B into `grads`, from x [N, in] and dout [N, out], times `weights`; free A·x and
+        Bᵀ·dout."""
         dout = self._in_parts(dout)
         of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
         groups = gemm.ends, gemm.counts

@@ -225,10 +225,8 @@ def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:
 
 
 def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors) -> dict[str, Tensor]:
-    """Return all tensors of the modules that PEFT saves whole, by name; frozen ones have the base's values.
-
-    Raises `UserError` if the base checkpoint lacks one of the frozen ones.
-    """
+    """Return all tensors of the modules that PEFT saves whole, by name; frozen ones have the base's values. Raises
+    `UserError` if the base lacks one of these."""
     plain, tied = run.adapted.run.model.plain, run.adapted.structure.tied
     shapes = {
         f"{path}.{key}": tensor.shape

@@ -232,7 +232,8 @@ def record_batch(
 def _scores(
     recorder: Recorder, sources: Sequence[RoutedData], model: str, base: str | None, settings: dict[str, Any]
 ) -> Scores:
-    """Return the content of `scores.json`."""
+    """Return the content of `scores.json` after a whole pass; `base` is the checkpoint's digest, None for random
+    weights."""
     numbers = list(range(len(sources)))
     data = [
         Scored(

@@ -17,7 +17,7 @@ PAIRS = 1024  # pairs of numbers that a program rotates
 
 @triton.jit
 def _halves(at, column, half):
-    """Return both halves of the heads that begin at the addresses `at`, in float32; 0 for columns of `half` or more."""
+    """Return both halves of the heads that begin at the addresses `at`, in float32; 0 for columns from `half` on."""
     inside = column < half
     a = tl.load(at + column, mask=inside, other=0).to(tl.float32)
     return a, tl.load(at + half + column, mask=inside, other=0).to(tl.float32)

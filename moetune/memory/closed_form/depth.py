@@ -25,10 +25,8 @@ _WHERE = ("targets", "layers", "ids")
 
 @dataclass
 class Depths:
-    """Cache of closed forms in this process; one record serves all runs with the same shortened model.
-
-    A closed form is a run's memory as formulas of its sizes. The records are also kept on disk (store.py).
-    """
+    """Cache in memory of closed forms, which are runs' memory as formulas of their sizes; one record serves all runs
+    with the same shortened model. The records are also kept on disk (store.py)."""
 
     _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
 

@@ -212,10 +212,8 @@ def _compare(
 
 
 def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, np.ndarray]:
-    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and the place of each block.
-
-    Places are those of `_places_of`, [blocks]. Raises `NoClosedForm` as `_places_of` does.
-    """
+    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and `_places_of` the log:
+    [blocks]. Raises `NoClosedForm` as `_places_of` does."""
     config, adapted = steps.config, steps.adapted
     shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
@@ -246,7 +244,7 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
 
 
 def _places_of(log: Log, batch: NotedChunks, held_out: NotedChunks) -> np.ndarray:
-    """Return where in the loss each block is allocated, as an index in `PLACES`: [blocks].
+    """Return where in the loss each block is allocated: [blocks] indices in `PLACES`.
 
     Where a division of the loss has no such place, `Record.bytes_at` sets its blocks to 0 bytes. Raises `NoClosedForm`
     if a block is freed in another chunk or block of the loss than it is allocated in.

@@ -76,11 +76,8 @@ PLACES: tuple[Place, ...] = (("", ""), *product(("first", "middle", "last"), (""
 
 
 def places(chunks: Chunks | None) -> np.ndarray:
-    """Return, for each of `PLACES`, whether it occurs when the loss divides a batch into these chunks: bool
-    [len(PLACES)].
-
-    None stands for no batch.
-    """
+    """Return [len(PLACES)] whether each of `PLACES` occurs when the loss divides a batch into `chunks`; None: no
+    batch."""
     there: set[Place] = {("", "")}
     if chunks is not None:
         count = -(-chunks.tokens // chunks.size)
@@ -196,11 +193,8 @@ class ExpertRows:
         return of_batch, of_held_out
 
     def of(self, block: Block) -> int:
-        """Return the number of tokens of the experts that were being computed when a block was allocated; 0 without
-        experts.
-
-        They are tokens of an evaluation's batch if the block's phase is the evaluation, else of a micro-batch.
-        """
+        """Return the tokens of the experts that were being computed when a block was allocated, in an evaluation or a
+        micro-batch by the block's phase; 0 without experts."""
         counts = self.held_out if block.phase == "evaluation" else self.trained
         return sum(counts[expert] for expert in block.experts)
 

@@ -97,12 +97,9 @@ def _flash_size(head_size: int) -> int:
 
 
 def _efficient_forward(capability: Capability, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Iterator[int]:
-    """Yield memory-efficient attention's workspace: an accumulator of the output in float32, for 16-bit heads larger
-    than 128.
-
-    Source: cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h:
-    kNeedsOutputAccumulatorBuffer.
-    """
+    """Yield memory-efficient attention's workspace: for 16-bit heads larger than 128, an accumulator of the output in
+    float32. Source: cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h:
+    kNeedsOutputAccumulatorBuffer."""
     if max(query.shape[-1], value.shape[-1]) > 128 and query.element_size() < FLOAT:
         yield query.shape[0] * query.shape[1] * query.shape[2] * value.shape[-1] * FLOAT
 
@@ -175,17 +172,14 @@ def _cudnn_backward(
 
 
 def _softmax_backward(capability: Capability, gradient: Tensor, output: Tensor, *_: Any) -> Iterator[int]:
-    """Yield the workspace of softmax's backward: gradient · output. Source: cuda/SoftMax.cu:
+    """Yield the workspace of softmax's backward, gradient · output. Source: cuda/SoftMax.cu:
     softmax_backward_cuda_out."""
     yield gradient.numel() * gradient.element_size()
 
 
 def _safe_softmax(capability: Capability, scores: Tensor, *_: Any) -> Iterator[int]:
-    """Yield the workspace of safe softmax: the plain softmax, and a mask of one byte per element that finds fully
-    masked rows.
-
-    Source: SoftMax.cpp: _safe_softmax.
-    """
+    """Yield the workspace of safe softmax: the plain softmax, and a byte per element to find fully masked rows. Source:
+    SoftMax.cpp: _safe_softmax."""
     yield scores.numel() * (scores.element_size() + 1)
 
 

@@ -251,10 +251,8 @@ def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
 
 
 def _low_rank_product(out: Tensor, rows: Tensor, matrices: Tensor, narrow: Tensor, second: Tensor, *_: Any) -> float:
-    """Return the FLOPs 2·N·(p·q + P·r·q') of `low_rank_product_`.
-
-    The operands are rows [N, p], `matrices` [C, p, q] and `second` [C, P, q', r].
-    """
+    """Return the FLOPs 2·N·(p·q + P·r·q') of `low_rank_product_`: rows [N, p] by [C, p, q], and second [C, P, q',
+    r]."""
     return _grouped(rows, matrices) + 2.0 * len(rows) * second[0].numel()
 
 

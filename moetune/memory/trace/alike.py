@@ -50,10 +50,8 @@ class Shortened:
 
 
 def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
-    """Return a run without the decoder layers for which identical layers can stand.
-
-    Of `ranks` only the traced rank's position on the `ep` axis matters, which decides the experts that it holds.
-    """
+    """Return a run without the decoder layers for which identical layers can stand. Of `ranks` only the traced rank's
+    position on the `ep` axis matters, which decides the experts that it holds."""
     kinds = kinds_of(run, ranks.coordinates.ep)
     kept, units = groups(kinds)
     return Shortened(run.without_layers(set(range(len(kinds))) - set(kept)), tuple(kept), tuple(units))
@@ -121,11 +119,8 @@ _NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number",
 
 
 def _make(layer: nn.Module) -> Iterator[Hashable]:
-    """Yield, for a layer and each module in it, what its memory depends on.
-
-    That is its path, its class, its plain attributes (but for the layer's number), and its tensors' names, shapes,
-    dtypes.
-    """
+    """Yield what a layer's memory depends on, for it and each module in it: path, class, plain attributes but the
+    layer's number, and names, shapes and dtypes of tensors."""
     for path, module in layer.named_modules():
         settings = tuple(
             (name, value)
