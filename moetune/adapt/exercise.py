@@ -198,7 +198,7 @@ def _unlike(sizes: Iterable[T]) -> tuple[T, ...]:
 def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None) -> BankSizes:
     """Return the sizes of an expert bank that calls operators as one layer's does, with as few experts as possible
     (`_few`). On one rank, if the experts with LoRA are not consecutive, it has all of the layer's experts, because
-    their places matter."""
+    their positions matter."""
     config, selection, ep = run.config, run.selection, run.config.parallel.ep
     trained = selection.experts.get(layer.index, ())
     frozen = [expert for expert in range(layer.shape.num_experts) if expert not in trained]

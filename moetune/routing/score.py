@@ -181,7 +181,7 @@ def record_batches(
     console: Console,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Run all batches that the recorder has not counted yet, and remove its hooks; `on_batch` is as in `score`.
+    """Run all batches that the recorder has not counted yet, and remove its hooks; call `on_batch` after each.
 
     All ranks run the same number of batches: one that has a batch fewer runs the last one again, without recording it.
     """

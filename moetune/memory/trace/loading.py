@@ -97,7 +97,7 @@ def quantizing(
     shape: tuple[int, int], storage: Storage, double_quant: bool, dtype: torch.dtype, is_transposed: bool
 ) -> int:
     """Return the peak of temporary bytes while one matrix is quantized, by a trace on fake tensors; cached. The matrix
-    itself and its place in the expert bank are not counted.
+    itself and its buffers in the expert bank are not counted.
 
     Args:
         shape: (rows, columns) of the matrix.

@@ -111,8 +111,8 @@ class Phases(StepObserver):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Record the backward phase within the `with` block; before, mark what forward saved; after, begin the next
-        forward."""
+        """Mark what forward saved, then record the backward phase within the `with` block, and after it the next
+        forward phase."""
         self.tracker.saved_since(self._began)
         self.tracker.enter("backward")
         yield
