@@ -333,7 +333,7 @@ class PartOptimizers(Section):
     @model_validator(mode="before")
     @classmethod
     def _not_both_forms(cls, raw: Any) -> Any:
-        """Raise `ValueError` if settings of a single optimizer stand beside parts."""
+        """Raise `ValueError` if `optimizer:` has settings of a single optimizer, such as `lr`, beside parts."""
         if both := [key for key in raw if key in OptimizerConfig.model_fields]:
             raise ValueError(
                 f"is either one optimizer (name, lr, …) or one for each part ({', '.join(PARTS)}); move "

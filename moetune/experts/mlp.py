@@ -110,7 +110,8 @@ def _fill(
 def _add_group(
     experts: ExpertWeights, group: RowGroup, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
-    """Compute the outputs of one group and add them to `tokens`; `kept` and `norms` are filled as `_fill` describes."""
+    """Compute the outputs of one group and add them to `tokens`. Unless None, `kept` gets the group's gate_up rows [N,
+    O] appended, and `norms` [T, K] the L2 norms of the outputs."""
     gate_up, down = experts.projections(group.slots, tokens.x_TH.dtype)
     gate_up_NO = gate_up.forward(tokens.of(group), group.gemm)
     act_NI = experts.activation.forward(gate_up_NO)

@@ -214,7 +214,8 @@ class Events:
 
 @cache
 def layer_named(module: str, unit: Unit | None, copy: int) -> str:
-    """Return a module's path with the number of its layer replaced by that of the layer it stands for.
+    """Return a module's path with the number of its layer replaced: that of a layer that ran by that of one it stands
+    for.
 
     With `unit.layers` (1,) and `unit.copies[copy]` (5,), "model.layers.1.mlp" becomes "model.layers.5.mlp". Without a
     group, `unit` None, the path stays as it is.

@@ -111,8 +111,8 @@ class Phases(StepObserver):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Mark what forward saved, then record the backward phase within the `with` block, and after it the next
-        forward phase."""
+        """Mark what forward saved, then record the backward phase within the `with` block. After it, the next forward
+        phase begins, if the micro-step has another pass."""
         self.tracker.saved_since(self._began)
         self.tracker.enter("backward")
         yield

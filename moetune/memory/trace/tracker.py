@@ -122,8 +122,8 @@ class Tracker(TorchDispatchMode):
         self.read_marks(tensor)
 
     def read_marks(self, tensor: Tensor) -> None:
-        """Update a tensor's block from the marks on its storage (`experts/host.py`): host memory, or a copy of it,
-        which takes the part of its original. The tensor's storage must be tracked."""
+        """Update a tensor's block from the marks on its storage (`experts/host.py`), which must be tracked. They say
+        that it is host memory, or a copy of host memory; a copy takes the part of its original."""
         block = self.log.blocks[self._alive[id(tensor.untyped_storage())]]
         if stays_on_host(tensor):
             self._take_off_device(block)

@@ -56,7 +56,8 @@ def collate(
 
 
 def uncounted(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with `labels` and `is_token` by which no token counts for the loss or for expert load."""
+    """Return the batch with `labels` all `IGNORED` and `is_token` all 0, so that no token counts for the loss or expert
+    load."""
     labels = batch["labels"]
     return batch | {"labels": torch.full_like(labels, IGNORED), "is_token": torch.zeros_like(labels)}
 
