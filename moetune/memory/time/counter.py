@@ -83,7 +83,7 @@ class Counter:
 
         Args:
             part: the part to which the work counts; None: the part of the module that runs.
-            of: a tensor from whose storage the decoder layer of the work follows.
+            of: a tensor whose storage belongs to the decoder layer that the work counts for; None if unknown.
         """
         where = self.where
         if where.phase in ("load", "evaluation"):

@@ -323,7 +323,7 @@ class _Expansion:
             self.turns.append((stretch, copy))
 
     def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
-        """Reassign, in place, releases of fetched storages so that those of one size are freed oldest first."""
+        """Change `storages` [events] in place so that of fetched storages of one size the oldest is freed first."""
         fetched = np.flatnonzero(self.fetched[block])
         sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
         for size in np.unique(sizes):
