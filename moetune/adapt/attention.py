@@ -233,7 +233,7 @@ def varlen_attention(
     on_cpu: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each document, with the signature of transformers' attention functions. Without
+    """Compute causal attention within each document, with the signature of transformers' attention functions. Without
     `cu_seq_lens_q` each row is one document.
 
     Args:

@@ -70,8 +70,8 @@ class Adapted:
         return "router" if name in self.run.router_biases.values() else self.run.parts[name]
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
-        """Return name -> parameter of all parameters that train, as the optimizer updates them: sharded ones, even
-        while FSDP2 has gathered weights in their place."""
+        """Return name -> parameter of all parameters that train: under FSDP2 the sharded ones, which the optimizer
+        updates, even while gathered weights are in their place."""
         return self._trainable
 
     @cached_property

@@ -121,7 +121,7 @@ class _Choices(TorchDispatchMode):
         self.kept, self.again = kept, again
 
     def restart(self) -> None:
-        """Start a call from the first choice. A graph that is retained is recomputed in every backward pass."""
+        """Begin a pass at its first choice; every backward pass over a retained graph recomputes anew."""
         if self.again:
             self.left = iter(self.kept)
         else:

@@ -14,8 +14,8 @@ from moetune.run.resolve import AnyRun, resolve
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers of parameters of a model. `trainable` counts those that the run would train, as `count_trainable`; None
-    if a model was counted and not a run."""
+    """Numbers of parameters of a model. `trainable` counts by part those that the run would train (`count_trainable`);
+    None if a model was counted and not a run."""
 
     model: str
     parameter_count: ParameterCount

@@ -81,8 +81,8 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:
-    """Return the weight, [q, p], of an `nn.Linear`, `Linear4bit` or `QuantizedLinear` in `dtype`; the weight itself,
-    not a copy, of an `nn.Linear` in this dtype."""
+    """Return the weight [q, p] of an `nn.Linear`, `Linear4bit` or `QuantizedLinear` in `dtype`. An `nn.Linear` in this
+    dtype gives the weight itself, not a copy."""
     if isinstance(linear, QuantizedLinear):
         return linear.stack.matrix(0, dtype)
     if not isinstance(linear, Linear4bit):

@@ -81,7 +81,8 @@ def _rotate(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Replacement of transformers' `apply_rotary_pos_emb`, which is passed as `plain`."""
+    """Replace transformers' `apply_rotary_pos_emb` (`plain`) by one kernel; call `plain` on tensors that it does not
+    fit."""
     is_normed = norms is not None and norms.are_fused(q.dtype)
     if not args and not kwargs and _fits(q, k, cos, sin):
         weights, eps = (None, None), 0.0

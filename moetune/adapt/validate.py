@@ -15,8 +15,8 @@ from moetune.run.resolve import ResolvedRun
 
 
 def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
-    """Raise `UserError` if a frozen expert is not stored as `model.base` says or, with `nf4`, a linear layer to be
-    quantized."""
+    """Raise `UserError` if a frozen expert is not stored in the precision `model.base`, or if, with `nf4`, a linear
+    layer that should be quantized is not."""
     selection, config = run.selection, run.config.model
     for layer in run.structure.moe_layers:
         bank = model.get_submodule(layer.experts)

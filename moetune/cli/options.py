@@ -81,10 +81,10 @@ def in_a_folder(file: Path | None) -> Path | None:
 
 
 def output_file(file: Path | None) -> Path | None:
-    """Return the path of a file to write, as `in_a_folder`.
+    """Return the path of a file to write, with `~` expanded; raise `UserError` if its folder does not exist.
 
-    Raise `UserError` for a file that exists and is no page or picture that moetune wrote: the command's inputs, for
-    example, must not be overwritten.
+    Also raise `UserError` for a file that exists and is no page or picture that moetune wrote: the command's inputs,
+    for example, must not be overwritten.
     """
     if (file := in_a_folder(file)) is not None:
         refuse_taken(file)
@@ -92,8 +92,8 @@ def output_file(file: Path | None) -> Path | None:
 
 
 def picture(file: Path | None) -> Path | None:
-    """Return the path of a picture to write, as `output_file`; raise `UserError` also for a suffix other than
-    .png or .svg."""
+    """Return the path of a picture to write; raise `UserError` for a suffix other than .png or .svg, and as
+    `output_file` does."""
     if file is not None and file.suffix.lower() not in (".png", ".svg"):
         raise UserError(f"{str(file)!r}: a figure is .png or .svg, not {file.suffix or 'without suffix'!r}")
     return output_file(file)
@@ -186,7 +186,7 @@ Json = Annotated[bool, flag("--json", "Print JSON for programs.")]
 
 
 def read_run(path: Path | str, overrides: Sequence[str] | None) -> RunConfig:
-    """Read a run file with `--set` overrides, and replace a memory budget for experts as `within_memory`.
+    """Read a run file with `--set` overrides, and replace a memory budget for experts by a number (`within_memory`).
 
     Raises:
         UserError: the run file cannot be read or does not validate, or not one expert fits the budget.
@@ -214,7 +214,7 @@ def within_memory(config: RunConfig) -> RunConfig:
 
 
 def opened(model: str, base: Any) -> Opened:
-    """Open a model for inference, and print its notes; arguments and errors as in `open_model`."""
+    """Open a model for inference by `open_model`, with its arguments and errors, and print its notes."""
     with heavy_imports():
         from moetune.inference.opened import open_model
     found = open_model(model, base=base)

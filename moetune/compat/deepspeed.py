@@ -61,7 +61,7 @@ def without_others() -> Iterator[None]:
 
 
 def _send_ints(ints: list[int]) -> None:
-    """Send the integers and their count, as `assert_ints_same_as_other_ranks` does, without checking an answer."""
+    """Broadcast the number of integers, then the integers, from rank 0, as `assert_ints_same_as_other_ranks` does."""
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 

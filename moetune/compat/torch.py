@@ -343,9 +343,8 @@ def all_to_all(rows: Tensor, receives: list[int], sends: list[int], group: dist.
 def watch_out_of_memory(note: Callable[[int, int, int, int], None]) -> None:
     """Call `note` whenever torch's CUDA allocator is about to raise `OutOfMemoryError`, for the rest of the process.
 
-    It gets four integers: the device's index, and in bytes the size of the refused request, the total memory of the GPU
-    and its free memory. torch's documentation takes memory snapshots this way
-    (pytorch.org/docs/stable/torch_cuda_memory).
+    It receives the device's index and, in bytes, the refused request, the GPU's total memory and its free memory.
+    Source: torch's documentation of memory snapshots (pytorch.org/docs/stable/torch_cuda_memory).
     """
     torch._C._cuda_attach_out_of_memory_observer(note)  # type: ignore[attr-defined]
 

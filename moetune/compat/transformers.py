@@ -222,8 +222,8 @@ def calls_rotary(attention: nn.Module) -> bool:
 
 
 def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the forward of a module, of which `calls_rotary` is true, with `rotate` in the place of
-    `apply_rotary_pos_emb`.
+    """Run an attention module's forward pass with `rotate` instead of `apply_rotary_pos_emb`; `calls_rotary` must hold
+    for it.
 
     `rotate` is called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and with whatever else the module passes.
     """

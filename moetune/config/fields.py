@@ -50,7 +50,7 @@ def parse_ids(value: object) -> object:
 
 
 def _parse_expert_ids(value: object) -> object:
-    """Parse expert ids as `parse_ids` does, or a mapping of layer index -> expert ids, which is returned sorted by
+    """Parse expert ids, for all layers together (`parse_ids`) or as a mapping of layer index -> expert ids, sorted by
     layer.
 
     Raises `ValueError` for any other form, and for a mapping that is empty or names a layer twice.

@@ -102,7 +102,8 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
-    """Apply overrides, as `load_run_config`, to the parsed YAML `raw`, which is modified, and validate it.
+    """Apply `section.key=value` overrides, in order, to the parsed YAML `raw`, which is modified, and validate the
+    result.
 
     Raises `UserError`, which names the run file as `what` and lists up to 20 problems, if the values do not validate.
     """
@@ -311,8 +312,8 @@ _UNION_TAGS = frozenset((
 
 
 def _fields_at(location: Iterable[int | str]) -> list[str]:
-    """Return the keys that a section may have; `location` is pydantic's: keys, list indices and tags of unions,
-    from the top."""
+    """Return the keys that a section may have. `location` is the path to it from the top, as in pydantic's errors:
+    keys, list indices and tags of unions."""
     section: type[BaseModel] = RunConfig
     for part in location:
         if part == "by_part":

@@ -78,7 +78,8 @@ def halved(ranks: Any) -> tuple[Any, int]:
 
 
 def ranks_as_text(ranks: int | Ranks) -> str:
-    """Return `16`, or `64 (attention), 8 (experts)`; layers of a target are `8 (experts 0-5)`."""
+    """Format ranks as text: `16`, or `64 (attention), 8 (experts)`; those of layers of a target as `8 (experts
+    0-5)`."""
     if isinstance(ranks, int):
         return str(ranks)
     said = []

@@ -42,7 +42,7 @@ class ResolvedAdapt(AdaptConfig):
 
 
 class ResolvedTrain(TrainConfig):
-    """The `train:` section with the number of `router_aux_loss: auto`."""
+    """The `train:` section with a number in place of `router_aux_loss: auto`."""
 
     router_aux_loss: float
 

@@ -204,7 +204,7 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _a_rank_for_each_target(self) -> LoraConfig:
-        """Raise `ValueError` if `rank` has none for a target, or one for what is no target."""
+        """Raise `ValueError` if `rank` names targets, but lacks one of `targets`, or has one that is not among them."""
         if isinstance(self.rank, dict) and is_by_target(self.rank):
             for key in self.rank:
                 if key not in self.targets:
@@ -334,7 +334,7 @@ class PartOptimizers(Section):
     @model_validator(mode="before")
     @classmethod
     def _not_both_forms(cls, raw: Any) -> Any:
-        """Raise `ValueError` if settings of a single optimizer stand beside parts."""
+        """Raise `ValueError` if `optimizer:` has settings of a single optimizer, such as `lr`, beside parts."""
         if both := [key for key in raw if key in OptimizerConfig.model_fields]:
             raise ValueError(
                 f"is either one optimizer (name, lr, …) or one for each part ({', '.join(PARTS)}); move "
@@ -447,7 +447,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _rows_kept_once(self) -> TrainConfig:
-        """Raise `ValueError` for a number of layers that keep rows where all do."""
+        """Raise `ValueError` if `keep_rows` is a number although `checkpointing: none` keeps the rows of all layers."""
         if self.checkpointing == "none" and isinstance(self.keep_rows, int):
             raise ValueError(
                 f"keep_rows: {self.keep_rows}, and checkpointing: none keeps the rows of all layers; leave keep_rows "

@@ -48,7 +48,7 @@ class Activation(Protocol):
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """SwiGLU with a GPU kernel; clamped as in gpt-oss if `limit` is not 0, and only then `alpha` is used.
+    """SwiGLU with a GPU kernel. A `limit` other than 0 selects gpt-oss's clamped variant, which alone uses `alpha`.
 
     `interleaved`: gate and up alternate in the columns of gate_up; otherwise all gate columns come first.
     """

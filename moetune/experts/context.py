@@ -52,7 +52,7 @@ def listed(counts: Tensor, rows: int) -> list[int]:
 
 
 def read_received(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -> list[list[int]]:
-    """Return the receive counts as lists; the host waits for the copy. Only `receive_RL` is used."""
+    """Return the receive counts `receive_RL` as lists; the host waits for the copy. Other arguments are not used."""
     return receive_RL.tolist()
 
 

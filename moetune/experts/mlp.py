@@ -4,12 +4,12 @@ For a token row x sent to expert e with routing weight w, and g the activation f
 
     gate_up = W_gu·x + b_gu         act = g(gate_up)         y += w · (W_d·act + b_d)
 
-Each W may have low-rank factors: W·x + s·B·(A·x).
+Each W may have low-rank factors A and B with scale s: W·x + s·B·(A·x).
 
-Experts are computed in groups of consecutive slots. Backward recomputes what it needs, one group at a time, from x and
-the quantized weights. No dequantized weight and no row of act is kept; rows of gate_up are kept only with `keep_rows`,
-which saves backward one product, and are freed one group at a time. Backward does not repeat the down projection: with
-dact = W_dᵀ·dy, which it needs anyway,
+Experts are computed in groups of consecutive slots (a slot is an expert's position in the order of computation).
+Backward recomputes what it needs, one group at a time, from x and the quantized weights. No dequantized weight and no
+row of act is kept; rows of gate_up are kept only with `keep_rows`, which saves backward one product, and are freed one
+group at a time. Backward does not repeat the down projection: with dact = W_dᵀ·dy, which it needs anyway,
 
     ∂L/∂w = ⟨dy, W_d·act + b_d⟩ = ⟨dact, act⟩ + ⟨dy, b_d⟩.
 
@@ -110,7 +110,8 @@ def _fill(
 def _add_group(
     experts: ExpertWeights, group: RowGroup, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
-    """Compute the outputs of one group and add them to `tokens`; other arguments as in `_fill`."""
+    """Compute the outputs of one group and add them to `tokens`. Unless None, `kept` gets the group's gate_up rows [N,
+    O] appended, and `norms` [T, K] the L2 norms of the outputs."""
     gate_up, down = experts.projections(group.slots, tokens.x_TH.dtype)
     gate_up_NO = gate_up.forward(tokens.of(group), group.gemm)
     act_NI = experts.activation.forward(gate_up_NO)

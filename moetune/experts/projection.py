@@ -18,7 +18,8 @@ from moetune.experts.kernels.grouped import GroupedGemm
 
 
 class RowWeights(NamedTuple):
-    """Routing weights of N rows: those of all rows of the layer [T·K], and these rows' positions [N] among them."""
+    """Routing weights of N rows: `weights` [T·K] of all rows of the layer, and `order` [N], the flat positions of these
+    rows."""
 
     weights: Tensor
     order: Tensor
@@ -138,7 +139,8 @@ class LowRank:
     def add_gradients(
         self, grads: Gradients, x: Tensor, dout: Tensor, gemm: GroupedGemm, weights: RowWeights | None
     ) -> None:
-        """Write the gradients of A and B into `grads`, and free A·x and Bᵀ·dout; arguments as in `Projection`."""
+        """Write the gradients of A and B into `grads`, from x [N, in] and dout [N, out], times `weights`; free A·x and
+        Bᵀ·dout."""
         dout = self._in_parts(dout)
         of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
         groups = gemm.ends, gemm.counts
@@ -184,7 +186,7 @@ class Projection:
         return bool(self.trained) or self.low_rank is not None
 
     def _joins(self, gemm: GroupedGemm) -> bool:
-        """Return whether the product with W adds the low-rank terms itself."""
+        """Return whether one kernel computes the product with W and adds the low-rank terms."""
         return self.low_rank is not None and self.low_rank.is_joined and gemm.ends is not None
 
     def forward(

@@ -225,7 +225,8 @@ def _factors_of(adapted: Adapted, trained: Tensors) -> dict[str, Tensor]:
 
 
 def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors) -> dict[str, Tensor]:
-    """Return all tensors of the modules that PEFT saves whole, by name; frozen ones have the base's values."""
+    """Return all tensors of the modules that PEFT saves whole, by name; frozen ones have the base's values. Raises
+    `UserError` if the base lacks one of these."""
     plain, tied = run.adapted.run.model.plain, run.adapted.structure.tied
     shapes = {
         f"{path}.{key}": tensor.shape
@@ -248,9 +249,11 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
 
 
 def _refuse_lost(plain: PreTrainedModel, tensors: Tensors, settings: dict[str, Any]) -> None:
-    """Raise `UserError` if PEFT would not load every tensor of the adapter onto the model; PEFT itself only warns.
+    """Raise `UserError` if PEFT fails to load the adapter onto the model, or loads it incompletely (PEFT only warns).
 
-    PEFT renames the tensors of some model types. The adapter is loaded onto `plain`, a meta model, which is modified.
+    Incompletely means that a tensor of the adapter has no place in the model, or a LoRA factor or saved module of the
+    model gets no tensor: PEFT renames the tensors of some model types. `tensors` have their names without PEFT's
+    prefix; `settings` are those of `adapter_config.json`. `plain`, a meta model, is modified.
     """
     empty = {f"{PREFIX}{name}": tensor.to("meta") for name, tensor in tensors.items()}
     kind = plain.config.model_type

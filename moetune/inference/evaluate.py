@@ -97,8 +97,7 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
 def rows_of(
     opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> tuple[datasets.Dataset, str]:
-    """Return the rows to evaluate a model on, one for each record, and the name of the data set; arguments as in
-    `evaluate`.
+    """Return the rows on which `evaluate`, given the same arguments, computes the loss, and the name of the data set.
 
     Raises:
         UserError: there are no held-out data, the data cannot be read, or have tokens that the model does not have.

@@ -132,7 +132,9 @@ def _built(
 ) -> tuple[Adapted, Base | None]:
     """Build the adapted model of a run file on one device, in eval mode; a `dtype` replaces the run file's.
 
-    With `notes`, also compute the fingerprint of its base while it is read, and return the base; else None.
+    Training settings are reset: checkpointing, NEFTune, packing, several ranks, `hardware:`. On a CPU, SDPA replaces
+    flash attention. With `notes`, also return the checkpoint of the frozen weights with its fingerprint (None for
+    random weights); without, None in its place.
     """
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.model.attention == "flash_attention_2" and device == "cpu":
@@ -184,7 +186,7 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
 
 
 def _stock(what: str, device: DeviceType, dtype: str) -> PreTrainedModel:
-    """Load a checkpoint by transformers alone, after the same checks as for training."""
+    """Load a checkpoint unquantized by transformers alone, in eval mode, after checking it as training does."""
     _source(what)
     model = resolve_model(ModelConfig.model_validate({"path": what, "dtype": dtype}), device)
     return load_stock(model, device).eval()

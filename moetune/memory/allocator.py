@@ -172,10 +172,11 @@ class _Pool(ABC):
 
     @abstractmethod
     def give_back(self) -> None:
-        """Return to the card all memory in which no block is in use."""
+        """Give all memory in which no block is in use back to the card."""
 
     def cut(self, block: _Block, size: int) -> _Block:
-        """Mark `block` as in use and return it; split off the bytes beyond `size` if more than `split_above`."""
+        """Mark `block` as in use and return it; if it has over `split_above` bytes beyond `size`, these become a free
+        block."""
         block.in_use = True
         if block.size - size > self._split_above:
             self._add(block.split(size))
@@ -228,7 +229,7 @@ class _SegmentPool(_Pool):
         return block
 
     def give_back(self) -> None:
-        """Return each segment that is entirely free."""
+        """Give each segment that is entirely free back to the card."""
         kept = []
         for size, address, block in self._free:
             if block.before is None and block.after is None:
@@ -271,7 +272,7 @@ class _ExpandablePool(_Pool):
         return block
 
     def give_back(self) -> None:
-        """Return each page that lies entirely inside a free block."""
+        """Give each page that lies entirely inside a free block back to the card."""
         for _, _, block in list(self._free):
             first = _round_up(block.address, self._page)
             end = (block.address + block.size) // self._page * self._page
@@ -329,6 +330,7 @@ class _ExpandablePool(_Pool):
 
 
 def _reach(block: _Block) -> int:
-    """Return the bytes of a free block plus those of the unmapped block after it, into which it could grow."""
+    """Return the size in bytes to which a free block could grow: its own, plus that of an unmapped block right after
+    it."""
     after = block.after
     return block.size + (after.size if after is not None and not after.mapped else 0)

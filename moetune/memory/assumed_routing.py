@@ -47,8 +47,10 @@ class AssumedRouting:
         return _capped(tokens * top_k, tokens, shares)
 
     def count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-        """Return the assumed rows, given the chosen experts `ids` [T, K], of which only the shape is used; replaces
-        `ExpertHooks.count_rows` in a trace. `read` is not called."""
+        """Return the assumed rows of each expert; `ids` [T, K] are the chosen experts, of which only the shape is used.
+
+        Replaces `ExpertHooks.count_rows` in a trace; `read` is not called.
+        """
         return self.rows(layer, ids.numel() // ids.shape[-1], ids.shape[-1], num_experts)
 
 

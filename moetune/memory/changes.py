@@ -78,8 +78,10 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict) -> Iterat
 
 
 def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Remedy | None:
-    """Add savings in order until the run fits, then drop those no longer needed, from the last to the first; None if
-    all of them do not suffice. Savings whose parts hold at most 1 % of the missing bytes at the peak are not tried."""
+    """Add savings in order until the run fits, then drop those no longer needed, from the last to the first.
+
+    Returns None if all of them do not suffice. Savings whose parts hold at most 1 % of the missing bytes are not tried.
+    """
     taken: list[Saving] = []
     tried: list[Saving] = []
     now = Remedy({}, (), report)

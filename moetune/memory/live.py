@@ -30,8 +30,8 @@ from moetune.training.optim.optimizers import CombinedOptimizer
 
 
 class Storage(NamedTuple):
-    """A live storage. `made_by` is on a CPU the operation and module that allocated it, such as `mm.default in <module
-    path>`; on CUDA the shape and dtype of a tensor on it; empty if unknown."""
+    """A live storage. `made_by` is the operation and module that allocated it on a CPU, such as `mm.default in <module
+    path>`, and the shape and dtype of a tensor on it on CUDA; empty if unknown."""
 
     bytes: int
     made_by: str
@@ -178,8 +178,8 @@ class Process(NamedTuple):
 
 
 def processes_on(device: torch.device) -> list[Process]:
-    """Return the processes on a GPU, this one included, as listed by `nvidia-smi`; an empty list if that is missing,
-    fails, or sees no processes, as in most containers."""
+    """Return the processes on a GPU, this one included, as listed by `nvidia-smi`; none if that is missing, fails, or
+    sees no processes, as in most containers."""
     if shutil.which("nvidia-smi") is None:
         return []
     asked = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"

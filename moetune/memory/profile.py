@@ -122,9 +122,11 @@ class _Ranges(TorchDispatchMode):
 
 
 def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
-    """Take two steps with random weights, profile a third, and write the profiler's trace for chrome://tracing to
-    `file`, as JSON that is compressed if the name ends in `.gz`. Raise `UserError` as `build`, or if it cannot be
-    written."""
+    """Take two steps with random weights, profile a third, and write the profiler's trace to `file`.
+
+    It is JSON for chrome://tracing, compressed if the name ends in `.gz`. Raises `UserError` if the model cannot be
+    built, or the file cannot be written.
+    """
     adapted = build(run.with_random_weights(), device)
     adapted.model.train()
     config, on_cuda = run.config, device.type == "cuda"
@@ -175,7 +177,8 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
 
 
 def _by_part(events: list[FunctionEvent], works: Mapping[Any, Work], on_cuda: bool) -> dict[str, PartTime]:
-    """Sum the seconds of the labelled ranges by part; on a GPU, those of the kernels launched inside a range."""
+    """Sum the seconds of the labelled ranges by part; on a GPU, the seconds of the kernels that are launched inside a
+    range."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for event in events:
         if event.name.startswith(_PREFIX) and event.device_type == torch.autograd.DeviceType.CPU:

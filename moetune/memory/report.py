@@ -224,8 +224,8 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Rows:
-    """Outputs of gate_up (rows) that layers keep for backward (`train.keep_rows`): of `layers` with experts, `kept`
-    keep theirs, each of which takes `bytes`."""
+    """Rows of gate_up's output that layers keep for backward (`train.keep_rows`): `kept` of the `layers` with experts
+    keep theirs, of `bytes` each."""
 
     layers: int
     kept: int
@@ -313,8 +313,8 @@ class MemoryReport:
 
     @property
     def rows_that_fit(self) -> int | None:
-        """Number of layers that could keep their rows with the margin of `allowance` left free; at least so many fit.
-        None without a GPU, if the run does not fit, and where the number of layers cannot be chosen."""
+        """Lower bound of the number of layers that could keep their rows with `allowance` bytes left free. None without
+        a GPU, if the run does not fit, and where the number of layers cannot be chosen."""
         if self.rows is None or self.headroom_bytes is None or not self.fits:
             return None
         each = self.rows.bytes * (100 + TIGHT_PERCENT) // 100 + 1

@@ -9,9 +9,9 @@ from moetune.run.resolve import ResolvedRun
 
 
 def rows_of(run: ResolvedRun) -> Rows | None:
-    """Return how many layers of a run keep gate_up's outputs (rows), and the bytes of one layer's: tokens · top_k ·
-    columns of gate_up · bytes of the compute dtype. None for a dense model, for `checkpointing: none`, which keeps all,
-    and for several ranks, whose numbers of rows differ."""
+    """Return how many layers of a run keep their rows, the outputs of gate_up, and the bytes of one layer's rows:
+    tokens · top_k · columns of gate_up · bytes of the compute dtype. None for a dense model, for `checkpointing: none`,
+    which keeps all, and for several ranks, whose numbers of rows differ."""
     train, layers = run.config.train, run.structure.moe_layers
     if not layers or train.checkpointing == "none" or run.config.parallel.ranks > 1:
         return None

@@ -94,9 +94,11 @@ def verify(
 
 
 def settled_on(run: ResolvedRun, device: torch.device) -> ResolvedRun:
-    """Return a run with a number of layers in place of `train.keep_rows: auto`: those that fit `hardware.gpu`, or this
-    GPU if that is not set; 0 on a CPU, or if the model's code cannot be traced. Raise `UserError` if the run cannot be
-    predicted."""
+    """Return a run in which `train.keep_rows: auto` is replaced by the number of layers that fit on a GPU.
+
+    The GPU is `hardware.gpu`, or `device` if that is not set. On a CPU, or if the model's code cannot be traced, the
+    number is 0. Raises `UserError` if the run cannot be predicted.
+    """
     if device.type == "cpu":
         return run.keeping_rows(0) if run.config.train.keep_rows == "auto" else run
     gpu = run.config.hardware.gpu or catalog_name(device)

@@ -1,7 +1,8 @@
-"""Component of each parameter (`attention`, `experts`, `norm`, …), by the parameter's place in the module tree.
+"""Component of each parameter (`attention`, `experts`, `norm`, …), by the parameter's position in the module tree.
 
-Routers and experts are found by structure (moe.py). All other parameters are classified by the modules around them: an
-`nn.Embedding`, a class whose name ends in `Norm`, a layer's `self_attn` or `mlp`.
+Routers and experts are found by structure (moe.py). All other parameters are classified by the class and the name of
+the modules around them, for example an `nn.Embedding`, a norm class, or `self_attn` or `mlp` inside a layer. Parameters
+of modules for images or audio are `other`.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ class _Resolver:
         return {index: experts for index, experts in chosen.items() if experts}
 
     def _layers(self, where: str, layers: IdSet, existing: Iterable[int], wrong_how: str) -> list[int]:
-        """Return those of the chosen layers that exist, and note a problem for the others.
+        """Return the chosen layers that exist, and add a line to `problems` for the others.
 
         `where` is the key of the run file, and `wrong_how` what the message says of another layer, such as "has no
         router".

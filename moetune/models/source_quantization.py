@@ -46,7 +46,8 @@ class SourceQuantization:
     is_read: bool = True
 
     def settle(self, config: ModelConfig) -> ModelConfig:
-        """Return the `model:` section with `base: auto` replaced by a storage, and `double_quant` as in the checkpoint.
+        """Return the `model:` section with a storage in place of `base: auto`, and with the checkpoint's
+        `double_quant`.
 
         A section with another `base`, and a `double_quant` that the user set, stay as they are.
         """

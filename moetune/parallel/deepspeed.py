@@ -100,13 +100,15 @@ class Engine:
         return GatheredParameters([parameter])
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return a parameter's whole gradient, between `backward` and `step`; all ranks must call it."""
+        """Return a parameter's whole gradient, in the parameter's shape, between `backward` and `step`; all ranks must
+        call it."""
         from deepspeed.utils import safe_get_full_grad
 
         return safe_get_full_grad(parameter)
 
     def weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with the part of it that this rank stores: a shard under ZeRO-3, else the parameter."""
+        """Yield each parameter with the tensor that this rank stores of it: a flat shard under ZeRO-3, else the
+        parameter."""
         for parameter in self.engine.module.parameters():
             yield parameter, parameter.ds_tensor if self.stage == 3 else parameter
 
@@ -142,7 +144,8 @@ class Engine:
             patches.link_states(self.engine)
 
     def put(self, parameter: nn.Parameter, states: dict[str, Tensor]) -> None:
-        """Restore the optimizer states of a parameter, and its float32 copy, from what `states` returned."""
+        """Restore the optimizer states of a parameter, and its float32 copy, from what `states` returned; do nothing if
+        empty."""
         if not states:
             return
         for flat in self.masters:

@@ -40,8 +40,11 @@ class Message:
 
 
 def message(func: Any, args: Any) -> Message | None:
-    """Return what this rank sends in an operation, an operator overload whose namespace is one of `NAMESPACES`; None if
-    the operation sends nothing, such as a barrier."""
+    """Return what this rank sends in a dispatched operation; None if it sends nothing, as in a barrier.
+
+    `func` is the operator, from one of `NAMESPACES`, and `args` are its arguments. For an operation that this file does
+    not cover, the message has its schema name as kind and 0 bytes.
+    """
     match func._schema.name:
         case "c10d::allreduce_":
             return _ring("all-reduce", sum(tensor.nbytes for tensor in args[0]), args[1])

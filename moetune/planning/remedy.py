@@ -46,7 +46,11 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
 
 
 def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
-    """Yield the largest value of each setting in `KEYS` that fits; settings that the run does not have are left out."""
+    """Yield a remedy for each setting in `KEYS`: the largest value with which the run fits.
+
+    Settings that the run does not have, or of which no value fits, are left out. The remedy for `train.micro_batch`
+    keeps the rows of a step, by changing `train.accumulate` too (`_same_step`).
+    """
     for key in KEYS:
         try:
             solved = solve(config, key, predictor)

@@ -367,5 +367,5 @@ def _room(room: Mapping[int, int], each: int, most: int) -> int:
 
 
 def _rank(layers: int, each: int) -> tuple[int, int]:
-    """Return a sort key: more experts in all first, then fewer experts in each layer."""
+    """Return a sort key, greater for more experts in all layers together, then for fewer experts in each layer."""
     return layers * each, -each

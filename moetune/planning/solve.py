@@ -236,7 +236,7 @@ def _nested_sets(key: str, there: list[int], chosen: IdSet) -> Axis:
         chosen: the numbers in the run file, which come before all others.
 
     Raises:
-        UserError: the model has none.
+        UserError: `there` is empty.
     """
     named = [number for number in there if chosen == "all" or number in chosen]
     order = named + [number for number in there if number not in named]

@@ -26,7 +26,7 @@ class Strategy:
         goal: what trains: `router`, `experts` or `lora`.
         settings: values of the run file by dotted key.
         gives_up: what the settings cost, in words; empty if nothing.
-        order: its place among the strategies for the goal, 0 for the best.
+        order: its position among the strategies for the goal, 0 for the best.
     """
 
     goal: Goal

@@ -101,7 +101,8 @@ def _search(start: str) -> Search:
 def _answer(
     start: str, method: str, one: Strategy | Candidate, search: Search | None = None
 ) -> Candidate | UserError | None:
-    """Call a method of `search`, by default that of the run file `start`, and return its result or `UserError`."""
+    """Call a method of `search`, or if that is None, of the search for the run file `start`; return its result or
+    `UserError`."""
     try:
         return getattr(search or _search(start), method)(one)
     except UserError as error:  # some strategies are impossible for some models

@@ -26,7 +26,7 @@ def write_page(view: View, path: Path, charts: Sequence[Chart] = (), *, refresh:
 
 
 def page(view: View, charts: Sequence[Chart] = (), refresh: int | None = None) -> str:
-    """Return a view and charts as an HTML page; `refresh` is as in `write_page`."""
+    """Return a view and charts as an HTML page, which a browser reloads after `refresh` seconds (None: never)."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -57,7 +57,7 @@ def trace_score(
     gpu: Gpu | None = None,
     shortened: bool = True,
 ) -> Trace:
-    """Trace the memory of scoring on fake tensors, as `trace` does for training, with the same errors.
+    """Trace the memory of scoring on fake tensors. Raises the errors of `trace` (memory/trace/tracing.py).
 
     Args:
         routing: how many tokens each expert receives, or a function that counts them.
@@ -81,7 +81,7 @@ def follow(watched: Watched, tracker: Tracker, sources: int = 1, *, tracking: bo
 
     One batch of each source is read, then a second batch of the last source, whose sums are added to existing ones; all
     further batches would be like this one. The model may be on fake tensors or on a real device. Without `tracking`,
-    only where layers and experts begin and end is noted.
+    only the starts and ends of layers and experts are recorded.
     """
     adapted = watched.adapted
     adapted.model.eval()

@@ -181,7 +181,7 @@ def record_batches(
     console: Console,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Run all batches that the recorder has not counted yet, and remove its hooks; `on_batch` is as in `score`.
+    """Run all batches that the recorder has not counted yet, and remove its hooks; call `on_batch` after each.
 
     All ranks run the same number of batches: one that has a batch fewer runs the last one again, without recording it.
     """
@@ -232,7 +232,8 @@ def record_batch(
 def _scores(
     recorder: Recorder, sources: Sequence[RoutedData], model: str, base: str | None, settings: dict[str, Any]
 ) -> Scores:
-    """Return the content of `scores.json`."""
+    """Return the content of `scores.json` after a whole pass; `base` is the checkpoint's digest, None for random
+    weights."""
     numbers = list(range(len(sources)))
     data = [
         Scored(

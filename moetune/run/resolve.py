@@ -52,7 +52,8 @@ def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
 
 
 def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: ResolvedRun | None = None) -> ResolvedRun:
-    """Resolve a run file as `resolve` does, but return contradictions in `ResolvedRun.problems`, not as an error."""
+    """Resolve a run file as `resolve` does, but return its contradictions in `ResolvedRun.problems` instead of raising
+    them."""
     if isinstance(run, ResolvedRun):
         return run
     config = run if isinstance(run, RunConfig) else load_run_config(run)

@@ -204,7 +204,8 @@ class ResolvedRun:
         )
 
     def refuse_other_scores(self, base: str | None) -> None:
-        """Raise `UserError` if experts were chosen by scores of another base (`base` as in `refuse_other_base`)."""
+        """Raise `UserError` if experts were chosen by scores of another base checkpoint; `base` is what
+        `refuse_other_base` takes."""
         for where, scores in self.scored:
             refuse_other_base(scores, self.config.model.path, base, where)
 

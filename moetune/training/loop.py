@@ -254,7 +254,8 @@ class Loop:
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
-        """Prefix a `UserError` with the step; in the first step, name a weight that is not finite instead, if any."""
+        """Add the step to a `UserError` of the `with` block; in the first step, name a weight that is not finite
+        instead, if any."""
         try:
             yield
         except UserError as error:

@@ -50,7 +50,8 @@ class Reporters:
             )
 
     def log(self, step: int, line: Mapping[str, Any]) -> None:
-        """Send the numbers of a line of metrics, as `train/NAME`, and a key `eval_NAME` as `eval/NAME`."""
+        """Send the numbers of a metrics line to every tracker, `eval_NAME` as `eval/NAME` and any other NAME as
+        `train/NAME`."""
         numbers = {
             f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
             for name, value in line.items()

@@ -64,10 +64,12 @@ class RunFolder:
 
         Args:
             best: prefer the checkpoint with the lowest held-out loss to newer ones.
-            hold: lock the checkpoint, so that a run that is writing here does not delete it while this object exists.
+            hold: lock the checkpoint, so that a run that is writing here does not delete it while this object exists;
+                has no effect on a file system without locks.
 
         Raises:
-            UserError: all checkpoints are damaged, or the one found fails `refuse_foreign_checkpoint`.
+            UserError: all checkpoints are damaged, the one found fails `refuse_foreign_checkpoint`, or, with `best`,
+                the metrics cannot be read.
         """
         self.damaged = []
         there = self.checkpoints()

@@ -172,7 +172,8 @@ class RunWriter(RunFolder):
         return sorted(name for name in names if name != WriterLock.NAME and not name.startswith(_ASIDE))
 
     def _is_occupied(self) -> bool:
-        """Return whether the folder holds more than a run that was killed before its run file was written."""
+        """Return whether the folder has contents, other than those that a run leaves if it is killed before it writes
+        its run file."""
         first = {self.checkpoints_path.name, WriterLock.NAME, Ledger.NAME, f"{_ASIDE}{RUN_FILE}"}
         return self.path.exists() and (
             any(item.name not in first for item in self.path.iterdir())

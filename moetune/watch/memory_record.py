@@ -157,7 +157,8 @@ class MemoryRecord:
 
 
 class Predicted(NamedTuple):
-    """A prediction for one rank: bytes allocated at the peak, None if unknown; work of a step, empty if unknown."""
+    """A prediction for one rank: `peak`, bytes allocated at the peak (None if unknown), and `pace`, a step's work (may
+    be empty)."""
 
     peak: int | None = None
     pace: Pace = Pace()

@@ -29,9 +29,9 @@ def checked(
     ranks: Ranks = SINGLE_RANK,
     say: Callable[[str], None] = lambda text: warnings.warn(text.removeprefix("warning: "), stacklevel=4),
 ) -> ResolvedRun:
-    """Return a run with the operators whose kernel does not work on the device of any rank in `without_kernels`.
+    """Return a run whose `hardware.without_kernels` also lists the operators whose kernel fails on any rank's device.
 
-    Their kernels are compared with torch's operations unless a verdict of the same comparison is kept: by the first
+    On a GPU the kernels are compared with torch's operations unless a verdict of the same comparison is kept: by the first
     rank of each machine and kind of card, while the others wait, at most half as long as ranks wait for each other.
     All ranks must make this call.
 
@@ -67,10 +67,9 @@ def _verdict_here(key: Key, device: torch.device, limit: float, say: Callable[[s
 
 
 def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
-    """Return a run with the operators that have run without their kernel so far, and add them to the verdict.
+    """Return a run whose `hardware.without_kernels` also lists the kernels that failed to compile during the run.
 
-    Beside those of `hardware.without_kernels` they are those whose kernel failed to compile at a call that was not
-    compared before. Returns `run` itself if there are none.
+    They are added to the verdict on disk, if there is one. Returns `run` itself if none failed.
     """
     failed = {name: why for name, why in without_kernel().items() if name not in run.config.hardware.without_kernels}
     if device.type != "cuda" or not failed:
@@ -82,9 +81,11 @@ def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
 
 
 def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
-    """Return a run as `checked` would if this machine has the GPU `card`, or any if that is None; compare nothing.
+    """Return a run whose `hardware.without_kernels` also lists the kernels that failed an earlier comparison on `card`.
 
-    Where no verdict is kept for the run's sizes, an operator counts as failing that fails at any other sizes.
+    Only verdicts on disk are read: that of the run's sizes, or else those of all other sizes. Returns `run` itself if
+    there is none, or if this machine's first GPU differs from `card` in both name and total memory. None stands for
+    the first GPU.
     """
     if not torch.cuda.is_available():
         return run

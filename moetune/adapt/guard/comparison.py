@@ -157,8 +157,9 @@ def _lines_of(child: subprocess.Popen[bytes], until: float) -> tuple[list[bytes]
 
 
 def compare_here() -> None:
-    """Compare kernels with their references as an `_Asked` in the first line of stdin says; print a `_Said` for each
-    step, and end when stdin does, because the process that asked has ended."""
+    """Run in a child: read an `_Asked` from the first line of stdin, compare kernels with references, and print a
+    `_Said` for each step. Ends its process, also when stdin is closed, because the process that asked has then ended.
+    """
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no line of ours
     asked = parse_json(sys.stdin.buffer.readline(), _Asked, "stdin")
@@ -191,7 +192,8 @@ def compare_here() -> None:
 def _compare_call(
     operator: Operator, args: Sequence[Any], *, dtype: torch.dtype, failed: set[str], say: Callable[[_Said], None]
 ) -> Any:
-    """Compare one call's kernel with the reference, and return the reference's result.
+    """Compare one call's kernel with its reference, report the outcome by `say` and in `failed`, and return the
+    reference's result.
 
     Raises:
         Exception: the device is of no use any more.

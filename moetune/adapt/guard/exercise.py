@@ -1,4 +1,4 @@
-"""The calls of a run's operators at its own sizes: `sizes_of` a run, and exercises that make these calls.
+"""The sizes at which a run calls operators with kernels (`sizes_of`), and exercises that make such calls.
 
 An exercise runs a part of the model, forward and backward, on a few random tokens; the guard compares each operator
 that it calls with its reference. So a part of the model that calls a new operator needs a class with the method
@@ -198,7 +198,7 @@ def _unlike(sizes: Iterable[T]) -> tuple[T, ...]:
 def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None) -> BankSizes:
     """Return the sizes of an expert bank that calls operators as one layer's does, with as few experts as possible
     (`_few`). On one rank, if the experts with LoRA are not consecutive, it has all of the layer's experts, because
-    their places matter."""
+    their positions matter."""
     config, selection, ep = run.config, run.selection, run.config.parallel.ep
     trained = selection.experts.get(layer.index, ())
     frozen = [expert for expert in range(layer.shape.num_experts) if expert not in trained]
@@ -228,8 +228,8 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
 
 
 def _few(count: int, most: int, top_k: int) -> int:
-    """Return how many experts suffice for one group of each size that `count` experts make, at most `most` in a group;
-    at least `top_k` + 1 if there are so many."""
+    """Return a number of experts, greater than `top_k` if `count` is, that suffices for one group of each size that
+    `count` experts make. A group has at most `most` experts."""
     groups = -(-count // most)
     alike = count if groups < 2 else count // groups + (-(-count // groups) if count % groups else 0)
     return min(count, max(alike, top_k + 1))

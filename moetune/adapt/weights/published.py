@@ -57,7 +57,7 @@ class CheckpointReader:
             refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name)
 
     def read_all(self, model: PreTrainedModel) -> None:
-        """Read all weights into `model`, the model of the target."""
+        """Read all weights into `model`, which is the target's, and replace its experts by banks."""
         self._target.make_banks()
         for path in self._target.layers:
             self.read_experts(path)

@@ -54,7 +54,7 @@ def layer_file(path: str) -> str:
 
 
 def write_bank(folder: Path, path: str, bank: ExpertBank) -> None:
-    """Write one layer's experts, all frozen, to their file, under a temporary name first, so that the file is never
+    """Write one layer's experts, all frozen, to their file. A temporary name is used first, so that the file is never
     incomplete."""
     _write(folder / layer_file(path), {f"{path}.{name}": tensor for name, tensor in bank.named_buffers()})
 

@@ -39,7 +39,11 @@ def fill_randomly(target: LoadTarget, *, draws: bool = True) -> None:
 
 
 def realize_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute, on `device`, the meta tensors that no checkpoint holds, such as rotary frequencies."""
+    """Allocate on `device` all tensors that are still on the meta device, and initialize them by the model's own code.
+
+    To be called once the checkpoint is loaded: what is left then is in no checkpoint, such as rotary frequencies. Does
+    nothing if `device` is meta. Raises `UserError` if the model's code has no rule for one of the tensors.
+    """
     for path, module in list(model.named_modules()):
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
             realize(model, path, device)
@@ -71,8 +75,8 @@ def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
 
 
 def _draw(model: PreTrainedModel, path: str, fresh: list[Tensor]) -> None:
-    """Initialize the tensors `fresh` of the module at `path` by its own rule, and those that this rule skips by the
-    rule of a module around it."""
+    """Initialize the tensors `fresh` of the module at `path` by the module's own rule; those that the rule skips, by
+    the rule of an enclosing module."""
     while True:
         holder = model.get_submodule(path)
         for tensor in (*holder.parameters(), *holder.buffers()):

@@ -39,7 +39,7 @@ class LoadTarget:
 
     Args:
         selection: what trains.
-        config: precision and place of the weights.
+        config: precision of the weights, and the memory that holds the experts.
         linears: paths of the linear layers that are stored in the precision `model.base`.
         device: where weights are put.
         context: settings and hooks that the expert banks share.
@@ -111,8 +111,8 @@ class LoadTarget:
         self._note(weight.numel())
 
     def put_quantized_expert(self, path: str, stack: str, expert: int, *pieces: Mapping[str, Tensor]) -> None:
-        """Store a frozen expert's matrix that a checkpoint holds already quantized: tensors by name, in one piece for
-        the whole matrix or, if `pieces_of` returns 2, in one for gate and one for up."""
+        """Store a frozen expert's matrix that a checkpoint has already quantized. A piece maps names to tensors; there
+        is one for the whole matrix or, if `pieces_of` returns 2, one for gate and one for up."""
         layer = self.layers[path]
         self.bank(path).put_quantized_(expert, matrix_of(stack), *pieces)
         self._note(getattr(self.model.get_submodule(path), stack).numel() // layer.shape.num_experts)
@@ -221,6 +221,6 @@ class LoadTarget:
 
 
 def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
-    """Return a view of one expert's slice of a stack in the layout of a bank: a weight as [out, in], a bias
-    unchanged."""
+    """Return a view of one expert's slice of a stack in the layout of a bank: a weight as [out, in], a bias as it
+    is."""
     return tensor.T if layer.shape.is_transposed and not stack.endswith("bias") else tensor

@@ -21,8 +21,8 @@ from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, withou
 class GroupedGemm:
     """Products of N rows, sorted by expert, with one matrix for each of C experts.
 
-    `counts` are the experts' numbers of rows. `ends` [C] int32, on the rows' device, are the ends of their rows; None
-    for one expert.
+    `counts` holds each expert's number of rows, and `ends` [C] int32 the cumulative sums on the rows' device; None if C
+    is 1.
     """
 
     counts: list[int]

@@ -34,9 +34,9 @@ def ceil_div(number: int, size: int) -> int:
 class QuickLaunch:
     """A Triton kernel with a faster launch, called like a Triton kernel as `kernel[grid](...)`.
 
-    At each launch, Triton examines every argument for what needs another compilation: type, alignment, and numbers that
-    are 1 or multiples of 16. This class instead looks a compiled kernel up by the numbers themselves, leaving out those
-    that the kernel is not specialized on, and by device, alignment and dtypes of the tensors.
+    At each launch, Triton examines every argument for what needs another compilation: its type, its alignment, and
+    whether a number is 1 or a multiple of 16. This class instead looks up a compiled kernel by the device, alignment
+    and dtypes of the tensors, and by the values of those numbers on which the kernel is specialized.
 
     The kernel's parameters must be in this order: tensors, numbers that it is not specialized on, other numbers,
     constants. A call passes constants by name, then Triton's options. A parameter must always be a float or always an

@@ -9,8 +9,8 @@ together, sorted by expert; p input and q output features, rank r. The low-rank 
 if gate and up have separate factors, else 1.
 
 Arguments of several operators: `order` [N] are the rows' flat positions token·K + choice; `weights` [T·K] are the
-routing weights by flat position, None for 1; `ends` [C] int32 are the ends of the experts' rows, None for one expert;
-`counts` are the experts' numbers of rows.
+routing weights by flat position, None for 1; `counts` holds each expert's number of rows, and `ends` [C] int32 the
+cumulative sums, None if C is 1.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
 
 
 def int8_slices(shape: Sequence[int]) -> list[slice]:
-    """Return slices of the rows of an int8 matrix [R, C], each of at most `INT8_AT_ONCE` weights, or one row."""
+    """Return slices that divide the rows of a matrix `shape` [R, C]; each has at most `INT8_AT_ONCE` weights, or is one
+    row."""
     rows = max(1, INT8_AT_ONCE // shape[1])
     return [slice(first, first + rows) for first in range(0, shape[0], rows)]
 
@@ -151,9 +152,9 @@ def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
 def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize MXFP4 blocks of 32 weights: a flat tensor [weights] in `dtype`, which is 2 or 4 bytes wide.
 
-    Bit for bit transformers' `convert_moe_packed_tensors`, without its transposition. torch's operations look up the
-    two weights of a byte at a time, for `MXFP4_AT_ONCE` weights at once, which takes at most 2 bytes for each of these
-    beside the result.
+    Bit for bit transformers' `convert_moe_packed_tensors`, without its transposition. torch's operations look up both
+    weights of a byte together, and compute `MXFP4_AT_ONCE` weights at a time; for each of these they need at most 2
+    bytes beside the result.
 
     Args:
         data: [weights / 2] uint8, two codes per byte.
@@ -232,8 +233,8 @@ def _halves(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) -> Tensor:
     """Return the tokens' rows x [T, H] in the given order: a new tensor [N, H].
 
-    Unless it is None, `inverse` [T·K] int32 is overwritten, at each position in `order`, with the number of the
-    position's row in the result.
+    At each position in `order`, `inverse` [T·K] int32 is overwritten with the index of that position's row in the
+    result, unless `inverse` is None.
     """
     if inverse is not None:
         inverse[order] = torch.arange(len(order), dtype=inverse.dtype, device=order.device)
@@ -244,7 +245,7 @@ def gather_rows(x: Tensor, order: Tensor, top_k: int, inverse: Tensor | None) ->
 def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None) -> None:
     """Write the weighted sum of each token's K rows [T·K, H] to `out` [T, H].
 
-    `inverse` [T·K] int32 is the number of the row at each flat position, as `gather_rows` writes it.
+    `inverse` [T·K] int32 is the index in `rows` of the row at each flat position, as `gather_rows` writes it.
     """
     found = rows.index_select(0, inverse)
     if weights is not None:
@@ -275,9 +276,9 @@ def low_rank(
     counts: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """Return x·firstᵀ [N, P, r], a new tensor, and add its product with a second factor to `out`.
+    """Return x·firstᵀ [N, P, r], a new tensor; write `base` plus its scaled product with a second factor to `out`.
 
-    Each row is multiplied by the factors of its expert, rounded to the dtype of x.
+    Each row is multiplied by the factors of its expert, which are rounded to the dtype of x before.
 
     Args:
         x: [N, p], the same rows for all P parts, or [N, P, p].
@@ -339,7 +340,7 @@ def _add_low_rank(
     counts: Sequence[int],
     scale: float,
 ) -> None:
-    """Write base + scale · narrow·secondᵀ to `out`; arguments as in `low_rank`."""
+    """Write base + scale · narrow·secondᵀ to `out`, for narrow rows [N, P, r]; other arguments as in `low_rank`."""
     second = second.to(narrow.dtype)
     if out.dim() == 2:
         _add_product(base, narrow.flatten(1), second.transpose(1, 2).flatten(2), out, ends, counts, scale)

@@ -89,7 +89,7 @@ def without_kernel() -> Mapping[str, str]:
 
 
 def drop_kernel(name: str, why: str) -> None:
-    """Use an operator's reference from now on in this process, and warn.
+    """Use an operator's reference from now on in this process, and warn; does nothing if it is used already.
 
     `why` says what is wrong with the kernel, as in "cannot be compiled".
     """
@@ -119,7 +119,8 @@ def use_kernels(*, but: Collection[str]) -> None:
 
 @contextmanager
 def using_kernels(*, but: Collection[str]) -> Iterator[None]:
-    """Apply `use_kernels` within the `with` block, as a prediction does. Raises the same errors."""
+    """Within the `with` block, use the kernels of all operators except those named in `but`. Raises as `use_kernels`
+    does."""
     before = dict(_without)
     use_kernels(but=but)
     try:

@@ -36,7 +36,8 @@ def choose(logits: Tensor, top_k: int, normalized: bool, dtype: torch.dtype) -> 
 
 @operator(lambda logits, ids, normalized, dtype: logits.new_empty(ids.shape, dtype=dtype), kernels=_KERNELS)
 def weigh(logits: Tensor, ids: Tensor, normalized: bool, dtype: torch.dtype) -> Tensor:
-    """Return the weights [T, K] of given experts; arguments as in `choose`."""
+    """Return the weights [T, K] in `dtype` of given experts `ids` [T, K]; with `normalized`, divided by their sum over
+    K."""
     weights = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, ids)
     if normalized:
         weights /= weights.sum(-1, keepdim=True)
@@ -69,9 +70,10 @@ def sorted_positions(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Sort `numbers` [n], integers from 0 to `count` - 1: return the indices [n] int64 that sort them, and how often
     each number occurs, [count] int32. The sort is stable.
 
-    A GPU counts each block of 512 numbers in one launch, into 4 · `count` bytes (`count` rounded up to a power of two)
-    per block, and places them in a second. torch's operations first narrow the numbers, which a GPU sorts in fewer
-    passes, and do not use `torch.bincount`, which would make the host wait for the largest number.
+    A GPU does it in two launches. The first counts how often each number occurs in each block of 512, into 4 · `count`
+    bytes per block (`count` rounded up to a power of two); the second writes the indices. torch's operations first
+    convert the numbers to a narrower dtype, which a GPU sorts in fewer passes, and do not use `torch.bincount`, for
+    which the host would wait.
     """
     order = torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)
     counts = torch.zeros(count, dtype=torch.int32, device=numbers.device)

@@ -121,7 +121,7 @@ class BankSizes:
 
 
 def _draw(bank: nn.Module) -> None:
-    """Fill a bank's parameters and quantized buffers with random values of the size of a model's weights."""
+    """Fill a bank's parameters and quantized buffers with random values of the magnitude of a model's weights."""
     with torch.no_grad():
         for name, tensor in (*bank.named_parameters(), *bank.named_buffers()):
             match name.rpartition(".")[2]:
@@ -200,14 +200,15 @@ def _kind(arg: Any) -> Hashable:
 
 
 def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> tuple[Any, float]:
-    """Return the result of an operator's reference, and the kernel's difference from it with the kernel's own tile."""
+    """Return the result of an operator's reference, and the kernel's difference from it with the tile that the kernel
+    chooses."""
     off = next(differences(operator, args, kernel))
     return referred(operator, args), off
 
 
 def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> Iterator[float]:
-    """Yield the difference of an operator's kernel from its reference; then that of each of the kernel's tiles
-    (tuning.py).
+    """Yield an operator's difference between kernel and reference, first with the tile that the kernel chooses, then
+    with each of its tiles (tuning.py).
 
     All tiles are compared because a run with more rows may choose another. A difference is the largest over all results
     and changed arguments, relative to the largest value of each; NaN if a value is NaN. Integers and dequantized
@@ -247,7 +248,8 @@ def _each(result: Any) -> tuple[Any, ...]:
 
 
 def _written(operator: Operator, *, scratch: bool = False) -> list[int]:
-    """Return the positions of the arguments that an operator writes to: its scratch arguments, or all others."""
+    """Return the positions of the arguments that an operator writes to: with `scratch` its scratch arguments, else the
+    others."""
     schema = getattr(torch.ops.moetune, operator.name).default._schema
     return [
         place
@@ -257,7 +259,7 @@ def _written(operator: Operator, *, scratch: bool = False) -> list[int]:
 
 
 def copied(args: Sequence[Any], which: Collection[Any]) -> list[Any]:
-    """Return the arguments, with the storages of the tensors `which` copied; layouts and aliases stay."""
+    """Return the arguments with copies of the storages of the tensors in `which`; strides stay, and so do aliases."""
     copies = {one.untyped_storage()._cdata: None for one in which if isinstance(one, Tensor)}
     clones: dict[int, Any] = {}
 

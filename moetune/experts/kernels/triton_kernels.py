@@ -4,7 +4,8 @@ Each function without a leading underscore implements the operator of that name 
 documents them. Import this file only with a GPU and Triton. Sums run in float32 in a fixed order, so that two runs give
 the same bits.
 
-Not measured on a GPU: block sizes are what fits into the shared memory and registers of compute capability 8.6.
+Block sizes were not timed on a GPU; they are chosen to fit into the shared memory and registers of compute capability
+8.6.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _level(code):
 
 @triton.jit
 def _looked_up(table, pairs):
-    """Return the values [..., 2] of pairs of 4-bit codes, the high code first.
+    """Return the values [..., 2] of bytes that hold two 4-bit codes, the value of the high code first.
 
     The table [16] is in shared memory, each value in another memory bank, so that lookups do not conflict.
     """
@@ -148,7 +149,7 @@ def dequantize_mxfp4(data, scales, pairs, dtype):
 
 @triton.jit
 def _load_gate_up(row, first, size, INTERLEAVED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return COLUMNS columns of gate and of up from a row [2 · size], in float32; 0 for columns of `size` or more."""
+    """Return COLUMNS columns of gate and of up, from `first` on, of a row [2 · size], in float32; 0 beyond `size`."""
     column, pair = first + tl.arange(0, COLUMNS), 2 * first + tl.arange(0, 2 * COLUMNS)
     if INTERLEAVED:
         both = tl.load(row + pair, mask=pair < 2 * size, other=0)

@@ -3,7 +3,8 @@
 As in triton_kernels.py, each function without a leading underscore implements the operator of that name. Programs of
 grouped products find their tile from the ends of the experts' rows on the device, without the host.
 
-Not measured on a GPU: block sizes are what fits into the shared memory and registers of compute capability 8.6.
+Block sizes were not timed on a GPU; they are chosen to fit into the shared memory and registers of compute capability
+8.6.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def _tiles(rank: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _strides(rows: Tensor) -> tuple[int, ...]:
-    """Return the strides (row, part, column) of [N, P, p]; of [N, p], which all parts share, the part stride is 0."""
+    """Return the strides (row, part, column) of rows [N, P, p], or of rows [N, p] that all parts share, with part
+    stride 0."""
     return rows.stride() if rows.dim() == 3 else (rows.stride(0), 0, rows.stride(1))
 
 

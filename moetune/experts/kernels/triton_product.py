@@ -1,10 +1,11 @@
 """Triton kernels of the grouped matrix products in grouped.py.
 
-Import this file only with a GPU and Triton. An element of the result is summed in float32, over 16 places at a time and
-in their order whatever the tile is: where Triton multiplies by `mma.sync` (compute capability 8.x and 12.x), the choice
-of a tile changes no bit. No memory is allocated but the result.
+Import this file only with a GPU and Triton. Each element of the result is summed in float32, 16 terms at a time, in the
+same order for every tile: where Triton multiplies by `mma.sync` (compute capability 8.x and 12.x), the choice of a tile
+changes no bit. Only the result is allocated.
 
-Not measured on a GPU: tiles are what fits into the shared memory and registers of compute capability 8.6.
+The list of tiles was not timed on a GPU; it is chosen to fit into the shared memory and registers of compute capability
+8.6.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def _sum_of_products(
 ):  # fmt: skip
     """Add the product [ROWS, WIDE] of the matrices at `a` and `b`, summed over `deep` columns of a, to `total`.
 
-    `a` and `b` are pointers. `inside` [ROWS] and `within` [WIDE] say which rows of a and columns of b exist; WHOLE,
-    that DEEP divides `deep`.
+    `a` and `b` are pointers. `inside` [ROWS] and `within` [WIDE] are True for the rows of a and the columns of b that
+    exist. WHOLE says that DEEP divides `deep`.
     """
     place = tl.arange(0, DEEP)
     lefts = a + tl.arange(0, ROWS)[:, None] * a_row + place[None, :] * a_deep
@@ -64,8 +65,8 @@ def _low_rank_terms(
     """Return the product [ROWS, WIDE] of narrow rows and second factors, without the scale.
 
     `narrow` points at the tile's first row [PARTS, rank], `second` at the expert's factors [PARTS, rows, rank].
-    `column` [WIDE] are columns of the result, of which there are `wide`. COLUMNS says which of them a part has: "all",
-    "consecutive" ones, or they "alternate".
+    `column` [WIDE] are columns of the result, of which there are `wide`. COLUMNS says which columns a part contributes
+    to: "all" of them, "consecutive" ones, or every PARTS-th ("alternate").
     """
     total = tl.zeros((ROWS, WIDE), tl.float32)
     row = tl.arange(0, ROWS)
@@ -175,8 +176,11 @@ def _multiply(out, a, b, ends, terms, tile):
 
 
 def _tile(run, out, tiles, rows, experts, *operands):
-    """Return the tile for a launch: on a GPU the fastest for these operands, by the rows per expert to a power
-    of two."""
+    """Return the tile to launch with: on a GPU the fastest of `tiles` (see `fastest`), on a CPU the first.
+
+    The fastest is found anew for each kernel, number of experts, rows per expert (in ranges 0, 1, 2-3, 4-7, 8-15, …),
+    and dtypes, strides and shapes (without the first dimension) of the operands. `run(out, tile)` launches the kernel.
+    """
     if not out.is_cuda:
         return tiles[0]
     layouts = [(str(one.dtype), *one.shape[1:], *one.stride()) for one in operands]

@@ -1,8 +1,7 @@
-"""Triton kernels of the operators in rotary.py, one launch for queries and keys together.
+"""Triton kernels of the operators in rotary.py (formulas and shapes there); one launch for queries and keys together.
 
-A program computes a tile of heads, of as many tokens as it takes. Import this file only with a GPU and Triton.
-
-Not measured on a GPU.
+Each program rotates a fixed number of heads, about `PAIRS` pairs of numbers in all: consecutive heads of a token, then
+those of the next token. Import this file only with a GPU and Triton. `PAIRS` was chosen without timing it on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ PAIRS = 1024  # pairs of numbers that a program rotates
 
 @triton.jit
 def _halves(at, column, half):
-    """Load both halves of the heads that begin at the addresses `at`, in float32."""
+    """Return both halves of the heads that begin at the addresses `at`, in float32; 0 for columns from `half` on."""
     inside = column < half
     a = tl.load(at + column, mask=inside, other=0).to(tl.float32)
     return a, tl.load(at + half + column, mask=inside, other=0).to(tl.float32)

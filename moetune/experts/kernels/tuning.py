@@ -37,8 +37,8 @@ class Tile(NamedTuple):
 
 
 def tiled(tiles: Sequence[Tile]) -> Callable[[Any], Any]:
-    """Return a decorator that sets a function's attribute `tiles`: those it chooses from, unless `tile` is
-    passed to it."""
+    """Return a decorator that sets a function's attribute `tiles`: the tiles it chooses from if it is called without
+    `tile`."""
 
     def define(function: Any) -> Any:
         function.tiles = tiles
@@ -71,7 +71,7 @@ def fastest(kernel: str, shapes: tuple[Hashable, ...], tiles: Sequence[Tile], la
 
 
 def _measured(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
-    """Return the fastest tile."""
+    """Return the fastest tile, without those that fail to compile or launch; an error of the first tile is raised."""
     first, *others = tiles
     times = {first: _milliseconds(first, launch)}
     for tile in others:
@@ -94,7 +94,7 @@ def _milliseconds(tile: Tile, launch: Callable[[Tile], None], repetitions: int =
 
 @cache
 def _has_clock() -> bool:
-    """Return whether the device measures time, that is, whether any passes from the first to the last of eight
+    """Return whether the device measures time, that is, whether time passes between the first and the last of eight
     events."""
     events = _events(8)
     for event in events:
@@ -109,7 +109,7 @@ def _events(count: int) -> list[torch.cuda.Event]:
 
 
 def _read() -> dict[str, dict[str, list[int]]]:
-    """Return the file's content, kernels and shapes -> tile for each card; empty if it is missing or damaged."""
+    """Return the content of the file, card -> kernel and shapes -> tile; empty if the file is missing or damaged."""
     # Not `read_json`: the frames of its error hold the product's operands in a cycle, until garbage is collected.
     try:
         content = json.loads(_file().read_bytes())

@@ -28,8 +28,8 @@ _WHERE = ("targets", "layers", "ids")
 
 @dataclass
 class Depths:
-    """Cache in memory of closed forms, the memory of runs as formulas of their sizes; one record serves all runs with
-    the same shortened model. The records are also kept on disk (store.py)."""
+    """Cache in memory of closed forms, which are runs' memory as formulas of their sizes; one record serves all runs
+    with the same shortened model. The records are also kept on disk (store.py)."""
 
     _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
     _choices: dict[Hashable, Choices | None] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Depths:
         """Evaluate the closed form of a run; record a step first if no run with the same shortened model has one.
 
         `gpu` is the GPU whose attention kernels and workspaces are assumed, None for a CPU; `routing` the assumed
-        number of tokens that each expert receives. Result and errors are those of `ClosedForm.at`.
+        number of tokens that each expert receives. Returns and raises what `ClosedForm.at` does.
         """
         form = ClosedForm(run, rank, gpu)
         if can_be_shortened(run.config):

@@ -82,8 +82,8 @@ class ClosedForm:
 
     @cached_property
     def short(self) -> Shortened:
-        """The decoder layers that are recorded, and the groups among them that stand for others. Unlike in the result
-        of `alike.shorten`, `short.run` is the run with all its layers."""
+        """The decoder layers that are recorded, and the groups of them that stand for others; `short.run` has all
+        layers."""
         if not can_be_shortened(self.run.config):
             return Shortened(self.run, tuple(range(self.run.structure.num_layers)), ())
         kept, units = groups(self.kinds)
@@ -279,7 +279,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
 
 
 def _of_optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return the settings of an optimizer that its tensors depend on; a number is replaced by whether it is not 0."""
+    """Return an optimizer's settings that its tensors depend on; of numbers only whether they differ from 0 is kept."""
     settings = optimizer.model_dump(mode="json", exclude={"lr", "eps"})
     settings["betas"] = None if optimizer.betas is None else [bool(beta) for beta in optimizer.betas]
     return settings | {key: bool(settings[key]) for key in ("weight_decay", "momentum")}

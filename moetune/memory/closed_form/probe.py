@@ -79,9 +79,8 @@ class ProbeSizes:
     def count(self, total: int, experts: int, top_k: int, shares: int) -> list[int]:
         """Return the tokens that each of `experts` experts receives, which sum to `total`; idle experts receive none.
 
-        `total` is tokens × `top_k` of one of the `shares` ranks that divide the tokens of a batch (`token_shares`). If
-        it is a micro-batch's, the experts that are idle in a micro-batch receive none, else those that are idle in the
-        evaluation.
+        `total` is tokens × `top_k` of one of the `shares` ranks that divide the tokens of a batch (`token_shares`). It
+        also tells the batch, of which each has its own idle experts (`idle`): a micro-batch or an evaluation's.
         """
         return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // shares])
 
@@ -102,8 +101,10 @@ def primes(start: int) -> Iterator[int]:
 
 
 def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
-    """Divide tokens for the loss so that the sizes of chunks and blocks can be told apart by their prime factors: into
-    one chunk if `alone`, else into three of two blocks each, so that every place in `PLACES` occurs."""
+    """Divide tokens for the loss so that the sizes of chunks and blocks can be told apart by their prime factors.
+
+    There is one chunk if `alone`, else there are three of two blocks each, so that every place in `PLACES` occurs.
+    """
     size = last = tokens
     if not alone:
         size = next(p for p in primes(int(tokens * 0.36)) if _is_large_prime_or_twice(tokens - 2 * p))
@@ -116,8 +117,8 @@ def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
 def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
     """Return the tokens that each of `experts` experts receives, which sum to `total`.
 
-    Those with an id in `idle` receive none, the last other expert the rest, and all others the same prime number, or an
-    equal share where that is less.
+    Experts in `idle` receive none. Each other expert receives the same prime number of tokens, or an equal share if
+    that is less; the last of them receives the rest. Asserts that the rest is not 0.
     """
     busy = [expert for expert in range(experts) if expert not in idle]
     each = min(next(primes(total * 9 // (10 * len(busy)))), total // len(busy)) if len(busy) > 1 else 0
@@ -128,8 +129,8 @@ def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
 
 
 def _is_probe_length(sequence: int, rows: Collection[int]) -> bool:
-    """Return whether every size that follows from a length in tokens has a prime factor above 50 and shares no factor
-    with `rows`, which are primes."""
+    """Return whether each size derived from a length has a prime factor above 50, and no factor p or 2·p + 1 for p in
+    `rows`."""
     return all(
         _is_rough(size) and all(size % p and size % (2 * p + 1) for p in rows) for size in lengths(sequence).values()
     )

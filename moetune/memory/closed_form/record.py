@@ -83,9 +83,12 @@ class Record:
         return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
     def bytes_at(self, sizes: Sizes, rows: ExpertRows, batch: Chunks, held_out: Chunks | None) -> np.ndarray:
-        """Return [blocks] the bytes at given sizes; 0 for blocks in chunks of the loss that do not exist there. `rows`
-        are the tokens of each expert; `batch` and `held_out` the division of the tokens in the loss, the latter None
-        without evaluation."""
+        """Return the bytes of each block at given sizes, int64 [blocks]; 0 for blocks of a part of the loss that does
+        not exist.
+
+        `rows` are the tokens of each expert; `batch` and `held_out` the division of the tokens in the loss, the latter
+        None without evaluation.
+        """
         values = self.coefficients * values_of(self.powers, sizes)[self.monomials]
         for counts, which in ((rows.trained, ~self.held_out), (rows.held_out, self.held_out)):
             grows = which & (self.experts >= 0)
@@ -210,8 +213,8 @@ def _compare(
 
 
 def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, np.ndarray]:
-    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and `_places_of` the log, whose
-    `NoClosedForm` it raises."""
+    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and `_places_of` the log:
+    [blocks]. Raises `NoClosedForm` as `_places_of` does."""
     config, adapted = steps.config, steps.adapted
     shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
@@ -242,7 +245,7 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
 
 
 def _places_of(log: Log, batch: NotedChunks, held_out: NotedChunks) -> np.ndarray:
-    """Return [blocks] the index in `PLACES` at which each block is allocated.
+    """Return where in the loss each block is allocated: [blocks] indices in `PLACES`.
 
     Where a division of the loss has no such place, `Record.bytes_at` sets its blocks to 0 bytes. Raises `NoClosedForm`
     if a block is freed in another chunk or block of the loss than it is allocated in.

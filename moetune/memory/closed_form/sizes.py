@@ -76,8 +76,8 @@ PLACES: tuple[Place, ...] = (("", ""), *product(("first", "middle", "last"), (""
 
 
 def places(chunks: Chunks | None) -> np.ndarray:
-    """Return [len(PLACES)] whether each of `PLACES` occurs in a step with this division of a batch's tokens in the
-    loss; None if the step has no such batch."""
+    """Return [len(PLACES)] whether each of `PLACES` occurs when the loss divides a batch into `chunks`; None: no
+    batch."""
     there: set[Place] = {("", "")}
     if chunks is not None:
         count = -(-chunks.tokens // chunks.size)
@@ -101,14 +101,16 @@ class NotedChunks(Chunks):
     noted: list[tuple[int, Place]] = field(default_factory=lambda: [(0, ("", ""))])
 
     def slices(self) -> Iterator[slice]:
-        """Yield the tokens of each chunk, and record which chunk it is."""
+        """Yield each chunk as a slice of the batch's tokens, and record whether it is the first, a middle or the last
+        one."""
         for rows in super().slices():
             self._at("first" if rows.start == 0 else "last" if rows.stop >= self.tokens else "middle")
             yield rows
             self._at("")
 
     def blocks(self, tokens: int) -> Iterator[slice]:
-        """Yield the tokens of each block in a chunk of `tokens` tokens, and record which block it is."""
+        """Yield each block as a slice of the `tokens` tokens of a chunk, and record whether it is a full block or the
+        rest."""
         chunk = self.noted[-1][1][0]
         for rows in super().blocks(tokens):
             self._at(chunk, "full" if rows.stop < tokens else "rest")
@@ -119,7 +121,7 @@ class NotedChunks(Chunks):
         self.noted.append((self.length(), (chunk, block)))
 
     def place(self, at: int) -> int:
-        """Return the index in `PLACES` of where the loss was when the log's entry with index `at` was recorded."""
+        """Return where the loss was when the log's entry with index `at` was recorded, as an index in `PLACES`."""
         return PLACES.index(self.noted[bisect_right(self.noted, at, key=itemgetter(0)) - 1][1])
 
 
@@ -129,8 +131,10 @@ def alignment(length: int) -> int:
 
 
 def sizes_of_chunks(chunks: Chunks, names: Sequence[str]) -> Sizes:
-    """Return the sizes, in tokens, of a division of the loss: of a chunk, the last chunk, a block, the last block of a
-    chunk, and the last block of the last chunk, under the names `CHUNK_NAMES` or `HELD_OUT_NAMES`."""
+    """Return the five sizes, in tokens, of a division of the loss, under `names`: `CHUNK_NAMES` or `HELD_OUT_NAMES`.
+
+    In order: a chunk, the last chunk, a block, the last block of a chunk, and the last block of the last chunk.
+    """
     count = -(-chunks.tokens // chunks.size)
     last = chunks.tokens - (count - 1) * chunks.size
     values = (chunks.size, last, chunks.block, _rest(chunks.size, chunks.block), _rest(last, chunks.block))
@@ -138,7 +142,7 @@ def sizes_of_chunks(chunks: Chunks, names: Sequence[str]) -> Sizes:
 
 
 def _rest(tokens: int, block: int) -> int:
-    """Return the tokens of the last block in a chunk."""
+    """Return the number of tokens of the last block in a chunk of `tokens` tokens."""
     return tokens - (-(-tokens // block) - 1) * block
 
 
@@ -147,7 +151,7 @@ HELD_OUT_NAMES = ("d", "d′", "e", "e′", "e″")
 
 
 def rows_and_cu_seqlens(rows: int, name: str) -> Sizes:
-    """Return the rows, under `name`, and the entries of cu_seqlens with two documents a row, as in `random_rows`."""
+    """Return `rows` under `name`, and the entries of cu_seqlens for two documents a row under 2`name`+1."""
     return {name: rows, f"2{name}+1": 2 * rows + 1}
 
 
@@ -189,8 +193,8 @@ class ExpertRows:
         return of_batch, of_held_out
 
     def of(self, block: Block) -> int:
-        """Return how many tokens the experts receive that were computed at the block's allocation (`Block.experts`), in
-        a micro-batch or in an evaluation by the block's phase; 0 without experts."""
+        """Return the tokens of the experts that were being computed when a block was allocated, in an evaluation or a
+        micro-batch by the block's phase; 0 without experts."""
         counts = self.held_out if block.phase == "evaluation" else self.trained
         return sum(counts[expert] for expert in block.experts)
 

@@ -50,8 +50,8 @@ class KnownHead:
 
 @dataclass(frozen=True)
 class Recorded:
-    """All records of one rank of a kind of run, by shape of the batches, to which `ClosedForm` adds; and the model's LM
-    head."""
+    """All records of one rank of a kind of run, by shape of the batches, and the LM head of its model; `ClosedForm`
+    adds records."""
 
     head: KnownHead
     records: dict[Shape, Record] = field(default_factory=dict)

@@ -176,8 +176,10 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 
 
 def _flash_needs_much(head_size: int, dropout: float) -> bool:
-    """Return whether flash's backward needs more shared memory than cards with 99 KiB a block have (torch's
-    check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120)."""
+    """Return whether flash attention's backward needs more shared memory per block than cards with 99 KiB have.
+
+    Source: check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120.
+    """
     return 192 < head_size <= 224 or (head_size > 224 and dropout > 0)
 
 

@@ -48,8 +48,12 @@ def _copy_unless_dense(tensor: Tensor) -> int:
 def _flash_backward(
     capability: Capability, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: Any
 ) -> Iterator[int]:
-    """Backward of flash attention: row sums and dQ in float32; with grouped heads, dK and dV of all query heads.
-    Source: cuda/attention_backward.cu: _flash_attention_backward; cuda/flash_attn/flash_api.cpp: mha_bwd."""
+    """Yield the workspaces of flash attention's backward: row sums and dQ in float32.
+
+    Also copies of the gradient and the output unless their memory is in the order [B, S, h, d]; with grouped heads, dK
+    and dV of all query heads. Source: cuda/attention_backward.cu: _flash_attention_backward;
+    cuda/flash_attn/flash_api.cpp: mha_bwd.
+    """
     batch, heads, length, size = query.shape
     rounded = _ceil(length, 128)
     yield _copy_unless_dense(gradient)
@@ -71,10 +75,10 @@ def _flash_varlen_backward(
     starts: Tensor,
     *_: Any,
 ) -> Iterator[int]:
-    """Backward of flash attention on n packed documents of T tokens: as `_flash_backward`, with 128 rows more for each.
+    """Yield the workspaces of flash attention's backward on n packed documents of T tokens together.
 
-    query, key and value are [T, h, d]; `starts` [n + 1] are the first token of each document, and T. Source:
-    cuda/flash_attn/flash_api.cpp: mha_varlen_bwd.
+    They are those of `_flash_backward`, with 128 rows more for each document. query, key and value are [T, h, d];
+    `starts` [n + 1] are the first token of each document, and T. Source: cuda/flash_attn/flash_api.cpp: mha_varlen_bwd.
     """
     tokens, heads, size = query.shape
     rows = tokens + 128 * (starts.shape[0] - 1)
@@ -92,8 +96,8 @@ def _flash_size(head_size: int) -> int:
 
 
 def _efficient_forward(capability: Capability, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Iterator[int]:
-    """Memory-efficient attention: for 16-bit heads larger than 128, an accumulator of the output in float32. Source:
-    cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h:
+    """Yield memory-efficient attention's workspace: for 16-bit heads larger than 128, an accumulator of the output in
+    float32. Source: cuda/attention.cu: _efficient_attention_forward; mem_eff_attention/kernel_forward.h:
     kNeedsOutputAccumulatorBuffer."""
     if max(query.shape[-1], value.shape[-1]) > 128 and query.element_size() < FLOAT:
         yield query.shape[0] * query.shape[1] * query.shape[2] * value.shape[-1] * FLOAT
@@ -102,9 +106,11 @@ def _efficient_forward(capability: Capability, query: Tensor, key: Tensor, value
 def _efficient_backward(
     capability: Capability, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Any, *_: Any
 ) -> Iterator[int]:
-    """Backward of memory-efficient attention: row sums in float32, and dQ in float32 by tiles; where a tile is narrower
-    than a head, dK and dV in float32 too. Source: cuda/attention_backward.cu: _efficient_attention_backward;
-    mem_eff_attention/kernel_backward.h: Params::workspace_size."""
+    """Yield the workspaces of memory-efficient attention's backward: row sums in float32, and dQ in float32 by tiles.
+
+    If a tile is narrower than a head, also dK and dV in float32. Source: cuda/attention_backward.cu:
+    _efficient_attention_backward; mem_eff_attention/kernel_backward.h: Params::workspace_size.
+    """
     batch, heads, length, size = query.shape
     keys, size_v = key.shape[2], value.shape[-1]
     is_half = query.element_size() < FLOAT
@@ -129,9 +135,11 @@ _EVERY_SIZE = 65536
 
 
 def _tile(capability: Capability, head_size: int, is_half: bool) -> tuple[int, int, int]:
-    """Return (rows of queries, rows of keys, largest head size) of the kernel that torch chooses for a head size, for
-    16-bit dtypes or others. Source: dispatch_cutlassB_*_sm80 in mem_eff_attention/kernels/cutlassB.h, without the
-    kernels that need more shared memory than the card has."""
+    """Return the tile of memory-efficient attention's backward: (rows of queries, rows of keys, largest head size).
+
+    Torch chooses the kernel by head size, for 16-bit dtypes or others. Source: dispatch_cutlassB_*_sm80 in
+    mem_eff_attention/kernels/cutlassB.h, without the kernels that need more shared memory than the card has.
+    """
     little = has_little_shared_memory(capability)
     if capability < (8, 0):
         kernels = [(64, 64, 32), (64, 64, 64), (64, 64, 128), (64, 64, _EVERY_SIZE)]
@@ -148,7 +156,8 @@ def _tile(capability: Capability, head_size: int, is_half: bool) -> tuple[int, i
 def _cudnn_backward(
     capability: Capability, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> Iterator[int]:
-    """Backward of cuDNN attention: row sums and dQ in float32; with grouped heads, dK and dV of all query heads.
+    """Yield the workspaces of cuDNN attention's backward: row sums and dQ in float32; with grouped heads, all heads' dK
+    and dV.
 
     Not verified on a card: cudnn/MHA.cpp: run_cudnn_SDP_bprop allocates what cuDNN's plan requests. These tensors are
     those of cudnn-frontend's CompositeSDPABackwardNode (scaled_dot_product_flash_attention.h: softmax_sum, dQ_accum,
@@ -162,21 +171,22 @@ def _cudnn_backward(
 
 
 def _softmax_backward(capability: Capability, gradient: Tensor, output: Tensor, *_: Any) -> Iterator[int]:
-    """Backward of softmax: the product of gradient and output. Source: cuda/SoftMax.cu: softmax_backward_cuda_out."""
+    """Yield the workspace of softmax's backward, gradient · output. Source: cuda/SoftMax.cu:
+    softmax_backward_cuda_out."""
     yield gradient.numel() * gradient.element_size()
 
 
 def _safe_softmax(capability: Capability, scores: Tensor, *_: Any) -> Iterator[int]:
-    """Safe softmax: the plain softmax and a mask of one byte an element, until fully masked rows are set to zero.
-    Source: SoftMax.cpp: _safe_softmax."""
+    """Yield the workspace of safe softmax: the plain softmax, and a byte per element to find fully masked rows. Source:
+    SoftMax.cpp: _safe_softmax."""
     yield scores.numel() * (scores.element_size() + 1)
 
 
 def _embedding_backward(capability: Capability, gradient: Tensor, indices: Tensor, *_: Any) -> Iterator[int]:
-    """Backward of an embedding, above 3,072 tokens: sorted indices, and partial sums of gradients in float32.
+    """Yield the workspaces of an embedding's backward: sorted indices, and partial sums of gradients in float32.
 
-    One partial sum is of up to ten equal tokens; as many partial sums as tokens are assumed, which is an upper bound.
-    Source: cuda/Embedding.cu: embedding_dense_backward_cuda; cuda/EmbeddingBackwardKernel.cu.
+    Up to 3,072 tokens it has none. A partial sum adds up to ten equal tokens; one for each token is assumed, an upper
+    bound. Source: cuda/Embedding.cu: embedding_dense_backward_cuda; cuda/EmbeddingBackwardKernel.cu.
     """
     if (tokens := indices.numel()) > 3072:
         yield 4 * tokens * indices.element_size()
@@ -196,8 +206,9 @@ def _gemm_4bit(
     *_: Any,
     **__: Any,
 ) -> Iterator[int]:
-    """Product of rows [..., K] with a 4-bit weight of `shape` (N, K): the dequantized weight; under double
-    quantization, where `absmax_8bit` are its scales, also these in float32, twice.
+    """Yield the workspaces of rows [..., K] times a 4-bit weight of `shape` (N, K): above all the dequantized weight.
+
+    Under double quantization, where `absmax_8bit` are the weight's scales, also these in float32, twice.
 
     From 512 rows on a weight of 4M elements is always dequantized (_gemm_4bit_use_custom_cuda); with fewer rows another
     kernel without these workspaces may run. Source: bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback.
@@ -208,7 +219,8 @@ def _gemm_4bit(
 
 
 def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
-    """Stable sort of integers [n]: the indices 0 to n - 1 and, above 4,096 elements, the memory of cub's radix sort.
+    """Yield the workspaces of a stable sort of integers [n]: the indices, and above 4,096 elements those of cub's radix
+    sort.
 
     cub makes one pass for each byte of an element, with 256 counts each; with more than one pass it allocates keys and
     indices once more. It also takes 1 KiB for every few thousand elements, left out because it is no product of sizes.
@@ -222,10 +234,11 @@ def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
 
 
 def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Iterator[int]:
-    """torch's grouped product (compute capability 9.x): arguments of each product, and CUTLASS's tensor descriptors.
+    """Yield the workspaces of torch's grouped product on compute capability 9.x; none if torch's kernel is not used.
 
-    For each product three sizes, addresses and strides; four descriptors of 128 bytes for each of 132 multiprocessors.
-    Verified on 9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
+    First the arguments of all products: for each, 3 sizes of 4 bytes, 3 addresses and 3 strides of 8 bytes. Then
+    CUTLASS's tensor descriptors: 4 of 128 bytes per multiprocessor, of which 132 are assumed (H100 SXM). Verified on
+    9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
     """
     if kernel_of(capability, a, b) == "torch":
         yield len(counts) * (3 * 4 + 3 * 8 + 3 * 8)

@@ -77,7 +77,9 @@ class Counter:
                 self.note(work, part or own, tensor)
 
     def part(self, func: Any = None) -> WorkPart:
-        """Return the part of an operator; the part of the running module if it has none or `func` is None."""
+        """Return the part of the step to which an operator's work counts: `optimizer` in that phase, else the
+        operator's own part, else that of the running module. None for `func` is an operator without a part of its
+        own."""
         if self.where.phase == "optimizer":
             return "optimizer"
         return part_of(func) or self.parts.get(self.where.module, "rest")
@@ -87,7 +89,7 @@ class Counter:
 
         Args:
             part: the part to which the work counts; None: the part of the module that runs.
-            of: a tensor from whose storage the decoder layer of the work follows.
+            of: a tensor whose storage belongs to the decoder layer that the work counts for; None if unknown.
         """
         where = self.where
         if where.phase in ("load", "evaluation"):

@@ -73,11 +73,11 @@ class Range:
 
     @property
     def middle(self) -> float:
-        """Geometric mean of both ends, rounded to four digits."""
+        """Geometric mean of both ends, rounded to four significant digits."""
         return float(f"{(self.fast * self.slow) ** 0.5:.4g}")
 
     def to_json(self) -> dict[str, float]:
-        """Return both ends, rounded to four digits."""
+        """Return both ends, rounded to four significant digits."""
         return {"fast": float(f"{self.fast:.4g}"), "slow": float(f"{self.slow:.4g}")}
 
 

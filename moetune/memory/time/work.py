@@ -212,8 +212,8 @@ _FREE = {
 
 @cache
 def _does_nothing(func: Any) -> bool:
-    """Return whether an operator launches nothing on the GPU (creates or views tensors), or communicates, which
-    parallel/messages.py counts."""
+    """Return whether an operator does no work to count: it creates or views tensors, or communicates
+    (parallel/messages.py)."""
     is_sent = func.namespace in ("c10d", "_c10d_functional")
     return is_sent or func.is_view or func._opname in _FREE or (func.namespace, func._opname) == ("aten", "split")
 
@@ -259,32 +259,37 @@ def _place(func: Any, name: str) -> int | None:
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
-    """FLOPs of a grouped product of `a` and `b`, 2·N·p·q: [N, p] by [C, p, q], or [p, N] by [N, q]."""
+    """Return the FLOPs 2·N·p·q of a grouped product of `a` and `b`: [N, p] by [C, p, q], or [p, N] by [N, q]."""
     rows = a.shape[0] if b.dim() == 3 else a.shape[1]
     return 2.0 * rows * (a.shape[1] if b.dim() == 3 else a.shape[0]) * b.shape[-1]
 
 
 def _low_rank_product(out: Tensor, rows: Tensor, matrices: Tensor, narrow: Tensor, second: Tensor, *_: Any) -> float:
-    """FLOPs of a grouped product with low-rank terms, 2·N·(p·q + P·r·q'): [N, p] by [C, p, q], and second [C, P, q',
+    """Return the FLOPs 2·N·(p·q + P·r·q') of `low_rank_product_`: rows [N, p] by [C, p, q], and second [C, P, q',
     r]."""
     return _grouped(rows, matrices) + 2.0 * len(rows) * second[0].numel()
 
 
 def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float:
-    """FLOPs of LoRA on expert rows, 2·N·P·r·(p + q): rows [N, p] or [N, P, p], where P is 1 in the first; for C experts
-    the factors `first` [C, P, r, p] and `second` [C, P, q, r], or None for only the first product, with q = 0."""
+    """Return the FLOPs 2·N·P·r·(p + q) of the operator `low_rank`, which applies LoRA factors to rows of C experts.
+
+    x is [N, p] or [N, P, p], `first` [C, P, r, p] and `second` [C, P, q, r]. If `second` is None, q is 0.
+    """
     per_number = first.shape[-1] + (0 if second is None else second.shape[-2])
     return 2.0 * len(x) * first[0, ..., 0].numel() * per_number
 
 
 def _low_rank_gradients(narrow_out: Tensor, x: Tensor, narrow_in: Tensor, dout: Tensor, *_: Any) -> float:
-    """FLOPs of both LoRA factors' gradients, 2·n·(p + q): n elements in `narrow_out`, x [.., p], dout [.., q]."""
+    """Return the FLOPs 2·n·(p + q) of both LoRA factors' gradients, for n elements in `narrow_out`, x [..., p], dout
+    [..., q]."""
     return 2.0 * narrow_out.numel() * (x.shape[-1] + dout.shape[-1])
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **_: Any) -> float:
-    """Upper bound of the FLOPs of causal attention over packed documents, T·h·(L/2)·2·(d_query + d_value): T tokens
-    with h heads, query [T, h, d_query]; L is the length of the longest document, the first int in `rest`."""
+    """Return an upper bound of the FLOPs of causal attention over packed documents, T·h·(L/2)·2·(d_query + d_value).
+
+    query is [T, h, d_query] for T tokens and h heads. L is the length of the longest document, the first int in `rest`.
+    """
     longest = next(number for number in rest if isinstance(number, int) and not isinstance(number, bool))
     return query.shape[0] * longest / 2 * query.shape[1] * 2.0 * (query.shape[-1] + value.shape[-1])
 
@@ -300,7 +305,7 @@ def _varlen_backward(
     *rest: Any,
     **_: Any,
 ) -> float:
-    """FLOPs of the backward of `_varlen`: five matrix products instead of the two of forward."""
+    """Return the FLOPs of the backward of `_varlen`: five matrix products instead of the two of forward."""
     return 2.5 * _varlen(query, key, value, starts, *rest)
 
 
@@ -343,7 +348,7 @@ _OVERWRITES |= {"low_rank", "low_rank_product_", "low_rank_gradients_"}
 
 
 def written_by(func: Any, args: Any) -> Tensor | None:
-    """Return the tensor that an operation writes in place: its first written argument; None if not a tensor."""
+    """Return the first argument that an operation writes in place; None if there is none or it is no tensor."""
     places = _written(func)
     changed = args[places[0][0]] if places and places[0][0] < len(args) else None
     return changed if isinstance(changed, Tensor) else None
@@ -381,14 +386,14 @@ def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capabilit
 
 
 def _of_grouped(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Two launches of torch's kernel (preparation, product), one of Triton's, else one for each expert with rows."""
+    """Return the launches of a grouped product: 2 by torch's kernel, 1 by Triton's, else 1 per expert with rows."""
     a, b, _, counts = args
     whose = grouped.kernel_of(capability, a, b)
     return sum(map(bool, counts)) if whose is None else {"torch": 2, "triton": 1}[whose]
 
 
 def _of_copy(args: Any, kwargs: Any, out: Tensor, capability: Capability) -> float:
-    """No launch if the bytes are copied unchanged (a memcpy), else one kernel."""
+    """Return the launches of a copy: 0 if its bytes are copied unchanged (a memcpy), else 1."""
     source = args[1] if len(args) > 1 and isinstance(args[1], Tensor) else args[0]
     alike = source.dtype == out.dtype and source.shape == out.shape and source.stride() == out.stride()
     return 0 if alike and _is_dense(source) else 1
@@ -400,30 +405,29 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _of_sort(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Launches that sort a vector [n]: two up to 4,096 elements (a single block), else three and one for each byte
-    (radix)."""
+    """Return the launches that sort a vector [n]: 2 up to 4,096 elements (one block), else 3 and 1 for each byte (radix
+    sort)."""
     return 2 if args[0].numel() <= 4096 else 3 + args[0].element_size()
 
 
 def _of_joining(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """No launch to join a single tensor, else one."""
+    """Return the launches of a concatenation: 0 for a single tensor, else 1."""
     return 1 if len(args[0]) > 1 else 0
 
 
 def _of_flash_backward(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Three launches; if there are fewer key heads than query heads, two more, which sum over the query heads of
-    each."""
+    """Return the launches of flash attention's backward: 3, and with grouped heads 2 more to sum over query heads."""
     return 3 if args[1].shape[1] == args[2].shape[1] else 5
 
 
 def _of_power(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """No launch for the exponent 1, else one."""
+    """Return the launches of a power: 0 for the exponent 1, else 1."""
     exponent = args[1]
     return 0 if not isinstance(exponent, Tensor) and exponent == 1 else 1
 
 
 def _of_product(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """No launch if one of the matrices is empty, else one."""
+    """Return the launches of a matrix product: 0 if one of the matrices is empty, else 1."""
     return 1 if args[-1].numel() and args[-2].numel() else 0
 
 

@@ -39,7 +39,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Shortened:
-    """A run with the decoder layers that are run, and the groups of them that stand for layers that are left out.
+    """A run reduced to some of its decoder layers, of which groups stand for identical layers that are left out.
 
     Attributes:
         kept: numbers of the layers that are run, ascending.
@@ -52,8 +52,8 @@ class Shortened:
 
 
 def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
-    """Leave out the decoder layers of a run for which identical layers can stand. Of the traced rank only the position
-    on the `ep` axis matters, by which it holds experts."""
+    """Return a run without the decoder layers for which identical layers can stand. Of `ranks` only the traced rank's
+    position on the `ep` axis matters, which decides the experts that it holds."""
     kinds = kinds_of(run, ranks.coordinates.ep)
     kept, units = groups(kinds)
     return Shortened(run.without_layers(set(range(len(kinds))) - set(kept)), tuple(kept), tuple(units))
@@ -136,8 +136,8 @@ _NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number",
 
 
 def _make(layer: nn.Module) -> Iterator[Hashable]:
-    """Yield, for a layer and each module in it, path, class, plain attributes but the layer's number, and names, shapes
-    and dtypes of tensors."""
+    """Yield what a layer's memory depends on, for it and each module in it: path, class, plain attributes but the
+    layer's number, and names, shapes and dtypes of tensors."""
     for path, module in layer.named_modules():
         settings = tuple(
             (name, value)

@@ -87,7 +87,7 @@ def _gate_up(shape: ExpertShape) -> int:
 
 
 def _quantizing(shape: ExpertShape, model: ResolvedModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that quantizing an expert's gate_up matrix takes, as `quantizing`."""
+    """Return the peak of temporary bytes while an expert's gate_up matrix is quantized (see `quantizing`)."""
     rows = _gate_up(shape) // shape.hidden
     return quantizing((rows, shape.hidden), model.base, model.double_quant, dtype, shape.is_transposed)
 
@@ -97,7 +97,7 @@ def quantizing(
     shape: tuple[int, int], storage: Storage, double_quant: bool, dtype: torch.dtype, is_transposed: bool
 ) -> int:
     """Return the peak of temporary bytes while one matrix is quantized, by a trace on fake tensors; cached. The matrix
-    itself and its place in the expert bank are not counted.
+    itself and its buffers in the expert bank are not counted.
 
     Args:
         shape: (rows, columns) of the matrix.

@@ -126,11 +126,11 @@ class Owners:
 
     @cached_property
     def matches(self) -> dict[tuple[int, int], int]:
-        """Counterparts in a group of the blocks that the group frees for a neighbouring layer.
+        """For each block that a neighbouring layer allocates and a group frees, the group's own block in the same role.
 
-        Maps (number of a block that a neighbour allocates and the group frees, last layer of the group) to the number
-        of the group's own block that the next layer in the same direction frees. The two are allocated in the same kind
-        of pass and have the same size.
+        Maps (number of the neighbour's block, last layer of the group) to the number of a block that the group
+        allocates and the next layer in the same direction frees. Both are allocated in the same kind of pass and have
+        the same size.
         """
         left: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
         groups = {unit.layers[-1] for unit in self.units.values()}
@@ -214,7 +214,8 @@ class Events:
 
 @cache
 def layer_named(module: str, unit: Unit | None, copy: int) -> str:
-    """Return a module's path with the number of its layer replaced by that of the layer it stands for.
+    """Return a module's path with the number of its layer replaced: that of a layer that ran by that of one it stands
+    for.
 
     With `unit.layers` (1,) and `unit.copies[copy]` (5,), "model.layers.1.mlp" becomes "model.layers.5.mlp". Without a
     group, `unit` None, the path stays as it is.
@@ -322,7 +323,7 @@ class _Expansion:
             self.turns.append((stretch, copy))
 
     def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
-        """Reassign, in place, releases of fetched storages so that those of one size are freed oldest first."""
+        """Change `storages` [events] in place so that of fetched storages of one size the oldest is freed first."""
         fetched = np.flatnonzero(self.fetched[block])
         sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
         for size in np.unique(sizes):

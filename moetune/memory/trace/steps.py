@@ -112,7 +112,8 @@ class Phases(StepObserver):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Record the backward phase within the `with` block; before it, mark what forward saved for it."""
+        """Mark what forward saved, then record the backward phase within the `with` block. After it, the next forward
+        phase begins, if the micro-step has another pass."""
         self.tracker.saved_since(self._began)
         self.tracker.enter("backward")
         yield
@@ -230,7 +231,8 @@ class Steps(Watched):
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
-        """Return a context that also counts the work of reading each expert's tokens, which a trace skips."""
+        """Return a context in which reading each expert's tokens adds to the counted work, though a trace does not read
+        them."""
         counter, hooks = tracker.counter, self.adapted.expert_context.hooks
         if counter is None:
             return nullcontext()
@@ -269,7 +271,8 @@ class Steps(Watched):
         return {p: number for number, layer in self.layers.items() for p in layer.parameters()}
 
     def _say_whose_states(self, tracker: Tracker) -> None:
-        """Set layer and label of optimizer states and float32 weights, and mark paged states as host memory."""
+        """Set the decoder layer and label of optimizer states and float32 weights, and mark paged states as host
+        memory."""
         layer_of = self._layer_of()
         parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
         owned = Counter(id(tensor) for states in self.optimizer.state.values() for tensor in states.values())

@@ -126,8 +126,8 @@ class Tracker(TorchDispatchMode):
         self.read_marks(tensor)
 
     def read_marks(self, tensor: Tensor) -> None:
-        """Update a tensor's block from the marks on its storage (`experts/host.py`): host memory, or a copy of it,
-        which takes the part of its original. The tensor's storage must be tracked."""
+        """Update a tensor's block from the marks on its storage (`experts/host.py`), which must be tracked. They say
+        that it is host memory, or a copy of host memory; a copy takes the part of its original."""
         block = self.log.blocks[self._alive[id(tensor.untyped_storage())]]
         if stays_on_host(tensor):
             self._take_off_device(block)
@@ -139,9 +139,11 @@ class Tracker(TorchDispatchMode):
                 block.part = self.log.blocks[self._alive[id(source)]].part  # counted like its original
 
     def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
-        """Record an allocation of `size` bytes by an operation, or under a label, `op`, and return the number of its
-        block. Raise `torch.OutOfMemoryError`, and note it in `refused`, if it would exceed the limit, which does not
-        concern host memory."""
+        """Record an allocation of `size` bytes and return the number of its block; `op` is the operation, or a label.
+
+        Raises `torch.OutOfMemoryError`, and sets `refused`, if it exceeds the limit, which does not apply to host
+        memory.
+        """
         born = len(self.log.entries)
         if self.limit is not None and not on_host and self._bytes + size > self.limit:
             self.refused = born, size
@@ -210,11 +212,11 @@ class Tracker(TorchDispatchMode):
         in_bank: bool = False,
         expert: int | None = None,
     ) -> None:
-        """Set the decoder layer of a tensor's storage, None for that in which it was allocated; do nothing if it is not
-        tracked.
+        """Set the number of the decoder layer that a tensor's storage belongs to; do nothing if it is not tracked.
 
-        A `label` replaces the names of module and operation in reports. `in_bank` marks a tensor of an expert bank;
-        False leaves an earlier True. `expert` is the id of the fully trained expert that alone has the tensor.
+        None stands for the layer in which it was allocated. A `label` replaces the names of module and operation in
+        reports. `in_bank` marks a tensor of an expert bank; False leaves an earlier True. `expert` is the id of the
+        fully trained expert that alone has the tensor.
         """
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
@@ -332,8 +334,11 @@ class Tracker(TorchDispatchMode):
         self.log.groups.append(Group(len(self.log.entries), self.experts))
 
     def cut(self, layer: int, *, backward: bool) -> None:
-        """Record that the forward pass of the decoder layer with this number, or `OUTSIDE`, ends here or its backward
-        begins. An end of forward is ignored while the layer is recomputed in backward."""
+        """Record the end of a decoder layer's forward pass, or with `backward` the start of its backward pass.
+
+        `layer` is the layer's number, or `OUTSIDE`. An end of forward is ignored while the layer is recomputed in
+        backward.
+        """
         if backward or self.phase in ("forward", "evaluation"):  # not in a recomputation
             self.log.cuts.append(Cut(len(self.log.entries), layer, backward))
 

@@ -129,11 +129,11 @@ class Trace:
         return self.events.column("on_host").astype(bool)
 
     def _of_part(self, part: PartName) -> np.ndarray:
-        """Return [storages] the bytes of the storages of one part on the device, and 0 for all other storages."""
+        """Return the bytes of each storage of one part on the device, 0 for all others: int64 [storages]."""
         return np.where(self._on_host | (self.events.column("part") != part), 0, self.bytes)
 
     def _alive(self, bytes_of: np.ndarray) -> np.ndarray:
-        """Return [events] the sum of `bytes_of` [storages] over the storages alive at each place."""
+        """Return the sum of `bytes_of` [storages] over the storages that are alive after each event: int64 [events]."""
         return np.cumsum(self.events.signs * bytes_of[self.events.storages])
 
     @cached_property
@@ -166,7 +166,7 @@ class Trace:
         return int(np.max(self._alive(np.where(self._on_host, 0, rounded)), initial=0))
 
     def parts(self, at: int | None = None) -> Parts:
-        """Return the bytes alive on the device once event `at` has happened, by line of the memory report."""
+        """Return the bytes on the device after event `at` by line of the memory report; None for the peak."""
         alive = self.alive(at)
         part, sizes = self.events.column("part")[alive], self.bytes[alive]
         return Parts(*(int(sizes[part == name].sum()) for name in PART_NAMES))

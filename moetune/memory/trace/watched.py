@@ -148,8 +148,8 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
 
 
 def named_modules(adapted: Adapted) -> dict[nn.Module, str]:
-    """Return module -> path for the modules that a report names: those at most two levels below a decoder layer or,
-    outside of the layers, below the model; without those inside of a layer's experts."""
+    """Return module -> path for the modules that a report names. They are at most two levels below a decoder layer or,
+    outside of the layers, below the model; modules inside of a layer's experts are left out."""
     layers = tuple(f"{path}." for path in decoder_layers(adapted.model))
     experts = tuple(f"{layer.experts}." for layer in adapted.structure.moe_layers)
     named = {}

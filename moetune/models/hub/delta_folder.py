@@ -41,7 +41,7 @@ class Delta:
     """A delta folder whose manifest and header have been read; tensor values are read on demand.
 
     Attributes:
-        tensors: tensor name -> its place in `delta.safetensors`.
+        tensors: tensor name -> where it is in `delta.safetensors`.
         slices: tensor name -> ids of the experts whose rows it has; tensors with all rows are not listed.
         about: origin of the delta, from the manifest: `run`, `step`, `run_file` and `selection`; values may be None.
     """

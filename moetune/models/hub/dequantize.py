@@ -54,7 +54,8 @@ class Quantized(Stored, ABC):
 
     @abstractmethod
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Return the dequantized rows `start` to `stop` (excluded; None for all), [stop - start, ...], on `device`."""
+        """Return the dequantized rows from `start` to `stop`, [stop - start, ...], on `device`; `stop` is excluded,
+        None for all."""
 
     def write(self, rows: Tensor, start: int = 0) -> None:
         """Raise `AssertionError`: quantized weights are read only."""

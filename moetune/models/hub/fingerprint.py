@@ -142,7 +142,8 @@ def headers(folder: Path) -> dict[str, str]:
 
 
 def digest(file: Path, copy_to: Path | None = None, on_read: Callable[[int], None] | None = None) -> str:
-    """Return the hexadecimal SHA-256 of a file; `copy_to` and `on_read` are as in `take_fingerprint`."""
+    """Return the hexadecimal SHA-256 of a file, which is also copied to the folder `copy_to`, if given. `on_read` is
+    called with the number of bytes of each block."""
     sha256 = hashlib.sha256()
     with file.open("rb") as source, open(copy_to / file.name if copy_to else os.devnull, "wb") as target:
         while block := source.read(_BLOCK):

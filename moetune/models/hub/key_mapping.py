@@ -90,8 +90,10 @@ class KeyMapping:
         return [key for keys in self.keys.values() for key in keys]
 
     def to_model(self, read: Callable[[str], Tensor]) -> Tensor:
-        """Convert the checkpoint tensors, which `read` returns by name, to the parameter's value; of one
-        expert, to [1, ...]."""
+        """Return the parameter's value, computed from the checkpoint's tensors, which `read` returns by name.
+
+        For the mapping of one expert (`of_expert`), the value is [1, ...].
+        """
         if self.conversion is None:
             return read(self.every_key()[0])
         merged = self._run(

@@ -166,7 +166,7 @@ def is_name_of_weights(name: object) -> bool:
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Read the headers of a checkpoint's files, and return tensor name -> its place.
+    """Read the headers of a checkpoint's files, and return tensor name -> where it is stored.
 
     Raises:
         UserError: there are no safetensors in the folder, a file is damaged, or a tensor is in two files.
@@ -181,7 +181,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Read the header of one safetensors file, and return tensor name -> its place.
+    """Read the header of one safetensors file, and return tensor name -> where it is stored.
 
     Raises:
         UserError: the file cannot be read, is not a safetensors file, or is cut short.
@@ -208,8 +208,7 @@ def refuse_not_finite(tensors: Mapping[str, Stored], what: str) -> None:
 
 
 def create_file(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Stored]:
-    """Create a safetensors file whose tensors are all zero, for `Stored.write` to fill; return tensor name -> its
-    place.
+    """Create a safetensors file of zeros, for `Stored.write` to fill; return tensor name -> where it is stored.
 
     `tensors` maps tensor name -> (dtype, shape).
     """

@@ -176,9 +176,10 @@ def _between(text: str, begin: str, end: str) -> str | None:
 
 
 def _instead(written: str, only: str, mark: str) -> str:
-    """Return the part of the chat `written` in the place where `only`, with a mark as one content, has the mark.
+    """Return the part of the rendered chat `written` that stands where `only` has the mark.
 
-    Return all of `written` if the two differ elsewhere, or `only` lacks the mark.
+    `only` is the chat rendered with the mark in place of one message's content. Returns all of `written` if the two
+    differ elsewhere, or `only` lacks the mark.
     """
     before, found, after = only.partition(mark)
     after = after.rpartition(mark)[2] if mark in after else after
@@ -187,7 +188,8 @@ def _instead(written: str, only: str, mark: str) -> str:
 
 
 def _first_missing_word(content: str, written: str) -> str | None:
-    """Return the first word of `content` that is not in `written`, casefolded, after the words before it; else None."""
+    """Return the first word of `content` that does not follow the words before it in `written`, which is casefolded; or
+    None."""
     position = 0
     for match in re.finditer(r"\w+", content.casefold()):
         found = written.find(match[0], position)

@@ -140,7 +140,8 @@ def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> 
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
-    """Return the text that each token adds; of several tokens that make up one character, the last has it."""
+    """Return the text that each token of `ids`, int32 [tokens], adds; a character made up of several tokens counts to
+    the last."""
     texts, before = [], ""
     for count in range(1, len(ids) + 1):
         text: Any = tokenizer.decode(ids[:count].tolist(), clean_up_tokenization_spaces=False)

@@ -32,10 +32,13 @@ class Reading:
     """The documents of a source, as indices into the `Documents` that they were added to.
 
     Attributes:
-        documents: index of each document, in the order of the source.
-        records: for each document, the index of the first document of its record. A chat may have several documents.
+        documents: indices of the kept documents, int64 [documents], in the order of the source.
+        records: for each of them, the index of the first kept document of its record, int64 [documents]; a chat may
+            have several documents.
         dropped: documents left out because they are too long, or because cutting left no token to train on.
-        cut, unended, chats: as in `DataCounts` (load.py).
+        cut: documents whose end was left out because they are too long.
+        unended: cut documents that end within the first stretch of trained tokens.
+        chats: number of chats, by how the assistant's text was found (`MARKINGS`).
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))

@@ -132,7 +132,7 @@ class HostUpdater(Updater):
 
     @torch.no_grad()
     def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Load states as `Updater.restore`, and copy the restored float32 weights to the parameter."""
+        """Load states as `Updater.restore` does, and copy the restored float32 weights to the parameter."""
         super().restore(states)
         (parameter,), (master,) = self.parameters, self.copies.values()
         parameter.copy_(master)

@@ -47,7 +47,7 @@ class CombinedOptimizer:
         return dict(chain.from_iterable(updater.optimizer.state.items() for updater in self.updaters))
 
     def step(self, scale: float = 1.0) -> None:
-        """Update all parameters, by `scale` times the gradients, but those that the backward pass has updated."""
+        """Update all parameters that the backward pass has not updated, by `scale` times their gradients."""
         for updater in self.updaters:
             if not updater.fused:
                 updater.step(scale)

@@ -33,7 +33,8 @@ class ZeroUpdater(Updater):
         self.engine = Engine(model, self.optimizer, settings)
 
     def step(self, scale: float = 1.0) -> None:
-        """Clip and update. `scale` is ignored: DeepSpeed computes its own factor from the same gradient norm."""
+        """Clip the gradients and update the weights. `scale` is ignored: DeepSpeed computes its own from the same
+        gradient norm."""
         self.engine.step()
 
     def masters_kept(self) -> Iterator[Tensor]:

@@ -58,7 +58,8 @@ def collate(
 
 
 def uncounted(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with `labels` and `is_token` by which no token counts for the loss or for expert load."""
+    """Return the batch with `labels` all `IGNORED` and `is_token` all 0, so that no token counts for the loss or expert
+    load."""
     labels = batch["labels"]
     return batch | {"labels": torch.full_like(labels, IGNORED), "is_token": torch.zeros_like(labels)}
 
@@ -69,7 +70,7 @@ def _lengths(positions: np.ndarray) -> list[int]:
 
 
 def random_rows(count: int, length: int, vocabulary: int, *, packing: bool) -> list[Row]:
-    """Return `count` rows of random tokens below `vocabulary`, shaped like those of a data set.
+    """Return `count` rows of `length` random tokens below `vocabulary`, with the keys of a data set's rows.
 
     Packed rows contain two documents each. Otherwise the first row is one token shorter than `length`, so that the
     batch has padding and an attention mask.

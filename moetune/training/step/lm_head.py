@@ -94,7 +94,7 @@ def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[T
 
 
 class _Answering(nn.Module):
-    """Replaces the decoder stack: a call runs the function `answer`, other attributes are those of the stack."""
+    """Stand-in for the decoder stack: calling it runs the function `answer`; all other attributes are the stack's."""
 
     answer: Callable[..., Any]
 
