@@ -31,8 +31,8 @@ def checked(
 ) -> ResolvedRun:
     """Return a run whose `hardware.without_kernels` also lists the operators whose kernel fails on any rank's device.
 
-    On a GPU the kernels are compared with torch's operations unless a verdict of the same comparison is kept: by the first
-    rank of each machine and kind of card, while the others wait, at most half as long as ranks wait for each other.
+    On a GPU the kernels are compared with torch's operations unless a verdict of the same comparison is kept. The first
+    rank of each machine and kind of card compares; the others wait, at most half as long as ranks wait for each other.
     All ranks must make this call.
 
     Args:
