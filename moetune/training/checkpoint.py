@@ -356,7 +356,7 @@ def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[
 
 
 def _joined(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbers: Any) -> dict[str, Any]:
-    """Return a parameter's optimizer states, whole for the parameter; empty if this rank holds none of its `parts`.
+    """Return a parameter's optimizer states, assembled from those of its `parts`; empty if this rank holds no part.
 
     `tensors` is name of a `Part` -> state -> tensor; `numbers` is the section of `optimizer.json`.
     """

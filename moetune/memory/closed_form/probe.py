@@ -79,8 +79,8 @@ class ProbeSizes:
     def count(self, total: int, experts: int, top_k: int, shares: int) -> list[int]:
         """Return the tokens that each of `experts` experts receives, which sum to `total`; idle experts receive none.
 
-        `total` is tokens × `top_k` of one of the `shares` ranks that divide the tokens of a batch (`token_shares`). It
-        also tells the batch, of which each has its own idle experts (`idle`): a micro-batch or an evaluation's.
+        `total` is tokens × `top_k` of one of the `shares` ranks that divide the tokens of a batch (`token_shares`). The
+        idle experts are those of a micro-batch if `total` is a micro-batch's, else those of an evaluation's batch.
         """
         return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // shares])
 
