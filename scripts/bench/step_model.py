@@ -81,7 +81,7 @@ given; peaks are those of the traces, in GiB. The slow end knows [occupancy](../
 fast end a multiprocessor without a tile of a product loses nothing."""
 
 _PARTS = """
-Seconds by part, {title} on {card}, from the fast end to the slow one:
+{title} on {card}, seconds by part:
 
 | part | before | after | TFLOP that idle multiprocessors could do, before | after | launches before | after |
 |---|---|---|---:|---:|---:|---:|"""

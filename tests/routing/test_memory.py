@@ -41,7 +41,7 @@ def test_a_pass_takes_what_is_predicted(
     run = resolve(to_score(config), "cpu")
     measured, calls = measure_score(run, "cpu", sources)
     answers = iter(calls)
-    predicted = trace_score(run, lambda layer, ids, experts: next(answers), sources=sources)
+    predicted = trace_score(run, lambda layer, ids, experts, read: next(answers), sources=sources)
     assert parts(predicted) == parts(measured)
     assert next(answers, None) is None
     assert predicted.host_peak > 0 or "experts_on" not in sections["model"]
