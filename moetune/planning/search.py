@@ -244,7 +244,7 @@ class Search:
         """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
 
         Few numbers of experts in each layer are predicted: next the one that promises most, until no other promises
-        more than what was found. So the last numbers, such as one, which need records of their own, seldom are.
+        more than what was found. So the first and last numbers, which need records of their own, seldom are.
         """
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
