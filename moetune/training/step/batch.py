@@ -26,11 +26,10 @@ def collate(
 ) -> dict[str, Any]:
     """Return a micro-batch of B rows as int64 tensors [B, S] by name.
 
-    Packed rows, which have equal lengths, are stacked. The batch has `input_ids`, `labels`, `position_ids` and
-    `is_token` (0 for padding; not an input of the model), and no `attention_mask`: without a mask, and with
-    `use_cache=False`, transformers separates documents by their positions. Other rows are padded on the right to the
-    longest of them, and the batch has an `attention_mask`; to `cu_seqlens` such a row is one document, because causal
-    attention hides what is on the right anyway.
+    Packed rows, which have equal lengths, are stacked with their `position_ids` and `is_token` (0 for padding; not an
+    input of the model). They get no `attention_mask`: without one, and with `use_cache=False`, transformers separates
+    documents by their positions. Other rows are padded on the right to the longest, with an `attention_mask`; to
+    `cu_seqlens` such a row is one document, because causal attention hides what is on the right anyway.
 
     Args:
         at_least: minimum length, in tokens, to which rows that are not packed are padded.
@@ -59,10 +58,8 @@ def collate(
 
 
 def uncounted(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of the batch whose tokens count neither for the loss nor for expert load.
-
-    Only `labels` and `is_token` are new tensors, the others are shared.
-    """
+    """Return the batch with `labels` all `IGNORED` and `is_token` all 0, so that no token counts for the loss or expert
+    load."""
     labels = batch["labels"]
     return batch | {"labels": torch.full_like(labels, IGNORED), "is_token": torch.zeros_like(labels)}
 
@@ -73,13 +70,10 @@ def _lengths(positions: np.ndarray) -> list[int]:
 
 
 def random_rows(count: int, length: int, vocabulary: int, *, packing: bool) -> list[Row]:
-    """Return `count` rows of random tokens, shaped like those of a data set.
+    """Return `count` rows of `length` random tokens below `vocabulary`, with the keys of a data set's rows.
 
     Packed rows contain two documents each. Otherwise the first row is one token shorter than `length`, so that the
     batch has padding and an attention mask.
-
-    Args:
-        vocabulary: token ids are drawn below it.
     """
     ids = [*np.random.default_rng(random.getrandbits(64)).integers(vocabulary, size=(count, length))]
     if not packing:
