@@ -49,10 +49,8 @@ class MoetuneConfig(QuantizationConfigMixin):
 
     def __init__(self, base: str = "nf4", double_quant: bool = True, experts_on: str = "gpu", **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
-        how = {"base": base, "double_quant": double_quant, "experts_on": experts_on}
-        self.model = ResolvedModelConfig.model_validate(
-            {"path": "unread", "dtype": "fp32", "attention": "eager", **how}
-        )
+        how = {"base": base, "double_quant": double_quant, "experts_on": experts_on, "attention": "eager"}
+        self.model = ResolvedModelConfig.model_validate({"path": "unread", "dtype": "fp32", **how})
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": METHOD, "base": self.model.base, "double_quant": self.model.double_quant}
