@@ -6,8 +6,8 @@ of the documents (`cu_seqlens`), so `sdpa` selects it where it can be used. The 
 names of transformers' FlashAttentionKwargs, and reach each layer's attention function as keyword arguments.
 
 For models with attention sinks (gpt-oss and its like) transformers has eager attention only. Here they have the
-variable-length attention, on a GPU and on a CPU (flash.py); and `sdpa_with_sink` where a mask is needed: for masks that
-no window describes, and for text generation.
+variable-length attention for packed documents, on a GPU and on a CPU (flash.py); and `sdpa_with_sink` for unpacked
+rows, text generation, and masks that no window describes.
 
 Shapes: B rows of S tokens, T = B·S tokens; h heads of queries, h_kv heads of keys and values; head size d of queries
 and keys, d_v of values; n documents.
@@ -59,10 +59,10 @@ def attention_for(
         return VARLEN  # stands for the flash_attn package, which has the same kernels and interface
     if wanted != "sdpa":
         return wanted
-    if has_sinks(plain):
-        name = VARLEN_CPU if capability is None else VARLEN
-        return name if takes_cu_seqlens(plain, capability) else MASKED_SINKS
-    return VARLEN if capability is not None and config.packs and takes_cu_seqlens(plain, capability) else "sdpa"
+    by_mask = MASKED_SINKS if has_sinks(plain) else "sdpa"
+    if not config.packs or (capability is None and by_mask == "sdpa") or not takes_cu_seqlens(plain, capability):
+        return by_mask
+    return VARLEN_CPU if capability is None else VARLEN
 
 
 _IN_WORDS = {
@@ -194,12 +194,6 @@ def has_little_shared_memory(capability: Capability) -> bool:
 def wants_cu_seqlens(model: PreTrainedModel) -> bool:
     """Return whether a model's attention separates packed documents by `cu_seqlens` and not by a mask."""
     return attention_name(model) in (VARLEN, VARLEN_CPU, "flash_attention_2")
-
-
-def use_masks(model: PreTrainedModel) -> None:
-    """Let a model separate tokens by masks again where it does so by `cu_seqlens`, and pad and cache as it likes."""
-    if attention_name(model) in (VARLEN, VARLEN_CPU):
-        set_attention(model.config, MASKED_SINKS if has_sinks(model) else "sdpa")
 
 
 def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:

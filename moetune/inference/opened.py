@@ -16,7 +16,6 @@ from typing import Any, Literal
 from peft import PeftModel, get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from moetune.adapt.attention import use_masks
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.peft_adapter import read_adapter
 from moetune.adapt.start_from.peft_layout import CONFIG_FILE
@@ -148,7 +147,6 @@ def _built(
     )
     run = resolve(alone, device)
     adapted, base = build_noting(run, run.device()) if notes else (build(run, run.device()), None)
-    use_masks(adapted.model)  # padding and a cache of keys, as `generate` has, need them
     adapted.model.eval()
     return adapted, base
 

@@ -282,14 +282,6 @@ CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
     "gpt-oss-20b-lora-1x32768": partial(
         catalog_run, "gpt-oss-20b", LORA_16, model={"base": "mxfp4"}, train={"sequence_length": 32768}
     ),
-    "gpt-oss-20b-lora-1x32768-padded": partial(
-        catalog_run,
-        "gpt-oss-20b",
-        LORA_16,
-        model={"base": "mxfp4"},
-        train={"sequence_length": 32768},
-        data={"train": "unread", "packing": False},
-    ),
     "deepseek-v2-lite-lora": partial(catalog_run, "deepseek-v2-lite", LORA_16, train={"sequence_length": 4096}),
     "qwen1.5-moe-a2.7b-lora": partial(catalog_run, "qwen1.5-moe-a2.7b", LORA_16),
     "granite-3.1-3b-a800m-experts-unchecked": partial(

@@ -31,6 +31,7 @@ def types_with_sinks() -> tuple[str, ...]:
     return tuple(found)
 
 
+@pytest.mark.full
 def test_transformers_has_these_types_with_sinks() -> None:
     assert types_with_sinks() == (
         "deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash",

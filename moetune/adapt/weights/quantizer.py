@@ -49,7 +49,7 @@ class MoetuneConfig(QuantizationConfigMixin):
 
     def __init__(self, base: str = "nf4", double_quant: bool = True, experts_on: str = "gpu", **kwargs: Any) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]
-        how = {"base": base, "double_quant": double_quant, "experts_on": experts_on}
+        how = {"base": base, "double_quant": double_quant, "experts_on": experts_on, "attention": "eager"}
         self.model = ResolvedModelConfig.model_validate({"path": "unread", "dtype": "fp32", **how})
 
     def to_dict(self) -> dict[str, Any]:
