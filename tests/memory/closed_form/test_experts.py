@@ -65,6 +65,7 @@ def same(run: ResolvedRun, depths: Depths, card: str = "l40s") -> None:
     assert (found.host_peak, found.load, found.managed) == (own.host_peak, own.load, own.managed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", thinned(map(str, range(50)), 50))
 def test_drawn_choices(number: str, tmp_path: Path, recorded: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(int(number))
