@@ -259,6 +259,11 @@ def varlen_attention(
     return out.view(rows, length, heads, -1)[..., :size_v], None
 
 
+_MORE_KEYS = 256
+"""Keys that `sdpa_with_sink` adds, of which all but one are hidden: kernels want lengths to be multiples of 8, and the
+closed form of a step's memory knows S + 256."""
+
+
 def sdpa_with_sink(
     module: nn.Module,
     query: Tensor,
@@ -296,10 +301,12 @@ def sdpa_with_sink(
             parts.append(rest.to(query.dtype))
             rest = (rest - parts[-1]).detach()
         score = pad(torch.stack(parts, -1), (0, 5))[None, :, None]  # [1, h, 1, 8]
-        ones = pad(key.new_ones(3), (key.shape[-1], 5))
         query = torch.cat([query, score.expand(*query.shape[:3], 8)], -1)
-        key = torch.cat([pad(key, (0, 8)), ones.expand(*key.shape[:2], 1, -1)], 2)
-        value, mask = pad(value, (0, 0, 0, 1)), pad(mask, (0, 1))
+        length, size = key.shape[2:]
+        key, value = pad(key, (0, 8, 0, _MORE_KEYS)), pad(value, (0, 0, 0, _MORE_KEYS))
+        key[:, :, length, size : size + 3] = 1
+        mask = pad(mask, (0, _MORE_KEYS), value=torch.finfo(mask.dtype).min)
+        mask[..., length] = 0
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
 
 
