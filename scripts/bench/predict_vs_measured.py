@@ -317,6 +317,8 @@ PARTS = {
     "others": (
         "olmoe-1b-7b-experts",
         "gpt-oss-20b-lora",
+        "gpt-oss-20b-lora-eager",
+        "gpt-oss-20b-lora-1x32768",
         "deepseek-v2-lite-lora",
         "qwen1.5-moe-a2.7b-lora",
         "granite-3.1-3b-a800m-experts-unchecked",
