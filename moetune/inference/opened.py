@@ -17,11 +17,10 @@ from peft import PeftModel, get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moetune.adapt.build import Adapted, build
-from moetune.adapt.start_from.peft_adapter import read_adapter
-from moetune.adapt.start_from.peft_layout import CONFIG_FILE
 from moetune.adapt.weights.base import build_noting, refuse_changed_base
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.adapt.weights.stock import load_stock
+from moetune.adapters.files import CONFIG_FILE, read_adapter
 from moetune.config.schema import AdaptConfig, HardwareConfig, ModelConfig, ParallelConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError, reading, time_limit
 from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run

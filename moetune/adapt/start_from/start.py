@@ -8,8 +8,8 @@ from pathlib import Path
 from moetune.adapt.build import Adapted
 from moetune.adapt.start_from.delta import check_delta, load_delta
 from moetune.adapt.start_from.peft_adapter import check_peft, load_peft
-from moetune.adapt.start_from.peft_layout import CONFIG_FILE, WEIGHTS_FILE
 from moetune.adapt.weights.base import refuse_other_headers
+from moetune.adapters.files import CONFIG_FILE, WEIGHTS_FILE
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest

@@ -1,0 +1,183 @@
+"""`laid_out`: the tensors and settings of an `Adapter` in the layout that a program reads.
+
+peft, unsloth     stacked, PEFT's order; unsloth also gets its note `lora_B_layout`
+unsloth-grouped   stacked, the order of Unsloth before September 2026
+vllm              per expert, or stacked where the base checkpoint stacks its experts; one rank and one scale
+sglang            per expert; one rank and one scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from moetune.adapters.base import AdapterBase, sizes_of
+from moetune.adapters.factors import DOWN, GATE_UP, Adapter, Factors, parted
+from moetune.adapters.settings import peft_settings, uniform_settings
+from moetune.adapters.sketch import sketch
+from moetune.adapters.stacked import ORDERS, Order
+from moetune.errors import UserError, counted
+from moetune.models.moe import MoeLayer
+
+PROGRAMS = ("peft", "vllm", "sglang", "unsloth", "unsloth-grouped")
+"""The values of `--to`."""
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """An adapter in the layout of a program.
+
+    Attributes:
+        layout: the layout's name, one of `read.LAYOUTS`; None without factors on experts.
+        tensors: by name, without PEFT's prefix.
+        settings: the content of `adapter_config.json`.
+        notes: what is not as it was: zeros that were added, factors that were multiplied.
+    """
+
+    layout: str | None
+    tensors: dict[str, Tensor]
+    settings: dict[str, Any]
+    adapter: Adapter
+    notes: tuple[str, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """Return what the file shall note about itself: its layout, and the sketch of its updates."""
+        return {"schema": 1, "layout": self.layout, "sketch": sketch(self.adapter)}
+
+
+def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
+    """Return the tensors and settings that a program, one of `PROGRAMS`, reads as this adapter.
+
+    Raises:
+        UserError: the program has no place for a part of it.
+    """
+    if not adapter.named() and not adapter.saved:
+        raise UserError("the adapter has no factors that could be written")
+    if program in ("vllm", "sglang"):
+        return _for_server(adapter, base, program)
+    modules = tuple(sorted({_module_of(name, base) for name in adapter.saved}))
+    tied = base.structure.tied
+    ties = any(name in (*tied, *tied.values()) for name in adapter.saved)
+    settings = peft_settings(base, adapter, modules, ties=ties)
+    layout = "unsloth-grouped" if program == "unsloth-grouped" else "peft"
+    tensors = stacked(adapter, ORDERS[layout]) | dict(adapter.saved)
+    if program.startswith("unsloth") and adapter.experts:
+        settings["lora_B_layout"] = "grouped_by_expert" if ORDERS[layout].is_grouped else "rank_major"
+    return LaidOut(layout if adapter.experts else None, tensors, settings, adapter)
+
+
+def stacked(adapter: Adapter, order: Order) -> dict[str, Tensor]:
+    """Return the factors in a stacked layout, by name.
+
+    The outermost wrapper holds down and the next one gate_up, as PEFT wraps the parameters in the order of the model;
+    a projection alone is in the outermost.
+    """
+    tensors = _pairs(adapter.linears)
+    for path, projections in adapter.experts.items():
+        for depth, name in enumerate(sorted(projections)):
+            first, second = order.write(projections[name].A, projections[name].B)
+            slot = path + ".base_layer" * depth
+            tensors |= {f"{slot}.lora_A.weight": first, f"{slot}.lora_B.weight": second}
+    return tensors
+
+
+def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, Factors]]:
+    """Yield name in the base checkpoint -> factors, for each projection of each expert.
+
+    Raises:
+        UserError: the checkpoint has no names for single experts.
+    """
+    for path, projections in adapter.experts.items():
+        layer, names = base.layers[path], base.expert_names.get(path)
+        if names is None or not names.roles:
+            raise UserError(
+                f"{base.name!r} stores the experts of {path} in one tensor, so there is no name for the factors of one "
+                "expert; merge the adapter (moetune adapter merge)"
+            )
+        by_role = _by_role(layer, projections)
+        for expert in range(layer.shape.num_experts):
+            for role in sorted(by_role, key=("gate", "up", GATE_UP, DOWN).index):
+                one = by_role[role]
+                yield names.of(expert, role), replace(one, A=one.A[expert], B=one.B[expert])
+
+
+def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
+    """Return the layout of vLLM or SGLang: names of the checkpoint, all experts, one rank and one scale.
+
+    Raises:
+        UserError: the adapter also holds whole weights, or a parameter with factors has no name in the checkpoint.
+    """
+    if adapter.saved:
+        raise UserError(
+            f"the adapter holds {min(adapter.saved)} whole, and adapters of {program} hold factors only; merge it"
+        )
+    full, filled = _filled(adapter, base)
+    factors = {base.linear_name(path): one for path, one in full.linears.items()}
+    layout: str | None = None
+    if program == "vllm" and all(_is_stacked(base, path) for path in full.experts):
+        layout = "peft" if full.experts else None
+        for path, own in full.experts.items():
+            prefix = base.expert_names[path].prefix
+            factors |= {prefix + ".base_layer" * depth: own[name] for depth, name in enumerate(sorted(own))}
+    else:
+        factors |= per_expert(full, base)
+        layout = "per-expert"
+    ranks, scales = {one.rank for one in factors.values()}, {one.scale for one in factors.values()}
+    rank, scale = max(ranks), max(scales)
+    notes = [f"{counted(len(filled), 'projection')} of experts had no factors; zeros stand for them"] if filled else []
+    if len(scales) > 1:
+        notes.append(
+            f"its scales {', '.join(f'{one:g}' for one in sorted(scales))} became {scale:g}; lora_B takes up the ratio"
+        )
+    if len(ranks) > 1:
+        notes.append(f"its ranks {', '.join(map(str, sorted(ranks)))} became {rank}, filled with zeros")
+    tensors: dict[str, Tensor] = {}
+    for name, one in factors.items():
+        A, B = (even := one.scaled(scale).padded(rank)).A, even.B
+        if A.ndim == 3:
+            A, B = ORDERS["peft"].write(A, B)
+        tensors |= {f"{name}.lora_A.weight": A, f"{name}.lora_B.weight": B}
+    return LaidOut(layout, tensors, uniform_settings(list(factors), rank, scale), adapter, tuple(notes))
+
+
+def _is_stacked(base: AdapterBase, path: str) -> bool:
+    """Return whether the checkpoint stores the experts at `path` in one tensor, under a name of its own."""
+    names = base.expert_names.get(path)
+    if names is None:
+        raise UserError(f"the base checkpoint has no name for {path} that other programs could know; merge instead")
+    return not names.roles
+
+
+def _filled(adapter: Adapter, base: AdapterBase) -> tuple[Adapter, list[str]]:
+    """Return the adapter with zeros for a projection of experts without factors whose other projection has them."""
+    experts, filled = {}, []
+    for path, projections in adapter.experts.items():
+        some, own = next(iter(projections.values())), dict(projections)
+        for name, (into, out) in sizes_of(base.layers[path]).items():
+            if name not in own:
+                filled.append(f"{path}.{name}")
+                count = len(some.A)
+                A, B = some.A.new_zeros(count, some.rank, into), some.A.new_zeros(count, out, some.rank)
+                own[name] = Factors(A, B, some.scale)
+        experts[path] = own
+    return replace(adapter, experts=experts), filled
+
+
+def _by_role(layer: MoeLayer, projections: Mapping[str, Factors]) -> dict[str, Factors]:
+    by_role = dict(projections)
+    if layer.shape.has_gate and GATE_UP in by_role:
+        by_role["gate"], by_role["up"] = parted(layer.shape, by_role.pop(GATE_UP))
+    return by_role
+
+
+def _pairs(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
+    return {f"{name}.lora_{factor}.weight": getattr(one, factor) for name, one in factors.items() for factor in "AB"}
+
+
+def _module_of(name: str, base: AdapterBase) -> str:
+    """Return the module that PEFT must save whole for this parameter: the router for any of its parameters."""
+    routers = [layer.router for layer in base.structure.moe_layers]
+    return next((path for path in routers if name.startswith(f"{path}.")), None) or name.rpartition(".")[0]
