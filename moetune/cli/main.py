@@ -18,6 +18,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import typer
 
 from moetune import __version__
+from moetune.cli.adapter import adapter
 from moetune.cli.apply import apply
 from moetune.cli.compare import compare
 from moetune.cli.count import count
@@ -99,6 +100,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
 }
 for command, example in _EXAMPLES.items():
     app.command(name=command.__name__.rstrip("_"), epilog=f"Example: {example}")(command)
+app.add_typer(adapter, name="adapter")
 
 
 def main() -> None:
