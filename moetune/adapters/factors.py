@@ -52,6 +52,12 @@ class Factors:
         pad = torch.nn.functional.pad
         return replace(self, A=pad(self.A, (0, 0, 0, missing)), B=pad(self.B, (0, missing)))
 
+    def trimmed(self, rank: int | None) -> Factors:
+        """Return the same update with this rank, if what is beyond it is zero; None to keep the rank."""
+        if rank is None or self.A[..., rank:, :].any() or self.B[..., rank:].any():
+            return self
+        return replace(self, A=self.A[..., :rank, :], B=self.B[..., :rank])
+
     def scaled(self, scale: float) -> Factors:
         """Return the same update with this scale: B is multiplied by the ratio of the scales, unless that is 1."""
         return self if scale == self.scale else replace(self, B=self.B * (self.scale / scale), scale=scale)

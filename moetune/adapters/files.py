@@ -81,7 +81,7 @@ class Stored:
     Attributes:
         settings: the content of `adapter_config.json`.
         tensors: the tensors, by their names without PEFT's prefix.
-        record: what moetune noted when it wrote the file (`layout`, `sketch`); empty if another program did.
+        record: what moetune noted when it wrote the file (`layout`, `ranks`, `sketch`); empty if another program did.
     """
 
     folder: Path
@@ -89,6 +89,16 @@ class Stored:
     tensors: Tensors
     scales: Scales
     record: Mapping[str, Any]
+
+    @property
+    def ranks(self) -> Mapping[str, int]:
+        """`<experts>.<role>`, or path of a linear layer -> its rank, where moetune filled it up with zeros."""
+        noted = self.record.get("ranks")
+        return (
+            {name: rank for name, rank in noted.items() if type(rank) is int and rank > 0}
+            if isinstance(noted, dict)
+            else {}
+        )
 
     def __str__(self) -> str:
         return f"adapter {str(self.folder)!r}"

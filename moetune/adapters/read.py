@@ -99,7 +99,7 @@ def read(stored: Stored, base: AdapterBase, layout: str | None = None) -> Read:
             )
             continue
         _check_rank(found, stored, name, len(A))
-        linears[path] = Factors(A, B, stored.scales.of(name, len(A)))
+        linears[path] = Factors(A, B, stored.scales.of(name, len(A))).trimmed(stored.ranks.get(path))
     experts: dict[str, dict[str, Factors]] = {}
     present: dict[str, dict[str, frozenset[int]]] = {}
     kinds = {"stacked": pairs.slots, "per-expert": pairs.apart, "3d": pairs.whole}
@@ -326,7 +326,8 @@ def _from_slots(
         target, rank = f"{layer.experts}.{stacks_of(layer)[projection]}", len(first) // experts
         _check_rank(found, stored, target, rank)
         A, B = orders[layer.experts].read(first, second, experts)
-        factors[projection] = Factors(A, B, stored.scales.of(target, rank))
+        noted = stored.ranks.get(f"{layer.experts}.{projection}")
+        factors[projection] = Factors(A, B, stored.scales.of(target, rank)).trimmed(noted)
     return dict(sorted(factors.items(), reverse=True))
 
 
@@ -348,7 +349,8 @@ def _from_roles(
             continue
         target = pairs.named[layer.experts, role]
         _check_rank(found, stored, target, rank)
-        roles[role] = Factors(A[0], B[0], stored.scales.of(target, rank))
+        noted = stored.ranks.get(f"{layer.experts}.{role}")
+        roles[role] = Factors(A[0], B[0], stored.scales.of(target, rank)).trimmed(noted)
         ids[role] = A[1] & B[1]
         for expert in sorted(A[1] ^ B[1]):
             found.problems.append(f"{layer.experts}.{expert} {role}: has one of the two factors only")

@@ -9,7 +9,7 @@ sglang            per expert; one rank and one scale
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +35,7 @@ class LaidOut:
         tensors: by name, without PEFT's prefix.
         settings: the content of `adapter_config.json`.
         notes: what is not as it was: zeros that were added, factors that were multiplied.
+        padded: `<experts>.<role>`, or path of a linear layer -> the rank that it had before zeros were added.
     """
 
     layout: str | None
@@ -42,10 +43,11 @@ class LaidOut:
     settings: dict[str, Any]
     adapter: Adapter
     notes: tuple[str, ...] = ()
+    padded: Mapping[str, int] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Return what the file shall note about itself: its layout, and the sketch of its updates."""
-        return {"schema": 1, "layout": self.layout, "sketch": sketch(self.adapter)}
+        """Return what the file shall note about itself: its layout, lower ranks, and the sketch of its updates."""
+        return {"schema": 1, "layout": self.layout, "ranks": dict(self.padded), "sketch": sketch(self.adapter)}
 
 
 def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
@@ -84,8 +86,8 @@ def stacked(adapter: Adapter, order: Order) -> dict[str, Tensor]:
     return tensors
 
 
-def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, Factors]]:
-    """Yield name in the base checkpoint -> factors, for each projection of each expert.
+def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, str, Factors]]:
+    """Yield `<experts>.<role>`, the name in the base checkpoint and the factors of each projection of each expert.
 
     Raises:
         UserError: the checkpoint has no names for single experts.
@@ -101,7 +103,8 @@ def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, Facto
         for expert in range(layer.shape.num_experts):
             for role in sorted(by_role, key=("gate", "up", GATE_UP, DOWN).index):
                 one = by_role[role]
-                yield names.of(expert, role), replace(one, A=one.A[expert], B=one.B[expert])
+                own = replace(one, A=one.A[expert], B=one.B[expert])
+                yield f"{path}.{role}", names.of(expert, role), own
 
 
 def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
@@ -115,17 +118,17 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
             f"the adapter holds {min(adapter.saved)} whole, and adapters of {program} hold factors only; merge it"
         )
     full, filled = _filled(adapter, base)
-    factors = {base.linear_name(path): one for path, one in full.linears.items()}
+    every = [(path, base.linear_name(path), one) for path, one in full.linears.items()]
     layout: str | None = None
     if program == "vllm" and all(_is_stacked(base, path) for path in full.experts):
         layout = "peft" if full.experts else None
         for path, own in full.experts.items():
             prefix = base.expert_names[path].prefix
-            factors |= {prefix + ".base_layer" * depth: own[name] for depth, name in enumerate(sorted(own))}
+            every += [(f"{path}.{name}", prefix + ".base_layer" * n, own[name]) for n, name in enumerate(sorted(own))]
     else:
-        factors |= per_expert(full, base)
+        every += per_expert(full, base)
         layout = "per-expert"
-    ranks, scales = {one.rank for one in factors.values()}, {one.scale for one in factors.values()}
+    ranks, scales = {one.rank for _, _, one in every}, {one.scale for _, _, one in every}
     rank, scale = max(ranks), max(scales)
     notes = [f"{counted(len(filled), 'projection')} of experts had no factors; zeros stand for them"] if filled else []
     if len(scales) > 1:
@@ -135,12 +138,14 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     if len(ranks) > 1:
         notes.append(f"its ranks {', '.join(map(str, sorted(ranks)))} became {rank}, filled with zeros")
     tensors: dict[str, Tensor] = {}
-    for name, one in factors.items():
+    for _, name, one in every:
         A, B = (even := one.scaled(scale).padded(rank)).A, even.B
         if A.ndim == 3:
             A, B = ORDERS["peft"].write(A, B)
         tensors |= {f"{name}.lora_A.weight": A, f"{name}.lora_B.weight": B}
-    return LaidOut(layout, tensors, uniform_settings(list(factors), rank, scale), adapter, tuple(notes))
+    settings = uniform_settings([name for _, name, _ in every], rank, scale)
+    padded = {name: one.rank for name, _, one in every if one.rank < rank}
+    return LaidOut(layout, tensors, settings, adapter, tuple(notes), padded)
 
 
 def _is_stacked(base: AdapterBase, path: str) -> bool:

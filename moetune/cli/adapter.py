@@ -29,9 +29,7 @@ def check(
     base: Base,
     adapter: AdapterFolder,
     from_: From = None,
-    for_: Annotated[
-        Any, choice(_PROGRAMS, "Also answer no if this program would not read it.", "--for")
-    ] = None,
+    for_: Annotated[Any, choice(_PROGRAMS, "Also answer no if this program would not read it.", "--for")] = None,
     json_: Json = False,
 ) -> None:
     """Say which layers, experts and projections an adapter has factors of, and what of it would be ignored."""
