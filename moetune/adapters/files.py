@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from re import Pattern
-from typing import Any
+from typing import Annotated, Any
 
 from peft.utils.other import get_pattern_key
-from pydantic import BaseModel, FiniteFloat, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from moetune.errors import UserError, one_line, reading, shown
 from moetune.json_files import parse_json, read_json
@@ -74,6 +75,21 @@ class Scales(BaseModel):
         return target
 
 
+class Record(TypedDict, total=False):
+    """What moetune notes in an adapter's file, in the metadata of safetensors.
+
+    Attributes:
+        layout: as `LaidOut.layout`.
+        ranks: as `LaidOut.padded`.
+        sketch: as `moetune.adapters.sketch.sketch`.
+    """
+
+    schema: int
+    layout: str | None
+    ranks: dict[str, Annotated[int, Field(gt=0)]]
+    sketch: dict[str, tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class Stored:
     """An adapter as it is in its folder.
@@ -81,24 +97,14 @@ class Stored:
     Attributes:
         settings: the content of `adapter_config.json`.
         tensors: the tensors, by their names without PEFT's prefix.
-        record: what moetune noted when it wrote the file (`layout`, `ranks`, `sketch`); empty if another program did.
+        record: empty if another program wrote the file.
     """
 
     folder: Path
     settings: Mapping[str, Any]
     tensors: Tensors
     scales: Scales
-    record: Mapping[str, Any]
-
-    @property
-    def ranks(self) -> Mapping[str, int]:
-        """`<experts>.<role>`, or path of a linear layer -> its rank, where moetune filled it up with zeros."""
-        noted = self.record.get("ranks")
-        return (
-            {name: rank for name, rank in noted.items() if type(rank) is int and rank > 0}
-            if isinstance(noted, dict)
-            else {}
-        )
+    record: Record
 
     def __str__(self) -> str:
         return f"adapter {str(self.folder)!r}"
@@ -156,13 +162,15 @@ def open_adapter(folder: Path) -> Stored:
     return Stored(folder, settings, named, scales, _record(folder))
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _record(folder: Path) -> Record:
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         text = (file.metadata() or {}).get(_RECORD)
-    return {} if text is None else parse_json(text.encode(), dict[str, Any], f"{folder / WEIGHTS_FILE}: {_RECORD}")
+    if text is None:
+        return {}
+    return parse_json(text.encode(), Record, f"{str(folder / WEIGHTS_FILE)!r}: {_RECORD} in its metadata")
 
 
-def write_adapter(folder: Path, tensors: Tensors, settings: Mapping[str, Any], record: Mapping[str, Any]) -> int:
+def write_adapter(folder: Path, tensors: Tensors, settings: Mapping[str, Any], record: Record) -> int:
     """Write the weights and the configuration of an adapter, and return the bytes of its tensors.
 
     Raise `UserError` if they cannot be written.
@@ -170,7 +178,7 @@ def write_adapter(folder: Path, tensors: Tensors, settings: Mapping[str, Any], r
     Args:
         tensors: the adapter's tensors by name, without PEFT's prefix.
         settings: the content of `adapter_config.json`.
-        record: what `Stored.record` shall hold.
+        record: as `Stored.record`.
     """
     named = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
     metadata = {"format": "pt", _RECORD: json.dumps(record, sort_keys=True)}

@@ -99,7 +99,7 @@ def read(stored: Stored, base: AdapterBase, layout: str | None = None) -> Read:
             )
             continue
         _check_rank(found, stored, name, len(A))
-        linears[path] = Factors(A, B, stored.scales.of(name, len(A))).trimmed(stored.ranks.get(path))
+        linears[path] = Factors(A, B, stored.scales.of(name, len(A))).trimmed(_ranks(stored).get(path))
     experts: dict[str, dict[str, Factors]] = {}
     present: dict[str, dict[str, frozenset[int]]] = {}
     kinds = {"stacked": pairs.slots, "per-expert": pairs.apart, "3d": pairs.whole}
@@ -292,8 +292,8 @@ def _by_shape(
                 f"{stored} is not {layout}: the shapes of its factors are those of {' or '.join(allowed) or 'none'}"
             )
         ways = {ORDERS[layout].is_swapped}
-    if len(ways) == 2 and stored.record.get("layout") in ORDERS:
-        ways = {ORDERS[stored.record["layout"]].is_swapped}
+    if len(ways) == 2 and (noted := stored.record.get("layout")) in ORDERS:
+        ways = {ORDERS[noted].is_swapped}
     if len(ways) != 1:
         what = "as PEFT writes it and as PEFT before 0.19.1 did" if ways else "in no one way"
         raise UserError(
@@ -326,7 +326,7 @@ def _from_slots(
         target, rank = f"{layer.experts}.{stacks_of(layer)[projection]}", len(first) // experts
         _check_rank(found, stored, target, rank)
         A, B = orders[layer.experts].read(first, second, experts)
-        noted = stored.ranks.get(f"{layer.experts}.{projection}")
+        noted = _ranks(stored).get(f"{layer.experts}.{projection}")
         factors[projection] = Factors(A, B, stored.scales.of(target, rank)).trimmed(noted)
     return dict(sorted(factors.items(), reverse=True))
 
@@ -349,7 +349,7 @@ def _from_roles(
             continue
         target = pairs.named[layer.experts, role]
         _check_rank(found, stored, target, rank)
-        noted = stored.ranks.get(f"{layer.experts}.{role}")
+        noted = _ranks(stored).get(f"{layer.experts}.{role}")
         roles[role] = Factors(A[0], B[0], stored.scales.of(target, rank)).trimmed(noted)
         ids[role] = A[1] & B[1]
         for expert in sorted(A[1] ^ B[1]):
@@ -396,6 +396,10 @@ def _stack(
     return torch.stack([parts.get(expert, zero) for expert in range(count)]), every
 
 
+def _ranks(stored: Stored) -> Mapping[str, int]:
+    return stored.record.get("ranks", {})
+
+
 def _check_rank(found: Read, stored: Stored, target: str, rank: int) -> None:
     """Report a rank in the settings that is not that of the factors, with which other programs take another scale."""
     if (said := stored.scales.rank(target)) != rank:
@@ -410,9 +414,7 @@ def _nonzero_ids(factors: Factors) -> frozenset[int]:
 def _compare_sketch(stored: Stored, found: Read) -> None:
     """Report updates that are not those that moetune noted when it wrote the file."""
     noted = stored.record.get("sketch")
-    if not isinstance(noted, dict):
-        return
-    for name in differing(found.adapter, noted):
+    for name in () if noted is None else differing(found.adapter, noted):
         found.altered.append(f"{name}: the update is not the one that moetune noted when it wrote the file")
     found.problems += found.altered
 

@@ -18,26 +18,26 @@ _TOLERANCE = 0.02
 """In units of the root of the sum of squares of the terms; factors rounded to 16 bits differ by less than 0.01."""
 
 
-def sketch(adapter: Adapter) -> dict[str, list[float]]:
-    """Return name of a projection or linear layer -> [the number, the root of the sum of squares of its terms]."""
+def sketch(adapter: Adapter) -> dict[str, tuple[float, float]]:
+    """Return name of a projection or linear layer -> (the number, the root of the sum of squares of its terms)."""
     return {name: _numbers(name, factors) for name, factors in sorted(adapter.named().items())}
 
 
-def differing(adapter: Adapter, noted: Mapping[str, list[float]]) -> list[str]:
+def differing(adapter: Adapter, noted: Mapping[str, tuple[float, float]]) -> list[str]:
     """Return the names whose updates are not those of the noted sketch, or are in only one of the two."""
     found = sketch(adapter)
     wrong = []
     for name in sorted(found.keys() | noted.keys()):
         here, there = found.get(name), noted.get(name)
         if here is None or there is None:
-            if (here or there) != [0.0, 0.0]:
+            if (here or there) != (0.0, 0.0):
                 wrong.append(name)
         elif abs(here[0] - there[0]) > _TOLERANCE * max(here[1], there[1]):
             wrong.append(name)
     return wrong
 
 
-def _numbers(name: str, factors: Factors) -> list[float]:
+def _numbers(name: str, factors: Factors) -> tuple[float, float]:
     A, B = (one if one.ndim == 3 else one[None] for one in (factors.A, factors.B))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     v = torch.randn(A.shape[0], A.shape[2], generator=generator)
@@ -45,4 +45,4 @@ def _numbers(name: str, factors: Factors) -> list[float]:
     w = torch.randn(A.shape[0], generator=generator, dtype=torch.float64)
     inner = torch.einsum("eri,ei->er", A.float(), v).double()
     terms = factors.scale * w * (torch.einsum("eor,eo->er", B.float(), u).double() * inner).sum(1)
-    return [float(terms.sum()), float(terms.square().sum().sqrt())]
+    return float(terms.sum()), float(terms.square().sum().sqrt())

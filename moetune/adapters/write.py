@@ -16,11 +16,20 @@ from torch import Tensor
 
 from moetune.adapters.base import AdapterBase, sizes_of
 from moetune.adapters.factors import DOWN, GATE_UP, Adapter, Factors, parted
+from moetune.adapters.files import Record
 from moetune.adapters.settings import peft_settings, uniform_settings
 from moetune.adapters.sketch import sketch
 from moetune.adapters.stacked import ORDERS, Order
 from moetune.errors import UserError, counted
 from moetune.models.moe import MoeLayer
+
+_STACKED_IN_VLLM = (
+    "gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_omni_moe_thinker", "qwen3_vl_moe",
+    "qwen3_vl_moe_text",
+)  # fmt: skip
+"""Model types whose class in vLLM reads stacked factors (`is_3d_moe_weight`, as of 0.33)."""
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
+"""Linear layers that SGLang joins: with factors on the first it takes those of the others from the file."""
 
 PROGRAMS = ("peft", "vllm", "sglang", "unsloth", "unsloth-grouped")
 """The values of `--to`."""
@@ -45,7 +54,7 @@ class LaidOut:
     notes: tuple[str, ...] = ()
     padded: Mapping[str, int] = field(default_factory=dict)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """Return what the file shall note about itself: its layout, lower ranks, and the sketch of its updates."""
         return {"schema": 1, "layout": self.layout, "ranks": dict(self.padded), "sketch": sketch(self.adapter)}
 
@@ -117,7 +126,7 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
         raise UserError(
             f"the adapter holds {min(adapter.saved)} whole, and adapters of {program} hold factors only; merge it"
         )
-    full, filled = _filled(adapter, base)
+    full, filled = _filled(adapter, base, _JOINED if program == "sglang" else ())
     every = [(path, base.linear_name(path), one) for path, one in full.linears.items()]
     layout: str | None = None
     if program == "vllm" and all(_is_stacked(base, path) for path in full.experts):
@@ -130,7 +139,13 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
         layout = "per-expert"
     ranks, scales = {one.rank for _, _, one in every}, {one.scale for _, _, one in every}
     rank, scale = max(ranks), max(scales)
-    notes = [f"{counted(len(filled), 'projection')} of experts had no factors; zeros stand for them"] if filled else []
+    notes = [f"zeros stand for {counted(len(filled), 'missing update')}, such as of {filled[0]}"] if filled else []
+    kind = base.structure.model_type
+    if program == "vllm" and layout == "peft" and kind not in _STACKED_IN_VLLM:
+        notes.append(
+            f"as of 0.33 vLLM reads factors of stacked experts for {', '.join(_STACKED_IN_VLLM)}, and not for {kind}; "
+            "merge the adapter if it does not"
+        )
     if len(scales) > 1:
         notes.append(
             f"its scales {', '.join(f'{one:g}' for one in sorted(scales))} became {scale:g}; lora_B takes up the ratio"
@@ -156,9 +171,19 @@ def _is_stacked(base: AdapterBase, path: str) -> bool:
     return not names.roles
 
 
-def _filled(adapter: Adapter, base: AdapterBase) -> tuple[Adapter, list[str]]:
-    """Return the adapter with zeros for a projection of experts without factors whose other projection has them."""
-    experts, filled = {}, []
+def _filled(adapter: Adapter, base: AdapterBase, joined: tuple[tuple[str, ...], ...]) -> tuple[Adapter, list[str]]:
+    """Return the adapter with zeros where a program needs factors, and the names of what they stand for.
+
+    It needs both projections of a layer's experts, or none, and all of the linear layers that it joins, or none.
+    """
+    experts, filled, linears, known = {}, [], dict(adapter.linears), base.structure.linears()
+    for path, some in adapter.linears.items():
+        block, _, leaf = path.rpartition(".")
+        for other in next((group for group in joined if leaf in group), ()):
+            if (name := f"{block}.{other}") in known and name not in linears:
+                A = some.A.new_zeros(some.rank, known[name].in_features)
+                linears[name] = Factors(A, some.B.new_zeros(known[name].out_features, some.rank), some.scale)
+                filled.append(name)
     for path, projections in adapter.experts.items():
         some, own = next(iter(projections.values())), dict(projections)
         for name, (into, out) in sizes_of(base.layers[path]).items():
@@ -168,7 +193,7 @@ def _filled(adapter: Adapter, base: AdapterBase) -> tuple[Adapter, list[str]]:
                 A, B = some.A.new_zeros(count, some.rank, into), some.A.new_zeros(count, out, some.rank)
                 own[name] = Factors(A, B, some.scale)
         experts[path] = own
-    return replace(adapter, experts=experts), filled
+    return replace(adapter, linears=linears, experts=experts), filled
 
 
 def _by_role(layer: MoeLayer, projections: Mapping[str, Factors]) -> dict[str, Factors]:

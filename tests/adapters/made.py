@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moetune.adapters.base import AdapterBase, sizes_of
 from moetune.adapters.factors import DOWN, GATE_UP, Adapter, Factors, fused, parted
-from moetune.adapters.files import Stored, open_adapter, write_adapter
+from moetune.adapters.files import Record, Stored, open_adapter, write_adapter
 from moetune.adapters.read import LAYOUTS
 from moetune.adapters.settings import peft_settings, uniform_settings
 from moetune.adapters.stacked import ORDERS
@@ -92,7 +92,7 @@ def write(
     base: AdapterBase,
     layout: str,
     change: Callable[[dict[str, Tensor], dict[str, Any]], object] | None = None,
-    record: dict[str, Any] | None = None,
+    record: Record | None = None,
 ) -> Stored:
     """Write an adapter as another program would, open it again; `change` may first spoil tensors and settings."""
     assert layout in LAYOUTS

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from moetune.adapters.files import open_adapter, write_adapter
@@ -55,25 +55,6 @@ def test_there_and_back_to_the_byte(model: str, layout: str, split: bool, tmp_pa
         assert all(after[name].numpy().tobytes() == tensor.numpy().tobytes() for name, tensor in before.items())
 
 
-def test_a_rank_that_does_not_divide_is_padded_and_scales_are_made_one(tmp_path: Path) -> None:
-    """vLLM has one rank and one scale: the updates stay, to rounding, and notes say what changed."""
-    from dataclasses import replace
-
-    base = base_of_toy("mixtral")
-    adapter = make_adapter(base)
-    path = next(iter(adapter.linears))
-    one = adapter.linears[path]
-    other = replace(one, A=one.A[:2], B=one.B[:, :2], scale=1.25)
-    adapter = replace(adapter, linears={**adapter.linears, path: other})
-    laid = laid_out(adapter, base, "vllm")
-    assert {len(t) for name, t in laid.tensors.items() if ".lora_A." in name} == {3}
-    assert len(laid.notes) == 2
-    write_adapter(tmp_path, laid.tensors, laid.settings, laid.record())
-    back = read(open_adapter(tmp_path), base)
-    assert back.problems == []
-    torch.testing.assert_close(back.adapter.linears[path].delta(), other.delta())
-
-
 def test_each_layout_is_told_from_the_files(tmp_path: Path) -> None:
     """By names, by shapes, by what Unsloth and Megatron-Bridge write into the settings, by zeros; else PEFT's."""
     base = base_of_toy("mixtral")
@@ -96,8 +77,6 @@ def test_each_layout_is_told_from_the_files(tmp_path: Path) -> None:
 def test_factors_of_one_rank_read_the_same_in_every_order(tmp_path: Path) -> None:
     base = base_of_toy("mixtral")
     whole = make_adapter(base)
-    from dataclasses import replace
-
     experts = {
         path: {name: replace(one, A=one.A[:, :1], B=one.B[:, :, :1]) for name, one in own.items()}
         for path, own in whole.experts.items()
