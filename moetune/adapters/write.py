@@ -3,7 +3,7 @@
 peft, unsloth     stacked, PEFT's order; unsloth also gets its note `lora_B_layout`
 unsloth-grouped   stacked, the order of Unsloth before September 2026
 vllm              per expert, or stacked where the base checkpoint stacks its experts; one rank and one scale
-sglang            per expert; one rank and one scale
+sglang            per expert; one rank and one scale; of layers that it joins (q, k and v) all or none
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from moetune.adapters.read import LAYOUTS
 from moetune.adapters.stacked import ORDERS, Order
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
-from tests.adapters.made import base_of_toy, make_adapter, write
+from tests.adapters.made import RANK, base_of_toy, make_adapter, write
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
@@ -116,7 +116,7 @@ def slowest(tensors: dict[str, Tensor], _: object) -> None:
     """lora_B of every stack with the expert as slowest index, where the fastest is expected."""
     for name in [name for name in tensors if "experts" in name and ".lora_B." in name]:
         first = tensors[name.replace(".lora_B.", ".lora_A.")]
-        factors = ORDERS["peft"].read(first, tensors[name], 8)
+        factors = ORDERS["peft"].read(first, tensors[name], len(first) // RANK)
         tensors[name] = Order(is_grouped=True, is_swapped=False).write(*factors)[1].contiguous()
 
 

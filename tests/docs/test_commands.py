@@ -103,7 +103,7 @@ def run(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pyte
     def run(command: str) -> str:
         program, *arguments = shlex.split(command)
         assert program == "moetune", f"a page shows a command that no test runs: {command}"
-        if arguments[0] == "apply" and is_short:  # to what was trained on
+        if arguments[0] in ("apply", "adapter") and is_short:  # to what was trained on
             arguments = [str(small_model) if word == "tiny-mixtral" else word for word in arguments]
         if is_short:
             shorter = {"unicode-names:heldout": str(some), "16384": "2048"}
