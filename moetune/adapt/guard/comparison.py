@@ -38,10 +38,11 @@ _CHILD = (sys.executable, "-P", "-c", "from moetune.adapt.guard.comparison impor
 
 
 def compare(key: Key, device: torch.device, limit: float = inf) -> Verdict:
-    """Compare the kernels at the sizes of a key with their references, in child processes, and keep the verdict.
+    """Compare the kernels with their references at the sizes of a key, in child processes, and write the verdict to
+    disk.
 
-    A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out. With a kernel that
-    hangs the verdict is not kept, because a busy machine may have been the reason.
+    A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out. If a kernel hung,
+    the verdict is not written, because a busy machine may have been the reason.
 
     Args:
         limit: seconds after which the comparison stops.
@@ -69,10 +70,10 @@ def compare(key: Key, device: torch.device, limit: float = inf) -> Verdict:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a child is to compare.
+    """A request to a child process: which kernels to compare.
 
     Attributes:
-        sizes: the sizes.
+        sizes: the sizes to compare them at.
         device: index of the GPU.
         without: operators that are left out.
     """
@@ -196,7 +197,7 @@ def _compare_call(
     reference's result.
 
     Raises:
-        Exception: the device is of no use any more.
+        Exception: the device failed, so that no further call can be compared.
     """
     kernel = None if operator.name in failed else operator.kernel(*args)
     if kernel is None:

@@ -60,7 +60,7 @@ def write_bank(folder: Path, path: str, bank: ExpertBank) -> None:
 
 
 def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTrainedModel) -> None:
-    """Write all tensors of `model`, which has its weights loaded and no experts, to `rest.safetensors`.
+    """Write all tensors of `model`, whose weights are loaded and whose experts are removed, to `rest.safetensors`.
 
     A tensor that was quantized, or is quantized in the checkpoint `source`, is written as the model has it; any other
     with the checkpoint's values. `plain` is the model on the meta device, as its configuration describes it.
@@ -162,8 +162,8 @@ def _read_begun(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all that is stored of a model besides experts: parameters and persistent buffers that are
-    not on the meta device, and the quantization states of 4-bit layers."""
+    """Yield (name, tensor) of all tensors to store except experts: parameters and persistent buffers that are not on
+    the meta device, and the quantization states of 4-bit layers."""
     persistent = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in persistent and not tensor.is_meta:
