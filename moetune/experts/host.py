@@ -80,7 +80,7 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 def on_device(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on `device` of a host tensor that is not marked with `mark_on_host`."""
+    """Return a copy of a host tensor on `device`, in new memory even if that is a CPU."""
     return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
 
 

@@ -34,7 +34,7 @@ def ceil_div(number: int, size: int) -> int:
 class QuickLaunch:
     """A Triton kernel with a faster launch, called like a Triton kernel as `kernel[grid](...)`.
 
-    At each launch, Triton examines every argument for what needs another compilation: its type, its alignment, and
+    At each launch, Triton examines every argument for properties that need a separate compilation: type, alignment, and
     whether a number is 1 or a multiple of 16. This class instead looks up a compiled kernel by the device, alignment
     and dtypes of the tensors, and by the values of those numbers on which the kernel is specialized.
 
