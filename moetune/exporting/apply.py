@@ -28,7 +28,7 @@ class Applied:
 
     Attributes:
         tensors: the number of tensors in the delta.
-        bytes: their size in the written checkpoint, each counted whole.
+        bytes: their size in the written checkpoint; a tensor of which only some rows changed counts whole.
         forced: how the base differs from the base that the delta was made for; None if both are the same.
         notes: messages for the user.
     """
