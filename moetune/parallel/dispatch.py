@@ -24,7 +24,7 @@ from moetune.experts.kernels.routing import sorted_positions
 
 
 class _DispatchState(NamedTuple):
-    """What `TokenDispatcher.combine` needs to send the results back.
+    """Record of a dispatch, from which `TokenDispatcher.combine` sends the results back.
 
     Attributes:
         weights_TK: routing weights of the tokens that this rank sent.
