@@ -40,10 +40,8 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
 
 
 def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iterator[str]:
-    """Yield a line if a published checkpoint is quantized in an unknown format, or cannot keep its format.
-
-    It cannot if the `model:` section, as written, sets another `double_quant`.
-    """
+    """Yield a line if the published checkpoint is quantized in a format that cannot be read; and one if `base: auto`
+    would keep its 4-bit format, but `double_quant` in the `model:` section differs from the checkpoint's."""
     if not published.is_read and model.weights == "pretrained":
         yield (
             f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
