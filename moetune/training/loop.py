@@ -386,7 +386,7 @@ class Watcher:
         """Called with each line of metrics."""
 
     def out_of_memory(self, run: ResolvedRun, loop: Loop | None) -> DoesNotFit | None:
-        """Return an error that explains why memory ran out (`loop` None: in building the model), if that is known."""
+        """Return an error that explains why memory ran out, or None; `loop` is None before the model is built."""
         return None
 
     def end(self) -> None:

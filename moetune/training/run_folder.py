@@ -161,7 +161,7 @@ def best_step(held_out: Mapping[int, float]) -> int | None:
 
 
 def is_stopped(held_out: Mapping[int, float], early: EarlyStoppingConfig | None) -> bool:
-    """Return whether early stopping ends a run after these evaluations: the last `patience` are not the best."""
+    """Return whether early stopping ends a run after these evaluations: the best is older than the last `patience`."""
     best = best_step(held_out)
     return early is not None and best is not None and sum(step > best for step in held_out) >= early.patience
 

@@ -102,7 +102,7 @@ class RunWarnings:
 
         Returns:
             `idle_experts`: number of trained experts that have received no token since the run began.
-            `unchanged`: the parts (`router`, `experts`, `lora`, `other`) without a changed weight, although `updated`.
+            `unchanged`: if `updated`, the parts (`router`, `experts`, `lora`, `other`) of which no weight has changed.
             `notices`: the kinds of the warnings that apply.
         """
         self._kinds = list(self._of_data)

@@ -98,10 +98,10 @@ class Inputs:
         return notes
 
     def requantized(self, model: ResolvedModel) -> str | None:
-        """Return in one line why frozen weights are now quantized to other values than when the run began, else None.
+        """Return why frozen weights would now be quantized to other values than when the run began, or None.
 
-        Revisions 1 and 2 differ only for weights that are not published quantized, and whose dtype, that of most of the
-        checkpoint's tensors, is not the compute dtype.
+        Revisions 1 and 2 (`QUANTIZATION`) give other values only if the checkpoint is published unquantized and most of
+        its tensors have another dtype than the compute dtype.
         """
         source, base = model.source, DTYPES.get(model.config.base)
         if self.quantization == QUANTIZATION or base == model.dtype or model.config.weights == "random":
@@ -122,7 +122,7 @@ class Inputs:
     ) -> list[str]:
         """Compare the base's config.json and small files with those that the run began with.
 
-        What is empty on either side is unknown, and not compared.
+        An empty `config` or `files`, here or in the recorded inputs, means unknown and is not compared.
 
         Args:
             config, files: of the base as it is now, from `beside_weights`.

@@ -110,8 +110,8 @@ class ChatTemplate:
     def _refuse_ignored(self, messages: Messages, tools: Tools) -> None:
         """Raise `MalformedError` if the template ignores a key of a message, the tools, or the text before `</think>`.
 
-        A part is ignored if the rendered text is the same without it. Without `{% generation %}` markers, `_turns`
-        renders each turn of the assistant as the last, so the chat is rendered only up to the next one here too.
+        A part is ignored if the rendered text is the same without it. If the template has no `{% generation %}`
+        markers, the chat is cut after the assistant's next turn for this test, as `_turns` cuts it for training.
         """
         cases: list[tuple[str, int, dict[str, Any] | None]] = []  # (part, message index, message without the part)
         for at, message in enumerate(messages):
@@ -145,7 +145,8 @@ class ChatTemplate:
     def _refuse_lost_content(self, messages: Messages, tools: Tools) -> None:
         """Raise `MalformedError` if the template drops some of a message's content.
 
-        Without `{% generation %}` markers, content that appears when its turn is rendered as the last is not lost.
+        If the template has no `{% generation %}` markers, content also counts as kept if it appears in the chat cut
+        after any turn of the assistant, because `_turns` trains on such cuts.
         """
         lost = lost_content(messages, lambda some: self._render(some, tools))
         for end, message in enumerate(messages, 1):
@@ -171,8 +172,8 @@ class ChatTemplate:
     def _turns(self, messages: Messages, tools: Tools) -> list[Spanned]:
         """Render a chat up to each turn of the assistant, for a template without `{% generation %}` markers.
 
-        What that adds to the preceding messages with a generation prompt is the assistant's. If one text is the
-        beginning of the next, only the longer one is returned, with the ranges of both.
+        The assistant's range begins where the preceding messages, rendered with a generation prompt, end. If one text
+        is the beginning of the next, only the longer one is returned, with the ranges of both.
 
         Raises:
             MalformedError: the first message is the assistant's, or a turn does not begin with its generation prompt.

@@ -176,7 +176,7 @@ def _between(text: str, begin: str, end: str) -> str | None:
 
 
 def _instead(written: str, only: str, mark: str) -> str:
-    """Return the part of the rendered chat `written` that stands where `only` has the mark.
+    """Return the part of the rendered chat `written` at the place where `only` has the mark.
 
     `only` is the chat rendered with the mark in place of one message's content. Returns all of `written` if the two
     differ elsewhere, or `only` lacks the mark.
