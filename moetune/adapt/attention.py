@@ -260,8 +260,8 @@ def varlen_attention(
 
 
 _MORE_KEYS = 256
-"""Keys that `sdpa_with_sink` adds, of which all but one are hidden: kernels want lengths to be multiples of 8, and the
-closed form of a step's memory knows S + 256."""
+"""Number of keys that `sdpa_with_sink` adds; all but one are masked. Kernels want lengths that are multiples of 8, and
+the closed form of a step's memory supports the size S + 256."""
 
 
 def sdpa_with_sink(

@@ -20,7 +20,7 @@ from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolved import ResolvedRun
 
 _not_kept: dict[Path, Verdict] = {}
-"""Verdicts that this process has found and not kept, by the file in which they would be."""
+"""Verdicts of this process that could not be, or must not be, written to disk, by the file that they would be in."""
 
 
 def checked(

@@ -38,8 +38,7 @@ _CHILD = (sys.executable, "-P", "-c", "from moetune.adapt.guard.comparison impor
 
 
 def compare(key: Key, device: torch.device, limit: float = inf) -> Verdict:
-    """Compare the kernels with their references at the sizes of a key, in child processes, and write the verdict to
-    disk.
+    """Compare kernels with their references at the sizes of a key, in child processes; write and return the verdict.
 
     A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out. If a kernel hung,
     the verdict is not written, because a busy machine may have been the reason.

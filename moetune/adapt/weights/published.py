@@ -122,8 +122,7 @@ class CheckpointReader:
                 self._target.put_expert(path, stack, expert, rows[0])
 
     def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes]:
-        """Return whether a matrix has this shape and is already NF4 with the run's settings, so it is stored as it
-        is."""
+        """Return whether a matrix has this shape and is NF4 with the run's settings, and so is stored as it is."""
         config = self._target.config
         return (
             isinstance(stored, BitsAndBytes)
