@@ -50,8 +50,7 @@ def parse_ids(value: object) -> object:
 
 
 def _parse_expert_ids(value: object) -> object:
-    """Parse expert ids: one list for all layers (as `parse_ids`), or a dict of layer index -> expert ids, sorted by
-    layer.
+    """Parse expert ids: one list for all layers (`parse_ids`), or a dict of layer index -> list, sorted by layer.
 
     Raises:
         ValueError: the value has another form; or the dict is empty, or has a layer twice.
