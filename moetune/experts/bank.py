@@ -49,8 +49,7 @@ class LoraPlan:
 
 @dataclass(frozen=True)
 class BankPlan:
-    """Training plan of one layer: experts in `trained` train in full, neither quantized nor with LoRA; others are
-    frozen.
+    """Training plan of one layer: experts in `trained` train in full, unquantized and without LoRA; others are frozen.
 
     `lora` adds LoRA to some of the frozen experts; None for no LoRA in this layer.
     """

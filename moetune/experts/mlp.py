@@ -71,12 +71,12 @@ def expert_mlp(
 
     The autograd node is created first and the products fill its output afterwards. When a checkpointed layer is
     recomputed, torch stops once it has the tensors that backward needs, the last of which in most models is saved by
-    this node; the experts' products are then not repeated. Rows that are kept are no saved tensors, which checkpointing
-    would drop: the node of the forward pass holds them, and its backward frees them.
+    this node; the experts' products are then not repeated. Kept rows are held by the node of the forward pass, because
+    checkpointing would drop saved tensors; its backward frees them.
 
     Args:
         permutation: the T·K rows sorted by slot.
-        keep_rows: keep the gate_up rows of forward for the first backward pass; any other computes them again.
+        keep_rows: keep the gate_up rows of forward for the first backward pass; a second one recomputes them.
         norms: [T, K] float32, overwritten with the L2 norms of the experts' outputs before weighting; None to skip.
         dense_TE: [T, E] routing weights that the experts would have if all were chosen (experts/dense.py), or None.
             They do not change y, and receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e.

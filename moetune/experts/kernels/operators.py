@@ -50,7 +50,7 @@ def operator(
     Args:
         fake: the operator's fake kernel, which returns an empty tensor of the result's shape; by default returns None.
         mutates: names of the arguments that the operator writes to.
-        scratch: those of `mutates` that the reference overwrites with values of no meaning.
+        scratch: those of `mutates` that serve as scratch memory: what they hold afterwards has no meaning.
         kernels: the module in which a function of the same name launches the kernel.
     """
 

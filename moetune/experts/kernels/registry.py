@@ -39,9 +39,9 @@ class Operator:
     Attributes:
         reference: computes the operator with torch's operations, on any device.
         kernel: given the operator's arguments, returns the function that computes it with a GPU kernel; None if there
-            is no kernel for them. That function takes the same arguments, and raises `KernelError` only before it
-            changes one of them: an operator that writes in place launches one kernel.
-        scratch: names of arguments that the reference overwrites with values of no meaning.
+            is no kernel for them. That function takes the same arguments, and raises `KernelError` only before it has
+            changed any of them.
+        scratch: names of arguments that serve as scratch memory: what they hold afterwards has no meaning.
     """
 
     name: str

@@ -200,8 +200,7 @@ def _kind(arg: Any) -> Hashable:
 
 
 def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> tuple[Any, float]:
-    """Return (result of an operator's reference, difference of the kernel from it), with the tile that the kernel
-    chooses."""
+    """Return (result of the reference, difference of the kernel from it), with the tile that the kernel chooses."""
     off = next(differences(operator, args, kernel))
     return referred(operator, args), off
 
