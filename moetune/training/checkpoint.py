@@ -52,7 +52,7 @@ _BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # states of bitsandbytes: one 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor saved under one name: a whole parameter, or one expert's row of stacked LoRA factors.
+    """A unit of a checkpoint: a whole parameter, or one expert's row of stacked LoRA factors, under the name `name`.
 
     Attributes:
         parameter: the parameter, of which this rank may hold a part.

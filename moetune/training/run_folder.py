@@ -95,8 +95,7 @@ class RunFolder:
     def refuse_foreign_checkpoint(self, checkpoint: Path) -> None:
         """Raise `UserError` if an undamaged checkpoint is of another run, or has other settings than `run.yaml` now.
 
-        Settings that export does not depend on may differ (`FREE_ON_EXPORT`). It is an error too if the checkpoint has
-        an `inputs.json` and the run folder does not.
+        Settings in `FREE_ON_EXPORT` may differ. An `inputs.json` that only the checkpoint has is an error too.
         """
         its, mine = self.inputs(checkpoint), self.inputs()
         if its is not None and mine is None:

@@ -122,7 +122,7 @@ class Inputs:
     ) -> list[str]:
         """Compare the base's config.json and small files with those that the run began with.
 
-        An empty `config` or `files`, here or in the recorded inputs, means unknown and is not compared.
+        An empty `config` or `files`, given or recorded, means unknown and is not compared.
 
         Args:
             config, files: of the base as it is now, from `beside_weights`.

@@ -45,8 +45,7 @@ class DataCounts:
         cut: documents that were truncated because they are too long.
         unended: cut documents that end within the first stretch of trained tokens.
         chats: number of chats, by how the assistant's text was found (`MARKINGS`).
-        tokens: tokens in all sequences, without padding; a token repeated at the start of a segment (packing.py) counts
-            twice.
+        tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
         loss_tokens: tokens that are predicted.
         padding: padding tokens in packed sequences.
     """
