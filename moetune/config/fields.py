@@ -40,7 +40,7 @@ def parse_ids(value: object) -> object:
             raise ValueError(f'{shown(text.strip())} is not a number or a range; write all, none, 3, [0, 1] or "0-5,8"')
         first, last = int(match[1]), int(match[2] or match[1])
         if last > _LARGEST_ID:
-            raise ValueError(f"{last} is no layer and no expert of any model")
+            raise ValueError(f"{last} is above the largest id, 65536")
         if last < first:
             raise ValueError(f'range {text!r} runs backwards; write "{last}-{first}"')
         ids.update(range(first, last + 1))

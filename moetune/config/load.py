@@ -125,7 +125,7 @@ def parse(text: str, what: str) -> Any:
         UserError: the text is not YAML, repeats a key, or exceeds the limits of size, depth or number of values.
     """
     if len(text) > _MOST_BYTES:
-        raise UserError(f"{what} is larger than any run file: more than {_MOST_BYTES:,} bytes")
+        raise UserError(f"{what} is too large for a run file: more than {_MOST_BYTES:,} bytes")
     try:
         loader = _UniqueKeyLoader(text)
         node = loader.get_single_node()

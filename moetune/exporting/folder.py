@@ -121,7 +121,7 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
             f"{Ledger.NAME}; choose another"
         )
     if found := foreign_in(out, {Ledger.NAME, *ledger.paths}):
-        raise UserError(f"--out {str(out)!r}: {str(found)!r} is not of the export there; move it away")
+        raise UserError(f"--out {str(out)!r}: {str(found)!r} is not part of the export there; move it away")
 
 
 def _clear_leftovers(out: Path) -> None:

@@ -202,11 +202,13 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
     splits = config.parallel.fsdp * config.parallel.tp > 1
     for optimizer in dict.fromkeys(config.optimizers.values()):
         if optimizer.fused_backward:
-            problems.append(f"{optimizer.name} with fused_backward frees gradients before the ranks have added them up")
+            problems.append(f"{optimizer.name} with fused_backward frees gradients before they are summed over ranks")
         if optimizer.offload:
-            problems.append(f"{optimizer.name} with offload takes gradients away before the ranks have added them up")
+            problems.append(
+                f"{optimizer.name} with offload moves gradients to the host before they are summed over ranks"
+            )
         if optimizer.master_weights == "stochastic":
-            problems.append("master_weights: stochastic would round the copies of one weight apart")
+            problems.append("master_weights: stochastic would round the ranks' copies of a weight differently")
         if splits and optimizer.name in ("adafactor", "adalomo"):
             problems.append(f"{optimizer.name} needs whole matrices, and parallel.fsdp and tp split them")
     if problems:
@@ -230,7 +232,7 @@ def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
     if kv_heads is not None and kv_heads % tp:
         yield f"parallel.tp: {tp} ranks cannot split {kv_heads} key/value heads evenly; set tp to {_divisors(kv_heads)}"
     if ep > 1 and not counts:
-        yield f"parallel.ep: {ep} ranks to spread experts over, and the model has none; leave ep out"
+        yield f"parallel.ep: {ep} ranks to divide experts over, and the model has no experts; leave ep out"
     elif ep > 1 and ep > counts[0]:
         yield (
             f"parallel.ep: more ranks than experts, {ep} and {counts[0]}; set ep to {_divisors(gcd(*counts))}, "

@@ -86,7 +86,7 @@ class RunFolder:
                 return self.newest_whole(best=best, hold=hold)
         if self.damaged:
             raise UserError(
-                f"no checkpoint of the run in {str(self.path)!r} is whole:\n  "
+                f"no checkpoint of the run in {str(self.path)!r} is undamaged:\n  "
                 + "\n  ".join(self.damaged)
                 + "\nStart anew with --overwrite, or choose another output"
             )
@@ -115,8 +115,8 @@ class RunFolder:
         file = self.path / BASE_FILE
         what = f"{str(file)!r}, which says what the run was trained on,"
         remedy = (
-            "put back what it was, or, if model.path is that still, delete it: moetune train "
-            f"{self.path / RUN_FILE} --resume auto notes it anew"
+            "restore it, or, if model.path has not changed, delete it: moetune train "
+            f"{self.path / RUN_FILE} --resume auto records it again"
         )
         return read_sealed(file, Base, what, remedy) if os.path.lexists(file) else None
 

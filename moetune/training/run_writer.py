@@ -219,8 +219,8 @@ class RunWriter(RunFolder):
                 in_the_way.append(found)
         if in_the_way:
             raise UserError(
-                f"output {str(self.path)!r}: {str(in_the_way[0])!r} is in the way, and nothing says that this run "
-                "wrote it; move it away, or choose another output"
+                f"output {str(self.path)!r}: {str(in_the_way[0])!r} already exists and was not written by this "
+                "run; move it away, or choose another output"
             )
 
     # --- The folder's own files ---------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class Inputs:
         files, harm = self._changed(now.files), []
         if self.data.get("train") != now.data["train"]:
             because = f" (or what makes tokens of it: {', '.join(files)})" if files else ""
-            harm.append(f"data.train has changed since it began{because}: its tokens are others")
+            harm.append(f"data.train has changed since it began{because}: its tokens differ")
         notes = self.refuse_other_model(now.config, now.files, f"{where} cannot be resumed", harm)
         if self.data.get("eval") != now.data.get("eval"):
             notes.append(
@@ -142,9 +142,9 @@ class Inputs:
                 lines.append("{} of the base: {} is {}, and was {}".format(CONFIG_FILE, key, *said))
         beside = "beside the base's weights has changed since the run began"
         makes_tokens = [name for name in changed if any(Path(name).match(pattern) for pattern in _MAKES_TOKENS)]
-        lines += [f"{name} {beside}, and makes other tokens" for name in makes_tokens]
+        lines += [f"{name} {beside}, and gives other tokens" for name in makes_tokens]
         if lines:
-            raise UserError("\n  ".join([f"{where}:", *lines]) + "\nPut back what it was, or choose another output")
+            raise UserError("\n  ".join([f"{where}:", *lines]) + "\nRestore the original, or choose another output")
         return [f"{name} {beside}" for name in changed]
 
     def _changed(self, files: dict[str, str]) -> list[str]:

@@ -49,7 +49,7 @@ def checked(
     failed = {name: why for one in ranks.gather(failed) for name, why in one.items()}
     for name, why in failed.items() if ranks.is_first else ():
         if name not in run.config.hardware.without_kernels:
-            say(f"warning: the kernel of {name} {why}: torch's operations run in its place, slower, predicted as such")
+            say(f"warning: the kernel of {name} {why}: torch's operations run in its place, slower and predicted so")
     return _without(run, failed)
 
 

@@ -132,7 +132,7 @@ def _child(asked: _Asked, until: float = inf) -> _Ended:
     if said and said[-1].stopped is not None:
         return _Ended(failed, said[-1].stopped)  # also of a child that does not end afterwards
     if time.monotonic() >= until:  # no fault of the operator whose turn it is
-        return _Ended(failed, "it took longer than the other ranks wait", in_time)
+        return _Ended(failed, "it took longer than other ranks may wait", in_time)
     name = said[-1].begins if said else ""
     how = f"ended its process ({'; '.join(last) or f'code {child.returncode}'})"
     if not in_time:

@@ -157,7 +157,11 @@ class CheckpointReader:
             keys = mapping.every_key()
             if there.is_floating_point():
                 types = {key: self._stored[key].dtype for key in keys}
-                yield from (f"{key} is of type {kind}, no weight" for key, kind in types.items() if kind not in WEIGHTS)
+                yield from (
+                    f"{key} has type {kind}, which is not one of weights"
+                    for key, kind in types.items()
+                    if kind not in WEIGHTS
+                )
             if name in of_experts and mapping.has_experts_apart:
                 yield from self._misfits_apart(of_experts[name], mapping, [1, *there.shape[1:]])
                 continue

@@ -118,7 +118,9 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
     for file in small_files(source):
         copy = folder / file.relative_to(source)
         if os.path.lexists(copy) and (copy.is_symlink() or not file.read_bytes().startswith(copy.read_bytes())):
-            raise UserError(f"{str(copy)!r} is in the way: {file.name} of the model belongs there; move it away")
+            raise UserError(
+                f"{str(copy)!r} already exists, and the model's {file.name} would be copied there; move it away"
+            )
         copy_small_file(file, source, folder)
 
 
@@ -134,7 +136,7 @@ def remove(folder: Path) -> None:
             "choose another"
         )
     if found := foreign_in(folder.resolve(), {Ledger.NAME, WriterLock.NAME, *ledger.paths}):
-        raise UserError(f"--out {str(folder)!r}: {str(found)!r} is not of the quantized base there; move it away")
+        raise UserError(f"--out {str(folder)!r}: {str(found)!r} is not part of the quantized base there; move it away")
     listed = [item for item in folder.rglob("*") if str(item.relative_to(folder)) in ledger.paths]
     for file in sorted(listed, key=lambda item: item.name != QUANTIZED_MANIFEST):
         file.unlink()
@@ -200,7 +202,7 @@ def check_quantized_base(run: ResolvedRun) -> None:
         wanted, stored = getattr(config, key), getattr(manifest, key)
         if wanted != stored and not (key == "double_quant" and config.base != "nf4"):
             raise UserError(
-                f"model.{key}: {wanted}, but {str(folder)!r} is quantized with {stored}; set it, or quantize anew"
+                f"model.{key}: {wanted}, but {str(folder)!r} is quantized with {stored}; set it, or quantize again"
             )
     for name, expected in manifest.files.items():
         file, size = folder / name, expected.bytes
@@ -209,7 +211,7 @@ def check_quantized_base(run: ResolvedRun) -> None:
             raise UserError(f"{str(file)!r} {found}: the quantized base is damaged; {_AGAIN}")
     if run.selection.experts:
         raise UserError(
-            f"adapt.experts: {str(folder)!r} holds quantized experts only; experts that train whole need the original "
+            f"adapt.experts: {str(folder)!r} holds quantized experts only; fully trained experts need the original "
             f"checkpoint ({str(manifest.source)!r})"
         )
 

@@ -96,8 +96,8 @@ def drop_kernel(name: str, why: str) -> None:
     if name not in _without:
         _without[name] = why
         warnings.warn(
-            f"the kernel of {name} {why}: torch's operations run in its place, slower and with other memory than "
-            "predicted",
+            f"the kernel of {name} {why}: torch's operations run in its place; they are slower and take other "
+            "memory than predicted",
             stacklevel=3,
         )
 

@@ -84,7 +84,7 @@ class ChatTemplate:
             raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
         for text, _ in texts:
             if not isinstance(text, str) or len(text) > _BYTES // 16:
-                raise MalformedError("the chat template writes more than any text")
+                raise MalformedError("the chat template's output exceeds the memory limit")
             checked_text(text, "rendered chat")
         return texts, "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
 
@@ -123,7 +123,7 @@ class ChatTemplate:
                     cases.append((f"{here[0]} of message {at + 1}", at, left))
             thought, mark, said = (message["content"] or "").rpartition("</think>")
             if mark and thought.strip() and message["role"] == "assistant":
-                cases.append((f"what stands before </think> in message {at + 1}", at, {**message, "content": said}))
+                cases.append((f"the text before </think> in message {at + 1}", at, {**message, "content": said}))
         if tools:
             cases.insert(0, ("tools", len(messages) - 1, None))
         for what, at, without in cases:
@@ -223,7 +223,7 @@ def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[in
         return spans
     if len(weights) != len(spans):
         raise MalformedError(
-            f"weight: 0 cannot be heeded: the chat template marks {len(spans)} parts for {len(weights)} messages "
+            f"weight: 0 cannot be applied: the chat template marks {len(spans)} parts for {len(weights)} messages "
             "of the assistant"
         )
     return [span for span, weight in zip(spans, weights, strict=True) if weight]

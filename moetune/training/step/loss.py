@@ -156,7 +156,7 @@ class _CrossEntropy(torch.autograd.Function):
         (exponent,) = ctx.saved_tensors
         made, ctx.made = ctx.made, None
         if made is None:
-            raise RuntimeError("this loss has gone backward already, and its gradients were freed")
+            raise RuntimeError("backward of this loss has run already, and its gradients were freed")
         factor = torch.ldexp(gradient, -exponent)
         return None, None, None, None, *(None if one is None else one.mul_(factor) for one in made)
 
