@@ -1,9 +1,9 @@
 """Quantized experts and optimizer states in host memory, and asynchronous copies between host and device.
 
-On a GPU, host memory is pinned, and copies run beside the computation on a stream of their own, ordered by events
-without blocking the host. Device memory of a copy is allocated and freed on the computing stream. On a CPU and on fake
-tensors the same code runs without streams. Storages of host tensors and of their copies carry an attribute each, so
-that a memory tracker can count them separately.
+On a GPU, host memory is pinned, and copies run in parallel with the computation on a stream of their own, ordered by
+events without blocking the host. Device memory of a copy is allocated and freed on the computing stream. On a CPU and
+on fake tensors the same code runs without streams. Storages of host tensors and of their copies carry an attribute
+each, so that a memory tracker can count them separately.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class AsyncCopy:
 
 
 class CopyStream:
-    """Copies in one direction between host and `device`, one after another, beside the computation.
+    """Copies in one direction between host and `device`, one after another, in parallel with the computation.
 
     On a device other than CUDA, copies are made at once, in CPU memory.
     """

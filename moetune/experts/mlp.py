@@ -110,8 +110,8 @@ def _fill(
 def _add_group(
     experts: ExpertWeights, group: RowGroup, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
-    """Compute the outputs of one group and add them to `tokens`. Unless None, `kept` gets the group's gate_up rows [N,
-    O] appended, and `norms` [T, K] the L2 norms of the outputs."""
+    """Compute the outputs of one group and add them to `tokens`. Append the group's gate_up rows [N, O] to `kept`, and
+    write the L2 norms of the outputs to `norms` [T, K], each unless it is None."""
     gate_up, down = experts.projections(group.slots, tokens.x_TH.dtype)
     gate_up_NO = gate_up.forward(tokens.of(group), group.gemm)
     act_NI = experts.activation.forward(gate_up_NO)
@@ -171,7 +171,8 @@ class _ExpertMlp(torch.autograd.Function):
         grads = Gradients(experts.hooks.gradient, complete=all(permutation.counts))
 
         def add_group(group: RowGroup) -> None:
-            """Add the gradients of one group; what it dequantizes and recomputes, or kept, is freed when it returns."""
+            """Add the gradients of one group; its dequantized weights and its kept or recomputed rows are freed on
+            return."""
             gemm, row_weights = group.gemm, RowWeights(weights, group.order)
             gate_up, down = experts.projections(group.slots, x_TH.dtype)
             dy_NH = tokens.of(group)

@@ -383,7 +383,7 @@ def _reader(folder: Path) -> HuggingFaceStorageReader:
 
 
 def _load(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Read the named tensors in place from a folder of safetensors; does nothing if no rank wants any."""
+    """Read tensors, by name and in place, from a folder of safetensors; every rank must call this."""
     if any(ranks.gather(bool(tensors))):
         with _quiet():
             dcp.load(tensors, storage_reader=_reader(folder), no_dist=ranks.is_single)
