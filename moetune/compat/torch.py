@@ -191,7 +191,7 @@ def _makes_anew(func: Any) -> bool:
 
 @functools.cache
 def _only_mutates(func: Any) -> bool:
-    """Return whether an operator of moetune or bitsandbytes returns nothing; it then does nothing to fake tensors."""
+    """Return whether an operator of moetune or bitsandbytes returns nothing, and so has no effect on fake tensors."""
     return func.namespace in _ONLY_VALUES and not func._schema.returns
 
 

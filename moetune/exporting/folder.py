@@ -111,7 +111,8 @@ def keep_apart(out: Path, doing: str, *kept: Path) -> None:
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
-    """Raise `UserError` if `out` has entries; with `overwrite`, only if they are not all files of an earlier export."""
+    """Raise `UserError` if `out` has entries; with `overwrite`, if it has others than the files of an earlier
+    export."""
     if not is_occupied(out, overwrite):
         return
     ledger = Ledger(out)

@@ -56,12 +56,12 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
 
 
 def unsupported_attention(plain: PreTrainedModel, attention: str) -> Iterator[str]:
-    """Yield a line if the attention implementation `attention` does not compute the attention of the model."""
+    """Yield a line if a model cannot run with the attention function `attention`."""
     if supports_attention(type(plain), attention) or (attention == "sdpa" and has_sinks(plain)):
         return
     yield (
-        f"model.attention: {attention} is not available for model type {plain.config.model_type!r}; leave it out, for "
-        "the best that is"
+        f"model.attention: {attention} is not available for model type {plain.config.model_type!r}; leave it out to get "
+        "the best one available"
     )
 
 
