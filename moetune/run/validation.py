@@ -60,7 +60,7 @@ def unsupported_attention(plain: PreTrainedModel, attention: str) -> Iterator[st
     if supports_attention(type(plain), attention) or (attention == "sdpa" and has_sinks(plain)):
         return
     yield (
-        f"model.attention: {attention} is not available for model type {plain.config.model_type!r}; leave it out to get "
+        f"model.attention: {attention} is not available for model type {plain.config.model_type!r}; leave it out for "
         "the best one available"
     )
 
