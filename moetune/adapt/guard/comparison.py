@@ -1,6 +1,7 @@
 """Comparison of a run's kernels with torch's operations, in child processes.
 
-A kernel that accesses memory illegally takes its whole process along, and one that hangs can only be killed.
+A kernel that accesses memory illegally ends its whole process, and one that hangs can only be stopped by killing the
+process.
 """
 
 from __future__ import annotations

@@ -211,8 +211,8 @@ def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., A
 
     All tiles are compared because a run with more rows may choose another. A difference is the largest over all results
     and changed arguments, relative to the largest value of each; NaN if a value is NaN. Integers and dequantized
-    weights must be equal: theirs is 0 or 1. Tiles that do not compile are skipped. Kernels run on copies of the
-    arguments.
+    weights must be equal: their difference is 0 or 1. Tiles that do not compile are skipped. Kernels run on copies of
+    the arguments.
     """
     changed, used_up = _written(operator), _written(operator, scratch=True)
     copies = copied(args, [args[place] for place in (*changed, *used_up)])

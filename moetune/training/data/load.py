@@ -229,7 +229,7 @@ def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Read
 
 
 def _taken(read: Reading, at: np.ndarray) -> Reading:
-    """Return the documents at the positions `at`, int64, which may repeat; the counts are unchanged."""
+    """Return a `Reading` with the documents at the positions `at` (int64, may repeat) in `read`, and its counts."""
     return replace(read, documents=read.documents[at], records=read.records[at])
 
 
