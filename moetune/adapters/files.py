@@ -17,14 +17,14 @@ from typing import Annotated, Any
 
 from peft.utils.other import get_pattern_key
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from moetune.errors import UserError, one_line, reading, shown
+from moetune.errors import UserError, reading, shown
 from moetune.json_files import parse_json, read_json
-from moetune.models.hub.tensor_files import read_header, refuse_not_finite
+from moetune.models.hub.tensor_files import create_file, read_header, refuse_not_finite
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -173,18 +173,15 @@ def _record(folder: Path) -> Record:
 def write_adapter(folder: Path, tensors: Tensors, settings: Mapping[str, Any], record: Record) -> int:
     """Write the weights and the configuration of an adapter, and return the bytes of its tensors.
 
-    Raise `UserError` if they cannot be written.
-
     Args:
         tensors: the adapter's tensors by name, without PEFT's prefix.
         settings: the content of `adapter_config.json`.
         record: as `Stored.record`.
     """
-    named = {f"{PREFIX}{name}": tensor.contiguous().clone() for name, tensor in tensors.items()}
-    metadata = {"format": "pt", _RECORD: json.dumps(record, sort_keys=True)}
-    try:
-        save_file(named, folder / WEIGHTS_FILE, metadata=metadata)
-    except SafetensorError as error:
-        raise UserError(f"{WEIGHTS_FILE} cannot be written: {one_line(error)}") from error
+    kinds = {f"{PREFIX}{name}": (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    (folder / WEIGHTS_FILE).unlink(missing_ok=True)  # tensors that were read from it stay mapped
+    places = create_file(folder / WEIGHTS_FILE, kinds, {_RECORD: json.dumps(record, sort_keys=True)})
+    for name, tensor in tensors.items():
+        places[f"{PREFIX}{name}"].write(tensor)
     (folder / CONFIG_FILE).write_text(json.dumps(dict(settings), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return sum(tensor.nbytes for tensor in named.values())
+    return sum(tensor.nbytes for tensor in tensors.values())
