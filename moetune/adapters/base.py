@@ -74,7 +74,10 @@ class AdapterBase:
 
     @cached_property
     def expert_names(self) -> dict[str, ExpertNames]:
-        """Path of a layer's experts in the plain model -> names in the checkpoint, for the layers that have any."""
+        """Path of a layer's experts in the plain model -> names in the checkpoint, for the layers that have any.
+
+        A checkpoint that stacks experts under different paths for their projections has none.
+        """
         found = {}
         for path, layer in self.layers.items():
             gate_up, down = (self.mappings.get(f"{path}.{stack}") for stack in stacks_of(layer).values())
@@ -85,7 +88,9 @@ class AdapterBase:
                 first = down.of_expert(0).every_key()[0].removesuffix(".weight")
                 found[path] = ExpertNames(first.removesuffix(f".0.{roles[DOWN]}"), roles)
             elif gate_up.conversion is None and down.conversion is None:
-                found[path] = ExpertNames(gate_up.every_key()[0].rpartition(".")[0], {})
+                prefixes = {one.every_key()[0].rpartition(".")[0] for one in (gate_up, down)}
+                if len(prefixes) == 1:
+                    found[path] = ExpertNames(prefixes.pop(), {})
         return found
 
     @cached_property

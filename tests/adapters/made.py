@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from moetune.adapters.base import AdapterBase, sizes_of
 from moetune.adapters.factors import DOWN, GATE_UP, Adapter, Factors, fused, parted
@@ -26,9 +27,14 @@ RANK, SCALE = 3, 2.5
 
 @cache
 def base_of_toy(model_type: str, **sizes: Any) -> AdapterBase:
-    """The base of a toy, without weights; its names are those that transformers would save."""
-    plain = meta_model(toy_config(model_type, num_hidden_layers=2, **sizes))
-    return AdapterBase(model_type, plain, read_structure(plain), tuple(published_names(plain)))
+    """The base of a toy with two layers."""
+    return base_from(toy_config(model_type, num_hidden_layers=2, **sizes))
+
+
+def base_from(config: PretrainedConfig) -> AdapterBase:
+    """A base without weights; its names are those that transformers would save."""
+    plain = meta_model(config)
+    return AdapterBase(config.model_type, plain, read_structure(plain), tuple(published_names(plain)))
 
 
 def make_adapter(

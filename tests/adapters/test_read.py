@@ -14,7 +14,8 @@ from moetune.adapters.files import open_adapter, write_adapter
 from moetune.adapters.read import LAYOUTS, read, sure
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
-from tests.adapters.made import base_of_toy, make_adapter, same, stored_as, write
+from tests.adapters.made import base_from, base_of_toy, make_adapter, same, stored_as, write
+from tests.toys import expert_model_types, toy_config
 
 MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe", "glm4_moe")
 APART = [name for name in MODELS if name != "gpt_oss"]
@@ -53,6 +54,27 @@ def test_there_and_back_to_the_byte(model: str, layout: str, split: bool, tmp_pa
         after, _ = stored_as(back.adapter, base, layout)
         assert after.keys() == before.keys()
         assert all(after[name].numpy().tobytes() == tensor.numpy().tobytes() for name, tensor in before.items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", expert_model_types())
+def test_every_type_comes_back_from_every_program(model_type: str, tmp_path: Path) -> None:
+    """Whatever its checkpoint calls experts; a program that has no name for them is refused with a remedy."""
+    base = base_from(toy_config(model_type))
+    adapter = make_adapter(base, grow=True)
+    named = [base.expert_names[path] for path in base.layers if path in base.expert_names]
+    whole = len(named) == len(base.layers) > 0
+    can = {"vllm": whole, "sglang": whole and all(names.roles for names in named)}
+    for program in PROGRAMS:
+        if not can.get(program, True):
+            with pytest.raises(UserError, match="merge"):
+                laid_out(adapter, base, program)
+            continue
+        laid = laid_out(adapter, base, program)
+        write_adapter(tmp_path, laid.tensors, laid.settings, laid.record())
+        found = read(open_adapter(tmp_path), base)
+        assert (found.layout, found.problems) == (laid.layout, [])
+        assert same(found.adapter, adapter)
 
 
 def test_each_layout_is_told_from_the_files(tmp_path: Path) -> None:

@@ -59,9 +59,13 @@ def test_unsloth_gets_its_note() -> None:
 
 def test_stacked_experts_that_vllm_would_not_read_are_noted() -> None:
     assert laid_out(make_adapter(base_of_toy("gpt_oss")), base_of_toy("gpt_oss"), "vllm").notes == ()
-    base = base_of_toy("granitemoe")
+    base = base_of_toy("minimax_m3_vl_text")
     (note,) = laid_out(make_adapter(base), base, "vllm").notes
-    assert "not for granitemoe" in note
+    assert "not for minimax_m3_vl_text" in note
+    base = base_of_toy("granitemoe")  # whose checkpoint has input_linear and output_linear
+    for program in ("vllm", "sglang"):
+        with pytest.raises(UserError, match="merge"):
+            laid_out(make_adapter(base), base, program)
 
 
 def test_what_a_program_has_no_place_for() -> None:
