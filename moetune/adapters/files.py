@@ -142,15 +142,20 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return settings, tensors
 
 
-def open_adapter(folder: Path) -> Stored:
-    """Read an adapter folder. Raise `UserError` as `read_adapter`, or if it is not plain LoRA."""
-    settings, tensors = read_adapter(folder)
+def beyond_plain(settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings with which an adapter computes something else than plain LoRA; none for plain LoRA."""
     others = [f"{key}: {settings[key]}" for key in _NOT_PLAIN if settings.get(key)]
     if settings.get("bias", "none") != "none":
         others.append(f"bias: {settings['bias']}")
     if settings.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
         others.append(f"init_lora_weights: {settings['init_lora_weights']}, which changes the base weights")
-    if others:
+    return others
+
+
+def open_adapter(folder: Path) -> Stored:
+    """Read an adapter folder. Raise `UserError` as `read_adapter`, or if it is not plain LoRA."""
+    settings, tensors = read_adapter(folder)
+    if others := beyond_plain(settings):
         raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(others)}")
     try:
         scales = Scales.model_validate(settings)

@@ -18,6 +18,7 @@ from moetune.adapters.read import read
 from moetune.errors import UserError
 from moetune.exporting.adapter import check_adapter, convert_adapter, diff_adapters, merge_adapter
 from moetune.exporting.export import export
+from moetune.inference.opened import open_model
 from moetune.models.hub.tensor_files import read_headers
 from moetune.models.structure import meta_model, read_structure
 from tests.adapters.made import RANK, SCALE, make_adapter, write
@@ -134,6 +135,18 @@ def test_training_starts_from_every_layout(layout: str, tmp_path: Path) -> None:
     load_peft(adapted, tmp_path / "other")
     expected = run.adapted.trainable()
     assert all(parameter.equal(expected[name]) for name, parameter in adapted.trainable().items())
+
+
+def test_stock_peft_is_not_given_another_order_of_the_experts(tmp_path: Path) -> None:
+    """`eval` and `generate` put an adapter on its base with stock PEFT, which reads one layout only."""
+    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2)
+    stock_adapter(base, tmp_path / "stock")
+    convert_adapter(str(base), tmp_path / "stock", "unsloth-grouped", tmp_path / "grouped")
+    with pytest.raises(UserError, match="--to peft"):
+        open_model(str(tmp_path / "grouped"), device="cpu", dtype="fp32")
+    convert_adapter(str(base), tmp_path / "grouped", "peft", tmp_path / "back")
+    opened = open_model(str(tmp_path / "back"), device="cpu", dtype="fp32")
+    torch.testing.assert_close(logits(opened.model), logits(open_model(str(tmp_path / "stock"), device="cpu").model))
 
 
 def test_what_is_refused_names_the_remedy(tmp_path: Path) -> None:
