@@ -136,6 +136,7 @@ MODELS = {
 """Folders of models, each with one file removed."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("overrides", "fragments"), CASES.values(), ids=CASES)
 def test_refused_before_anything_is_written(
     overrides: list[str], fragments: list[str], run_file: Path, moetune: Callable[..., Any]
@@ -279,6 +280,7 @@ REFUSED = {
 """Command lines, and what their message holds."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("line", "said"), REFUSED.items(), ids=REFUSED)
 def test_a_command_that_is_refused(
     line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moetune: Callable[..., Any]

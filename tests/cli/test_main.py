@@ -79,6 +79,7 @@ def test_every_command_explains_itself_with_an_example_and_speaks_json(moetune: 
         assert all(option in said for option in options if option.startswith("--"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("shell", "code", "said"),
     [

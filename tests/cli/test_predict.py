@@ -123,6 +123,7 @@ def test_what_does_not_fit_is_said_with_its_remedy(shallow: list[str], moetune: 
         assert required(json.loads(changed.out)) == change["peak_process"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", ["trace", "formula"])
 def test_page_and_figure_are_written(method: str, moetune: Run, tmp_path: Path) -> None:
     page, figure = tmp_path / "report.html", tmp_path / "report.svg"

@@ -91,11 +91,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "command",
     [
-        *(pytest.param(command, marks=pytest.mark.full) for command in (*LONG, "peft", "merged", "vllm", "score")),
-        "delta",
+        *(pytest.param(command, marks=pytest.mark.full) for command in (*LONG, "peft", "merged", "vllm", "score", "delta")),
         "apply",
         "quantize",
     ],

@@ -16,6 +16,7 @@ from tests.report.sample import GIB, MIB, PEAK, formula_only, many_ranks, rank, 
 MAGIC = {".png": b"\x89PNG\r\n\x1a\n", ".PNG": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("make", "suffix"), [(sample, ".png"), (too_big, ".PNG"), (many_ranks, ".svg"), (formula_only, ".svg")]
 )
