@@ -151,7 +151,7 @@ def test_a_base_that_changes_while_it_is_copied_is_refused(
         return copy_checkpoint(folder, *rest)
 
     monkeypatch.setattr("moetune.exporting.apply.copy_checkpoint", changes_first)
-    message = r"base' changed while it was copied: .*other values \(model\.safetensors\); run this again"
+    message = r"base' changed while it was copied: .*other values \(model\.safetensors\); run the command again"
     with pytest.raises(UserError, match=message):
         apply_delta(tmp_path / "delta", plain, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "delta", "run"]

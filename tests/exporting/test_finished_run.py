@@ -58,5 +58,5 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
     class Several(Ranks):
         is_single = False
 
-    with pytest.raises(UserError, match="spread over ranks cannot be exported from memory"):
+    with pytest.raises(UserError, match="distributed over ranks cannot be exported from memory"):
         export(replace(adapted, ranks=Several()), "delta", tmp_path / "out")

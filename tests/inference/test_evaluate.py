@@ -113,7 +113,7 @@ def test_no_more_is_written_than_there_are_positions(run: Callable[..., Path]) -
     settings.max_position_embeddings = asked + 3
     assert generate(opened, TEXT, max_new_tokens=10**9) == three
     settings.max_position_embeddings = asked
-    with pytest.raises(UserError, match=f"the prompt has {asked} tokens, and the model positions for {asked}"):
+    with pytest.raises(UserError, match=f"the prompt has {asked} tokens, and the model has positions for {asked}"):
         generate(opened, TEXT)
 
 

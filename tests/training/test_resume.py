@@ -337,7 +337,7 @@ def test_code_in_a_checkpoint_never_runs(
     checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
     assert (checkpoint / name).is_file()
     torch.save({"state": Mkdir(tmp_path / "executed")}, checkpoint / name)
-    with pytest.raises(UserError, match=rf"no checkpoint .* is whole:\n.*step-3: {name} "):
+    with pytest.raises(UserError, match=rf"no checkpoint .* is undamaged:\n.*step-3: {name} "):
         train(RunConfig.model_validate(run), resume="auto")
     write_manifest(checkpoint, 3)  # whoever can write there can do that too
     with pytest.raises(UserError, match=rf"step-3.* is damaged: {reason}"):

@@ -74,6 +74,6 @@ def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = started(tmp_path / "run", steps=3)
     for checkpoint in folder.checkpoints():
         (checkpoint / "weights").write_text("x")
-    with pytest.raises(UserError, match=r"no checkpoint .* is whole:(\n.*weights was changed.*){3}"):
+    with pytest.raises(UserError, match=r"no checkpoint .* is undamaged:(\n.*weights was changed.*){3}"):
         folder.newest_whole()
     assert len(folder.damaged) == 3

@@ -71,7 +71,7 @@ def test_data_edited_in_place(resume: str, folder: Path) -> None:
     """Even where the number of tokens stays."""
     file = folder / "train.jsonl"
     file.write_text(file.read_text().replace("router", "retour"))
-    with pytest.raises(UserError, match=r"data\.train has changed since it began: its tokens are others"):
+    with pytest.raises(UserError, match=r"data\.train has changed since it began: its tokens differ"):
         resumed(folder, resume)
 
 

@@ -345,7 +345,7 @@ def test_a_loss_goes_backward_once() -> None:
     tail, hidden_NH, targets_N = head(weight=True)
     found = summed_cross_entropy(tail, hidden_NH, targets_N, memory=None)
     found.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="has gone backward already"):
+    with pytest.raises(RuntimeError, match="has run already"):
         found.backward()
 
 
