@@ -27,6 +27,7 @@ from tests.resolved import train, write_packed_base
 from tests.training.test_resume import assert_same, work_alone
 
 LONG = ("train", "two ranks")
+OTHERS = ("peft", "merged", "vllm", "score", "delta")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Work = Callable[[Path, bool], None]
 """Writes to a folder; the second time it goes on with, or replaces, what is there."""
@@ -95,7 +96,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "command",
     [
-        *(pytest.param(command, marks=pytest.mark.full) for command in (*LONG, "peft", "merged", "vllm", "score", "delta")),
+        *(pytest.param(command, marks=pytest.mark.full) for command in (*LONG, *OTHERS)),
         "apply",
         "quantize",
     ],
