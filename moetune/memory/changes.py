@@ -103,7 +103,7 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Reme
 
 
 def _with(config: RunConfig, chosen: Sequence[Saving], predict: Predict) -> Remedy | None:
-    """Predict the run with the chosen savings; None if the run file or the model does not allow them."""
+    """Return the chosen savings with the prediction of the run; None if the run file or model does not allow them."""
     settings = {key: value for one in chosen for key, value in one.settings.items()}
     try:
         return Remedy(settings, tuple(one.why for one in chosen), predict(changed(config, settings)))

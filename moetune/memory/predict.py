@@ -194,7 +194,7 @@ def _rank(
     Args:
         outside: bytes outside the allocator: context and NCCL buffers.
         allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
-        matrix: bytes of the largest matrix that was in transit while weights were loaded, as from `largest_quantized`.
+        matrix: bytes of the largest matrix that is quantized while weights are loaded (`largest_quantized`).
         capacity: bytes of GPU memory that the allocator may hold; None for no limit.
     """
     parts = found.parts()
@@ -219,11 +219,11 @@ def _rank(
 
 
 def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity: int | None) -> tuple[int, int]:
-    """Simulate the allocator on a trace; return its peaks of allocated and of reserved bytes.
+    """Simulate the allocator on a trace; return the peaks of allocated and of reserved bytes.
 
-    Loading may leave a hole between the weights. The largest reservation of three simulations is returned: without a
-    hole, with a hole of `matrix` bytes, and with one of eight times as many. If it exceeds `capacity` although the
-    allocated bytes do not, they are repeated within `capacity`, where unused memory is returned to the driver.
+    Loading may leave a hole between the weights, so the largest reserved peak of three simulations is returned: with
+    holes of 0, `matrix` and 8 · `matrix` bytes. If only the reserved bytes exceed `capacity`, the simulations are
+    repeated with this limit, at which the allocator returns unused memory to the driver.
     """
 
     def events(hole: int) -> Iterator[Event]:

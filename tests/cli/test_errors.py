@@ -245,8 +245,8 @@ REFUSED = {
         "parallel.pp: | pipeline stages run forward only | set parallel.pp: 1"
     ),
     "predict {experts} --method formula --set optimizer.lora.name=adamw": "optimizer: is either one optimizer",
-    "predict {router} --routing skew:0": "--routing 'skew:0' | a number from 1 up",
-    "predict {router} --routing nope": "--routing 'nope': is not balanced, skew:S, worst, or a file",
+    "predict {router} --routing skew:0": "--routing 'skew:0' | a number from 1 to",
+    "predict {router} --routing nope": "--routing 'nope': give balanced, skew:S, worst, or an existing file",
     "predict {tiny} --figure x.gif": "'x.gif' | .png or .svg, not '.gif'",
     "predict {tiny} --gpu 24GiB --html gone/deep/p.html": "there is no folder 'gone/deep'; make it first",
     "predict none.yaml": "none.yaml' cannot be read: No such file or directory",

@@ -28,8 +28,9 @@ _WHERE = ("targets", "layers", "ids")
 
 @dataclass
 class Depths:
-    """Cache in memory of closed forms, which are runs' memory as formulas of their sizes; one record serves all runs
-    with the same shortened model. The records are also kept on disk (store.py)."""
+    """In-memory cache of closed forms, in which runs with the same shortened model share one record.
+
+    Records are also kept on disk (store.py)."""
 
     _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
     _choices: dict[Hashable, Choices | None] = field(default_factory=dict)
@@ -52,11 +53,11 @@ class Depths:
         return form.at(run.config, routing)
 
     def _like(self, form: ClosedForm) -> ClosedForm:
-        """Return the closed form that is known for the same shortened model; this one if there is none."""
+        """Return the cached closed form of the same shortened model; if there is none, cache and return `form`."""
         return self._known.setdefault(_kind_of_shortened(form), form)
 
     def _of_experts(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
-        """Return a run's record, rewritten from those of runs with few trained experts; None if it needs its own."""
+        """Derive a run's record from those of two runs with few trained experts (experts.py); None if impossible."""
         probes = probes_of(form.run)
         if probes is None:
             return None
@@ -90,7 +91,7 @@ def _banks(run: ResolvedRun, layers: Sequence[int]) -> tuple[Bank | None, ...]:
 
 
 def _kind_of_shortened(form: ClosedForm) -> Hashable:
-    """Return a key that is equal for closed forms whose shortened models have the same step apart from sizes."""
+    """Return a key that is equal for closed forms whose shortened models take the same step, apart from sizes."""
     run, kind = form.run, kind_of(form.run)
     at = Coordinates.of(run.config.parallel, form.rank)
     starts = {unit.layers[0]: len(unit.layers) for unit in form.short.units}

@@ -123,7 +123,7 @@ def faked(
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotTraceable(
                 f"{run.config.model.path!r} cannot be traced: the code of model type "
-                f"{run.structure.model_type!r} looks at values ({error.func})"
+                f"{run.structure.model_type!r} reads the values of tensors ({error.func})"
             ) from None
 
 
