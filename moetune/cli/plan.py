@@ -67,7 +67,7 @@ def plan(
     progress: Any = terminal(stderr=True)
     if solve is not None:
         if html or figure or write or tokens:
-            raise UserError("--html, --figure, --write and --tokens are of a plan for a model; --solve finds one value")
+            raise UserError("--html, --figure, --write and --tokens need a plan for a model, not --solve")
         with heavy_imports():
             from moetune.memory.assumed_routing import parse_routing
             from moetune.planning.predictor import Predictor
@@ -81,13 +81,13 @@ def plan(
 
     if gpu is None:
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB")
-    refuse_set(set_, "a plan chooses settings itself")
+    refuse_set(set_, "a plan for a model chooses settings itself")
     from moetune.config.load import refuse_missing
     from moetune.config.memory_size import HOW_TO_WRITE_A_SIZE, parse_size
 
     most = None if host is None else parse_size(host)
     if host is not None and most is None:
-        raise UserError(f"--host {host!r} is no size. {HOW_TO_WRITE_A_SIZE}")
+        raise UserError(f"--host {host!r} is not a memory size. {HOW_TO_WRITE_A_SIZE}")
     refuse_missing([] if data is None else [data])
     with heavy_imports():
         import torch
@@ -148,7 +148,8 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
 
 
 def _solved(solved: Solved) -> View:
-    """Return a view of the largest value that fits, the memory it needs, and the next value."""
+    """Return a view of a solution: the largest value that fits, its memory and `--set` option, and the memory of the
+    next value. If no value fits: the memory of the smallest."""
     from moetune.report.units import gib
 
     def needs(report: MemoryReport) -> str:
@@ -162,8 +163,8 @@ def _solved(solved: Solved) -> View:
             axis.key, f"no {axis.key} fits: even {axis.name(solved.next_value)} {needs(solved.next_report)}", "no"
         )
     if solved.next_report is None:
-        further = "there is no value beyond it"
+        further = "it is the largest value there is"
     else:
-        further = f"one further, {axis.name(solved.next_value)}, {needs(solved.next_report)}"
+        further = f"the next value, {axis.name(solved.next_value)}, {needs(solved.next_report)}"
     verdict = f"{axis.key}: {axis.name(solved.value)} {needs(solved.report)}"
     return View(axis.key, verdict, solved.report.verdict, [further, f"--set {solved.settings[0]}"])

@@ -105,11 +105,11 @@ def predict(
     if method != "formula" and name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {cards}" if cards else ""
-        report = _noting(report, f"no time: a size does not say how fast a card is{named}")
+        report = _noting(report, f"no time estimate: a memory size does not determine a card's speed{named}")
     if report.fits is not False or not advise:
         return report
     if config.parallel.ranks > 1:
-        note = "the layout decides, and `moetune compare` shows others beside it (docs/guides/parallel.md)"
+        note = "another layout may fit: compare layouts with `moetune compare` (docs/guides/parallel.md)"
         return _noting(report, note)
 
     def needs(config: RunConfig) -> MemoryReport:
@@ -161,7 +161,7 @@ def _reported(
     assert fullest.load is not None
     common |= {"ranks": tuple(ranks), "load": fullest.load}
     if allocator is None:
-        assumed = "reserved: allocated, rounded up to a page of each pool; a trace simulates the allocator"
+        assumed = "reserved: allocated bytes rounded up to pages; only a trace simulates the allocator"
         moment = replace(fullest.moment(0), step=STEPS - 1, module="")
         return _assuming(MemoryReport(**common, method="formula", moment=moment), assumed)
     report = MemoryReport(
@@ -173,7 +173,7 @@ def _reported(
         time=None if common["gpu"] is None else time_of(run.config, fullest, card),
     )
     if len(ranks) > 1:
-        report = _assuming(report, "every rank sends to the others what the traced one sends")
+        report = _assuming(report, "every rank sends the other ranks as many bytes as the traced rank sends")
     return _assuming(report, f"allocator: {_WORDS[allocator]}, simulated on the trace")
 
 

@@ -63,8 +63,8 @@ def _raw(
         adapt["lora"] = {"rank": lora, "alpha": 2 * lora}
     if not adapt:
         raise UserError(
-            f"{model!r} is no run file, and for a model it must be said what trains: give --lora RANK, --router LAYERS "
-            "or --experts LAYERS:EXPERTS"
+            f"{model!r} is a model, not a run file, so give what to train: --lora RANK, --router LAYERS or "
+            "--experts LAYERS:EXPERTS"
         )
     return {"model": {"path": model}, "adapt": adapt, **({} if gpu is None else {"hardware": {"gpu": gpu}})}
 
