@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 def plan(
     what: Annotated[str, argument("MODEL|RUN.yaml", "A model to plan for, or a run file.")],
     solve: Annotated[
-        str | None, option("KEY", "Of a run file: find the largest value of this setting that fits.")
+        str | None, option("KEY", "For a run file: find the largest value of this setting that fits.")
     ] = None,
     gpu: Card = None,
-    count: Annotated[int, number("How many of them.")] = 1,
-    goal: Annotated[str, choice("router|experts|lora|any", "What shall train.")] = "any",
-    host: Annotated[str | None, option("SIZE", "Host memory that a run may take. Default: any.")] = None,
-    data: Annotated[str | None, option("FILE", "What the run files train on.")] = None,
+    count: Annotated[int, number("Number of GPUs.")] = 1,
+    goal: Annotated[str, choice("router|experts|lora|any", "What to train.")] = "any",
+    host: Annotated[str | None, option("SIZE", "Most host memory of a run. Default: no limit.")] = None,
+    data: Annotated[str | None, option("FILE", "Training data of the run files.")] = None,
     tokens: Tokens = None,
     min_sequence: Annotated[int, number("Tokens of a sequence.", 2, 2**24)] = 1024,
-    explain: Annotated[bool, flag("--explain", "Say why no more of each fits.")] = False,
-    write: Annotated[Path | None, option("DIR", "Leave each as a run file in this folder.")] = None,
+    explain: Annotated[bool, flag("--explain", "Also show what the next larger runs need.")] = False,
+    write: Annotated[Path | None, option("DIR", "Write each candidate as a run file to DIR.")] = None,
     html: Page = None,
     figure: Picture = None,
     routing: Routed = "balanced",
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Find what fits a card: the largest run of each way to train a MODEL, or the largest value of a setting of a
+    """Find what fits a card: the largest run of a MODEL by each strategy, or the largest value of a setting of a
     RUN.yaml. Exit code 1: nothing fits."""
     from rich.text import Text
 

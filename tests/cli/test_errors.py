@@ -222,7 +222,7 @@ REFUSED = {
     "init tiny-router --out taken.yaml/x.yaml": "there is no folder 'taken.yaml'",
     "init tiny-router --out no/x.yaml": "'no/x.yaml' cannot be written: there is no folder 'no'",
     "init tiny-lora --out mine.yaml --set train.stepps=7": "Did you mean 'steps'",
-    "init tiny-mixtral --gpu 24GiB --goal all": "--goal 'all': it is router, experts or lora",
+    "init tiny-mixtral --gpu 24GiB --goal all": "--goal 'all': give router, experts or lora",
     "plan {tiny}": "give --solve KEY",
     "plan tiny-mixtral": "plan needs a card",
     "plan tiny-mixtral --gpu 24GiB --goal expert": "--goal 'expert'",
@@ -240,7 +240,7 @@ REFUSED = {
     "predict {router} --set parallel.fsdp=16 --set parallel.ep=16 --set hardware.count=16": (
         "parallel.ep: more ranks than experts, 16 and 8"
     ),
-    "predict {router} --method guess": "--method 'guess': it is trace or formula",
+    "predict {router} --method guess": "--method 'guess': give trace or formula",
     "predict {router} --method formula --set parallel.pp=2 --set hardware.count=2": (
         "parallel.pp: | pipeline stages run forward only | set parallel.pp: 1"
     ),
@@ -248,14 +248,14 @@ REFUSED = {
     "predict {router} --routing skew:0": "--routing 'skew:0' | a number from 1 to",
     "predict {router} --routing nope": "--routing 'nope': give balanced, skew:S, worst, or an existing file",
     "predict {tiny} --figure x.gif": "'x.gif' | .png or .svg, not '.gif'",
-    "predict {tiny} --gpu 24GiB --html gone/deep/p.html": "there is no folder 'gone/deep'; make it first",
+    "predict {tiny} --gpu 24GiB --html gone/deep/p.html": "there is no folder 'gone/deep'",
     "predict none.yaml": "none.yaml' cannot be read: No such file or directory",
     "predict {tiny} --measured gone": "cannot be read",
     "predict {tiny} --measured {tiny}": "line 1 cannot be read",
     "compare {tiny} --method guess": "--method 'guess'",
     "eval tiny-mixtral": "has no held-out data of its own; name some with --data",
     "eval tiny-mixtral --format alpca": "Did you mean 'alpaca'?",
-    "eval tiny-mixtral --base nf3": "--base 'nf3': it is nf4, int8 or mxfp4",
+    "eval tiny-mixtral --base nf3": "--base 'nf3': give nf4, int8 or mxfp4",
     "generate gone --prompt a": "neither a catalog name, nor a folder that exists",
     "generate tiny-mixtral --prompt a --temperature 1e-300": "--temperature 1e-300",
     "generate tiny-mixtral --prompt a --seed 11111111111111111111111": "--seed",
@@ -271,8 +271,8 @@ REFUSED = {
     "select missing.json --k 1": "'missing.json' cannot be read: No such file",
     "select made.json": "says how many experts in no way",
     "select made.json --k 1 --rule best": "--rule 'best'",
-    "select made.json --budget 44GiB": "give --run RUN.yaml",
-    "select made.json --k 1 --as both": "it is experts or lora",
+    "select made.json --budget 44GiB": "--budget 44GiB | give --run RUN.yaml",
+    "select made.json --k 1 --as both": "'both': give experts or lora",
     "select made.json --k 9": "k: 9 is more than the 8 experts",
     "select made.json --layers none": "--layers none",
 }
