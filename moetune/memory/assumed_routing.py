@@ -60,7 +60,7 @@ _MOST_SKEW = 1_000_000
 
 @dataclass(frozen=True)
 class Replayed(AssumedRouting):
-    """The rows that experts received in real steps, call by call, for a trace of the same steps.
+    """Recorded routing: the rows that experts received in each call of real steps, for a trace of the same steps.
 
     Attributes:
         steps: number of recorded steps; all their micro-steps are recorded.

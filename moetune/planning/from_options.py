@@ -14,7 +14,7 @@ from moetune.errors import UserError
 
 
 def config_of(run: str, overrides: Sequence[str], **options: Any) -> tuple[RunConfig, dict[str, Any] | None]:
-    """Read a run file, and return it and None; or build one from a model and options, and return it and its mapping.
+    """Read a run file, or build one from a model and options; return it, and its mapping if it was built (else None).
 
     Args:
         run: a path to a run file (.yaml, .yml), or a model: a catalog name, a folder or a hub id.

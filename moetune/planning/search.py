@@ -174,11 +174,8 @@ class Search:
     def traced(self, found: Candidate) -> Candidate | None:
         """Confirm a candidate by a trace, and also trace the next larger run if it could fit.
 
-        If trace and closed form disagree on whether a run fits, the search is repeated with their difference as margin,
-        at most three times.
-
-        Returns:
-            The largest candidate that fits by trace; None if none was found.
+        Returns the largest candidate that fits by trace; None if none was found. If trace and closed form disagree on
+        whether a run fits, the search is repeated with their difference as margin, at most three times.
         """
         sure: Candidate | None = None
         now: Candidate | None = found
@@ -327,7 +324,8 @@ class Search:
         start: int,
         known: dict[int, MemoryReport] | None = None,
     ) -> tuple[int, MemoryReport | None, NextLarger | None]:
-        """Search a list of runs, ordered by the memory that they need, for the last that fits.
+        """Search runs of growing memory for the last that fits. Return its index, or -1; its report, or None; and the
+        next larger run, or None.
 
         Args:
             what: the name of the size that grows, such as `rank`.
@@ -335,9 +333,6 @@ class Search:
             configs: the run file of each size.
             start: the index to predict first.
             known: the report of index 0, if it fits and was predicted before.
-
-        Returns:
-            The index of the last run that fits, or -1; its report, or None; and the next larger run, or None.
         """
         last, reports = last_that_fits(
             len(sizes), lambda number: self.predictor.of(configs[number]), start, margin=self.margin, known=known

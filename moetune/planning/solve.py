@@ -141,8 +141,7 @@ def last_that_fits(
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
 
-    Returns:
-        The last number that fits, or -1; and all reports by number, among them those of this number and the next one.
+    Returns the number, or -1; and all reports by number, among them those of this number and the next one.
     """
     reports = dict(known or {})
     fits, fails, at, tries = len(reports) - 1, count, min(start, count - 1), 0
@@ -191,11 +190,8 @@ KEYS = (
 
 
 def axis_of(run: ResolvedRun, key: str) -> Axis:
-    """Return the values that a setting of a run may have, ordered by memory.
-
-    Raises:
-        UserError: the key is not in `KEYS`, or the run file has no such setting.
-    """
+    """Return the values that a setting of a run may have, by rising memory. Raise `UserError` if the key is not in
+    `KEYS`, or the run file has no such setting."""
     if key not in KEYS:
         raise UserError(f"--solve {key!r} cannot be solved for.{suggest(key, KEYS)} Choose from: {', '.join(KEYS)}")
     config, structure = run.config, run.structure
@@ -237,8 +233,7 @@ def _nested_sets(key: str, there: list[int], chosen: IdSet) -> Axis:
         there: the numbers of all layers or experts of the model.
         chosen: those in the run file, which come first.
 
-    Raises:
-        UserError: `there` is empty.
+    Raises `UserError` if `there` is empty.
     """
     named = [number for number in there if chosen == "all" or number in chosen]
     order = named + [number for number in there if number not in named]

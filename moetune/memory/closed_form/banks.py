@@ -104,9 +104,8 @@ def probes_of(run: ResolvedRun) -> tuple[ResolvedRun, ResolvedRun] | None:
 
 
 def _tells(one: Bank, other: Bank) -> bool:
-    """Return whether each kind of group occurs in two sizes, or only as a single expert, in the two banks.
-
-    Only then do their records show which bytes grow with a group's size."""
+    """Return whether each kind of group occurs in two sizes, or only as a single expert, in the two banks. Only then do
+    their records show which bytes grow with a group's size."""
     counts: dict[Kind, set[int]] = {}
     for kind, ids in (*one.groups(alone=False), *other.groups(alone=False)):
         counts.setdefault(kind, set()).add(len(ids))

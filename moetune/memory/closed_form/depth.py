@@ -23,14 +23,13 @@ from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
 
 _WHERE = ("targets", "layers", "ids")
-"""Keys of `adapt.lora` that say where LoRA is; the layers' kinds contain that already."""
+"""Keys of `adapt.lora` that say which weights have LoRA; the layers' kinds contain that already."""
 
 
 @dataclass
 class Depths:
-    """In-memory cache of closed forms, in which runs with the same shortened model share one record.
-
-    Records are also kept on disk (store.py)."""
+    """In-memory cache of closed forms, in which runs with the same shortened model share one record. Records are also
+    kept on disk (store.py)."""
 
     _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
     _choices: dict[Hashable, Choices | None] = field(default_factory=dict)
@@ -63,7 +62,7 @@ class Depths:
             return None
         one, other = (ClosedForm(probe, form.rank, form.gpu) for probe in probes)
         if not form.short.units == one.short.units == other.short.units:
-            return None  # layers that differ train as many experts as those of a probe
+            return None  # the layers of a probe form other groups
         one, other = self._like(one), self._like(other)
         records = one.with_records(probes[0].config, routing)
         shape = one.shape(probes[0].config, routing)
@@ -76,7 +75,7 @@ class Depths:
             others = other.with_records(probes[1].config, routing, records.head)
             try:
                 self._choices[key[:2]] = Choices.of(records.records[shape], banks[1], others.records[shape], banks[2])
-            except (Unlike, KeyError):  # another number takes other branches, or the loss is divided otherwise
+            except (Unlike, KeyError):  # the second step takes another code path, or divides the loss differently
                 self._choices[key[:2]] = None
         choices = self._choices[key[:2]]
         if choices is not None and key not in self._rewritten:
@@ -98,7 +97,7 @@ def _kind_of_shortened(form: ClosedForm) -> Hashable:
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
     lora = kind.pop("adapt")["lora"]
-    del kind["train"]["keeps_rows"]  # the layers' kinds say it
+    del kind["train"]["keeps_rows"]  # contained in the layers' kinds
     return (
         json.dumps([kind, {name: lora[name] for name in lora or () if name not in _WHERE}], default=str),
         form.gpu and form.gpu.capability,

@@ -35,7 +35,7 @@ Scale = tuple[str, int]
 
 @dataclass(frozen=True)
 class Choices:
-    """A record from which those of other numbers of trained experts are derived.
+    """A record from which records with other numbers of trained experts are derived.
 
     Attributes:
         record: the recorded step.
@@ -190,7 +190,7 @@ class _Rewriting:
     def __init__(self, record: Record, source: Sequence[Bank | None], target: Sequence[Bank | None]) -> None:
         self._record, self._source, self._target = record, source, target
         self.log, self.sources, self.sizes = Log(), list[int](), list[Counts]()
-        # of each layer; the last, as of layer -1, outside of layers: of any in which experts train
+        # [layers]; the last entry, for layer -1 (outside of layers), is that of the first layer in which experts train
         self._counts = [_counts(one, other) for one, other in zip(source, target, strict=True)]
         self._counts.append(next(c for c, bank in zip(self._counts, source, strict=True) if bank and bank.trained))
         self._single: dict[int, int] = {}  # block -> new block

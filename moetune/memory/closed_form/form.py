@@ -157,11 +157,8 @@ class ClosedForm:
     def with_records(
         self, config: ResolvedConfig, routing: AssumedRouting = BALANCED, head: KnownHead | None = None
     ) -> Recorded:
-        """Return all records, after making the one for the shape of a run if it is missing; else as `at`.
-
-        Args:
-            head: sizes of the LM head, if they are known from another record of the model.
-        """
+        """Return all records, after making the one for the shape of a run if it is missing; else as `at`. `head` are
+        the sizes of the LM head, if they are known from another record of the model."""
         if not self._knows(config, routing):
             known = self.recorded
             with self._steps() as steps:
@@ -257,7 +254,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     """Return all settings of a run that the storages of its step depend on, except sizes, as JSON values."""
     config = run.config
     kind = config.model_dump(mode="json", exclude={"hardware": True, "output": True, "adapt": {"start_from"}})
-    # Of these only whether they are 0, that is off, matters.
+    # For these it only matters whether they are 0, that is off.
     numbers = (
         "max_grad_norm",
         "max_grad_value",

@@ -234,7 +234,7 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
         if adapted.ranks.is_single:  # the last micro-step, which adds to existing gradients
             micro_steps = min(2, config.train.accumulate)
             log = steps.record(tracker, feed, micro_steps, begun=micro_steps - 1)
-        else:  # the first, the last and those between send different things
+        else:  # first, last and middle micro-steps communicate differently
             log = steps.record(tracker, feed, min(3, config.train.accumulate))
     rows = ExpertRows(
         *(

@@ -77,8 +77,8 @@ def _flash_varlen_backward(
 ) -> Iterator[int]:
     """Yield the workspaces of flash attention's backward on n packed documents of T tokens together.
 
-    They are those of `_flash_backward`, with 128 rows more for each document. query, key and value are [T, h, d];
-    `starts` [n + 1] are the first token of each document, and T. Source: cuda/flash_attn/flash_api.cpp: mha_varlen_bwd.
+    They are those of `_flash_backward`, with 128 more rows per document. query, key and value are [T, h, d]; `starts`
+    [n + 1] are the cumulative lengths (cu_seqlens). Source: cuda/flash_attn/flash_api.cpp: mha_varlen_bwd.
     """
     tokens, heads, size = query.shape
     rows = tokens + 128 * (starts.shape[0] - 1)

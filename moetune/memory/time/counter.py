@@ -45,8 +45,8 @@ class Counter:
     """Records the work that each operation would do on a GPU.
 
     Args:
-        capability: the GPU's compute capability, which decides the kernels that run.
-        multiprocessors: their number on the GPU; None if unknown.
+        capability, multiprocessors: the GPU's compute capability, which decides the kernels that run, and its number of
+            multiprocessors (None: unknown).
         where: the current position in the traced step.
         parts: module path -> part of the step to which the module's work counts.
         done: list to which the work of each operation is appended.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 TILE = 128  # rows and columns of a tile
-FEWEST_PLACES = 1024  # that cuBLAS sums in one tile where it divides them
+FEWEST_PLACES = 1024  # assumed for each tile if cuBLAS divides the inner dimension
 
 
 class Product(NamedTuple):

@@ -99,8 +99,8 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
     selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     checkpointing = run.config.train.checkpointing
-    # Whether gradients pass through the layer whatever trains in it: always under checkpointing, else if an earlier
-    # layer or a weight outside of the layers trains.
+    # Whether gradients pass through the layer even if nothing in it trains: always under checkpointing, else if an
+    # earlier layer or a weight outside of the layers trains.
     arrive = checkpointing in ("full", "offload") or bool(selection.full & outside)
     kinds: list[Hashable] = []
     for number, (path, made) in enumerate(_layers(run.model.plain).items()):

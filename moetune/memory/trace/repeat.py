@@ -2,11 +2,11 @@
 
 alike.py chooses groups of layers that stand for identical groups. Such a group has one stretch of the log in every
 forward and every backward pass: from the end of the layer before the group to the end of the group's last layer. The
-expansion repeats each stretch once for every group that it stands for, in falling order in backward. Storages of the
+expansion repeats each stretch once for every group that it stands for, in descending order in backward. Storages of the
 group's layers that are allocated outside of the stretches, such as weights and optimizer states, are repeated as often.
 
-A copy is a group's number in `Unit.copies`. A storage that is freed in another stretch than it was allocated in is
-matched by the layers of both:
+A copy is a group's number in `Unit.copies`. A storage that is allocated in one stretch and freed in another is matched
+by the layers of both:
 
     allocated            freed                            the release frees
     in the group         in the group                     the storage of the same copy
@@ -14,8 +14,8 @@ matched by the layers of both:
     in the group         in a neighbour                   the storage of the copy beside that neighbour
     in the group         elsewhere                        the storages of all copies (gradients, at the step's end)
 
-Copies on the device of host memory are fetched one layer ahead and freed one layer later, so they are matched by age:
-of those of one size the oldest is freed first.
+Device copies of host tensors are fetched one layer ahead and freed one layer later, so they are matched by age: of
+equal size, the oldest is freed first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stretch:
     Attributes:
         layer: number of the layer, of a group its last layer's; -1 outside of layers.
         unit: the group, if this is the stretch of a group that stands for others; else None.
-        backward: whether the stretch is part of a backward pass, in which groups are repeated in falling order.
+        backward: whether the stretch is part of a backward pass, in which groups are repeated in descending order.
     """
 
     start: int
@@ -281,7 +281,7 @@ class _Expansion:
         self.rows.append((np.broadcast_to(turn, place.shape), place, block, copy))
 
     def _outside(self, stretch: Stretch) -> None:
-        """Add a stretch outside of repeated groups once; within it, repeat entries of such groups' blocks per copy."""
+        """Add a stretch once, because it lies in no repeated group; repeat only entries of such groups' blocks."""
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]
         count, first = self.counts[block], np.zeros(len(place), dtype=np.int64)
@@ -320,8 +320,7 @@ class _Expansion:
             self.turns.append((stretch, copy))
 
     def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
-        """Reassign the releases of fetched storages, in place in `storages` [events]: the oldest of a size is freed
-        first."""
+        """Reassign releases in `storages` [events], in place: of fetched storages of equal size, oldest freed first."""
         fetched = np.flatnonzero(self.fetched[block])
         sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
         for size in np.unique(sizes):

@@ -127,7 +127,7 @@ class Tracker(TorchDispatchMode):
 
     def read_marks(self, tensor: Tensor) -> None:
         """Update the block of a tracked tensor from the marks on its storage (`experts/host.py`): whether it is host
-        memory, and whether it is a copy of host memory, which then counts to the part of its original."""
+        memory, and whether it is a copy of host memory, which then counts as the same part as its original."""
         block = self.log.blocks[self._alive[id(tensor.untyped_storage())]]
         if stays_on_host(tensor):
             self._take_off_device(block)
