@@ -82,7 +82,7 @@ class ClosedForm:
 
     @cached_property
     def short(self) -> Shortened:
-        """The decoder layers that are recorded, and the groups of them that stand for others; `short.run` has all
+        """The decoder layers that are recorded, and the groups of them that stand for others; its `run` has all
         layers."""
         if not can_be_shortened(self.run.config):
             return Shortened(self.run, tuple(range(self.run.structure.num_layers)), ())
