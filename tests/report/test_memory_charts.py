@@ -52,7 +52,7 @@ def test_labels_are_text_and_follow_the_theme() -> None:
     svg = memory_chart(too_big()).svg()
     for label in ("34.05 GiB", "RTX 4090: 24.00 GiB usable", "forward", "backward", "frozen weights"):
         assert f">{label}</text>" in svg
-    for said in ("peak 33.02 GiB", "above 30.68 GiB that stand still"):
+    for said in ("peak 33.02 GiB", "above 30.68 GiB that do not change"):
         assert said in svg
     assert "var(--ink)" in svg
     assert "#1b1f24" not in svg
