@@ -85,6 +85,7 @@ def test_a_stack_that_trained_whole_is_an_ordinary_tensor(base: Callable[[str], 
     assert all(tensor.shape == whole[name].shape for name, tensor in delta.items())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("adapt", ["full", "all"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_applied_to_its_base_it_is_the_merged_checkpoint(

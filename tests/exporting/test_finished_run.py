@@ -20,6 +20,7 @@ FORMATS: dict[Literal["delta", "peft", "merged"], tuple[str, str]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
 def test_it_is_what_the_run_folder_gives(model_type: str, format: Any, tmp_path: Path) -> None:

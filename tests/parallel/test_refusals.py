@@ -56,5 +56,5 @@ def test_refused(
 
 
 def test_verify_measures_one_process(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"makes 2 ranks, and verify measures one process.*memory\.json"):
+    with pytest.raises(UserError, match=r"makes 2 ranks.* one process.*memory\.json"):
         verify(config_of(small_model, small_data, tmp_path, TWO), 1)

@@ -45,6 +45,7 @@ def test_metrics_that_were_damaged_are_those_of_the_checkpoint(tmp_path: Path, d
     assert folder.metrics_file.read_bytes() == whole
 
 
+@pytest.mark.full
 def test_a_flipped_byte_of_the_run_file_is_named_or_changes_nothing(tmp_path: Path) -> None:
     """Nothing but what may change on resume, and where the base is, can differ from what trained."""
     folder = started(tmp_path / "run", steps=1)

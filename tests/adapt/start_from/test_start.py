@@ -97,6 +97,7 @@ def test_an_adapter_of_stock_peft_trains_on(
     assert result.eval_loss_after < result.eval_loss_before
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("adapt", "format_"),
     [
@@ -283,6 +284,7 @@ def test_overwriting_what_it_starts_from_is_refused(small_model: Path, small_dat
     assert (tmp_path / "run" / "delta" / "delta.safetensors").is_file()
 
 
+@pytest.mark.full
 def test_predict_and_count_do_not_read_it(
     small_model: Path, small_data: Path, tmp_path: Path, moetune: Callable[..., Any]
 ) -> None:
