@@ -56,12 +56,13 @@ class Remedy:
 
 
 def fitting(config: RunConfig, report: MemoryReport, predict: Predict) -> Iterator[Remedy]:
-    """Yield each single saving with which a run fits, in the order of `savings`; if none does, a minimal combination.
+    """Yield each single saving with which a run surely fits (verdict `yes`), in the order of `savings`; if none does, a
+    minimal combination.
 
     Yields nothing if `report` has no GPU, or if the memory outside torch's allocator alone fills that GPU.
 
     Args:
-        report: the prediction for `config`, which does not fit.
+        report: the prediction for `config`, which does not fit, or not surely.
         predict: returns the prediction for a changed run file on the GPU of `report`.
     """
     if report.headroom_bytes is None or report.headroom_bytes + report.required <= report.fullest.outside_allocator:
@@ -70,7 +71,7 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict) -> Iterat
     for one in savings(config):
         if _alive(one, report) + report.fullest.parts.transient_peak < _lacking(report):
             continue  # would not fit even if these parts took no memory
-        if (found := _with(config, [one], predict)) is not None and found.report.fits:
+        if (found := _with(config, [one], predict)) is not None and found.report.verdict == "yes":
             is_single = True
             yield found
     if not is_single and (combined := _combined(config, report, predict)) is not None:
@@ -85,7 +86,7 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Reme
     taken: list[Saving] = []
     tried: list[Saving] = []
     now = Remedy({}, (), report)
-    while now.report.fits is False:
+    while now.report.verdict != "yes":
         least = _lacking(now.report) // 100
         possible = savings(changed(config, now.settings))
         one = next((one for one in possible if one not in tried and _alive(one, now.report) > least), None)
@@ -97,7 +98,7 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Reme
             taken, now = [*taken, one], after
     for one in taken[-2::-1]:
         rest = [other for other in taken if other is not one]
-        if (without := _with(config, rest, predict)) is not None and without.report.fits:
+        if (without := _with(config, rest, predict)) is not None and without.report.verdict == "yes":
             taken, now = rest, without
     return now
 
@@ -117,9 +118,10 @@ def _alive(one: Saving, report: MemoryReport) -> int:
 
 
 def _lacking(report: MemoryReport) -> int:
-    """Return by how many bytes the fullest rank's peak exceeds the GPU's memory. The report must have a GPU."""
-    assert report.gpu is not None
-    return report.fullest.peak_allocated + report.fullest.outside_allocator - report.gpu.usable_bytes
+    """Return by how many bytes a step may exceed the GPU's memory, if the fullest rank needs the most that it may. The
+    report must have a GPU."""
+    peak = report.fullest.peak_allocated + report.fullest.outside_allocator
+    return peak - report.required - report.least_headroom
 
 
 def is_setting_of_host(key: str, value: object) -> bool:

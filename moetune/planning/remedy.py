@@ -8,6 +8,7 @@ from itertools import islice
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
+from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.changes import Remedy, changed, fitting
 from moetune.models.catalog.gpus import Figure, Gpu
 from moetune.planning.doctor import host_memory
@@ -25,12 +26,12 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
 
     First up to three savings, the mildest first; then the largest value that fits of each setting in `KEYS`. The memory
     that was available is taken to be the run's own prediction less `lacking` bytes, because other programs may use part
-    of the GPU, and a run may need more than is predicted. What a change moves to host memory must fit there.
+    of the GPU, and a run may need more than is predicted; so what the routing took is in it already. What a change moves to host memory must fit there.
 
     Raises:
         UserError: the run cannot be predicted.
     """
-    predictor = Predictor(card, device_type=run.device_type)
+    predictor = Predictor(card, BALANCED, device_type=run.device_type)
     available = Figure(predictor.of(run.config).required - lacking, "what there was")
     predictor = replace(predictor, gpu=replace(card, memory=available))
     largest = list(_largest(run.config, predictor))
