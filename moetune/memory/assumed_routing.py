@@ -99,18 +99,21 @@ class Replayed(AssumedRouting):
         return lambda layer, ids, num_experts, read: list(next(left))
 
 
-def parse_routing(text: str) -> AssumedRouting:
-    """Parse the value of `--routing`.
+def parse_routing(text: str | None) -> AssumedRouting:
+    """Parse the value of `--routing`; None, if it is not given, is `UNKNOWN`.
 
     - `balanced`: all experts receive equally many rows.
     - `skew:S`: the fullest expert receives S times the mean, 1 ≤ S ≤ 1,000,000.
     - `worst`: nearly all tokens choose the same K experts.
     - otherwise the path of a JSON file with `{"expert_load": {"<layer>": [tokens of expert 0, ...]}}`, such as
-      `memory.json` in a run folder.
+      `memory.json` in a run folder or `scores.json`. A balanced load is then reckoned with too (`lowest`), and the ends
+      of the intervals in scores (`highest`).
 
     Raises:
         UserError: `text` is none of these, or the file does not hold such a load.
     """
+    if text is None:
+        return UNKNOWN
     if text in ("balanced", "worst"):
         return AssumedRouting(text, 1.0 if text == "balanced" else None)
     if text.startswith("skew:"):

@@ -17,6 +17,7 @@ from typing import Any
 
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import counted
+from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.changes import changed
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu
@@ -137,12 +138,13 @@ class Search:
     tight: bool = False
 
     @classmethod
-    def of(cls, start: RunConfig, card: Gpu | None = None, *, tight: bool = False) -> Search:
-        """Return a search for the model in `model.path` of a run file, and a GPU; None: that in `hardware.gpu`."""
+    def of(cls, start: RunConfig, card: Gpu | None = None, *, tight: bool = False, routing: AssumedRouting | None = None) -> Search:
+        """Return a search for the model in `model.path` of a run file, and a GPU; None: that in `hardware.gpu`. `routing`
+        is how many tokens each expert is assumed to receive; None: not known."""
         if card is None:
             assert start.hardware.gpu is not None
             card = find_gpu(start.hardware.gpu)
-        predictor = Predictor(card, end="expected" if tight else "high")
+        predictor = Predictor(card, routing or UNKNOWN, "expected" if tight else "high")
         structure, context = resolve_model(start.model).structure, card.context_range[0]
         return cls(start, structure, predictor, card.memory.value, context, tight=tight)
 
