@@ -112,4 +112,4 @@ def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> s
         raise UserError(
             f"{goal} of {model} does not {surely}fit {found.gpu}; moetune plan {model} --gpu {found.gpu} says what would{more}"
         )
-    return run_text(found.candidates[found.useful[0]], out)
+    return run_text(found.candidates[0], out)

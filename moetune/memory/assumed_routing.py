@@ -158,7 +158,7 @@ def _by_curve(curve: tuple[tuple[float, float], ...], tokens: int, top_k: int, n
     total, least = tokens * top_k, int(tokens * top_k >= num_experts)
     ends = [received(number / num_experts) for number in range(num_experts + 1)]
     shares = tuple(after - before for before, after in pairwise(ends))[::-1]
-    return [least + rows for rows in _capped(total - least * num_experts, tokens - least, shares)]
+    return sorted(least + rows for rows in _capped(total - least * num_experts, tokens - least, shares))
 
 
 def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> list[int]:

@@ -70,7 +70,7 @@ class Plan:
         gpu: the GPU's name, as given, or the catalog name of a `Gpu`.
         usable_bytes: bytes of the GPU that a process can use.
         candidates: the largest run of each strategy that surely fits (verdict `yes`), or with `tight` that is expected to
-            fit, best first.
+            fit, best first (`_useful_first`).
         miss: the run that nearly fits, if there is no candidate; None if there is one, or if no run could be predicted.
         notes: messages for the user: what was left out, and why.
         tokens: the number of tokens that each candidate trains on; None if it was not given.
@@ -94,18 +94,9 @@ class Plan:
         return self.ways[0] < self.ways[1]
 
     @property
-    def useful(self) -> tuple[int, ...]:
-        """Indices of the most useful candidate for each goal: LoRA, experts, routers.
-
-        Of a goal's candidates these come first: without host memory; with an optimizer that keeps moments (LOMO keeps
-        none); with most that trains; with least given up. Of experts that train, most decides only after the moments.
-        """
-        order: tuple[Goal, ...] = ("lora", "experts", "router")
-        best = []
-        for goal in order:
-            numbers = [number for number, one in enumerate(self.candidates) if one.goal == goal]
-            best += sorted(numbers, key=lambda number: _usefulness(self.candidates[number]))[:1]
-        return tuple(best)
+    def useful(self) -> int:
+        """How many of the candidates, which come first, are the most useful ones of a goal."""
+        return len({one.goal for one in self.candidates})
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `moetune plan MODEL --json` prints."""
@@ -115,7 +106,7 @@ class Plan:
             "gpu": {"name": self.gpu, "usable_bytes": self.usable_bytes},
             "fits": bool(self.candidates),
             "candidates": [candidate.to_json(self.tokens) for candidate in self.candidates],
-            "useful": list(self.useful),
+            "useful": self.useful,
             "nearest_miss": None if self.miss is None else self.miss.to_json(),
             "notes": list(self.notes),
             "tokens": self.tokens,
@@ -211,6 +202,7 @@ def plan(
         candidates += [replace(one, report=search.predictor.whole(one.config)) for one in rest]
     if tokens is not None:
         candidates = [_training_on(one, tokens) for one in candidates]
+    candidates = _useful_first(candidates)
     ways = (progress.searched, progress.all if is_whole else max(progress.all, progress.searched + 1))
     notes = [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
     notes += [*late, *dict.fromkeys(note for one in candidates for note in one.report.notes)]
@@ -291,10 +283,21 @@ def _largest(
             return
 
 
-def _usefulness(one: Candidate) -> tuple[bool, bool, int, int]:
-    """Return a sort key of a goal's candidates, least for the most useful (`Plan.useful`)."""
-    has_moments = all(optimizer.name not in ("lomo", "sgd") for optimizer in one.config.optimizers.values())
-    return one.strategy.on_host, not has_moments, -one.amount, one.strategy.order
+def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
+    """Return the candidates with the most useful one of each goal first: of LoRA, experts, routers.
+
+    Of a goal's candidates these come first: without host memory; with an optimizer that keeps moments (LOMO and SGD keep
+    none); with most that trains; with least given up.
+    """
+
+    def place(one: Candidate) -> tuple[bool, bool, int, int]:
+        has_moments = all(optimizer.name not in ("lomo", "sgd") for optimizer in one.config.optimizers.values())
+        return one.strategy.on_host, not has_moments, -one.amount, one.strategy.order
+
+    order: tuple[Goal, ...] = ("lora", "experts", "router")
+    of_goals = ([one for one in candidates if one.goal == goal] for goal in order)
+    useful = [min(of_goal, key=place) for of_goal in of_goals if of_goal]
+    return useful + [one for one in candidates if not any(one is other for other in useful)]
 
 
 def _ranked(found: list[Candidate]) -> list[Candidate]:

@@ -13,7 +13,7 @@ from moetune.memory.changes import Remedy, changed, fitting
 from moetune.models.catalog.gpus import Figure, Gpu
 from moetune.planning.doctor import host_memory
 from moetune.planning.predictor import Predictor
-from moetune.planning.solve import solve
+from moetune.planning.solve import headroom, solve
 from moetune.run.resolve import ResolvedRun
 
 KEYS = (
@@ -42,7 +42,7 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
         moved = (one.report.fullest.host_bytes - report.fullest.host_bytes) * run.config.parallel.ranks
         return room is None or moved <= room
 
-    found = filter(has_room, fitting(run.config, report, predictor.of))
+    found = filter(has_room, fitting(run.config, report, predictor.of, headroom))
     return [*islice((one for one in found if not keys & one.settings.keys()), 3), *largest]
 
 
@@ -54,7 +54,7 @@ def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
     """
     for key in KEYS:
         try:
-            solved = solve(config, key, predictor)
+            solved = solve(config, key, predictor, tight=True)
         except UserError:  # the run has no such setting
             continue
         if solved.report is None:

@@ -18,13 +18,13 @@ from typing import Any
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import counted
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
-from moetune.memory.changes import changed
+from moetune.memory.changes import changed, surely_left
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
 from moetune.planning.predictor import Predictor
-from moetune.planning.solve import headroom, last_that_fits, least_headroom
+from moetune.planning.solve import headroom, last_that_fits
 from moetune.planning.strategies import Goal, Strategy
 from moetune.run.resolve import resolve_model
 from moetune.training.optim.saved import saved_bytes
@@ -151,7 +151,7 @@ class Search:
     @property
     def left(self) -> Callable[[MemoryReport], int]:
         """The function that returns the bytes which a run leaves free."""
-        return headroom if self.tight else least_headroom
+        return headroom if self.tight else surely_left
 
     @cached_property
     def layers(self) -> list[int]:

@@ -16,7 +16,7 @@ from moetune.config.load import load_run_config
 from moetune.config.ranks import ranks_as_text
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
-from moetune.memory.changes import changed
+from moetune.memory.changes import changed, surely_left
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu, gpu_names
 from moetune.models.selection import ranges
@@ -117,7 +117,7 @@ def solve(
         value = axis.values[number]
         return changed(config, {key: list(value) if isinstance(value, tuple) else value})
 
-    left = headroom if tight else least_headroom
+    left = headroom if tight else surely_left
     last, reports = last_that_fits(len(axis.values), lambda at: predictor.of(run_with(at)), axis.start, left=left)
     while last >= 0:
         reports[last] = predictor.traced(run_with(last))
@@ -145,7 +145,7 @@ def last_that_fits(
         start: the number to predict first.
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
-        left: the bytes that a run leaves free, `headroom` if None, or `least_headroom`.
+        left: the bytes that a run leaves free, `headroom` if None, or `surely_left`.
 
     Returns:
         The last number that fits, or -1; and all reports by number, among them those of this number and the next one.
@@ -165,11 +165,6 @@ def headroom(report: MemoryReport) -> int:
     """Return the bytes of the GPU that a run is expected to leave free; negative if it needs more than there is."""
     assert report.headroom_bytes is not None
     return report.headroom_bytes
-
-
-def least_headroom(report: MemoryReport) -> int:
-    """Return the bytes of the GPU that a run leaves free if it needs the most that it may."""
-    return report.least_headroom
 
 
 def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int) -> int:

@@ -68,7 +68,7 @@ def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
     head.append(": ".join(filter(None, (report.model, "; ".join(filter(None, said))))))
     needs = [most(report), why_a_range(report), on_host(report)]
     free = height - above - 1 - 2 * len(wrapped([verdict(report)])) - len(wrapped([*needs, *head]))
-    changes = [(f"  {flags(change)}: then needs {gib(change.peak_process)}", change.why) for change in report.changes]
+    changes = [(f"  {flags(change)}: then needs {gib(change.peak_process)}", change.why) for change in report.changes if report.verdict != "yes"]
     if changes:
         title, after = "What makes it surely fit, the mildest change first:", [*report.notes, time]
         full = wrapped([title, *("; ".join(change) for change in changes), *after])
@@ -92,7 +92,7 @@ def _taken(report: MemoryReport, most_lines: int) -> list[str]:
 
 
 def _sections(report: MemoryReport) -> Iterator[ViewSection]:
-    if report.changes:
+    if report.changes and report.verdict != "yes":
         changes = [f"{flags(change)}\n{effect(change)}" for change in report.changes]
         yield ViewSection("what makes it fit, the mildest change first", changes)
     yield ViewSection(peak(report), _parts(report.fullest))

@@ -19,7 +19,7 @@ class SearchProgress:
     def __init__(self, console: Console, head: str) -> None:
         self.console, self._last = console, ""
         console.print(head, highlight=False, soft_wrap=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[now]}"))
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[now]}", markup=False))
         self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("", total=None, now="")
 

@@ -64,7 +64,7 @@ def largest(config: RunConfig, card: str, *, with_room: bool = False) -> int:
         """Bytes that the card has beyond what is required."""
         report = predict(resolve(with_rows(config, rows), "cuda"), method="formula", gpu=card)
         assert report.headroom_bytes is not None
-        return report.headroom_bytes - (report.allowance if with_room else 0)
+        return report.least_headroom if with_room else report.headroom_bytes
 
     if left(1) < 0:
         return 0
