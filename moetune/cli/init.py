@@ -96,8 +96,8 @@ def _here(model: str, recipes: Iterable[str]) -> Gpu | None:
 def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> str:
     """Return the text of the run file of the most useful candidate that a plan finds for a model, a GPU and a goal.
 
-    With `tight`, a run that may need more memory than there is will do. Raises `UserError` if the model or the GPU is not
-    known, or nothing fits.
+    With `tight`, a run that may need more memory than there is will do. Raises `UserError` if the model or the GPU is
+    not known, or nothing fits.
     """
     with heavy_imports():
         from moetune.planning.files import run_text
@@ -110,6 +110,7 @@ def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> s
         surely = "" if tight else "surely "
         more = "" if tight else ", and --tight takes what is expected to fit"
         raise UserError(
-            f"{goal} of {model} does not {surely}fit {found.gpu}; moetune plan {model} --gpu {found.gpu} says what would{more}"
+            f"{goal} of {model} does not {surely}fit {found.gpu}; moetune plan {model} --gpu {found.gpu} says what "
+            f"would{more}"
         )
     return run_text(found.candidates[0], out)

@@ -160,14 +160,18 @@ Overrides = Annotated[list[str] | None, option("KEY=VALUE", "Override a key of t
 Card = Annotated[
     str | None,
     option(
-        None, "A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu, else this machine's.", check=known_gpu
+        None,
+        "A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu, else this machine's.",
+        check=known_gpu,
     ),
 ]
 Tight = Annotated[bool, flag("--tight", "Also what is expected to fit, but may run out of memory.")]
 Method = Annotated[str | None, choice("trace|formula", "How memory is predicted.")]
 Routed = Annotated[
     str | None,
-    option("balanced|skew:S|worst|FILE", "How many tokens each expert receives. Default: balanced to published scores."),
+    option(
+        "balanced|skew:S|worst|FILE", "How many tokens each expert receives. Default: balanced to published scores."
+    ),
 ]
 Tokens = Annotated[int | None, number("Of the data: say how many hours they take.", most=2**60)]
 Scored = Annotated[int, number("Of each data set.")]

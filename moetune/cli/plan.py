@@ -133,7 +133,7 @@ def plan(
             tight=tight,
             routing=parse_routing(routing),
             processes=min(4, torch.get_num_threads()),
-            show=lambda now: searching.show(now.searched, now.all, now.now, now.best and briefly(now.best) or ""),
+            show=lambda now: searching.show(now.searched, now.all, now.now, (now.best and briefly(now.best)) or ""),
         )
     found = replace(found, notes=(*found.notes, *why))
     view = plan_view(found, every=all_ or goal != "any")

@@ -67,14 +67,17 @@ class AssumedRouting:
 BALANCED = AssumedRouting("balanced")
 PUBLISHED = AssumedRouting(
     "as uneven as published scores",
-    curve=((1 / 64, 0.088), (1 / 32, 0.163), (1 / 16, 0.282), (1 / 8, 0.454), (1 / 4, 0.652), (1 / 2, 0.854), (3 / 4, 0.955), (1.0, 1.0)),
+    curve=(
+        (1 / 64, 0.088), (1 / 32, 0.163), (1 / 16, 0.282), (1 / 8, 0.454),
+        (1 / 4, 0.652), (1 / 2, 0.854), (3 / 4, 0.955), (1.0, 1.0),
+    ),
 )  # fmt: skip
 """The most uneven routing to reckon with where no data were scored.
 
 Source: the token scores that ESFT published of DeepSeek-V2-Lite (github.com/deepseek-ai/ESFT,
-results/expert_scores/*/summary.json: 64 experts, 26 layers, four tasks). These are the means over the layers of the task
-that concentrates most, translation: its fullest expert receives 8.8 % of the rows, its fullest eighth 45.4 %. The mean of
-all four tasks is 34.2 %.
+results/expert_scores/*/summary.json: 64 experts, 26 layers, four tasks). These are the means over the layers of the
+task that concentrates most, translation: its fullest expert receives 8.8 % of the rows, its fullest eighth 45.4 %. The
+mean of all four tasks is 34.2 %.
 """
 UNKNOWN = replace(BALANCED, highest=PUBLISHED)
 """The routing of data that were not scored: balanced is expected, `PUBLISHED` is reckoned with."""
@@ -142,7 +145,9 @@ def _least_even(load: AssumedRouting, layers: dict[int, LayerScores]) -> Assumed
     for layer, scores in layers.items():
         even = 1 / scores.num_experts
         found = zip(scores.all.share, scores.all.interval, strict=True)
-        shares.append((layer, tuple(max(share, high) if share > even else min(share, low) for share, (low, high) in found)))
+        shares.append(
+            (layer, tuple(max(share, high) if share > even else min(share, low) for share, (low, high) in found))
+        )
     return AssumedRouting(f"{load.name}, at the ends of its intervals", None, tuple(shares))
 
 

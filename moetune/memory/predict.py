@@ -198,8 +198,8 @@ def _of_routing(
 
     Args:
         loading: bytes of the peak while weights are loaded, below which no step matters.
-        peak: (routing, rank) -> bytes of live tensors at the peak of a step. The rank is one with the last experts of each
-            layer, which are the fullest.
+        peak: (routing, rank) -> bytes of live tensors at the peak of a step. The rank is one with the last experts of
+            each layer, which are the fullest.
     """
     parallel = run.config.parallel
     rank = next(rank for rank in range(parallel.ranks) if Coordinates.of(parallel, rank).ep == parallel.ep - 1)

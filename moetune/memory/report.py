@@ -304,15 +304,15 @@ class MemoryReport:
 
     @property
     def least_headroom(self) -> int:
-        """Bytes of the GPU that the run leaves free even if it needs the most; negative if that does not fit. The report
-        must have a GPU."""
+        """Bytes of the GPU that the run leaves free even if it needs the most; negative if that does not fit. The
+        report must have a GPU."""
         assert self.gpu is not None
         return self.gpu.usable_bytes - self.span.high
 
     @property
     def verdict(self) -> Verdict | None:
-        """`yes` if the high end of `span` fits, `no` if the low end does not, else `tight`; None without a GPU. Trace and
-        closed form give the same verdict, because both count the same storages."""
+        """`yes` if the high end of `span` fits, `no` if the low end does not, else `tight`; None without a GPU. Trace
+        and closed form give the same verdict, because both count the same storages."""
         if self.gpu is None:
             return None
         if self.span.low > self.gpu.usable_bytes:
@@ -326,8 +326,8 @@ class MemoryReport:
 
     @property
     def rows_that_fit(self) -> int | None:
-        """Lower bound of the number of layers that could keep their rows so that the verdict still is `yes`. None without
-        a GPU, if the run does not fit, and where the number of layers cannot be chosen."""
+        """Lower bound of the number of layers that could keep their rows so that the verdict still is `yes`. None
+        without a GPU, if the run does not fit, and where the number of layers cannot be chosen."""
         if self.rows is None or self.gpu is None or not self.fits:
             return None
         each = int(self.rows.bytes * (1 + FRAGMENTATION + ERROR)) + 1

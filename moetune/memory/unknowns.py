@@ -1,4 +1,4 @@
-"""What a prediction cannot know before a run, each as bytes below and above what is expected; together they are a `Span`.
+"""`Unknown`: what a prediction cannot know, as bytes below and above what is expected; together they make a `Span`.
 
 Explained in docs/concepts/allocator.md, with the sources of the figures.
 """
@@ -54,7 +54,9 @@ def of_context(card: Gpu) -> Unknown:
     """Return how much the context of a GPU differs by driver."""
     low, high = card.context_range
     value = card.context.value
-    return Unknown("context", max(0, value - low), max(0, high - value), f"the CUDA context, by driver ({card.context.source})")
+    return Unknown(
+        "context", max(0, value - low), max(0, high - value), f"the CUDA context, by driver ({card.context.source})"
+    )
 
 
 def always(required: int, known: tuple[Unknown, ...]) -> Iterator[Unknown]:

@@ -69,8 +69,8 @@ class Plan:
         model: as given.
         gpu: the GPU's name, as given, or the catalog name of a `Gpu`.
         usable_bytes: bytes of the GPU that a process can use.
-        candidates: the largest run of each strategy that surely fits (verdict `yes`), or with `tight` that is expected to
-            fit, best first (`_useful_first`).
+        candidates: the largest run of each strategy that surely fits (verdict `yes`), or with `tight` that is expected
+            to fit, best first (`_useful_first`).
         miss: the run that nearly fits, if there is no candidate; None if there is one, or if no run could be predicted.
         notes: messages for the user: what was left out, and why.
         tokens: the number of tokens that each candidate trains on; None if it was not given.
@@ -286,8 +286,8 @@ def _largest(
 def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
     """Return the candidates with the most useful one of each goal first: of LoRA, experts, routers.
 
-    Of a goal's candidates these come first: without host memory; with an optimizer that keeps moments (LOMO and SGD keep
-    none); with most that trains; with least given up.
+    Of a goal's candidates these come first: without host memory; with an optimizer that keeps moments (LOMO and SGD
+    keep none); with most that trains; with least given up.
     """
 
     def place(one: Candidate) -> tuple[bool, bool, int, int]:

@@ -28,7 +28,8 @@ class Predictor:
             each run.
         routing: how many tokens each expert is assumed to receive.
         end: evaluate in `of` only one end of what the routing may be, `high` or `expected`, which takes half the time:
-            the report expects that routing, and `least_headroom` or `headroom_bytes` are those of a whole report. None: a whole one.
+            the report expects that routing, and its `least_headroom` or `headroom_bytes` is that of a whole report.
+            None: a whole report.
         device_type: the device that the runs are resolved for, `cuda` or `cpu`.
     """
 

@@ -26,7 +26,8 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
 
     First up to three savings, the mildest first; then the largest value that fits of each setting in `KEYS`. The memory
     that was available is taken to be the run's own prediction less `lacking` bytes, because other programs may use part
-    of the GPU, and a run may need more than is predicted; so what the routing took is in it already. What a change moves to host memory must fit there.
+    of the GPU, and a run may need more than is predicted; so what the routing took is in it already. What a
+    change moves to host memory must fit there.
 
     Raises:
         UserError: the run cannot be predicted.

@@ -138,9 +138,11 @@ class Search:
     tight: bool = False
 
     @classmethod
-    def of(cls, start: RunConfig, card: Gpu | None = None, *, tight: bool = False, routing: AssumedRouting | None = None) -> Search:
-        """Return a search for the model in `model.path` of a run file, and a GPU; None: that in `hardware.gpu`. `routing`
-        is how many tokens each expert is assumed to receive; None: not known."""
+    def of(
+        cls, start: RunConfig, card: Gpu | None = None, *, tight: bool = False, routing: AssumedRouting | None = None
+    ) -> Search:
+        """Return a search for the model in `model.path` of a run file, and a GPU; None: that in `hardware.gpu`.
+        `routing` is how many tokens each expert is assumed to receive; None: not known."""
         if card is None:
             assert start.hardware.gpu is not None
             card = find_gpu(start.hardware.gpu)

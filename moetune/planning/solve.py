@@ -92,9 +92,7 @@ class Solved:
         }
 
 
-def solve(
-    run: RunConfig | Path | str, key: str, predictor: Predictor | None = None, *, tight: bool = False
-) -> Solved:
+def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = None, *, tight: bool = False) -> Solved:
     """Find the largest value of a setting with which a run fits a GPU, by closed form, and confirm it by a trace.
 
     Args:

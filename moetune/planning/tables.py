@@ -38,8 +38,8 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
 
 
 def plan_view(plan: Plan, *, every: bool = False) -> View:
-    """Return a view of a plan: a sentence on what to pick, a row of two lines for the most useful candidate of each goal
-    (`planning/plan.py`), or with `every` for all, and what the next larger runs would risk."""
+    """Return a view of a plan: a sentence on what to pick, a row of two lines for the most useful candidate of each
+    goal (`planning/plan.py`), or with `every` for all, and what the next larger runs would risk."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
     notes = [ViewSection("notes", plan.notes)] * bool(plan.notes)
@@ -70,8 +70,8 @@ def plan_view(plan: Plan, *, every: bool = False) -> View:
 
 
 RULE = (
-    "Of each goal the way that needs no host memory, keeps an optimizer's moments, trains most and gives up least, in this "
-    "order."
+    "Of each goal the way that needs no host memory, keeps an optimizer's moments, trains most and gives up least, in "
+    "this order."
 )
 """The rule of `_useful_first` in planning/plan.py, for the user."""
 _WIDTHS = (80, 100)
@@ -91,7 +91,7 @@ def advice(first: Candidate) -> str:
 
 
 def _row(number: int, one: Candidate, plan: Plan) -> Iterator[str]:
-    """Yield the two lines of a candidate, of at most `_WIDTHS` columns: what trains, batch, needs, verdict; then how."""
+    """Yield the two lines of a candidate, at most `_WIDTHS` wide: what trains, batch, needs, verdict; then how."""
     train, report = one.config.train, one.report
     batch = f"{train.micro_batch} × {train.sequence_length} × {train.accumulate}"
     needs = f"{from_to(report.span.low, report.span.high)}  {report.verdict:5}"

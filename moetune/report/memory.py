@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
+from moetune.errors import counted
 from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term
 from moetune.memory.time.roofline import Duration
 from moetune.memory.time.work import Work
@@ -15,7 +16,7 @@ from moetune.report.view import Table, View, ViewSection
 
 SCREEN = (80, 24)
 """Columns and lines that a report takes at most, unless details are asked for."""
-_FEWEST = 3
+_FEWEST = 4
 """The fewest lines that say what takes memory."""
 METHODS = {
     "trace": "traced: what runs, on tensors without storage",
@@ -58,17 +59,24 @@ def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
 
     def wrapped(lines: Iterable[str]) -> list[str]:
         indent = "    "
-        return [piece for line in lines for piece in wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)]
+        return [
+            piece for line in lines for piece in wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        ]
 
     about = dict(report.about)
     settings = [text for name, text in report.about if name == "--set"]
     head = [f"{name:9} {about[name]}" for name in ("run file", "card") if name in about]
-    head += [f"--set {' '.join(settings)}"] * bool(settings and not above)
+    listed = f"--set {' '.join(settings)}"
+    head += [listed if len(listed) <= width else f"{counted(len(settings), 'setting')} by --set"] * (settings != [])
     said = (about.get(name) for name in ("trains", "batch", "optimizer", "base", "ranks"))
     head.append(": ".join(filter(None, (report.model, "; ".join(filter(None, said))))))
     needs = [most(report), why_a_range(report), on_host(report)]
     free = height - above - 1 - 2 * len(wrapped([verdict(report)])) - len(wrapped([*needs, *head]))
-    changes = [(f"  {flags(change)}: then needs {gib(change.peak_process)}", change.why) for change in report.changes if report.verdict != "yes"]
+    changes = [
+        (f"  {flags(change)}: then needs {gib(change.peak_process)}", change.why)
+        for change in report.changes
+        if report.verdict != "yes"
+    ]
     if changes:
         title, after = "What makes it surely fit, the mildest change first:", [*report.notes, time]
         full = wrapped([title, *("; ".join(change) for change in changes), *after])

@@ -1,4 +1,4 @@
-"""`SearchProgress`: progress of `moetune plan` on stderr: what is looked at, how many ways were searched, what was found.
+"""`SearchProgress`: progress of `moetune plan` on stderr: what is looked at, ways that were searched, what was found.
 
 Importing this does not import torch, so that something is printed at once.
 """
@@ -10,8 +10,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 
 class SearchProgress:
-    """Progress of a search: a bar of the ways that were searched on a terminal, with what is found above it; elsewhere a
-    line for each.
+    """Progress of a search: a bar of the ways that were searched on a terminal, with what is found above it; elsewhere
+    a line for each.
 
     Use as a context manager, which begins with printing `head`: what is looked at.
     """
@@ -19,7 +19,11 @@ class SearchProgress:
     def __init__(self, console: Console, head: str) -> None:
         self.console, self._last = console, ""
         console.print(head, highlight=False, soft_wrap=True)
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[now]}", markup=False))
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[now]}", markup=False),
+        )
         self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("", total=None, now="")
 

@@ -52,8 +52,8 @@ def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part
 
 
 def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
-    """Replace a memory `budget` for experts in a run file by the largest `k`, experts of each layer, that is expected to
-    fit it.
+    """Replace a memory `budget` for experts in a run file by the largest `k`, experts of each layer, that is expected
+    to fit it.
 
     The largest k is found by closed form for the first k experts of each layer, so that layers are alike; then a trace
     for the chosen experts decides, because the memory of a layer depends on which of its experts train: the frozen ones

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from moetune.config.schema import RunConfig
-from moetune.memory.predict import Method, predict
 from moetune.memory.assumed_routing import BALANCED, PUBLISHED, UNKNOWN, AssumedRouting, parse_routing
 from moetune.memory.closed_form.depth import Depths
+from moetune.memory.predict import Method, predict
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts, RankMemory
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import find_gpu, gpu_names

@@ -122,7 +122,9 @@ def test_the_moment_of_the_peak_is_said() -> None:
 def test_a_peak_while_loading_is_said_and_decides() -> None:
     report = sample(load=LoadPeaks(host=GIB, gpu=60 * GIB))
     assert report.fits is False
-    assert "The process needs 60.32 to 61.84 GiB, 60.62 GiB expected, while the weights load." in " ".join(printed(report).split())
+    assert "The process needs 60.32 to 61.84 GiB, 60.62 GiB expected, while the weights load." in " ".join(
+        printed(report).split()
+    )
 
 
 def test_changes_in_their_order_as_they_are_typed_and_only_where_it_does_not_fit() -> None:

@@ -28,8 +28,8 @@ _FILE = Path(__file__).parent / "gpus.yaml"
 class Figure:
     """A number, in the unit that the field of `Gpu` states, and its source: a document, a measurement or "estimate: …".
 
-    `measured_here` says whether this project measured it. `least` and `most` are the ends of what drivers differ by; None:
-    see `Gpu.context_range`.
+    `measured_here` says whether this project measured it. `least` and `most` are the ends of what drivers differ by;
+    None: see `Gpu.context_range`.
     """
 
     value: int
@@ -160,8 +160,8 @@ def alike_in_memory(size: int) -> tuple[str, ...]:
 
 
 def _of_size(name: str, size: int) -> Gpu:
-    """Return a GPU with `size` bytes of memory, and with the other memory figures of the L40S; its context may be that of
-    any GPU with about as much memory since Ampere."""
+    """Return a GPU with `size` bytes of memory, and with the other memory figures of the L40S; its context may be that
+    of any GPU with about as much memory since Ampere."""
     model = _gpus()["l40s"]
 
     def assumed(figure: Figure) -> Figure:
@@ -230,7 +230,7 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
 def _size(entry: dict[str, Any]) -> Figure:
     size = parse_size(entry["value"])
     assert size is not None, f"{_FILE}: {entry['value']!r} is no size"
-    ends = {end: parse_size(entry[end]) for end in ("least", "most") if end in entry}
+    ends: dict[str, Any] = {end: parse_size(entry[end]) for end in ("least", "most") if end in entry}
     return Figure(**{**entry, "value": size, **ends})
 
 
