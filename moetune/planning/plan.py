@@ -197,8 +197,7 @@ def plan(
             _confirm(workers, _ranked(found), candidates, late, progress, show)
             is_whole = True
     except KeyboardInterrupt:
-        known = {one.strategy for one in candidates}
-        rest = [one for one in _ranked(found) if one.strategy not in known]
+        rest = [one for one in _ranked(found) if all(one.strategy != other.strategy for other in candidates)]
         candidates += [replace(one, report=search.predictor.whole(one.config)) for one in rest]
     if tokens is not None:
         candidates = [_training_on(one, tokens) for one in candidates]
