@@ -67,7 +67,8 @@ def largest(config: RunConfig, card: str, *, with_room: bool = False, routing: s
     @cache
     def left(rows: int) -> int:
         """Bytes that the card has beyond what is required."""
-        report = predict(resolve(with_rows(config, rows), "cuda"), method="formula", gpu=card, routing=parse_routing(routing))
+        run = resolve(with_rows(config, rows), "cuda")
+        report = predict(run, method="formula", gpu=card, routing=parse_routing(routing))
         assert report.headroom_bytes is not None
         return report.least_headroom if with_room else report.headroom_bytes
 
