@@ -56,7 +56,7 @@ def init(
         text = _planned(recipe, card, goal, out, tight)
     else:
         hint = suggest(recipe, known) or f" There are: {', '.join(known)}."
-        beside = " For a model give --gpu too."
+        beside = " For a model also give --gpu."
         raise UserError(f"recipe {recipe!r} does not exist.{hint}{beside}" if recipe else f"init needs a recipe.{hint}")
     write_output(out, _with_settings(text, set_) if set_ else text)
     answer(json_, {"schema": 1, "recipe": recipe, "file": str(out)}, f"{out} written; next: moetune train {out}")

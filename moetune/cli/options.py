@@ -51,7 +51,7 @@ def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
     if value is None or value in known:
         return value
     hint = suggest(value, known)
-    raise UserError(f"{param.opts[0]} {value!r}: it is {', '.join(others)} or {last}{hint and '.'}{hint}")
+    raise UserError(f"{param.opts[0]} {value!r}: give {', '.join(others)} or {last}{hint and '.'}{hint}")
 
 
 def known_gpu(value: str | None) -> str | None:
@@ -77,7 +77,7 @@ def in_a_folder(file: Path | None) -> Path | None:
         return None
     file = expanded(file)
     if not file.parent.is_dir():
-        raise UserError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; make it first")
+        raise UserError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; create it first")
     return file
 
 
@@ -105,7 +105,7 @@ def utf8(text: str | None) -> str | None:
     try:
         (text or "").encode()
     except UnicodeEncodeError:
-        raise UserError(f"{shown(text)} is not UTF-8; give it as text in UTF-8") from None
+        raise UserError(f"{shown(text)} is not UTF-8; give UTF-8 text") from None
     return text
 
 
@@ -154,7 +154,7 @@ RunFile = Annotated[Path, argument("RUN.yaml", "The run file.")]
 RunFolder = Annotated[Path, argument("RUN_DIR", "The folder of a run.", existing_run)]
 Opens = Annotated[
     str,
-    argument("RUN_DIR|MODEL", "A run folder, an adapter or checkpoint that was exported, a catalog name or a hub id."),
+    argument("RUN_DIR|MODEL", "A run folder, an exported adapter or checkpoint, a catalog name or a hub id."),
 ]
 Overrides = Annotated[list[str] | None, option("KEY=VALUE", "Override a key of the run file; repeatable.", "--set")]
 Card = Annotated[
@@ -176,7 +176,7 @@ Routed = Annotated[
 Tokens = Annotated[int | None, number("Of the data: say how many hours they take.", most=2**60)]
 Scored = Annotated[int, number("Of each data set.")]
 KeepQuantized = Annotated[
-    str | None, choice("nf4|int8|mxfp4", "Keep a model quantized; a run is as in training.", "--base")
+    str | None, choice("nf4|int8|mxfp4", "Quantize a model. A run is loaded as in training.", "--base")
 ]
 DataFormat = Annotated[
     str | None,
@@ -186,9 +186,9 @@ DataFormat = Annotated[
         "--format",
     ),
 ]
-NewFolder = Annotated[Path, option("DIR", "Where to; a new or empty folder.")]
+NewFolder = Annotated[Path, option("DIR", "Output folder, new or empty.")]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what moetune has written there.")]
-Page = Annotated[Path | None, option("FILE", "Also write one self-contained page.", check=output_file)]
+Page = Annotated[Path | None, option("FILE", "Also write one self-contained HTML page.", check=output_file)]
 Picture = Annotated[Path | None, option("FILE", "Also write a picture, .png or .svg.", check=picture)]
 Json = Annotated[bool, flag("--json", "Print JSON for programs.")]
 

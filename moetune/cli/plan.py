@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 def plan(
     what: Annotated[str, argument("MODEL|RUN.yaml", "A model to plan for, or a run file.")],
     solve: Annotated[
-        str | None, option("KEY", "Of a run file: find the largest value of this setting that fits.")
+        str | None, option("KEY", "For a run file: find the largest value of this setting that fits.")
     ] = None,
     gpu: Card = None,
-    count: Annotated[int, number("How many of them.")] = 1,
-    goal: Annotated[str, choice("router|experts|lora|any", "What shall train.")] = "any",
-    host: Annotated[str | None, option("SIZE", "Host memory that a run may take. Default: any.")] = None,
-    data: Annotated[str | None, option("FILE", "What the run files train on.")] = None,
+    count: Annotated[int, number("Number of GPUs.")] = 1,
+    goal: Annotated[str, choice("router|experts|lora|any", "What to train.")] = "any",
+    host: Annotated[str | None, option("SIZE", "Most host memory of a run. Default: no limit.")] = None,
+    data: Annotated[str | None, option("FILE", "Training data of the run files.")] = None,
     tokens: Tokens = None,
     min_sequence: Annotated[int, number("Tokens of a sequence.", 2, 2**24)] = 1024,
     tight: Tight = False,
@@ -60,7 +60,7 @@ def plan(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Find what fits a card: the largest run of each way to train a MODEL, or the largest value of a setting of a
+    """Find what fits a card: the largest run of a MODEL by each strategy, or the largest value of a setting of a
     RUN.yaml. Exit code 1: nothing fits."""
     from rich.text import Text
 
@@ -74,7 +74,7 @@ def plan(
     progress: Any = terminal(stderr=True)
     if solve is not None:
         if html or figure or write or tokens:
-            raise UserError("--html, --figure, --write and --tokens are of a plan for a model; --solve finds one value")
+            raise UserError("--html, --figure, --write and --tokens need a plan for a model, not --solve")
         with heavy_imports():
             from moetune.memory.assumed_routing import parse_routing
             from moetune.planning.predictor import Predictor
@@ -94,7 +94,7 @@ def plan(
 
     most = None if host is None else parse_size(host)
     if host is not None and most is None:
-        raise UserError(f"--host {host!r} is no size. {HOW_TO_WRITE_A_SIZE}")
+        raise UserError(f"--host {host!r} is not a memory size. {HOW_TO_WRITE_A_SIZE}")
     refuse_missing([] if data is None else [data])
     goals = ("router", "experts", "lora") if goal == "any" else (goal,)
     searching = SearchProgress(progress, f"planning {what} on {gpu or 'this machine'}: {', '.join(goals)}")
@@ -181,8 +181,8 @@ def _solved(solved: Solved) -> View:
             axis.key, f"no {axis.key} fits: even {axis.name(solved.next_value)} {needs(solved.next_report)}", "no"
         )
     if solved.next_report is None:
-        further = "there is no value beyond it"
+        further = "it is the largest value there is"
     else:
-        further = f"one further, {axis.name(solved.next_value)}, {needs(solved.next_report)}"
+        further = f"the next value, {axis.name(solved.next_value)}, {needs(solved.next_report)}"
     verdict = f"{axis.key}: {axis.name(solved.value)} {needs(solved.report)}"
     return View(axis.key, verdict, solved.report.verdict, [further, f"--set {solved.settings[0]}"])

@@ -22,14 +22,14 @@ from moetune.planning.workers import Workers
 
 @dataclass(frozen=True)
 class Miss:
-    """Where nothing fits: the smallest run of the strategy that needs the least memory by an estimate.
+    """The nearest miss if nothing fits: the smallest run of the strategy with the lowest estimate of memory.
 
     Attributes:
         config: the run file.
         report: its predicted memory, more than the GPU has.
         remedy: changes of the run file with which it would fit; None if none are known.
-        cards: up to two of the smallest GPUs in the catalog with enough memory; also "2 × NAME" if it fits two of the
-            given GPU.
+        cards: the smallest GPUs in the catalog with enough memory, up to two; also "2 × NAME" if the run fits two of
+            the given GPU.
     """
 
     config: RunConfig
@@ -268,7 +268,7 @@ def _largest(
             progress.searched += 1
             if one is None:
                 continue
-            why = one_line(one) if isinstance(one, UserError) else f"wants more than {host or 0:,} bytes of host memory"
+            why = one_line(one) if isinstance(one, UserError) else f"needs more than {host or 0:,} bytes of host memory"
             if isinstance(one, UserError) or (host is not None and one.report.fullest.host_bytes > host):
                 refused.setdefault((strategy.goal, why), []).append(strategy.words)
                 continue

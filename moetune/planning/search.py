@@ -1,10 +1,10 @@
 """`Search`: the largest run of one strategy that fits a GPU: most experts or highest rank, then most rows at once.
 
-Recording the closed form of a kind of run takes seconds, evaluating it a tenth of a second (memory/closed_form/). One
-record covers every number of layers, and most numbers of experts in each; all of them would still take a minute, so few
-are evaluated. With a fixed number of trained experts in each layer, memory
-grows linearly with the number of layers. This line starts higher with more experts in each layer, because the gradients
-of one layer's experts are added up together. So the line for a number of experts bounds that for every larger number.
+Recording a closed form takes seconds, evaluating it a tenth of a second (memory/closed_form/). One record covers every
+number of layers and most numbers of experts in each, but evaluating all of them would take a minute, so few are.
+With a fixed number of trained experts in each layer, memory is linear in the number of layers. With more experts in
+each layer this line lies higher, because the gradients of a layer's experts are alive together. So the total that fits
+with a number of experts in each layer bounds the total for every larger number.
 """
 
 from __future__ import annotations
@@ -196,11 +196,8 @@ class Search:
     def traced(self, found: Candidate) -> Candidate | None:
         """Confirm a candidate by a trace, and also trace the next larger run if it could fit.
 
-        Where the trace and the closed form disagree on what fits, the search is repeated with the difference as margin,
-        at most three times.
-
-        Returns:
-            The largest candidate that fits by trace; None if none was found.
+        Returns the largest candidate that fits by trace; None if none was found. If trace and closed form disagree on
+        whether a run fits, the search is repeated with their difference as margin, at most three times.
         """
         sure: Candidate | None = None
         now: Candidate | None = found
@@ -267,8 +264,9 @@ class Search:
     def _most_experts(self, strategy: Strategy) -> Candidate | None:
         """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
 
-        Few numbers of experts in each layer are predicted: next the one that promises most, until no other promises
-        more than what was found. So the first and last numbers, which need records of their own, seldom are.
+        Only some numbers of experts in each layer are predicted: always the one with the highest estimate (`_room`),
+        until no estimate exceeds the best run. The lowest and highest numbers, which need records of their own, are
+        seldom among them.
         """
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
@@ -351,7 +349,8 @@ class Search:
         start: int,
         known: dict[int, MemoryReport] | None = None,
     ) -> tuple[int, MemoryReport | None, NextLarger | None]:
-        """Search a list of runs, ordered by the memory that they need, for the last that fits.
+        """Search runs of growing memory for the last that fits. Return its index, or -1; its report, or None; and the
+        next larger run, or None.
 
         Args:
             what: the name of the size that grows, such as `rank`.
@@ -359,9 +358,6 @@ class Search:
             configs: the run file of each size.
             start: the index to predict first.
             known: the report of index 0, if it fits and was predicted before.
-
-        Returns:
-            The index of the last run that fits, or -1; its report, or None; and the next larger run, or None.
         """
         last, reports = last_that_fits(
             len(sizes),
@@ -377,13 +373,13 @@ class Search:
 
 
 def _room(room: Mapping[int, int], each: int, most: int) -> int:
-    """Estimate how many experts fit in all layers, from other numbers of experts in each layer.
+    """Estimate how many trained experts fit in total, with `each` experts in each layer.
 
-    The number falls nearly linearly with the experts in each layer. The estimate is a straight line through the two
-    nearest known numbers, plus `_TOLERANCE`, and at most the number at fewer experts in each layer.
+    The total falls nearly linearly with `each`. It is read off a straight line through the two nearest known totals,
+    raised by `_TOLERANCE`, and limited to the totals at fewer experts in each layer.
 
     Args:
-        room: experts in each layer -> experts in all layers that fit.
+        room: experts in each layer -> total that fits, if known.
         each: experts in each layer, not in `room`.
         most: upper bound of the result.
     """

@@ -29,7 +29,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
     for row in rows:
         if row.report.fits is False:
             assert row.report.gpu is not None
-            said = "nothing known makes it fit" if row.remedy is None else _remedy(row.remedy)
+            said = "no change of the run file is known that makes it fit" if row.remedy is None else _remedy(row.remedy)
             yield f"{row.name} on {row.report.gpu.name}: {said}"
     left_out = {row.name: row.left_out for row in rows if row.left_out}
     if left_out:
@@ -129,7 +129,7 @@ def next_larger(one: Candidate) -> str:
     """Return a sentence that says how much memory the next larger run of a candidate would need."""
     larger = one.next_larger
     if larger is None:
-        return "there is no more of it to train"
+        return "nothing larger exists"
     part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
     needs, left = span_in_words(larger.report), left_in_words(larger.report)
     risk = "may run out of memory" if larger.report.verdict == "tight" else "would not fit"
@@ -140,7 +140,7 @@ def missed(plan: Plan) -> Iterator[str]:
     """Yield sentences for a plan in which nothing fits: the nearest miss, what would make it fit, and larger GPUs."""
     miss, card = plan.miss, f"{plan.gpu} ({gib(plan.usable_bytes)})"
     if miss is None:
-        yield f"nothing fits {card}, and no way there is could be predicted"
+        yield f"nothing fits {card}, and no strategy could be predicted"
         return
     needs, left = span_in_words(miss.report), left_in_words(miss.report)
     surely = "" if plan.tight else " surely"
@@ -150,7 +150,7 @@ def missed(plan: Plan) -> Iterator[str]:
     parts = [("outside_allocator", fullest.outside_allocator), *fullest.parts.items()]
     most, size = max(parts, key=lambda part: part[1])
     yield (
-        f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the most of it "
+        f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the largest part: "
         f"{named(most)}, {gib(size)}"
     )
     if miss.remedy is None:

@@ -109,8 +109,8 @@ def _search(start: _Start) -> Search:
 def _answer(
     start: _Start, method: str, one: Strategy | Candidate, search: Search | None = None
 ) -> Candidate | UserError | None:
-    """Call a method of `search`, or if that is None, of the search for the run file `start`; return its result or
-    `UserError`."""
+    """Call a method of `search` (None: of the search for the run file `start`) with `one`; return its result, or the
+    `UserError` that it raises."""
     try:
         return getattr(search or _search(start), method)(one)
     except UserError as error:  # some strategies are impossible for some models

@@ -96,7 +96,7 @@ def _content() -> TypeAdapter[tuple[str, KnownHead, list[tuple[Shape, Record]]]]
 
 def read(key: str) -> Recorded | None:
     """Read the records with a key; return None if their file is missing, damaged, or has another key inside. Raise
-    `UserError` as `folder`."""
+    `UserError` as `folder` does."""
     try:
         own, head, records = _content().validate_json(gzip.decompress(_file(key).read_bytes()))
     except UserError:
