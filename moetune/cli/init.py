@@ -32,9 +32,9 @@ def init(
     recipe: Annotated[str, argument("RECIPE|MODEL", "Recipe name; `moetune init --list` shows them. Or a model.")] = "",
     gpu: Annotated[
         str | None,
-        option(None, "Of a MODEL: the card that the run is to fit, such as l40s or 44GiB. Default: this machine's."),
+        option(None, "For a MODEL: the card that the run must fit, such as l40s or 44GiB. Default: this machine's."),
     ] = None,
-    goal: Annotated[str, choice("router|experts|lora", "Of a MODEL: what shall train.")] = "lora",
+    goal: Annotated[str, choice("router|experts|lora", "For a MODEL: what to train.")] = "lora",
     tight: Tight = False,
     out: Annotated[Path, option("FILE", "Where to write it.", "--out", check=in_a_folder)] = Path("run.yaml"),
     list_: Annotated[bool, flag("--list", "List the recipes.")] = False,
@@ -110,7 +110,7 @@ def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> s
         surely = "" if tight else "surely "
         more = "" if tight else ", and --tight takes what is expected to fit"
         raise UserError(
-            f"{goal} of {model} does not {surely}fit {found.gpu}; moetune plan {model} --gpu {found.gpu} says what "
-            f"would{more}"
+            f"{goal} of {model} does not {surely}fit {found.gpu}; moetune plan {model} --gpu {found.gpu} shows what "
+            f"fits{more}"
         )
     return run_text(found.candidates[0], out)

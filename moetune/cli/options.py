@@ -166,15 +166,15 @@ Card = Annotated[
     ),
 ]
 Tight = Annotated[bool, flag("--tight", "Also what is expected to fit, but may run out of memory.")]
-Method = Annotated[str | None, choice("trace|formula", "How memory is predicted.")]
+Method = Annotated[str | None, choice("trace|formula", "Predict by a trace, or faster by a closed form.")]
 Routed = Annotated[
     str | None,
     option(
         "balanced|skew:S|worst|FILE", "How many tokens each expert receives. Default: balanced to published scores."
     ),
 ]
-Tokens = Annotated[int | None, number("Of the data: say how many hours they take.", most=2**60)]
-Scored = Annotated[int, number("Of each data set.")]
+Tokens = Annotated[int | None, number("Tokens to train on: also estimate the hours.", most=2**60)]
+Scored = Annotated[int, number("Tokens to read from each data set.")]
 KeepQuantized = Annotated[
     str | None, choice("nf4|int8|mxfp4", "Quantize a model. A run is loaded as in training.", "--base")
 ]

@@ -52,8 +52,8 @@ def plan(
     min_sequence: Annotated[int, number("Tokens of a sequence.", 2, 2**24)] = 1024,
     tight: Tight = False,
     all_: Annotated[bool, flag("--all", "Print every way that fits, not the most useful of each goal.")] = False,
-    explain: Annotated[bool, flag("--explain", "Say why no more of each fits.")] = False,
-    write: Annotated[Path | None, option("DIR", "Leave each as a run file in this folder.")] = None,
+    explain: Annotated[bool, flag("--explain", "Also show what the next larger runs would risk.")] = False,
+    write: Annotated[Path | None, option("DIR", "Write each candidate as a run file to DIR.")] = None,
     html: Page = None,
     figure: Picture = None,
     routing: Routed = None,
@@ -88,7 +88,7 @@ def plan(
         answer(json_, solved.to_json(), _solved(solved), fails=solved.report is None)
         return
 
-    refuse_set(set_, "a plan chooses settings itself")
+    refuse_set(set_, "a plan for a model chooses settings itself")
     from moetune.config.load import refuse_missing
     from moetune.config.memory_size import HOW_TO_WRITE_A_SIZE, parse_size
 

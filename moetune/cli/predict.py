@@ -79,7 +79,7 @@ def predict(
     source = [("run file", run)] if stands_for is None else []
     source += [] if here is None else [("card", here.words)]
     report = replace(report, about=(*source, *[("--set", setting) for setting in set_ or ()], *report.about))
-    shown = [] if stands_for is None else [f"# the run file that this stands for\n{as_yaml(stands_for)}"]
+    shown = [] if stands_for is None else [f"# the run file for these options\n{as_yaml(stands_for)}"]
     view = memory_view(report, tokens, sum(text.count("\n") + 1 for text in shown))
     if html is not None or figure is not None:
         from moetune.report.memory_charts import memory_chart

@@ -131,7 +131,7 @@ def parse_routing(text: str | None) -> AssumedRouting:
             )
         return AssumedRouting(text, skew)
     if not expanded(text).is_file():
-        raise UserError(f"--routing {text!r}: is not balanced, skew:S, worst, or a file")
+        raise UserError(f"--routing {text!r}: give balanced, skew:S, worst, or an existing file")
     load = AssumedRouting(text, None, tuple(read_expert_load(expanded(text), "--routing").items()))
     return replace(load, lowest=BALANCED, highest=_least_even(load, read_intervals(expanded(text))))
 

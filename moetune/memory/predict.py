@@ -119,7 +119,7 @@ def predict(
     if method != "formula" and name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {cards}" if cards else ""
-        report = _noting(report, f"no time: a size does not say how fast a card is{named}")
+        report = _noting(report, f"no time estimate: a memory size does not determine a card's speed{named}")
     if report.verdict in (None, "yes") or not advise:
         return report
     if config.parallel.ranks > 1:

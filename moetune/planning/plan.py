@@ -154,7 +154,7 @@ def plan(
     Args:
         model: a catalog name, a folder or a hub id.
         gpu: the name of a GPU, a memory size such as `44GiB`, or a catalog entry.
-        goals: what shall train: `router`, `experts` or `lora`.
+        goals: what to train: `router`, `experts` or `lora`.
         count: the number of GPUs that a run is divided over.
         length: tokens of a sequence.
         host: bytes of host memory that a run may take; None for no limit.
@@ -207,7 +207,7 @@ def plan(
     notes += [*late, *dict.fromkeys(note for one in candidates for note in one.report.notes)]
     miss = None
     if not candidates and is_whole:
-        show(replace(progress, now="nothing fits: looking for what is nearest"))
+        show(replace(progress, now="nothing fits: looking for the nearest miss"))
         miss = _nearest(search, [one for of_goal in of_goals for one in of_goal])
     name = gpu if isinstance(gpu, str) else gpu.name
     return Plan(model, name, search.usable, tuple(candidates), miss, tuple(notes), tokens, tight, ways)

@@ -133,7 +133,7 @@ def next_larger(one: Candidate) -> str:
     part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
     needs, left = span_in_words(larger.report), left_in_words(larger.report)
     risk = "may run out of memory" if larger.report.verdict == "tight" else "would not fit"
-    return f"{larger.what} {risk}: {needs}; {left}; the most of it {named(part)}, {gib(size)}"
+    return f"{larger.what} {risk}: {needs}; {left}; the largest part: {named(part)}, {gib(size)}"
 
 
 def missed(plan: Plan) -> Iterator[str]:
@@ -145,7 +145,7 @@ def missed(plan: Plan) -> Iterator[str]:
     needs, left = span_in_words(miss.report), left_in_words(miss.report)
     surely = "" if plan.tight else " surely"
     hint = "; --tight plans what is expected to fit" if miss.report.verdict == "tight" else ""
-    yield f"nothing fits {card}{surely}: what is nearest needs {needs}; {left}{hint}"
+    yield f"nothing fits {card}{surely}: the nearest miss needs {needs}; {left}{hint}"
     fullest, train = miss.report.fullest, miss.config.train
     parts = [("outside_allocator", fullest.outside_allocator), *fullest.parts.items()]
     most, size = max(parts, key=lambda part: part[1])
