@@ -22,6 +22,7 @@ from moetune.report.console import note, terminal
 
 if TYPE_CHECKING:
     from moetune.inference.opened import Opened
+    from moetune.planning.at_hand import AtHand
 
 
 @contextmanager
@@ -158,10 +159,20 @@ Opens = Annotated[
 Overrides = Annotated[list[str] | None, option("KEY=VALUE", "Override a key of the run file; repeatable.", "--set")]
 Card = Annotated[
     str | None,
-    option(None, "A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu.", check=known_gpu),
+    option(
+        None,
+        "A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu, else this machine's.",
+        check=known_gpu,
+    ),
 ]
+Tight = Annotated[bool, flag("--tight", "Also what is expected to fit, but may run out of memory.")]
 Method = Annotated[str | None, choice("trace|formula", "Predict by a trace, or faster by a closed form.")]
-Routed = Annotated[str, option("balanced|skew:S|worst|FILE", "How many tokens each expert receives.")]
+Routed = Annotated[
+    str | None,
+    option(
+        "balanced|skew:S|worst|FILE", "How many tokens each expert receives. Default: balanced to published scores."
+    ),
+]
 Tokens = Annotated[int | None, number("Tokens to train on: also estimate the hours.", most=2**60)]
 Scored = Annotated[int, number("Tokens to read from each data set.")]
 KeepQuantized = Annotated[
@@ -211,6 +222,24 @@ def within_memory(config: RunConfig) -> RunConfig:
         print(f"{counted(k, 'expert')} of each layer: {'fits' if fits else 'does not fit'}", file=sys.stderr)
 
     return within_budget(config, tried)
+
+
+def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> AtHand | None:
+    """Return the card of this machine if no other is named, and print it on stderr; None if one is, or there is none.
+
+    Args:
+        gpu: the value of `--gpu`.
+        named: `hardware.gpu` of the run file.
+        count: the number of GPUs.
+    """
+    if gpu is not None or named is not None:
+        return None
+    from moetune.planning.at_hand import card_at_hand
+
+    found = card_at_hand(count)
+    if found is not None:
+        note(f"{found.words}; --gpu names another")
+    return found
 
 
 def opened(model: str, base: Any) -> Opened:

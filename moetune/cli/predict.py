@@ -16,6 +16,7 @@ from moetune.cli.options import (
     Tokens,
     answer,
     argument,
+    at_hand,
     choice,
     heavy_imports,
     number,
@@ -37,7 +38,7 @@ def predict(
     lora: Annotated[int | None, number("For a MODEL: train LoRA on attention and experts.", metavar="RANK")] = None,
     gpu: Card = None,
     method: Method = None,
-    routing: Routed = "balanced",
+    routing: Routed = None,
     allocator: Annotated[
         str | None, choice("default|expandable", "Torch's allocator. Default: PYTORCH_ALLOC_CONF.")
     ] = None,
@@ -66,7 +67,8 @@ def predict(
         from moetune.report.memory import memory_view
 
     chosen: Any = {"method": method, "allocator": allocator}
-    report = predict_run(config, gpu=gpu, routing=parse_routing(routing), **chosen)
+    here = at_hand(gpu, config.hardware.gpu, config.hardware.count)
+    report = predict_run(config, gpu=here.gpu if here else gpu, routing=parse_routing(routing), **chosen)
     if speed is not None:
         if report.time is None:
             raise UserError("--measured needs a card whose speed is known, such as --gpu l40s, and --method trace")
@@ -75,8 +77,10 @@ def predict(
         why = "no hours for --tokens: a closed form does not estimate time; leave --method formula out"
         report = replace(report, notes=(*report.notes, why))
     source = [("run file", run)] if stands_for is None else []
+    source += [] if here is None else [("card", here.words)]
     report = replace(report, about=(*source, *[("--set", setting) for setting in set_ or ()], *report.about))
-    view = memory_view(report, tokens)
+    shown = [] if stands_for is None else [f"# the run file for these options\n{as_yaml(stands_for)}"]
+    view = memory_view(report, tokens, sum(text.count("\n") + 1 for text in shown))
     if html is not None or figure is not None:
         from moetune.report.memory_charts import memory_chart
         from moetune.report.page import write_page
@@ -90,5 +94,4 @@ def predict(
             note(f"{figure} written")
     hours = None if report.time is None or tokens is None else report.time.hours(tokens).to_json()
     found = {**report.to_json(), "hours": hours, "run": config.model_dump(mode="json")}
-    shown = [] if stands_for is None else [f"# the run file for these options\n{as_yaml(stands_for)}"]
     answer(json_, found, *shown, view, verbose=verbose, fails=report.fits is False)

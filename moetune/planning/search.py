@@ -10,16 +10,17 @@ with a number of experts in each layer bounds the total for every larger number.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import counted
-from moetune.memory.changes import changed
+from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
+from moetune.memory.changes import changed, surely_left
 from moetune.memory.report import MemoryReport
-from moetune.models.catalog.gpus import find_gpu
+from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
 from moetune.planning.predictor import Predictor
@@ -40,7 +41,7 @@ _UNSURE = 100 << 20
 
 @dataclass(frozen=True)
 class NextLarger:
-    """The next larger run of a strategy, which does not fit.
+    """The next larger run of a strategy, which does not fit, or not surely.
 
     Attributes:
         what: its size in words, such as `3 layers × 2 experts` or `rank 32`.
@@ -63,7 +64,7 @@ class Candidate:
         report: its predicted memory.
         amount: how much trains: experts in all layers together for the goal `experts`, the rank for `lora`, 0 for
             `router`.
-        next_larger: the next larger run, which does not fit; None if there is nothing larger.
+        next_larger: the next larger run, which does not fit, or not surely; None if there is nothing larger.
     """
 
     strategy: Strategy
@@ -102,7 +103,14 @@ class Candidate:
             "tokens_per_second_estimate": None if time is None else time.tokens_per_second.middle,
             "tokens_per_second": None if time is None else time.tokens_per_second.to_json(),
             "hours": None if time is None or tokens is None else time.hours(tokens).to_json(),
-            "beyond": None if larger is None else {"what": larger.what, "required_bytes": larger.report.required},
+            "beyond": None
+            if larger is None
+            else {
+                "what": larger.what,
+                "required_bytes": larger.report.required,
+                "required_range": larger.report.span.to_json(),
+                "verdict": larger.report.verdict,
+            },
         }
 
 
@@ -116,7 +124,9 @@ class Search:
         predictor: predicts the runs.
         usable: bytes of the GPU's memory.
         context: bytes that any process takes of it outside torch's allocator.
-        margin: bytes that a run must leave free by closed form: by so many a trace has exceeded the closed form.
+        margin: bytes that a prediction by closed form must leave free, because a trace exceeded the closed form by
+            them.
+        tight: whether it is enough that what is expected fits; else the most that a run may need must.
     """
 
     start: RunConfig
@@ -125,13 +135,25 @@ class Search:
     usable: int
     context: int = 0
     margin: int = 0
+    tight: bool = False
 
     @classmethod
-    def of(cls, start: RunConfig) -> Search:
-        """Return a search for the model in `model.path` and the GPU in `hardware.gpu` of a run file."""
-        assert start.hardware.gpu is not None
-        card = find_gpu(start.hardware.gpu)
-        return cls(start, resolve_model(start.model).structure, Predictor(), card.memory.value, card.context.value)
+    def of(
+        cls, start: RunConfig, card: Gpu | None = None, *, tight: bool = False, routing: AssumedRouting | None = None
+    ) -> Search:
+        """Return a search for the model in `model.path` of a run file, and a GPU; None: that in `hardware.gpu`.
+        `routing` is how many tokens each expert is assumed to receive; None: not known."""
+        if card is None:
+            assert start.hardware.gpu is not None
+            card = find_gpu(start.hardware.gpu)
+        predictor = Predictor(card, routing or UNKNOWN, "expected" if tight else "high")
+        structure, context = resolve_model(start.model).structure, card.context_range[0]
+        return cls(start, structure, predictor, card.memory.value, context, tight=tight)
+
+    @property
+    def left(self) -> Callable[[MemoryReport], int]:
+        """The function that returns the bytes which a run leaves free."""
+        return headroom if self.tight else surely_left
 
     @cached_property
     def layers(self) -> list[int]:
@@ -184,18 +206,21 @@ class Search:
             if now is None:
                 break
             report, larger = self.predictor.traced(now.config), now.next_larger
-            if report.fits:
+            if self.left(report) >= 0:
                 sure = replace(now, report=report)
-                if larger is None or headroom(larger.report) - margin < -_UNSURE:
+                if larger is None:
                     break
+                if self.left(larger.report) - margin < -_UNSURE:
+                    whole = self.predictor.whole(larger.config)
+                    return replace(sure, next_larger=replace(larger, report=whole))
                 more = self.predictor.traced(larger.config)
-                if not more.fits:
+                if self.left(more) < 0:
                     return replace(sure, next_larger=replace(larger, report=more))
-                margin = more.required - larger.report.required
+                margin = self.left(larger.report) - self.left(more)
             elif sure is not None:
                 break
             else:
-                margin += max(report.required - now.report.required, 1)
+                margin += max(self.left(now.report) - self.left(report), 1)
             now = replace(self, margin=margin).largest(found.strategy)
         return sure
 
@@ -209,7 +234,7 @@ class Search:
             case "router":
                 config = self.smallest(strategy)
                 report = self.predictor.of(config)
-                found = Candidate(strategy, config, report, 0) if headroom(report) >= self.margin else None
+                found = Candidate(strategy, config, report, 0) if self.left(report) >= self.margin else None
         return None if found is None else self._most_rows(found)
 
     def smallest(self, strategy: Strategy) -> RunConfig:
@@ -262,10 +287,10 @@ class Search:
             if promised(each) <= _rank(*best):
                 break
             start = min(max(3, depth // 3), depth - 1)
-            last, _ = last_that_fits(depth, lambda n: report(n + 1, each), start, margin=self.margin)  # noqa: B023
+            last, _ = last_that_fits(depth, lambda n: report(n + 1, each), start, margin=self.margin, left=self.left)  # noqa: B023
             best = max(best, (last + 1, each), key=lambda one: _rank(*one))
             room[each] = self._end_of_line(reports, each, most) if last >= 0 else each - 1
-            if not best[0] and headroom(report(1, 1)) < self.margin:
+            if not best[0] and self.left(report(1, 1)) < self.margin:
                 break
         if not best[0]:
             return None
@@ -283,12 +308,12 @@ class Search:
         The line runs through the two deepest runs in `reports` that train `each` experts in each layer; with fewer than
         two such runs the result is `most`.
         """
-        points = sorted((layers * each, one.required) for (layers, e), one in reports.items() if e == each)
+        points = sorted((layers * each, self.left(one)) for (layers, e), one in reports.items() if e == each)
         if len(points) < 2:
             return most
-        (one, low), (other, high) = points[-2:]
-        slope = (high - low) / (other - one)
-        return one + int((self.usable - low) / slope) if slope > 0 else most
+        (one, more), (other, less) = points[-2:]
+        slope = (more - less) / (other - one)
+        return one + int(more / slope) if slope > 0 else most
 
     # --- LoRA, and rows ---------------------------------------------------------------------------------------
 
@@ -335,7 +360,12 @@ class Search:
             known: the report of index 0, if it fits and was predicted before.
         """
         last, reports = last_that_fits(
-            len(sizes), lambda number: self.predictor.of(configs[number]), start, margin=self.margin, known=known
+            len(sizes),
+            lambda number: self.predictor.of(configs[number]),
+            start,
+            margin=self.margin,
+            known=known,
+            left=self.left,
         )
         if last + 1 == len(sizes):
             return last, reports[last], None

@@ -16,7 +16,7 @@ from moetune.config.load import load_run_config
 from moetune.config.ranks import ranks_as_text
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
-from moetune.memory.changes import changed
+from moetune.memory.changes import changed, surely_left
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu, gpu_names
 from moetune.models.selection import ranges
@@ -92,13 +92,14 @@ class Solved:
         }
 
 
-def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = None) -> Solved:
+def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = None, *, tight: bool = False) -> Solved:
     """Find the largest value of a setting with which a run fits a GPU, by closed form, and confirm it by a trace.
 
     Args:
         run: a run file, read or as a path.
         key: the setting, one of `KEYS`. For `hardware.gpu`, the smallest GPU that the run fits is found.
         predictor: predicts the runs, for the GPU in its `gpu`; by default for `hardware.gpu`.
+        tight: whether it is enough that what is expected fits; else the most that the run may need must.
 
     Raises:
         UserError: the key is not in `KEYS`, the run file has no such setting, or no GPU is named.
@@ -114,10 +115,11 @@ def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = N
         value = axis.values[number]
         return changed(config, {key: list(value) if isinstance(value, tuple) else value})
 
-    last, reports = last_that_fits(len(axis.values), lambda number: predictor.of(run_with(number)), axis.start)
+    left = headroom if tight else surely_left
+    last, reports = last_that_fits(len(axis.values), lambda at: predictor.of(run_with(at)), axis.start, left=left)
     while last >= 0:
         reports[last] = predictor.traced(run_with(last))
-        if reports[last].fits:
+        if left(reports[last]) >= 0:
             break
         last -= 1
     values = dict(enumerate(axis.values[max(last, 0) : last + 2], max(last, 0)))
@@ -131,6 +133,7 @@ def last_that_fits(
     *,
     margin: int = 0,
     known: Mapping[int, MemoryReport] | None = None,
+    left: Callable[[MemoryReport], int] | None = None,
 ) -> tuple[int, dict[int, MemoryReport]]:
     """Find the last of the numbers 0 to `count` - 1 that fits, where each number needs more memory than the one before.
 
@@ -140,22 +143,23 @@ def last_that_fits(
         start: the number to predict first.
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
+        left: the bytes that a run leaves free, `headroom` if None, or `surely_left`.
 
     Returns the number, or -1; and all reports by number, among them those of this number and the next one.
     """
-    reports = dict(known or {})
+    reports, left = dict(known or {}), left or headroom
     fits, fails, at, tries = len(reports) - 1, count, min(start, count - 1), 0
     while fails - fits > 1:
         reports[at] = predict(at)
         tries += 1
-        fits, fails = (at, fails) if headroom(reports[at]) >= margin else (fits, at)
-        left = {number: headroom(report) - margin for number, report in reports.items()}
-        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(left, fits, fails, count)
+        fits, fails = (at, fails) if left(reports[at]) >= margin else (fits, at)
+        free = {number: left(report) - margin for number, report in reports.items()}
+        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(free, fits, fails, count)
     return fits, reports
 
 
 def headroom(report: MemoryReport) -> int:
-    """Return the bytes of the GPU that a run leaves free; negative if it needs more than there is."""
+    """Return the bytes of the GPU that a run is expected to leave free; negative if it needs more than there is."""
     assert report.headroom_bytes is not None
     return report.headroom_bytes
 

@@ -18,8 +18,13 @@ from moetune.errors import UserError
 from moetune.report.console import quieten
 
 if TYPE_CHECKING:  # a new process must run `_begin` before slow imports
+    from moetune.memory.assumed_routing import AssumedRouting
+    from moetune.models.catalog.gpus import Gpu
     from moetune.planning.search import Candidate, Search
     from moetune.planning.strategies import Strategy
+
+    _Options = tuple[Gpu | None, bool, AssumedRouting | None]
+    _Start = tuple[str, Gpu | None, bool, AssumedRouting | None]
 
 _Input = TypeVar("_Input", "Strategy", "Candidate")
 
@@ -30,10 +35,11 @@ class Workers:
     Args:
         processes: the number of processes, this one included. The others are spawned (`multiprocessing`), so the
             program's main module must be importable.
+        options: further arguments of `Search.of`: GPU, `tight`, routing.
     """
 
-    def __init__(self, search: Search, processes: int = 1) -> None:
-        self.search, self._start = search, search.start.model_dump_json(exclude_unset=True)
+    def __init__(self, search: Search, processes: int = 1, options: _Options = (None, False, None)) -> None:
+        self.search, self._start = search, (search.start.model_dump_json(exclude_unset=True), *options)
         self._pool: ProcessPoolExecutor | None = None
         if processes > 1:
             context = get_context("spawn")  # CUDA does not work in a fork of a process that has initialized it
@@ -89,17 +95,19 @@ def _end_with_parent() -> None:
 
 
 @cache
-def _search(start: str) -> Search:
-    """Return the search of a run file, given as JSON; built once in each process."""
+def _search(start: _Start) -> Search:
+    """Return the search of a run file, given as JSON with the other arguments of `Search.of`; built once in each
+    process."""
     from moetune.config.schema import RunConfig
     from moetune.planning.search import Search
 
     gc.freeze()  # imported objects are never freed: the collector need not search them
-    return Search.of(RunConfig.model_validate_json(start))
+    run, card, tight, routing = start
+    return Search.of(RunConfig.model_validate_json(run), card, tight=tight, routing=routing)
 
 
 def _answer(
-    start: str, method: str, one: Strategy | Candidate, search: Search | None = None
+    start: _Start, method: str, one: Strategy | Candidate, search: Search | None = None
 ) -> Candidate | UserError | None:
     """Call a method of `search` (None: of the search for the run file `start`) with `one`; return its result, or the
     `UserError` that it raises."""

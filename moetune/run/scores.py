@@ -131,6 +131,15 @@ def read_scores(file: str | Path, where: str) -> Scores:
     return read_json(expanded(file), Scores, f"{where}: {str(file)!r}", "give what moetune score writes")
 
 
+def read_intervals(file: Path) -> dict[int, LayerScores]:
+    """Return the layers of a `scores.json` file, which have intervals; empty for a file that is none, such as
+    `memory.json`."""
+    try:
+        return read_scores(file, "scores").layers
+    except UserError:
+        return {}
+
+
 def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) -> None:
     """Raise `UserError` unless the scores have the same expert layers, with as many experts each, as the model."""
     found = {index: layer.num_experts for index, layer in scores.layers.items()}
