@@ -177,13 +177,21 @@ def _largest(
         host, say: as in `plan`.
     """
     has_found, search = False, workers.search
+
+    def within(one: Candidate) -> bool:
+        return host is None or one.report.fullest.host_bytes <= host
+
+    def more_than(before: list[Candidate | UserError | None]) -> tuple[int]:
+        return (max((one.amount for one in before if isinstance(one, Candidate) and within(one)), default=0),)
+
     for is_slow in (False, True):
         some = [one for one in of_goal if one.is_slow is is_slow and search.may_fit(one)]
-        for strategy, one in workers.answers("largest", some, lambda one: say(f"{one.goal}: {one.words}")):
+        told = workers.answers("largest", some, lambda one: say(f"{one.goal}: {one.words}"), more_than)
+        for strategy, one in told:
             if one is None:
                 continue
             why = one_line(one) if isinstance(one, UserError) else f"wants more than {host or 0:,} bytes of host memory"
-            if isinstance(one, UserError) or (host is not None and one.report.fullest.host_bytes > host):
+            if isinstance(one, UserError) or not within(one):
                 refused.setdefault((strategy.goal, why), []).append(strategy.words)
                 continue
             has_found = True
@@ -199,7 +207,7 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
 
     The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; rows of a
     micro-batch, most first. A candidate is beaten if another one for the same goal comes from an earlier strategy and
-    trains at least as much, on at least as many rows at once.
+    trains at least as much; unless what trains are experts, also on at least as many rows at once.
     """
 
     def place(one: Candidate) -> tuple[int, ...]:
@@ -211,7 +219,7 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
             other.goal == one.goal
             and other.strategy.order < one.strategy.order
             and other.amount >= one.amount
-            and other.config.train.micro_batch >= one.config.train.micro_batch
+            and (one.goal == "experts" or other.config.train.micro_batch >= one.config.train.micro_batch)
             for other in found
         )
 

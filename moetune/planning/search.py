@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from moetune.config.schema import OptimizerConfig, RunConfig
@@ -34,6 +34,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 _BITS = {"nf4": 4, "mxfp4": 4, "int8": 8, "bf16": 16, "fp32": 32}
 _TOLERANCE = 0.005
 """Share by which a number of experts that is estimated by a straight line may be too low."""
+_NEAR = 8
+"""Numbers of experts in each layer up to which the line through two of them is not wanted far apart."""
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
 
@@ -203,11 +205,14 @@ class Search:
             now = replace(self, margin=margin).largest(found.strategy)
         return sure
 
-    def largest(self, strategy: Strategy) -> Candidate | None:
-        """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit."""
+    def largest(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
+        """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit.
+
+        For the goal `experts`, None also if no run fits that trains more than `more_than` experts in all layers.
+        """
         match strategy.goal:
             case "experts":
-                found = self._most_experts(strategy)
+                found = self._most_experts(strategy, more_than)
             case "lora":
                 found = self._highest_rank(strategy)
             case "router":
@@ -240,11 +245,12 @@ class Search:
         chosen = {"layers": ranges(self.layers[:layers]), "ids": ranges(range(each))}
         return self._with(strategy, {f"adapt.experts.{key}": value for key, value in chosen.items()})
 
-    def _most_experts(self, strategy: Strategy) -> Candidate | None:
+    def _most_experts(self, strategy: Strategy, more_than: int) -> Candidate | None:
         """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
 
         Few numbers of experts in each layer are predicted: next the one that promises most, until no other promises
-        more than what was found. So the first and last numbers, which need records of their own, seldom are.
+        more than what was found, or than `more_than`. So the first and last numbers, which need records of their own,
+        seldom are.
         """
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
@@ -260,19 +266,25 @@ class Search:
 
         numbers = range(1, depth * self.experts + 1)
         most = bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
+        slope = self.bound(strategy, 1) - self.bound(strategy, 0)  # bytes of another expert
         while len(room) < self.experts:
             each = max((each for each in range(1, self.experts + 1) if each not in room), key=promised)
-            if promised(each) <= _rank(*best):
+            if promised(each) <= max(_rank(*best), (more_than, 0)):
                 break
-            start = min(max(3, depth // 3), depth - 1)
-            last, _ = last_that_fits(depth, lambda n: report(n + 1, each), start, margin=self.margin)  # noqa: B023
+            start = max(3, depth // 3)
+            if len(room) == 1 and each > 2 * _NEAR and each // 2 not in room:
+                each //= 2  # a line through two numbers that are far apart bounds all others
+            elif len(room) > 1:
+                start = max(_room(room, each, most) // each, 1)
+            predicted = partial(lambda each, number: report(number + 1, each), each)
+            last, _ = last_that_fits(depth, predicted, min(start, depth) - 1, margin=self.margin, slope=slope * each)
             best = max(best, (last + 1, each), key=lambda one: _rank(*one))
-            room[each] = self._end_of_line(reports, each, most) if last >= 0 else each - 1
-            if not best[0] and headroom(report(1, 1)) < self.margin:
+            room[each] = self._end_of_line(reports, each, most, slope) if last >= 0 else each - 1
+            if not best[0] and not more_than and headroom(report(1, 1)) < self.margin:
                 break
-        if not best[0]:
-            return None
         layers, each = best
+        if layers * each <= more_than:
+            return None
         found = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
         larger = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + 1)), each + 1)
         if larger[0] > depth or larger[1] > self.experts:
@@ -280,18 +292,18 @@ class Search:
         what = f"{counted(larger[0], 'layer')} × {counted(larger[1], 'expert')}"
         return replace(found, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
 
-    def _end_of_line(self, reports: dict[tuple[int, int], MemoryReport], each: int, most: int) -> int:
+    def _end_of_line(self, reports: dict[tuple[int, int], MemoryReport], each: int, most: int, slope: int) -> int:
         """Return the number of experts, in all layers, at which memory reaches the GPU's size by linear extrapolation.
 
-        The line runs through the two deepest runs in `reports` that train `each` experts in each layer; with fewer than
-        two such runs the result is `most`.
+        The line runs through the two deepest runs in `reports` that train `each` experts in each layer; with one such
+        run it rises by `slope` bytes an expert. The result is at most `most`.
         """
         points = sorted((layers * each, one.required) for (layers, e), one in reports.items() if e == each)
-        if len(points) < 2:
-            return most
-        (one, low), (other, high) = points[-2:]
-        slope = (high - low) / (other - one)
-        return one + int((self.usable - low) / slope) if slope > 0 else most
+        one, low = points[0]
+        if len(points) > 1:
+            (one, low), (other, high) = points[-2:]
+            slope = (high - low) // (other - one)
+        return min(one + (self.usable - low) // slope, most) if slope > 0 else most
 
     # --- LoRA, and rows ---------------------------------------------------------------------------------------
 

@@ -131,6 +131,7 @@ def last_that_fits(
     *,
     margin: int = 0,
     known: Mapping[int, MemoryReport] | None = None,
+    slope: int = 0,
 ) -> tuple[int, dict[int, MemoryReport]]:
     """Find the last of the numbers 0 to `count` - 1 that fits, where each number needs more memory than the one before.
 
@@ -140,6 +141,7 @@ def last_that_fits(
         start: the number to predict first.
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
+        slope: bytes that each number is expected to need more than the one before; 0 if unknown.
 
     Returns:
         The last number that fits, or -1; and all reports by number, among them those of this number and the next one.
@@ -151,7 +153,7 @@ def last_that_fits(
         tries += 1
         fits, fails = (at, fails) if headroom(reports[at]) >= margin else (fits, at)
         left = {number: headroom(report) - margin for number, report in reports.items()}
-        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(left, fits, fails, count)
+        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(left, fits, fails, count, slope)
     return fits, reports
 
 
@@ -161,7 +163,7 @@ def headroom(report: MemoryReport) -> int:
     return report.headroom_bytes
 
 
-def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int) -> int:
+def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope: int) -> int:
     """Return the number to predict next: where a straight line through two known headrooms crosses zero.
 
     Args:
@@ -169,14 +171,17 @@ def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int) -> int
         fits: the last number known to fit.
         fails: the first number known not to fit.
         count: how many numbers there are.
+        slope: as in `last_that_fits`; used if only one headroom is known.
     """
     near = sorted(left, key=lambda number: abs(left[number]))[:2]
-    if len(near) < 2:
+    if len(near) < 2 and slope > 0:
+        guess = near[0] + left[near[0]] // slope
+    elif len(near) < 2:
         guess = 2 * near[0] + 1 if fails == count else near[0] // 2
     else:
         one, other = near
-        slope = (left[other] - left[one]) / (other - one)
-        guess = count if slope >= 0 else int(one - left[one] / slope)
+        change = (left[other] - left[one]) / (other - one)
+        guess = count if change >= 0 else int(one - left[one] / change)
     return min(max(guess, fits + 1), fails - 1)
 
 
