@@ -14,7 +14,7 @@ from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
-from moetune.planning.search import Candidate, Search
+from moetune.planning.search import Candidate, Search, worth
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
 
@@ -218,7 +218,7 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
         return any(
             other.goal == one.goal
             and other.strategy.order < one.strategy.order
-            and other.amount >= one.amount
+            and worth(other.amount) >= one.amount
             and (one.goal == "experts" or other.config.train.micro_batch >= one.config.train.micro_batch)
             for other in found
         )

@@ -33,7 +33,8 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a micro-batch, in rows, that a search tries; `RANKS` are the ranks of LoRA."""
 _BITS = {"nf4": 4, "mxfp4": 4, "int8": 8, "bf16": 16, "fp32": 32}
 _TOLERANCE = 0.005
-"""Share by which a number of experts that is estimated by a straight line may be too low."""
+"""Share by which a number of experts that is estimated by a straight line may be too low, and by which another number
+must be greater to be worth a search."""
 _NEAR = 8
 """Numbers of experts in each layer up to which the line through two of them is not wanted far apart."""
 _UNSURE = 100 << 20
@@ -208,7 +209,8 @@ class Search:
     def largest(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
         """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit.
 
-        For the goal `experts`, None also if no run fits that trains more than `more_than` experts in all layers.
+        For the goal `experts`, None also if no run fits that trains more than `more_than` experts in all layers, by what
+        is worth it.
         """
         match strategy.goal:
             case "experts":
@@ -249,8 +251,8 @@ class Search:
         """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
 
         Few numbers of experts in each layer are predicted: next the one that promises most, until no other promises
-        more than what was found, or than `more_than`. So the first and last numbers, which need records of their own,
-        seldom are.
+        more than what was found, or than `more_than`, by what is worth it. So the first and last numbers, which need
+        records of their own, seldom are.
         """
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
@@ -269,7 +271,7 @@ class Search:
         slope = self.bound(strategy, 1) - self.bound(strategy, 0)  # bytes of another expert
         while len(room) < self.experts:
             each = max((each for each in range(1, self.experts + 1) if each not in room), key=promised)
-            if promised(each) <= max(_rank(*best), (more_than, 0)):
+            if promised(each) <= max((worth(best[0] * best[1]), -best[1]), (worth(more_than), 0)):
                 break
             start = max(3, depth // 3)
             if len(room) == 1 and each > 2 * _NEAR and each // 2 not in room:
@@ -283,7 +285,7 @@ class Search:
             if not best[0] and not more_than and headroom(report(1, 1)) < self.margin:
                 break
         layers, each = best
-        if layers * each <= more_than:
+        if layers * each <= worth(more_than):
             return None
         found = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
         larger = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + 1)), each + 1)
@@ -363,19 +365,24 @@ def _room(room: Mapping[int, int], each: int, most: int) -> int:
     """Estimate how many experts fit in all layers, from other numbers of experts in each layer.
 
     The number falls nearly linearly with the experts in each layer. The estimate is a straight line through the two
-    nearest known numbers, plus `_TOLERANCE`, and at most the number at fewer experts in each layer.
+    nearest known numbers, at most the number at fewer experts in each layer, plus `_TOLERANCE`.
 
     Args:
         room: experts in each layer -> experts in all layers that fit.
         each: experts in each layer, not in `room`.
         most: upper bound of the result.
     """
-    above = min((room[fewer] for fewer in room if fewer < each), default=most)
-    if len(room) < 2:
-        return above
-    one, other = sorted(room, key=lambda known: abs(known - each))[:2]
-    line = room[one] + (room[other] - room[one]) * (each - one) / (other - one)
-    return min(above, int(line * (1 + _TOLERANCE)))
+    found = min((room[fewer] for fewer in room if fewer < each), default=most)
+    if len(room) > 1:
+        one, other = sorted(room, key=lambda known: abs(known - each))[:2]
+        found = min(found, int(room[one] + (room[other] - room[one]) * (each - one) / (other - one)))
+    return min(worth(found), most)
+
+
+def worth(experts: int) -> int:
+    """Return the largest number of experts that is not worth a search if `experts` were found to fit: a half percent
+    more. Below 200 experts it is the same number."""
+    return int(experts * (1 + _TOLERANCE))
 
 
 def _rank(layers: int, each: int) -> tuple[int, int]:

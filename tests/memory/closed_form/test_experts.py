@@ -64,7 +64,7 @@ def same(run: ResolvedRun, depths: Depths, card: str = "l40s") -> None:
     assert found.parts() == own.parts()
     assert found.rounded_peak == own.rounded_peak
     assert (found.load, found.managed) == (own.load, own.managed)
-    assert abs(own.host_peak - found.host_peak) <= 4 * len(run.parts) * (run.optimizers["experts"].offload is True)
+    assert abs(own.host_peak - found.host_peak) <= 8 * len(run.parts) * (run.optimizers["experts"].offload is True)
 
 
 @pytest.mark.full
