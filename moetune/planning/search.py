@@ -209,8 +209,8 @@ class Search:
     def largest(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
         """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit.
 
-        For the goal `experts`, None also if no run fits that trains more than `more_than` experts in all layers, by what
-        is worth it.
+        For the goal `experts`, None also if no run fits that trains more than `more_than` experts in all layers, by
+        what is `worth` it.
         """
         match strategy.goal:
             case "experts":

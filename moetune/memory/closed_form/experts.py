@@ -330,8 +330,8 @@ class _Rewriting:
                     births = [self._birth(entry, sizes, experts) for _ in range(times)]
                     self._of_group.setdefault(entry, []).extend(births)
                     turn.made[-1][entry] = births
-                elif (births := turn.freed(~entry)) is not None:
-                    for made in births:
+                elif (freed := turn.freed(~entry)) is not None:
+                    for made in freed:
                         self._death(made)
                 elif (block := self._record.log.blocks[~entry]).expert is not None:
                     for expert in self._stands_for(layer, self._index(block)):
