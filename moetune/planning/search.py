@@ -250,9 +250,9 @@ class Search:
     def _most_experts(self, strategy: Strategy, more_than: int) -> Candidate | None:
         """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
 
-        Few numbers of experts in each layer are predicted: next the one that promises most, until no other promises
-        more than what was found, or than `more_than`, by what is worth it. So the first and last numbers, which need
-        records of their own, seldom are.
+        Few numbers of experts in each layer are predicted: next the one of which most is expected, until no other
+        promises more than what was found, or than `more_than`, by what is worth it. So the first and last numbers,
+        which need records of their own, seldom are.
         """
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
@@ -263,49 +263,60 @@ class Search:
                 reports[layers, each] = self.predictor.of(self.of_experts(strategy, layers, each))
             return reports[layers, each]
 
-        def promised(each: int) -> tuple[int, int]:
+        def expected(each: int) -> tuple[int, int]:
             return _rank(min(depth, _room(room, each, most) // each), each)
+
+        def promised(each: int) -> tuple[int, int]:
+            return _rank(min(depth, min(worth(_room(room, each, most)), most) // each), each)
 
         numbers = range(1, depth * self.experts + 1)
         most = bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
-        slope = self.bound(strategy, 1) - self.bound(strategy, 0)  # bytes of another expert
-        while len(room) < self.experts:
-            each = max((each for each in range(1, self.experts + 1) if each not in room), key=promised)
-            if promised(each) <= max((worth(best[0] * best[1]), -best[1]), (worth(more_than), 0)):
+        slope: float = self.bound(strategy, 1) - self.bound(strategy, 0)  # bytes of another expert
+        while True:
+            enough = max((worth(best[0] * best[1]), -best[1]), (worth(more_than), 0))
+            left = [each for each in range(1, self.experts + 1) if each not in room and promised(each) > enough]
+            if not left:
                 break
-            start = max(3, depth // 3)
+            # all experts of a layer need a record of their own: they come last, unless those of all layers may fit
+            is_all = most == depth * self.experts
+            each = max(left, key=lambda each: (is_all or each < self.experts, expected(each)))
+            start = depth if is_all else min(max(3, depth // 3), depth)
             if len(room) == 1 and each > 2 * _NEAR and each // 2 not in room:
                 each //= 2  # a line through two numbers that are far apart bounds all others
-            elif len(room) > 1:
-                start = max(_room(room, each, most) // each, 1)
+                room[each] = self._end_of_line({start: report(start, each)}, each, most, slope)
+                continue
+            if len(room) > 1:
+                start = min(max(_room(room, each, most) // each, 1), depth)
             predicted = partial(lambda each, number: report(number + 1, each), each)
-            last, _ = last_that_fits(depth, predicted, min(start, depth) - 1, margin=self.margin, slope=slope * each)
+            last, found = last_that_fits(depth, predicted, start - 1, margin=self.margin, slope=slope * each)
             best = max(best, (last + 1, each), key=lambda one: _rank(*one))
-            room[each] = self._end_of_line(reports, each, most, slope) if last >= 0 else each - 1
+            line = {number + 1: one for number, one in found.items()}
+            room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each - 1
+            slope = _slope(line, each) or slope
             if not best[0] and not more_than and headroom(report(1, 1)) < self.margin:
                 break
         layers, each = best
         if layers * each <= worth(more_than):
             return None
-        found = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
+        candidate = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
         larger = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + 1)), each + 1)
         if larger[0] > depth or larger[1] > self.experts:
-            return found
+            return candidate
         what = f"{counted(larger[0], 'layer')} × {counted(larger[1], 'expert')}"
-        return replace(found, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
+        return replace(candidate, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
 
-    def _end_of_line(self, reports: dict[tuple[int, int], MemoryReport], each: int, most: int, slope: int) -> int:
+    def _end_of_line(self, line: Mapping[int, MemoryReport], each: int, most: int, slope: float) -> int:
         """Return the number of experts, in all layers, at which memory reaches the GPU's size by linear extrapolation.
 
-        The line runs through the two deepest runs in `reports` that train `each` experts in each layer; with one such
-        run it rises by `slope` bytes an expert. The result is at most `most`.
+        Args:
+            line: layers -> report of a run that trains `each` experts in each of them.
+            most: upper bound of the result.
+            slope: bytes of another expert, used if `line` has a single run.
         """
-        points = sorted((layers * each, one.required) for (layers, e), one in reports.items() if e == each)
-        one, low = points[0]
-        if len(points) > 1:
-            (one, low), (other, high) = points[-2:]
-            slope = (high - low) // (other - one)
-        return min(one + (self.usable - low) // slope, most) if slope > 0 else most
+        slope = _slope(line, each) or slope
+        deepest = max(line)
+        left = self.usable - line[deepest].required
+        return min(each * deepest + int(left / slope), most) if slope > 0 else most
 
     # --- LoRA, and rows ---------------------------------------------------------------------------------------
 
@@ -361,11 +372,19 @@ class Search:
         return last, reports.get(last), NextLarger(f"{what} {sizes[last + 1]}", configs[last + 1], reports[last + 1])
 
 
+def _slope(line: Mapping[int, MemoryReport], each: int) -> float:
+    """Return the bytes of another expert by the first and last run in `line` (`Search._end_of_line`); 0 for one run."""
+    if len(line) < 2:
+        return 0
+    one, other = min(line), max(line)
+    return (line[other].required - line[one].required) / (each * (other - one))
+
+
 def _room(room: Mapping[int, int], each: int, most: int) -> int:
     """Estimate how many experts fit in all layers, from other numbers of experts in each layer.
 
     The number falls nearly linearly with the experts in each layer. The estimate is a straight line through the two
-    nearest known numbers, at most the number at fewer experts in each layer, plus `_TOLERANCE`.
+    nearest known numbers, and at most the number at fewer experts in each layer.
 
     Args:
         room: experts in each layer -> experts in all layers that fit.
@@ -376,7 +395,7 @@ def _room(room: Mapping[int, int], each: int, most: int) -> int:
     if len(room) > 1:
         one, other = sorted(room, key=lambda known: abs(known - each))[:2]
         found = min(found, int(room[one] + (room[other] - room[one]) * (each - one) / (other - one)))
-    return min(worth(found), most)
+    return min(found, most)
 
 
 def worth(experts: int) -> int:

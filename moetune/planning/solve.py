@@ -131,7 +131,7 @@ def last_that_fits(
     *,
     margin: int = 0,
     known: Mapping[int, MemoryReport] | None = None,
-    slope: int = 0,
+    slope: float = 0,
 ) -> tuple[int, dict[int, MemoryReport]]:
     """Find the last of the numbers 0 to `count` - 1 that fits, where each number needs more memory than the one before.
 
@@ -163,7 +163,7 @@ def headroom(report: MemoryReport) -> int:
     return report.headroom_bytes
 
 
-def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope: int) -> int:
+def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope: float) -> int:
     """Return the number to predict next: where a straight line through two known headrooms crosses zero.
 
     Args:
@@ -175,7 +175,7 @@ def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope:
     """
     near = sorted(left, key=lambda number: abs(left[number]))[:2]
     if len(near) < 2 and slope > 0:
-        guess = near[0] + left[near[0]] // slope
+        guess = near[0] + int(left[near[0]] // slope)
     elif len(near) < 2:
         guess = 2 * near[0] + 1 if fails == count else near[0] // 2
     else:
