@@ -23,9 +23,9 @@ from moetune.files import refuse_taken, write_output
 def init(
     recipe: Annotated[str, argument("RECIPE|MODEL", "Recipe name; `moetune init --list` shows them. Or a model.")] = "",
     gpu: Annotated[
-        str | None, option(None, "Of a MODEL: the card that the run is to fit, such as l40s or 44GiB.")
+        str | None, option(None, "For a MODEL: the card that the run must fit, such as l40s or 44GiB.")
     ] = None,
-    goal: Annotated[str, choice("router|experts|lora", "Of a MODEL: what shall train.")] = "lora",
+    goal: Annotated[str, choice("router|experts|lora", "For a MODEL: what to train.")] = "lora",
     out: Annotated[Path, option("FILE", "Where to write it.", "--out", check=in_a_folder)] = Path("run.yaml"),
     list_: Annotated[bool, flag("--list", "List the recipes.")] = False,
     set_: Overrides = None,
@@ -46,7 +46,7 @@ def init(
         text = _planned(recipe, gpu, goal, out)
     else:
         hint = suggest(recipe, known) or f" There are: {', '.join(known)}."
-        beside = " For a model give --gpu too."
+        beside = " For a model also give --gpu."
         raise UserError(f"recipe {recipe!r} does not exist.{hint}{beside}" if recipe else f"init needs a recipe.{hint}")
     write_output(out, _with_settings(text, set_) if set_ else text)
     answer(json_, {"schema": 1, "recipe": recipe, "file": str(out)}, f"{out} written; next: moetune train {out}")
@@ -80,5 +80,5 @@ def _planned(model: str, gpu: str, goal: Any, out: Path) -> str:
 
     found = plan(model, gpu, goals=[goal])
     if not found.candidates:
-        raise UserError(f"{goal} of {model} does not fit {gpu}; moetune plan {model} --gpu {gpu} says what would")
+        raise UserError(f"{goal} of {model} does not fit {gpu}; moetune plan {model} --gpu {gpu} shows what fits")
     return run_text(found.candidates[0], out)

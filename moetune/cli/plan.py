@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 def plan(
     what: Annotated[str, argument("MODEL|RUN.yaml", "A model to plan for, or a run file.")],
     solve: Annotated[
-        str | None, option("KEY", "Of a run file: find the largest value of this setting that fits.")
+        str | None, option("KEY", "For a run file: find the largest value of this setting that fits.")
     ] = None,
     gpu: Card = None,
-    count: Annotated[int, number("How many of them.")] = 1,
-    goal: Annotated[str, choice("router|experts|lora|any", "What shall train.")] = "any",
-    host: Annotated[str | None, option("SIZE", "Host memory that a run may take. Default: any.")] = None,
-    data: Annotated[str | None, option("FILE", "What the run files train on.")] = None,
+    count: Annotated[int, number("Number of GPUs.")] = 1,
+    goal: Annotated[str, choice("router|experts|lora|any", "What to train.")] = "any",
+    host: Annotated[str | None, option("SIZE", "Most host memory of a run. Default: no limit.")] = None,
+    data: Annotated[str | None, option("FILE", "Training data of the run files.")] = None,
     tokens: Tokens = None,
     min_sequence: Annotated[int, number("Tokens of a sequence.", 2, 2**24)] = 1024,
-    explain: Annotated[bool, flag("--explain", "Say why no more of each fits.")] = False,
-    write: Annotated[Path | None, option("DIR", "Leave each as a run file in this folder.")] = None,
+    explain: Annotated[bool, flag("--explain", "Also show what the next larger runs need.")] = False,
+    write: Annotated[Path | None, option("DIR", "Write each candidate as a run file to DIR.")] = None,
     html: Page = None,
     figure: Picture = None,
     routing: Routed = "balanced",
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Find what fits a card: the largest run of each way to train a MODEL, or the largest value of a setting of a
+    """Find what fits a card: the largest run of a MODEL by each strategy, or the largest value of a setting of a
     RUN.yaml. Exit code 1: nothing fits."""
     from rich.text import Text
 
@@ -67,7 +67,7 @@ def plan(
     progress: Any = terminal(stderr=True)
     if solve is not None:
         if html or figure or write or tokens:
-            raise UserError("--html, --figure, --write and --tokens are of a plan for a model; --solve finds one value")
+            raise UserError("--html, --figure, --write and --tokens need a plan for a model, not --solve")
         with heavy_imports():
             from moetune.memory.assumed_routing import parse_routing
             from moetune.planning.predictor import Predictor
@@ -81,13 +81,13 @@ def plan(
 
     if gpu is None:
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB")
-    refuse_set(set_, "a plan chooses settings itself")
+    refuse_set(set_, "a plan for a model chooses settings itself")
     from moetune.config.load import refuse_missing
     from moetune.config.memory_size import HOW_TO_WRITE_A_SIZE, parse_size
 
     most = None if host is None else parse_size(host)
     if host is not None and most is None:
-        raise UserError(f"--host {host!r} is no size. {HOW_TO_WRITE_A_SIZE}")
+        raise UserError(f"--host {host!r} is not a memory size. {HOW_TO_WRITE_A_SIZE}")
     refuse_missing([] if data is None else [data])
     with heavy_imports():
         import torch
@@ -148,7 +148,8 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
 
 
 def _solved(solved: Solved) -> View:
-    """Return a view of the largest value that fits, the memory it needs, and the next value."""
+    """Return a view of a solution: the largest value that fits, its memory and `--set` option, and the memory of the
+    next value. If no value fits: the memory of the smallest."""
     from moetune.report.units import gib
 
     def needs(report: MemoryReport) -> str:
@@ -162,8 +163,8 @@ def _solved(solved: Solved) -> View:
             axis.key, f"no {axis.key} fits: even {axis.name(solved.next_value)} {needs(solved.next_report)}", "no"
         )
     if solved.next_report is None:
-        further = "there is no value beyond it"
+        further = "it is the largest value there is"
     else:
-        further = f"one further, {axis.name(solved.next_value)}, {needs(solved.next_report)}"
+        further = f"the next value, {axis.name(solved.next_value)}, {needs(solved.next_report)}"
     verdict = f"{axis.key}: {axis.name(solved.value)} {needs(solved.report)}"
     return View(axis.key, verdict, solved.report.verdict, [further, f"--set {solved.settings[0]}"])

@@ -61,8 +61,8 @@ _PAGED = ("state1", "state2")
 def share_tables(optimizer: Any, tables: dict[str, Tensor]) -> None:
     """Make 8-bit optimizers share their quantization tables; call it with the same `tables` for each optimizer.
 
-    An empty `tables` is filled with those of `optimizer`, else they replace them. Every optimizer makes tables of its
-    own, which adds up where gradients are freed during backward and each parameter therefore has its own optimizer.
+    An empty `tables` is filled with the tables of `optimizer`; otherwise it replaces them. Without it every optimizer
+    has its own tables, which adds up where each parameter has an optimizer, as with `fused_backward`.
     """
     if not tables:
         tables.update(optimizer.name2qmap)

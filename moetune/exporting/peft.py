@@ -191,7 +191,7 @@ def _settings(adapted: Adapted, lora: LoraConfig, saved: tuple[str, ...]) -> dic
 def _patterns(sizes: Mapping[str, tuple[int, float]]) -> tuple[tuple[int, float], dict[str, tuple[int, float]]]:
     """Return the rank and alpha that most names have, and regular expression -> rank and alpha for the other names.
 
-    An expression is the last two parts of the name where all names with this ending have the same rank and alpha.
+    An expression is the last two parts of a name, or the whole name if names with this ending differ in rank or alpha.
 
     Args:
         sizes: name -> rank and alpha.

@@ -120,7 +120,7 @@ def placed(run: FinishedRun, chosen: Iterable[Update], base: Mapping[str, Stored
         tied = (name for name, first in run.adapted.structure.tied.items() if first == one.parameter)
         there = [mappings[name] for name in (one.parameter, *tied) if name in mappings]
         if not there:
-            raise UserError(f"the base checkpoint has no tensors that {one.parameter} could go back to")
+            raise UserError(f"the base checkpoint has no tensors for {one.parameter}")
         found += [(one, mapping if one.expert is None else mapping.of_expert(one.expert)) for mapping in there]
     return found
 

@@ -104,7 +104,7 @@ def _mapping(mappings: Mapping[str, KeyMapping], parameter: str) -> KeyMapping:
     """
     found = mappings.get(parameter)
     if found is None or (found.conversion is not None and not found.has_experts_apart):
-        raise UserError(f"the base checkpoint has no name for {parameter} that vLLM could know; use --format merged")
+        raise UserError(f"vLLM supports no name that the base checkpoint has for {parameter}; use --format merged")
     return found
 
 

@@ -43,7 +43,7 @@ class AssumedRouting:
         shares = dict(self.load).get(layer)
         if shares is None or len(shares) != num_experts:
             found = "nothing" if shares is None else f"{len(shares)} experts"
-            raise UserError(f"--routing {self.name!r}: has {found} for layer {layer}, which has {num_experts} experts")
+            raise UserError(f"--routing {self.name!r} has {found} for layer {layer}, which has {num_experts} experts")
         return _capped(tokens * top_k, tokens, shares)
 
     def count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
@@ -60,7 +60,7 @@ _MOST_SKEW = 1_000_000
 
 @dataclass(frozen=True)
 class Replayed(AssumedRouting):
-    """The rows that experts received in real steps, call by call, for a trace of the same steps.
+    """Recorded routing: the rows that experts received in each call of real steps, for a trace of the same steps.
 
     Attributes:
         steps: number of recorded steps; all their micro-steps are recorded.
@@ -97,17 +97,17 @@ def parse_routing(text: str) -> AssumedRouting:
             skew = 0.0
         if not 1 <= skew <= _MOST_SKEW:
             raise UserError(
-                f"--routing {text!r}: the fullest expert's load over the mean is a number from 1 up to {_MOST_SKEW:,}; "
-                "worst is the most there can be"
+                f"--routing {text!r}: skew is the fullest expert's load over the mean, a number from 1 to "
+                f"{_MOST_SKEW:,}; for the most uneven routing use worst"
             )
         return AssumedRouting(text, skew)
     if not expanded(text).is_file():
-        raise UserError(f"--routing {text!r}: is not balanced, skew:S, worst, or a file")
+        raise UserError(f"--routing {text!r}: give balanced, skew:S, worst, or an existing file")
     return AssumedRouting(text, None, tuple(read_expert_load(expanded(text), "--routing").items()))
 
 
 def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> list[int]:
-    """Return the rows of E experts for an assumption that holds for all layers.
+    """Return the rows of each of E experts for an assumption without a recorded load.
 
     With `fullest`, the last expert has this multiple of the mean, and the others share the rest evenly. If it is None,
     the last experts receive as many rows as possible, but every other expert at least one if there are enough.
@@ -125,7 +125,7 @@ def _rows(fullest: float | None, tokens: int, top_k: int, num_experts: int) -> l
 
 
 def _capped(total: int, most: int, shares: tuple[float, ...]) -> list[int]:
-    """Distribute `total` rows in proportion to `shares`, at most `most` to each expert; the others get the rest."""
+    """Distribute `total` rows in proportion to `shares`; what exceeds `most` for one expert goes to the others."""
     full: set[int] = set()
     while True:
         left = sum(share for expert, share in enumerate(shares) if expert not in full)

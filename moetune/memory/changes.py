@@ -103,7 +103,7 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Reme
 
 
 def _with(config: RunConfig, chosen: Sequence[Saving], predict: Predict) -> Remedy | None:
-    """Predict the run with the chosen savings; None if the run file or the model does not allow them."""
+    """Return the chosen savings with the prediction of the run; None if the run file or model does not allow them."""
     settings = {key: value for one in chosen for key, value in one.settings.items()}
     try:
         return Remedy(settings, tuple(one.why for one in chosen), predict(changed(config, settings)))
@@ -147,13 +147,13 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         yield Saving({"train.checkpointing": "full"}, why, _ACTIVATIONS)
     if single and not single.offload and not single.fused_backward:
         if train.accumulate == 1:
-            why = "frees each gradient as it comes; the largest one is alive, not all"
+            why = "frees each gradient during backward; only the largest is alive, not all"
             yield Saving({"optimizer.fused_backward": True}, why, ("gradients",))
         if single.master_weights != "stochastic":
             why = "states, float32 weights and updates in host memory"
             yield Saving({"optimizer.offload": True}, why, ("gradients", *_UPDATED))
     if train.checkpointing != "offload":
-        why = "as full, and the layers' inputs wait in host memory"
+        why = "like full, but keeps the layers' inputs in host memory"
         yield Saving({"train.checkpointing": "offload"}, why, _ACTIVATIONS)
     if model.experts_on != "host":
         why = "quantized experts are kept in host memory; needs many tokens a step"
@@ -165,18 +165,18 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         why = "8-bit AdamW keeps 2 bytes a trained parameter, and no master weights"
         yield Saving({"optimizer.name": "adamw8bit", "optimizer.master_weights": "none"}, why, _UPDATED)
     if model.base == "nf4" and not model.double_quant:
-        yield Saving({"model.double_quant": True}, "8 bits for the scales of what stays frozen", ("frozen_weights",))
+        yield Saving({"model.double_quant": True}, "8 bits for the scales of frozen weights", ("frozen_weights",))
     if model.base not in ("nf4", "auto"):
-        yield Saving({"model.base": "nf4"}, "4 bits for what stays frozen", ("frozen_weights",))
+        yield Saving({"model.base": "nf4"}, "4 bits for frozen weights", ("frozen_weights",))
     if train.micro_batch > 1:
         smaller = {"train.micro_batch": 1, "train.accumulate": train.accumulate * train.micro_batch}
-        yield Saving(dict(smaller), "the same step in smaller pieces", _ACTIVATIONS)
+        yield Saving(dict(smaller), "the same step in smaller micro-batches", _ACTIVATIONS)
     if (half := train.sequence_length // 2) >= _SHORTEST:
         yield Saving({"train.sequence_length": half}, "half as many tokens at once", _ACTIVATIONS)
     rank, lowest = halved(0 if config.adapt.lora is None else config.adapt.lora.rank)
     if lowest >= _LOWEST:
         parts: tuple[PartName, ...] = ("trainable_weights", "gradients", *_UPDATED)
-        yield Saving({"adapt.lora.rank": rank}, "half the factors", parts)
+        yield Saving({"adapt.lora.rank": rank}, "LoRA factors of half the size", parts)
     if single and (single.name, single.master_weights) != ("sgd", "none"):
         why = "SGD without momentum keeps no states"
         yield Saving({"optimizer.name": "sgd", "optimizer.master_weights": "none"}, why, _UPDATED)

@@ -105,11 +105,11 @@ def predict(
     if method != "formula" and name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {cards}" if cards else ""
-        report = _noting(report, f"no time: a size does not say how fast a card is{named}")
+        report = _noting(report, f"no time estimate: a memory size does not determine a card's speed{named}")
     if report.fits is not False or not advise:
         return report
     if config.parallel.ranks > 1:
-        note = "the layout decides, and `moetune compare` shows others beside it (docs/guides/parallel.md)"
+        note = "another layout may fit: compare layouts with `moetune compare` (docs/guides/parallel.md)"
         return _noting(report, note)
 
     def needs(config: RunConfig) -> MemoryReport:
@@ -161,7 +161,7 @@ def _reported(
     assert fullest.load is not None
     common |= {"ranks": tuple(ranks), "load": fullest.load}
     if allocator is None:
-        assumed = "reserved: allocated, rounded up to a page of each pool; a trace simulates the allocator"
+        assumed = "reserved: allocated bytes rounded up to pages; only a trace simulates the allocator"
         moment = replace(fullest.moment(0), step=STEPS - 1, module="")
         return _assuming(MemoryReport(**common, method="formula", moment=moment), assumed)
     report = MemoryReport(
@@ -173,7 +173,7 @@ def _reported(
         time=None if common["gpu"] is None else time_of(run.config, fullest, card),
     )
     if len(ranks) > 1:
-        report = _assuming(report, "every rank sends to the others what the traced one sends")
+        report = _assuming(report, "every rank sends the other ranks as many bytes as the traced rank sends")
     return _assuming(report, f"allocator: {_WORDS[allocator]}, simulated on the trace")
 
 
@@ -194,7 +194,7 @@ def _rank(
     Args:
         outside: bytes outside the allocator: context and NCCL buffers.
         allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
-        matrix: bytes of the largest matrix that was in transit while weights were loaded, as from `largest_quantized`.
+        matrix: bytes of the largest matrix that is quantized while weights are loaded (`largest_quantized`).
         capacity: bytes of GPU memory that the allocator may hold; None for no limit.
     """
     parts = found.parts()
@@ -219,11 +219,11 @@ def _rank(
 
 
 def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity: int | None) -> tuple[int, int]:
-    """Simulate the allocator on a trace; return its peaks of allocated and of reserved bytes.
+    """Simulate the allocator on a trace; return the peaks of allocated and of reserved bytes.
 
-    Loading may leave a hole between the weights. The largest reservation of three simulations is returned: without a
-    hole, with a hole of `matrix` bytes, and with one of eight times as many. If it exceeds `capacity` although the
-    allocated bytes do not, they are repeated within `capacity`, where unused memory is returned to the driver.
+    Loading may leave a hole between the weights, so the largest reserved peak of three simulations is returned: with
+    holes of 0, `matrix` and 8 · `matrix` bytes. If only the reserved bytes exceed `capacity`, the simulations are
+    repeated with this limit, at which the allocator returns unused memory to the driver.
     """
 
     def events(hole: int) -> Iterator[Event]:

@@ -224,8 +224,8 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of gate_up's output that layers keep for backward (`train.keep_rows`): `kept` of the `layers` with experts
-    keep theirs, of `bytes` each."""
+    """Number of layers that keep gate_up's output rows for backward (`train.keep_rows`): `kept` of the `layers` with
+    experts. The rows of one layer take `bytes`."""
 
     layers: int
     kept: int

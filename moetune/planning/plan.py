@@ -21,14 +21,14 @@ from moetune.planning.workers import Workers
 
 @dataclass(frozen=True)
 class Miss:
-    """Where nothing fits: the smallest run of the strategy that needs the least memory by an estimate.
+    """The nearest miss if nothing fits: the smallest run of the strategy with the lowest estimate of memory.
 
     Attributes:
         config: the run file.
         report: its predicted memory, more than the GPU has.
         remedy: changes of the run file with which it would fit; None if none are known.
-        cards: up to two of the smallest GPUs in the catalog with enough memory; also "2 × NAME" if it fits two of the
-            given GPU.
+        cards: the smallest GPUs in the catalog with enough memory, up to two; also "2 × NAME" if the run fits two of
+            the given GPU.
     """
 
     config: RunConfig
@@ -67,7 +67,7 @@ class Plan:
         model, gpu: as given.
         usable_bytes: bytes of the GPU that a process can use.
         candidates: the largest run of each strategy that fits, best first.
-        miss: the run that nearly fits, if there is no candidate; None if there is one, or if no run could be predicted.
+        miss: the nearest miss; None if there is a candidate, or if no run could be predicted.
         notes: messages for the user: what was left out, and why.
         tokens: the number of tokens that each candidate trains on; None if it was not given.
     """
@@ -115,7 +115,7 @@ def plan(
     Args:
         model: a catalog name, a folder or a hub id.
         gpu: the name of a GPU, or a memory size such as `44GiB`.
-        goals: what shall train: `router`, `experts` or `lora`.
+        goals: what to train: `router`, `experts` or `lora`.
         count: the number of GPUs that a run is divided over.
         length: tokens of a sequence.
         host: bytes of host memory that a run may take; None for no limit.
@@ -157,7 +157,7 @@ def plan(
     notes += [*late, *dict.fromkeys(note for one in candidates for note in one.report.notes)]
     miss = None
     if not candidates:
-        say("nothing fits: looking for what is nearest")
+        say("nothing fits: looking for the nearest miss")
         miss = _nearest(search, [one for of_goal in of_goals for one in of_goal])
     return Plan(model, gpu, search.usable, tuple(candidates), miss, tuple(notes), tokens)
 
@@ -190,7 +190,7 @@ def _largest(
         for strategy, one in told:
             if one is None:
                 continue
-            why = one_line(one) if isinstance(one, UserError) else f"wants more than {host or 0:,} bytes of host memory"
+            why = one_line(one) if isinstance(one, UserError) else f"needs more than {host or 0:,} bytes of host memory"
             if isinstance(one, UserError) or not within(one):
                 refused.setdefault((strategy.goal, why), []).append(strategy.words)
                 continue

@@ -23,9 +23,9 @@ KEYS = (
 def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     """Return changes of the run file, each enough by itself, with which a run that ran out of memory would have fitted.
 
-    First up to three savings, the mildest first; then the largest value that fits of each setting in `KEYS`. The memory
-    that was available is taken to be the run's own prediction less `lacking` bytes, because other programs may use part
-    of the GPU, and a run may need more than is predicted. What a change moves to host memory must fit there.
+    First up to three savings, the mildest first; then the largest value that fits of each setting in `KEYS`. A change
+    must lower the prediction by `lacking` bytes; the size of the GPU does not count, because other programs may use
+    part of it, and a run may need more than predicted. What a change moves to host memory must fit there.
 
     Raises:
         UserError: the run cannot be predicted.

@@ -1,10 +1,10 @@
 """`Search`: the largest run of one strategy that fits a GPU: most experts or highest rank, then most rows at once.
 
-Recording the closed form of a kind of run takes seconds, evaluating it a tenth of a second (memory/closed_form/). One
-record covers every number of layers, and most numbers of experts in each; all of them would still take a minute, so few
-are evaluated. With a fixed number of trained experts in each layer, memory
-grows linearly with the number of layers. This line starts higher with more experts in each layer, because the gradients
-of one layer's experts are added up together. So the line for a number of experts bounds that for every larger number.
+Recording a closed form takes seconds, evaluating it a tenth of a second (memory/closed_form/). One record covers every
+number of layers and most numbers of experts in each, but evaluating all of them would take a minute, so few are.
+With a fixed number of trained experts in each layer, memory is linear in the number of layers. With more experts in
+each layer this line lies higher, because the gradients of a layer's experts are alive together. So the total that fits
+with a number of experts in each layer bounds the total for every larger number.
 """
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ class Search:
         predictor: predicts the runs.
         usable: bytes of the GPU's memory.
         context: bytes that any process takes of it outside torch's allocator.
-        margin: bytes that a prediction by closed form must leave free, because a trace exceeded the closed form by
-            them.
+        margin: bytes that a run must leave free by closed form: by so many a trace has exceeded the closed form.
     """
 
     start: RunConfig
@@ -178,11 +177,8 @@ class Search:
     def traced(self, found: Candidate) -> Candidate | None:
         """Confirm a candidate by a trace, and also trace the next larger run if it could fit.
 
-        Where the trace and the closed form disagree on what fits, the search is repeated with the difference as margin,
-        at most three times.
-
-        Returns:
-            The largest candidate that fits by trace; None if none was found.
+        Returns the largest candidate that fits by trace; None if none was found. If trace and closed form disagree on
+        whether a run fits, the search is repeated with their difference as margin, at most three times.
         """
         sure: Candidate | None = None
         now: Candidate | None = found
@@ -352,7 +348,8 @@ class Search:
         start: int,
         known: dict[int, MemoryReport] | None = None,
     ) -> tuple[int, MemoryReport | None, NextLarger | None]:
-        """Search a list of runs, ordered by the memory that they need, for the last that fits.
+        """Search runs of growing memory for the last that fits. Return its index, or -1; its report, or None; and the
+        next larger run, or None.
 
         Args:
             what: the name of the size that grows, such as `rank`.
@@ -360,9 +357,6 @@ class Search:
             configs: the run file of each size.
             start: the index to predict first.
             known: the report of index 0, if it fits and was predicted before.
-
-        Returns:
-            The index of the last run that fits, or -1; its report, or None; and the next larger run, or None.
         """
         last, reports = last_that_fits(
             len(sizes), lambda number: self.predictor.of(configs[number]), start, margin=self.margin, known=known
@@ -381,13 +375,13 @@ def _slope(line: Mapping[int, MemoryReport], each: int) -> float:
 
 
 def _room(room: Mapping[int, int], each: int, most: int) -> int:
-    """Estimate how many experts fit in all layers, from other numbers of experts in each layer.
+    """Estimate how many trained experts fit in total, with `each` experts in each layer.
 
     The number falls nearly linearly with the experts in each layer. The estimate is a straight line through the two
     nearest known numbers, and at most the number at fewer experts in each layer.
 
     Args:
-        room: experts in each layer -> experts in all layers that fit.
+        room: experts in each layer -> total that fits, if known.
         each: experts in each layer, not in `room`.
         most: upper bound of the result.
     """

@@ -1,7 +1,7 @@
 """`moetune plan RUN.yaml --solve KEY`: the largest value of one setting that fits a GPU; or the smallest GPU.
 
-Memory grows along each axis; in layers, equal experts and LoRA ranks it grows linearly. The search evaluates next the
-value where a straight line through known values crosses the GPU's size.
+An axis lists the values of a setting by rising memory, which is linear in layers, equal experts and LoRA ranks. The
+search predicts next the value at which a straight line through known values crosses the GPU's size.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = N
     """
     config, predictor = run if isinstance(run, RunConfig) else load_run_config(run), predictor or Predictor()
     if key != "hardware.gpu" and (predictor.gpu or config.hardware.gpu) is None:
-        raise UserError("--solve needs a card to fit: give --gpu, or hardware.gpu in the run file")
+        raise UserError("--solve needs a card: give --gpu, or hardware.gpu in the run file")
     axis = axis_of(predictor.resolve(config), key)
     if key == "hardware.gpu":
         predictor = replace(predictor, gpu=None)
@@ -143,8 +143,7 @@ def last_that_fits(
         known: the report of number 0, if it fits and was predicted before.
         slope: bytes that each number is expected to need more than the one before; 0 if unknown.
 
-    Returns:
-        The last number that fits, or -1; and all reports by number, among them those of this number and the next one.
+    Returns the number, or -1; and all reports by number, among them those of this number and the next one.
     """
     reports = dict(known or {})
     fits, fails, at, tries = len(reports) - 1, count, min(start, count - 1), 0
@@ -164,12 +163,14 @@ def headroom(report: MemoryReport) -> int:
 
 
 def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope: float) -> int:
-    """Return the number to predict next: where a straight line through two known headrooms crosses zero.
+    """Return the number to predict next, strictly between `fits` and `fails`.
+
+    It is where a straight line through the two known headrooms nearest to zero crosses zero. With only one known
+    headroom the line falls by `slope`; without, it is about twice that number if it fits, else half of it.
 
     Args:
-        left: known headrooms, in bytes, by number. The two nearest to zero define the line.
-        fits: the last number known to fit.
-        fails: the first number known not to fit.
+        left: number -> known headroom in bytes.
+        fits, fails: the last number known to fit, and the first known not to fit.
         count: how many numbers there are.
         slope: as in `last_that_fits`; used if only one headroom is known.
     """
@@ -194,13 +195,10 @@ KEYS = (
 
 
 def axis_of(run: ResolvedRun, key: str) -> Axis:
-    """Return the values that a setting of a run may have, ordered by memory.
-
-    Raises:
-        UserError: the key is not in `KEYS`, or the run file has no such setting.
-    """
+    """Return the values that a setting of a run may have, by rising memory. Raise `UserError` if the key is not in
+    `KEYS`, or the run file has no such setting."""
     if key not in KEYS:
-        raise UserError(f"--solve {key!r} is no setting to solve for.{suggest(key, KEYS)} There are: {', '.join(KEYS)}")
+        raise UserError(f"--solve {key!r} cannot be solved for.{suggest(key, KEYS)} Choose from: {', '.join(KEYS)}")
     config, structure = run.config, run.structure
     section, _, last = key.rpartition(".")
     if key == "hardware.gpu":
@@ -215,9 +213,9 @@ def axis_of(run: ResolvedRun, key: str) -> Axis:
         return Axis(key, range(1, _MOST_ROWS + 1), min(now, _MOST_ROWS) - 1)
     part: Any = config.adapt.lora if section == "adapt.lora" else config.adapt.experts
     if part is None:
-        raise UserError(f"--solve {key}: the run file has no {section}; nothing of it trains")
+        raise UserError(f"--solve {key}: the run file has no {section}; add that section")
     if last == "rank" and not isinstance(part.rank, int):
-        raise UserError(f"--solve {key}: the run file has several ranks, {ranks_as_text(part.rank)}; write one")
+        raise UserError(f"--solve {key}: the run file has several ranks, {ranks_as_text(part.rank)}; give a single one")
     if last == "rank":
         linears = structure.linears("attention").values()
         smallest = min(min(linear.in_features, linear.out_features) for linear in linears)
@@ -233,20 +231,19 @@ def axis_of(run: ResolvedRun, key: str) -> Axis:
 
 
 def _nested_sets(key: str, there: list[int], chosen: IdSet) -> Axis:
-    """Return an axis of growing sets of layers or experts: the first number, the first two, and so on.
+    """Return an axis of growing sets of layers or experts: the first one, the first two, and so on.
 
     Args:
         key: the dotted key of the setting.
-        there: all numbers that the model has.
-        chosen: the numbers in the run file, which come before all others.
+        there: the numbers of all layers or experts of the model.
+        chosen: those in the run file, which come first.
 
-    Raises:
-        UserError: `there` is empty.
+    Raises `UserError` if `there` is empty.
     """
     named = [number for number in there if chosen == "all" or number in chosen]
     order = named + [number for number in there if number not in named]
     if not order:
-        raise UserError(f"--solve {key}: the model has none")
+        raise UserError(f"--solve {key}: the model has no MoE layers")
     values = [tuple(sorted(order[:count])) for count in range(1, len(order) + 1)]
     return Axis(key, values, max(len(named), 1) - 1, lambda ids: f"{len(ids)} ({_written(ids)})")
 

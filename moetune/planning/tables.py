@@ -28,7 +28,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
     for row in rows:
         if row.report.fits is False:
             assert row.report.gpu is not None
-            said = "nothing known makes it fit" if row.remedy is None else _remedy(row.remedy)
+            said = "no change of the run file is known that makes it fit" if row.remedy is None else _remedy(row.remedy)
             yield f"{row.name} on {row.report.gpu.name}: {said}"
     left_out = {row.name: row.left_out for row in rows if row.left_out}
     if left_out:
@@ -64,7 +64,7 @@ def plan_view(plan: Plan) -> View:
         sections=[
             *notes,
             ViewSection("what fits", Table(headings, rows)),
-            ViewSection("why no more of each fits", reasons, True),
+            ViewSection("next larger runs, which do not fit", reasons, True),
         ],
     )
 
@@ -85,25 +85,25 @@ def next_larger(one: Candidate) -> str:
     """Return a sentence that says how much memory the next larger run of a candidate would need."""
     larger = one.next_larger
     if larger is None:
-        return "there is no more of it to train"
+        return "nothing larger exists"
     part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
     required, lacking = gib(larger.report.required), gib(-headroom(larger.report))
-    return f"{larger.what} would need {required}, {lacking} too much; the most of it {named(part)}, {gib(size)}"
+    return f"{larger.what} would need {required}, {lacking} too much; the largest part: {named(part)}, {gib(size)}"
 
 
 def missed(plan: Plan) -> Iterator[str]:
     """Yield sentences for a plan in which nothing fits: the nearest miss, what would make it fit, and larger GPUs."""
     miss, card = plan.miss, f"{plan.gpu} ({gib(plan.usable_bytes)})"
     if miss is None:
-        yield f"nothing fits {card}, and no way there is could be predicted"
+        yield f"nothing fits {card}, and no strategy could be predicted"
         return
     needs, lacking = gib(miss.report.required), gib(-headroom(miss.report))
-    yield f"nothing fits {card}: what is nearest needs {needs}, {lacking} too much"
+    yield f"nothing fits {card}: the nearest miss needs {needs}, {lacking} too much"
     fullest, train = miss.report.fullest, miss.config.train
     parts = [("outside_allocator", fullest.outside_allocator), *fullest.parts.items()]
     most, size = max(parts, key=lambda part: part[1])
     yield (
-        f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the most of it "
+        f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the largest part: "
         f"{named(most)}, {gib(size)}"
     )
     if miss.remedy is None:

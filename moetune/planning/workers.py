@@ -150,8 +150,8 @@ def _search(start: str) -> Search:
 def _answer(
     start: str, method: str, one: Strategy | Candidate, *more: Any, search: Search | None = None
 ) -> Candidate | UserError | None:
-    """Call a method of `search`, or if that is None, of the search for the run file `start`; return its result or
-    `UserError`."""
+    """Call a method of `search` (None: of the search for the run file `start`) with `one`; return its result, or the
+    `UserError` that it raises."""
     try:
         return getattr(search or _search(start), method)(one, *more)
     except UserError as error:  # some strategies are impossible for some models

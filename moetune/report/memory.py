@@ -59,10 +59,10 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
     if report.collectives:
         rows = [(one.what, one.kind, one.axis, f"{one.calls:,}", gib(one.bytes)) for one in report.collectives]
         table = Table(("what", "kind", "axis", ">calls", ">bytes"), rows)
-        yield ViewSection("communication of one step, leaving each rank", table, True)
+        yield ViewSection("communication of one step, bytes sent by each rank", table, True)
     yield ViewSection("assumed", report.assumptions, True)
     if report.time is not None:
-        yield ViewSection("time of a step, if each part were alone", _times(report.time), True)
+        yield ViewSection("time of a step, each part by itself", _times(report.time), True)
     yield ViewSection("notes", report.notes)
 
 
@@ -95,7 +95,7 @@ def most(report: MemoryReport) -> str:
 def on_host(report: MemoryReport) -> str:
     """Return a sentence on tensors in pinned host memory; empty if there are none."""
     most = max(rank.host_bytes for rank in report.ranks)
-    return f"Beside that {gib(most)} of tensors are in pinned host memory." if most else ""
+    return f"In addition, {gib(most)} of tensors are in pinned host memory." if most else ""
 
 
 def rows(report: MemoryReport) -> str:
@@ -103,7 +103,7 @@ def rows(report: MemoryReport) -> str:
     if report.rows is None or (report.rows_that_fit or 0) <= report.rows.kept:
         return ""
     fit = report.rows_that_fit
-    return f"The rows of {fit} of {report.rows.layers} layers have room, for a faster backward: train.keep_rows={fit}."
+    return f"For a faster backward, {fit} of {report.rows.layers} layers can keep their rows: train.keep_rows={fit}."
 
 
 def peak(report: MemoryReport) -> str:
@@ -126,11 +126,11 @@ def pace(time: Duration, tokens: int | None = None) -> str:
     speed, seconds, share = time.tokens_per_second, time.seconds, time.share
     if time.measured is not None:
         return (
-            f"Measured of a run like it: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
+            f"Measured in a similar run: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
         )
     return (
         f"Estimated, not measured: {between(speed)} tokens/s, {between(seconds)} s a step"
-        f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of what the card can multiply."
+        f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of the card's 16-bit FLOP/s."
     )
 
 
@@ -181,7 +181,7 @@ def _terms(terms: tuple[Term, ...]) -> Table:
 
 
 def folded(terms: Iterable[Term]) -> list[Term]:
-    """Return the terms in the order of parts; several terms of a part below 0.1 % of all bytes become their sum."""
+    """Return the terms in the order of parts; a part's terms below 0.1 % of all bytes, if several, become one sum."""
     terms = list(terms)
     least = sum(term.bytes for term in terms) / 1000
     shown = []

@@ -79,7 +79,7 @@ def _cell(text: str) -> Text:
 
 
 def _list(lines: Iterable[str]) -> RenderableType:
-    """Return lines as a list with `-`, where wrapped lines are indented."""
+    """Return a renderable list of the lines, with a `-` before each and wrapped text indented."""
     grid = RichTable.grid(padding=(0, 1))
     grid.add_column()
     grid.add_column(overflow="fold")

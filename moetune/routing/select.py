@@ -54,9 +54,9 @@ def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part
 def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
     """Replace a memory `budget` for experts in a run file by the largest `k`, experts of each layer, that fits it.
 
-    The largest k is found by closed form for the first k experts of each layer, so that layers are alike; then a trace
-    for the chosen experts decides, because the memory of a layer depends on which of its experts train: the frozen ones
-    compute in groups of neighbours. `on_try` is called with each k that was tried, and whether it fits. A run file
+    A closed form finds the largest k for the first k experts of each layer, with which all layers are alike. A trace of
+    the chosen experts then decides, because memory also depends on which experts of a layer train: frozen ones are
+    computed in groups of neighbours. `on_try` is called with each k that was tried, and whether it fits. A run file
     without a memory budget is returned unchanged.
 
     Raises:
@@ -75,7 +75,7 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
         return config
     if len(choices) > 1:
         raise UserError(
-            "adapt.experts.budget, adapt.lora.ids.budget: one budget for the whole run; give one of them a k"
+            "adapt.experts.budget and adapt.lora.ids.budget: only one of them can be a memory size; give the other a k"
         )
     ((part, choice),) = choices.items()
     predictor = Predictor(gpu=str(choice.budget))
@@ -115,6 +115,6 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     if not k:
         raise UserError(
             f"adapt.{part}: one expert of each of {len(ids)} layers takes {gib(judged[1].required)}, more than the "
-            f"budget of {choice.budget}; name fewer layers, or see moetune predict for what takes less"
+            f"budget of {choice.budget}; choose fewer layers, or see in moetune predict which settings need less"
         )
     return chosen(k)

@@ -80,7 +80,8 @@ class Scored(BaseModel):
 
     Attributes:
         digest: SHA-256 of the token ids, labels and positions of the data set's rows.
-        tokens: number of tokens without padding.
+        tokens: number of tokens, without padding.
+        loss_tokens: number of those whose next token counts in the training loss.
         layers: layer index -> statistics of this data set alone; None if it is the only one.
     """
 
@@ -103,8 +104,8 @@ class Scores(BaseModel):
         run: the settings of the run file that scores depend on: the model, and how rows are made of the data.
         data: the data sets.
         tokens: number of tokens in all data sets, without padding.
-        loss_tokens: number of those that carry loss.
-        expert_load: layer index -> tokens per expert, in the form that `predict --routing` and `parallel.load` read.
+        loss_tokens: number of those whose next token counts in the training loss.
+        expert_load: layer index -> tokens per expert, as `predict --routing` and `parallel.load` read it.
         layers: layer index -> statistics over all data sets.
     """
 

@@ -250,6 +250,7 @@ def test_every_value_at_every_key(
     check(name, written, moetune)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["run/metrics.jsonl", "scores.json"])
 def test_some_values(
     name: str, run_written: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

@@ -67,6 +67,7 @@ def test_rows_that_are_kept_are_given_up_first() -> None:
     assert changed(config, first.settings).train.keep_rows == "none"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("gib", range(12, 28))
 def test_none_is_offered_that_does_not_fit(gib: int) -> None:
     """Single changes in their order, those that fit and no others; else several, none of which can be left out."""

@@ -14,6 +14,7 @@ from tests.thinned import in_pairs
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("parallel", "method"), in_pairs([{}, {"fsdp": 2, "ep": 2}], ["trace", "formula"], every=2))
 def test_terms_of_a_rank_sum_to_its_peak(parallel: dict[str, int], method: Method, tmp_path: Path) -> None:
     sections = {"parallel": parallel, "hardware": {"count": parallel.get("fsdp", 1)}}
@@ -71,6 +72,7 @@ def toy(model: Path, **sections: Any) -> RunConfig:
     return toy_run(model, "mixtral", {"lora": {"rank": 4, "alpha": 8, "targets": ["experts"]}}, **sections)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", ["trace", "formula"])
 def test_paged_states_are_outside_of_the_allocator(method: Any, tmp_path: Path) -> None:
     """Large ones: managed memory, which torch's counters do not see."""

@@ -54,6 +54,7 @@ def test_as_many_layers_as_leave_the_margin(run: ResolvedRun, spare: int, gain: 
     assert settled(found, lambda _: pytest.fail("is settled")) is found
 
 
+@pytest.mark.full
 def test_a_prediction_for_a_card_settles_it(run: ResolvedRun) -> None:
     depths = Depths()
 

@@ -114,6 +114,7 @@ def test_the_most_experts_is_what_exhaustive_search_finds() -> None:
         assert found is None or predicted < len(grid(search)) / 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["small", pytest.param("mixtral-8x7b", marks=pytest.mark.full)])
 def test_the_closed_form_of_every_point_of_the_grid_gives_the_same_winner(model: str, small_model: Path) -> None:
     """On a card that has room for half of what could train."""

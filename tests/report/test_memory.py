@@ -83,7 +83,7 @@ def test_the_verdict_comes_first_and_last_and_the_rest_fits_a_screen(make: Calla
 def test_host_memory_is_named_where_there_is_any() -> None:
     assert "host memory" not in printed(sample())
     with_host = replace(sample().fullest, host_bytes=65 * GIB)
-    assert "Beside that 65.00 GiB of tensors are in pinned host memory." in printed(sample(ranks=(with_host,)))
+    assert "65.00 GiB of tensors are in pinned host memory." in printed(sample(ranks=(with_host,)))
 
 
 def test_parts_and_their_sum_are_printed() -> None:

@@ -71,8 +71,8 @@ def split_parts(B: Tensor, rank: int, rows: tuple[slice, ...]) -> tuple[Tensor, 
         rows: the output rows of each part.
 
     Returns:
-        The B factors [n, parts, out / parts, r], and whether B has nonzero values that belong to no part, so that the
-            parts share factors.
+        The B factors [n, parts, out / parts, r], and whether B has nonzero values outside of them, which means that the
+            parts share their factors.
     """
     blocks, rest = [], B.clone()
     for part, of_part in enumerate(rows):

@@ -85,7 +85,7 @@ def open_start(adapted: Adapted) -> Start | None:
 
 
 def _run_of(folder: Path) -> Path | None:
-    """Return the run folder that `folder` is or is a checkpoint of; None if it is neither."""
+    """Return the run folder if `folder` is one, or is a checkpoint in one; None otherwise."""
     if not (folder / _RUN_FILE).is_file():
         return None
     if (folder / _CHECKPOINTS).is_dir():

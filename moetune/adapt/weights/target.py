@@ -75,8 +75,8 @@ class LoadTarget:
     # --- Experts ----------------------------------------------------------------------------------------------------
 
     def make_banks(self) -> None:
-        """Create the banks of all layers before any weight is read, because temporary tensors of the reading would
-        otherwise leave gaps between the banks in memory."""
+        """Create the banks of all layers before weights are read, so that temporary tensors leave no gaps between banks
+        in memory."""
         for path in self.layers:
             self.bank(path)
 

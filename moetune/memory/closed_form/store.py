@@ -97,7 +97,7 @@ def _content() -> TypeAdapter[tuple[str, KnownHead, list[tuple[Shape, Record]]]]
 
 def read(key: str) -> Recorded | None:
     """Read the records with a key; return None if their file is missing, damaged, or has another key inside. Raise
-    `UserError` as `folder`."""
+    `UserError` as `folder` does."""
     if (content := read_content(key, _content())) is None:
         return None
     _, head, records = content

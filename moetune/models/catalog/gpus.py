@@ -108,7 +108,7 @@ def find_gpu(name: str) -> Gpu:
         return _gpus()[_names()[wanted]]
     if (size := parse_size(name)) is not None:
         if size <= 0:
-            raise UserError(f"{name!r} is no size of a GPU: it must be above zero. {HOW_TO_WRITE_A_SIZE}")
+            raise UserError(f"{name!r} is not a valid memory size: it must be above zero. {HOW_TO_WRITE_A_SIZE}")
         return _of_size(name.strip(), size)
     if (several := _SEVERAL.fullmatch(name.strip())) is not None:
         count, card = several[1] or several[4], find_gpu(several[2] or several[3]).name

@@ -220,7 +220,7 @@ def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
 
 
 def _require(fits: bool, parts: Mapping[str, Stored]) -> None:
-    """Raise `ValueError`, with the parts' dtypes and shapes, unless `fits`."""
+    """Raise `ValueError`, naming the dtypes and shapes of the parts, if `fits` is False."""
     if not fits:
         found = ", ".join(f"{name or 'weight'} {part.dtype} {[*part.shape]}" for name, part in parts.items())
         raise ValueError(f"its parts do not fit together: {found}")

@@ -135,7 +135,7 @@ class KeyMapping:
 
 
 def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = False) -> dict[str, KeyMapping]:
-    """Return name of a parameter or buffer -> its mapping, for those of which the checkpoint has every tensor.
+    """Return name -> mapping for each parameter or buffer of which the checkpoint has every tensor.
 
     `keys` are the names of all tensors of the checkpoint. With `split`, parameters that are only a part of a checkpoint
     tensor are included; `to_checkpoint` is not defined for them.

@@ -51,6 +51,7 @@ LOADED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", LOADED)
 def test_an_adapter_of_stock_peft_loads(case: str, tmp_path: Path) -> None:
     model_type, adapt, settings = LOADED[case]
