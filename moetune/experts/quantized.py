@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor, nn
 
+from moetune.compat.bitsandbytes import functional as bnb
 from moetune.compat.torch import HostModule
 from moetune.config.schema import Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host

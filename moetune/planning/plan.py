@@ -15,7 +15,7 @@ from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
-from moetune.planning.search import Candidate, Search
+from moetune.planning.search import Candidate, Search, worth
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
 
@@ -258,18 +258,24 @@ def _largest(
         progress.now = f"{one.goal}: {one.words}"
         show(progress)
 
+    def within(one: Candidate) -> bool:
+        return host is None or one.report.fullest.host_bytes <= host
+
+    def more_than(before: list[Candidate | UserError | None]) -> tuple[int]:
+        return (max((one.amount for one in before if isinstance(one, Candidate) and within(one)), default=0),)
+
     for is_slow in (False, True):
         some = [one for one in of_goal if one.is_slow is is_slow and search.may_fit(one)]
         left = len(some)
         if is_slow:
             progress.all += left
-        for strategy, one in workers.answers("largest", some, begin):
+        for strategy, one in workers.answers("largest", some, begin, more_than):
             left -= 1
             progress.searched += 1
             if one is None:
                 continue
             why = one_line(one) if isinstance(one, UserError) else f"needs more than {host or 0:,} bytes of host memory"
-            if isinstance(one, UserError) or (host is not None and one.report.fullest.host_bytes > host):
+            if isinstance(one, UserError) or not within(one):
                 refused.setdefault((strategy.goal, why), []).append(strategy.words)
                 continue
             has_found, progress.best = True, one
@@ -304,7 +310,7 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
 
     The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; rows of a
     micro-batch, most first. A candidate is beaten if another one for the same goal comes from an earlier strategy and
-    trains at least as much, on at least as many rows at once.
+    trains at least as much; unless what trains are experts, also on at least as many rows at once.
     """
 
     def place(one: Candidate) -> tuple[int, ...]:
@@ -315,8 +321,8 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
         return any(
             other.goal == one.goal
             and other.strategy.order < one.strategy.order
-            and other.amount >= one.amount
-            and other.config.train.micro_batch >= one.config.train.micro_batch
+            and worth(other.amount) >= one.amount
+            and (one.goal == "experts" or other.config.train.micro_batch >= one.config.train.micro_batch)
             for other in found
         )
 

@@ -15,6 +15,7 @@ from moetune.memory.closed_form.depth import Depths
 from moetune.memory.predict import predict, quick
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
+from moetune.planning.kept import kept
 from moetune.run.dtypes import DeviceType
 from moetune.run.resolve import ResolvedRun, resolve
 
@@ -63,5 +64,6 @@ class Predictor:
         return quick(self.resolve(config), gpu=self.gpu, routing=self.routing, depths=self._depths)
 
     def traced(self, config: RunConfig) -> MemoryReport:
-        """Predict the memory of a run by a trace. Raises as `predict`."""
-        return predict(self.resolve(config), method="trace", gpu=self.gpu, routing=self.routing, advise=False)
+        """Predict the memory of a run by a trace, or read its report from disk. Raises as `predict`."""
+        run, gpu, routing = self.resolve(config), self.gpu, self.routing
+        return kept(run, gpu, routing, lambda: predict(run, method="trace", gpu=gpu, routing=routing, advise=False))

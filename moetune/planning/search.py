@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from moetune.config.schema import OptimizerConfig, RunConfig
@@ -34,7 +34,10 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a micro-batch, in rows, that a search tries; `RANKS` are the ranks of LoRA."""
 _BITS = {"nf4": 4, "mxfp4": 4, "int8": 8, "bf16": 16, "fp32": 32}
 _TOLERANCE = 0.005
-"""Share by which a number of experts that is estimated by a straight line may be too low."""
+"""Share by which a number of experts that is estimated by a straight line may be too low, and by which another number
+must be greater to be worth a search."""
+_NEAR = 8
+"""Numbers of experts in each layer up to which the line through two of them is not wanted far apart."""
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
 
@@ -224,11 +227,15 @@ class Search:
             now = replace(self, margin=margin).largest(found.strategy)
         return sure
 
-    def largest(self, strategy: Strategy) -> Candidate | None:
-        """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit."""
+    def largest(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
+        """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit.
+
+        For the goal `experts`, None also if no run fits that trains more than `more_than` experts in all layers, by
+        what is `worth` it.
+        """
         match strategy.goal:
             case "experts":
-                found = self._most_experts(strategy)
+                found = self._most_experts(strategy, more_than)
             case "lora":
                 found = self._highest_rank(strategy)
             case "router":
@@ -261,12 +268,12 @@ class Search:
         chosen = {"layers": ranges(self.layers[:layers]), "ids": ranges(range(each))}
         return self._with(strategy, {f"adapt.experts.{key}": value for key, value in chosen.items()})
 
-    def _most_experts(self, strategy: Strategy) -> Candidate | None:
+    def _most_experts(self, strategy: Strategy, more_than: int) -> Candidate | None:
         """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
 
-        Only some numbers of experts in each layer are predicted: always the one with the highest estimate (`_room`),
-        until no estimate exceeds the best run. The lowest and highest numbers, which need records of their own, are
-        seldom among them.
+        Few numbers of experts in each layer are predicted: next the one of which most is expected, until no other
+        promises more than what was found, or than `more_than`, by what is worth it. So the first and last numbers,
+        which need records of their own, seldom are.
         """
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
@@ -277,43 +284,68 @@ class Search:
                 reports[layers, each] = self.predictor.of(self.of_experts(strategy, layers, each))
             return reports[layers, each]
 
-        def promised(each: int) -> tuple[int, int]:
+        def expected(each: int) -> tuple[int, int]:
             return _rank(min(depth, _room(room, each, most) // each), each)
+
+        def promised(each: int) -> tuple[int, int]:
+            return _rank(min(depth, min(worth(_room(room, each, most)), most) // each), each)
 
         numbers = range(1, depth * self.experts + 1)
         most = bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
-        while len(room) < self.experts:
-            each = max((each for each in range(1, self.experts + 1) if each not in room), key=promised)
-            if promised(each) <= _rank(*best):
+        slope: float = self.bound(strategy, 1) - self.bound(strategy, 0)  # bytes of another expert
+        while True:
+            enough = max((worth(best[0] * best[1]), -best[1]), (worth(more_than), 0))
+            left = [each for each in range(1, self.experts + 1) if each not in room and promised(each) > enough]
+            if not left:
                 break
-            start = min(max(3, depth // 3), depth - 1)
-            last, _ = last_that_fits(depth, lambda n: report(n + 1, each), start, margin=self.margin, left=self.left)  # noqa: B023
+            # all experts of a layer need a record of their own: they come last, unless those of all layers may fit
+            is_all = most == depth * self.experts
+            each = max(left, key=lambda each: (is_all or each < self.experts, expected(each)))
+            start = depth if is_all else min(max(3, depth // 3), depth)
+            if len(room) == 1 and each > 2 * _NEAR and each // 2 not in room:
+                each //= 2  # a line through two numbers that are far apart bounds all others
+                room[each] = self._end_of_line({start: report(start, each)}, each, most, slope)
+                continue
+            if len(room) > 1:
+                start = min(max(_room(room, each, most) // each, 1), depth)
+            predicted = partial(lambda each, number: report(number + 1, each), each)
+            last, found = last_that_fits(
+                depth, predicted, start - 1, margin=self.margin, left=self.left, slope=slope * each
+            )
             best = max(best, (last + 1, each), key=lambda one: _rank(*one))
-            room[each] = self._end_of_line(reports, each, most) if last >= 0 else each - 1
-            if not best[0] and self.left(report(1, 1)) < self.margin:
+            line = {number + 1: one for number, one in found.items()}
+            room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each - 1
+            slope = self._slope(line, each) or slope
+            if not best[0] and not more_than and self.left(report(1, 1)) < self.margin:
                 break
-        if not best[0]:
-            return None
         layers, each = best
-        found = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
+        if layers * each <= worth(more_than):
+            return None
+        candidate = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
         larger = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + 1)), each + 1)
         if larger[0] > depth or larger[1] > self.experts:
-            return found
+            return candidate
         what = f"{counted(larger[0], 'layer')} × {counted(larger[1], 'expert')}"
-        return replace(found, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
+        return replace(candidate, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
 
-    def _end_of_line(self, reports: dict[tuple[int, int], MemoryReport], each: int, most: int) -> int:
+    def _end_of_line(self, line: Mapping[int, MemoryReport], each: int, most: int, slope: float) -> int:
         """Return the number of experts, in all layers, at which memory reaches the GPU's size by linear extrapolation.
 
-        The line runs through the two deepest runs in `reports` that train `each` experts in each layer; with fewer than
-        two such runs the result is `most`.
+        Args:
+            line: layers -> report of a run that trains `each` experts in each of them.
+            most: upper bound of the result.
+            slope: bytes of another expert, used if `line` has a single run.
         """
-        points = sorted((layers * each, self.left(one)) for (layers, e), one in reports.items() if e == each)
-        if len(points) < 2:
-            return most
-        (one, more), (other, less) = points[-2:]
-        slope = (more - less) / (other - one)
-        return one + int(more / slope) if slope > 0 else most
+        slope = self._slope(line, each) or slope
+        deepest = max(line)
+        return min(each * deepest + int(self.left(line[deepest]) / slope), most) if slope > 0 else most
+
+    def _slope(self, line: Mapping[int, MemoryReport], each: int) -> float:
+        """Return the bytes of another expert by the first and last run in `line` (`_end_of_line`); 0 for one run."""
+        if len(line) < 2:
+            return 0
+        one, other = min(line), max(line)
+        return (self.left(line[one]) - self.left(line[other])) / (each * (other - one))
 
     # --- LoRA, and rows ---------------------------------------------------------------------------------------
 
@@ -375,20 +407,25 @@ class Search:
 def _room(room: Mapping[int, int], each: int, most: int) -> int:
     """Estimate how many trained experts fit in total, with `each` experts in each layer.
 
-    The total falls nearly linearly with `each`. It is read off a straight line through the two nearest known totals,
-    raised by `_TOLERANCE`, and limited to the totals at fewer experts in each layer.
+    The number falls nearly linearly with the experts in each layer. The estimate is a straight line through the two
+    nearest known numbers, and at most the number at fewer experts in each layer.
 
     Args:
         room: experts in each layer -> total that fits, if known.
         each: experts in each layer, not in `room`.
         most: upper bound of the result.
     """
-    above = min((room[fewer] for fewer in room if fewer < each), default=most)
-    if len(room) < 2:
-        return above
-    one, other = sorted(room, key=lambda known: abs(known - each))[:2]
-    line = room[one] + (room[other] - room[one]) * (each - one) / (other - one)
-    return min(above, int(line * (1 + _TOLERANCE)))
+    found = min((room[fewer] for fewer in room if fewer < each), default=most)
+    if len(room) > 1:
+        one, other = sorted(room, key=lambda known: abs(known - each))[:2]
+        found = min(found, int(room[one] + (room[other] - room[one]) * (each - one) / (other - one)))
+    return min(found, most)
+
+
+def worth(experts: int) -> int:
+    """Return the largest number of experts that is not worth a search if `experts` were found to fit: a half percent
+    more. Below 200 experts it is the same number."""
+    return int(experts * (1 + _TOLERANCE))
 
 
 def _rank(layers: int, each: int) -> tuple[int, int]:

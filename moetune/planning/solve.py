@@ -134,6 +134,7 @@ def last_that_fits(
     margin: int = 0,
     known: Mapping[int, MemoryReport] | None = None,
     left: Callable[[MemoryReport], int] | None = None,
+    slope: float = 0,
 ) -> tuple[int, dict[int, MemoryReport]]:
     """Find the last of the numbers 0 to `count` - 1 that fits, where each number needs more memory than the one before.
 
@@ -144,6 +145,7 @@ def last_that_fits(
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
         left: the bytes that a run leaves free, `headroom` if None, or `surely_left`.
+        slope: bytes that each number is expected to need more than the one before; 0 if unknown.
 
     Returns the number, or -1; and all reports by number, among them those of this number and the next one.
     """
@@ -154,7 +156,7 @@ def last_that_fits(
         tries += 1
         fits, fails = (at, fails) if left(reports[at]) >= margin else (fits, at)
         free = {number: left(report) - margin for number, report in reports.items()}
-        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(free, fits, fails, count)
+        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(free, fits, fails, count, slope)
     return fits, reports
 
 
@@ -164,24 +166,27 @@ def headroom(report: MemoryReport) -> int:
     return report.headroom_bytes
 
 
-def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int) -> int:
+def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope: float) -> int:
     """Return the number to predict next, strictly between `fits` and `fails`.
 
     It is where a straight line through the two known headrooms nearest to zero crosses zero. With only one known
-    headroom, it is about twice that number if it fits, else half of it.
+    headroom the line falls by `slope`; without, it is about twice that number if it fits, else half of it.
 
     Args:
         left: number -> known headroom in bytes.
         fits, fails: the last number known to fit, and the first known not to fit.
         count: how many numbers there are.
+        slope: as in `last_that_fits`; used if only one headroom is known.
     """
     near = sorted(left, key=lambda number: abs(left[number]))[:2]
-    if len(near) < 2:
+    if len(near) < 2 and slope > 0:
+        guess = near[0] + int(left[near[0]] // slope)
+    elif len(near) < 2:
         guess = 2 * near[0] + 1 if fails == count else near[0] // 2
     else:
         one, other = near
-        slope = (left[other] - left[one]) / (other - one)
-        guess = count if slope >= 0 else int(one - left[one] / slope)
+        change = (left[other] - left[one]) / (other - one)
+        guess = count if change >= 0 else int(one - left[one] / change)
     return min(max(guess, fits + 1), fails - 1)
 
 

@@ -24,7 +24,7 @@ def test_several_processes_find_what_one_finds(small_model: Path) -> None:
 
 @pytest.mark.full
 def test_what_is_refused_for_one_reason_is_one_note(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(search: Search, strategy: Strategy) -> None:
+    def refuse(search: Search, strategy: Strategy, more_than: int) -> None:
         raise UserError("no such strategy today")
 
     monkeypatch.setattr(Search, "largest", refuse)

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 
 from moetune.adapt.low_rank import adapted
-from moetune.compat.bitsandbytes import prepare_4bit
+from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit
 from moetune.compat.transformers import activation_of, calls_rotary, norms_heads, softmax_router
 from moetune.config.schema import Storage
 from moetune.experts.activation import SwiGLU, recognize

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from moetune.adapt.weights.published import finish_reading
 from moetune.adapt.weights.random import fill_randomly, realize_buffers
 from moetune.adapt.weights.target import LoadTarget
+from moetune.compat.bitsandbytes import Linear4bit
 from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
 from moetune.files import Ledger, WriterLock, aside_of, foreign_in, settle, write_whole

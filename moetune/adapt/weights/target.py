@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import cast
 
 import torch
-from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.compat.bitsandbytes import prepare_4bit
+from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit
 from moetune.compat.transformers import activation_of, dtypes_kept
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan

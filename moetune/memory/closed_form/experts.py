@@ -12,9 +12,10 @@ of the code of a model or an optimizer, each number of experts needs a record of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 
 import numpy as np
 
@@ -173,6 +174,54 @@ def _lasting(log: Log) -> list[int]:
     return [n for n, block in enumerate(log.blocks) if block.phase != "optimizer" or block.layer is not None]
 
 
+def _like(number: int, count: int, recorded: int) -> int:
+    """Return which of the recorded ones the one with this number, of `count`, is like: the first one, the last one, or
+    the second, which stands for all others."""
+    return 0 if number == 0 else recorded - 1 if number == count - 1 else min(1, recorded - 1)
+
+
+class _Turn:
+    """Position in one pass over the groups of experts of a layer: which group of the record is written.
+
+    Args:
+        stretches: start and end in `log.entries`, and ids, of each group of the pass in the record.
+        log: the record's log.
+
+    Attributes:
+        stretch: index in `stretches` of the group that is written.
+        made: for each group that was written, block -> new blocks.
+    """
+
+    def __init__(self, stretches: Sequence[tuple[int, int, tuple[int, ...]]], log: Log) -> None:
+        self._births = [[entry for entry in log.entries[start:stop] if entry >= 0] for start, stop, _ in stretches]
+        self._place = {block: (n, k) for n, births in enumerate(self._births) for k, block in enumerate(births)}
+        self._written: list[int] = []
+        self.made: list[dict[int, list[int]]] = []
+
+    @property
+    def stretch(self) -> int:
+        return self._written[-1]
+
+    def begin(self, stretch: int) -> None:
+        """Begin another group, which is written like the group of the record with this index."""
+        self._written.append(stretch)
+        self.made.append({})
+
+    def freed(self, block: int) -> list[int] | None:
+        """Return the new blocks that the group frees where the record frees this block; None if it is of no group.
+
+        A block of an earlier group, such as a gradient that leaves for the host while the next one is computed, is
+        that of the group as many places before, in the same role.
+        """
+        if block not in self._place:
+            return None
+        stretch, role = self._place[block]
+        before = len(self.made) - 1 - (self.stretch - stretch)
+        if before < 0 or role >= len(births := self._births[self._written[before]]):
+            raise Unlike("a group frees what another has allocated")
+        return self.made[before].get(births[role], [])
+
+
 class _Rewriting:
     """Rewrites a record's log for other numbers of trained experts.
 
@@ -195,7 +244,7 @@ class _Rewriting:
         self._counts.append(next(c for c, bank in zip(self._counts, source, strict=True) if bank and bank.trained))
         self._single: dict[int, int] = {}  # block -> new block
         self._of_expert: dict[int, dict[int, int]] = {}  # block -> index of a trained expert -> new block
-        self._of_group: dict[int, dict[int, list[int]]] = {}  # block -> index of a group -> new blocks
+        self._of_group: dict[int, list[int]] = {}  # block -> new blocks of all groups
         self._write()
 
     def _write(self) -> None:
@@ -227,9 +276,7 @@ class _Rewriting:
             if of is None:
                 continue
             layer, index = of
-            bank = self._target[layer]
-            assert bank is not None
-            for expert in self._stands_for(index, len(bank.trained)):
+            for expert in self._stands_for(layer, index):
                 for at in there:
                     self._of(entries[at], expert)
 
@@ -241,11 +288,13 @@ class _Rewriting:
         assert bank is not None
         return bank.trained.index(block.expert)
 
-    @staticmethod
-    def _stands_for(index: int, count: int) -> range:
-        """Return the positions among `count` trained experts for which the recorded one at `index` is written: the
-        first for itself, the second for all others, any further one for none."""
-        return range(1) if index == 0 else range(1, count) if index == 1 else range(0)
+    def _stands_for(self, layer: int, index: int) -> list[int]:
+        """Return which trained experts of a layer the one with this index in the record stands for."""
+        source, target = self._source[layer], self._target[layer]
+        assert source is not None
+        assert target is not None
+        recorded, count = len(source.trained), len(target.trained)
+        return [number for number in range(count) if _like(number, count, recorded) == index]
 
     def _pass(self, stretches: list[tuple[int, int, tuple[int, ...]]], place: list[int]) -> None:
         """Write one pass over a layer's groups of experts, recorded as (start, stop, expert ids) of each group."""
@@ -263,15 +312,19 @@ class _Rewriting:
         kinds = [kind for kind, _ in source.groups(alone=alone)]
         for at in range(stretches[0][0], stretches[-1][1]):
             place[at] = len(self.log.entries)
-        seen: dict[tuple[Kind, bool], int] = {}
-        for group, (kind, experts) in enumerate(target.groups(alone=alone)):
-            like = [n for n, of in enumerate(ids) if kinds[n] == kind and (len(of) == 1) == (len(experts) == 1)]
+        groups = target.groups(alone=alone)
+        counts = Counter((kind, len(experts) == 1) for kind, experts in groups)
+        seen = Counter[tuple[Kind, bool]]()
+        turn = _Turn(stretches, self._record.log)
+        for kind, experts in groups:
+            is_single = len(experts) == 1
+            like = [n for n, of in enumerate(ids) if kinds[n] == kind and (len(of) == 1) == is_single]
             if not like:
                 raise Unlike(f"no group of {kind} experts of that size is recorded")
-            is_single = len(experts) == 1
-            number = seen[kind, is_single] = seen.get((kind, is_single), -1) + 1
-            chosen = like[min(number, 1, len(like) - 1) if is_single and kind == "trained" else 0]
-            start, stop, of = stretches[chosen]
+            number, count = seen[kind, is_single], counts[kind, is_single]
+            seen[kind, is_single] += 1
+            turn.begin(like[_like(number, count, len(like)) if is_single and kind == "trained" else 0])
+            start, stop, of = stretches[turn.stretch]
             sizes = {"group": (len(of), len(experts))}
             loops = self._loops(start, stop, len(of))
             for at in range(start, stop):
@@ -279,14 +332,13 @@ class _Rewriting:
                 if entry >= 0:
                     times = len(experts) if loops.get(entry) == 0 else 1 if entry not in loops else 0
                     births = [self._birth(entry, sizes, experts) for _ in range(times)]
-                    self._of_group.setdefault(entry, {})[group] = births
-                elif ~entry in self._of_group:
-                    if group not in self._of_group[~entry]:
-                        raise Unlike("a group frees what another has allocated")
-                    for made in self._of_group[~entry][group]:
+                    self._of_group.setdefault(entry, []).extend(births)
+                    turn.made[-1][entry] = births
+                elif (freed := turn.freed(~entry)) is not None:
+                    for made in freed:
                         self._death(made)
                 elif (block := self._record.log.blocks[~entry]).expert is not None:
-                    for expert in self._stands_for(self._index(block), len(target.trained)):
+                    for expert in self._stands_for(layer, self._index(block)):
                         if target.trained[expert] in experts:
                             self._of(entry, expert)
                 else:
@@ -318,7 +370,7 @@ class _Rewriting:
         elif ~entry in self._single:
             self._death(self._single[~entry])
         else:
-            for number in chain.from_iterable(self._of_group.get(~entry, {}).values()):
+            for number in self._of_group.get(~entry, ()):
                 self._death(number)
 
     def _of(self, entry: int, expert: int) -> None:

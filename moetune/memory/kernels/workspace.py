@@ -14,10 +14,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import bitsandbytes.autograd  # noqa: F401  defines its operators
 import torch
 from torch import Tensor
 
+import moetune.compat.bitsandbytes  # noqa: F401  defines its operators
 from moetune.adapt.attention import Capability, has_little_shared_memory
 from moetune.experts.kernels.grouped import kernel_of
 

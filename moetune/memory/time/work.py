@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-import bitsandbytes.autograd  # noqa: F401  defines its operators
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+import moetune.compat.bitsandbytes  # noqa: F401  defines its operators
 from moetune.adapt.attention import Capability
 from moetune.experts.kernels import grouped
 from moetune.experts.kernels import operators as kernels  # noqa: F401  defines its operators
