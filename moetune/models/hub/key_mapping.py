@@ -9,7 +9,7 @@ expert at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, g
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -27,6 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from moetune.errors import UserError
+from moetune.models.hub.tensor_files import Stored
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """transformers' names of the parameters that hold all experts of a layer."""
@@ -58,6 +60,12 @@ class KeyMapping:
         """Whether the conversion only stacks and concatenates tensors, without changing their values or layout."""
         operations = () if self.conversion is None else self.conversion.operations
         return all(isinstance(operation, (MergeModulelist, Concatenate)) for operation in operations)
+
+    @property
+    def only_transposes(self) -> bool:
+        """Whether the parameter is one tensor of the checkpoint, as it is or transposed."""
+        operations = () if self.conversion is None else self.conversion.operations
+        return len(self.every_key()) == 1 and all(isinstance(operation, Transpose) for operation in operations)
 
     @cached_property
     def experts(self) -> dict[int, KeyMapping]:
@@ -96,19 +104,22 @@ class KeyMapping:
         """
         if self.conversion is None:
             return read(self.every_key()[0])
-        merged = self._run(
-            self.conversion, {pattern: [read(key) for key in keys] for pattern, keys in self.keys.items()}
-        )
+        tensors = {pattern: [read(key) for key in keys] for pattern, keys in self.keys.items()}
+        merged = self._run(self.conversion, tensors, lambda: self.model.get_parameter(self.parameter).shape)
         if len(merged) > 1:
             return _only(merged[next(target for target in merged if target in self.parameter)])
         return _only(next(iter(merged.values())))
 
-    def to_checkpoint(self, value: Tensor) -> dict[str, Tensor]:
-        """Convert a parameter's value back, the reverse of `to_model`: return checkpoint tensor name -> value."""
+    def to_checkpoint(self, value: Tensor, base: Mapping[str, Stored] | None = None) -> dict[str, Tensor]:
+        """Convert a parameter's value back, the reverse of `to_model`: return checkpoint tensor name -> value.
+
+        `base` are the checkpoint's tensors, needed where only their shapes say whether they are transposed.
+        """
         if self.conversion is None:
             return {self.every_key()[0]: value}
         backward = self.conversion.reverse_transform()
-        split = self._run(backward, {backward.source_patterns[0]: [value]})
+        key = self.every_key()[0]
+        split = self._run(backward, {backward.source_patterns[0]: [value]}, lambda: (base or {})[key].shape)
         by_source = [self.keys[pattern] for pattern in self.conversion.source_patterns]
         return {
             key: _only(split[target.replace("*", str(index))])
@@ -116,12 +127,15 @@ class KeyMapping:
             for index, key in enumerate(keys)
         }
 
-    def _run(self, conversion: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, conversion: Any, tensors: dict[str, Any], shape: Callable[[], Sequence[int]]) -> dict[str, Any]:
         """Apply a conversion's operations in order to tensors by name pattern.
 
-        Returns pattern of tensor names after the conversion -> tensor, or list of one tensor.
+        `shape` returns that of the whole result. Returns pattern of tensor names after the conversion -> tensor, or list of one tensor.
         """
         for operation in conversion.operations:
+            if isinstance(operation, Transpose) and operation.check_dims:  # it compares whole tensors, not slices
+                is_right = tuple(_only(next(iter(tensors.values()))).shape[1:]) == tuple(shape()[1:])
+                operation = Transpose(0, 0) if is_right else Transpose(operation.dim0, operation.dim1)
             tensors = operation.convert(
                 tensors,
                 source_patterns=conversion.source_patterns,
