@@ -168,7 +168,9 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
         for name, module in landmarks.modules.items()
         if isinstance(module, nn.Linear) and _is_one_product(module)
     }
-    return ModelStructure(model_type, landmarks.num_layers, moe_layers, tuple(parameters), tied, linears, dropped(model))
+    return ModelStructure(
+        model_type, landmarks.num_layers, moe_layers, tuple(parameters), tied, linears, dropped(model)
+    )
 
 
 def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
     MergeModulelist,
     Transpose,
     WeightConverter,
@@ -156,7 +157,10 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    conversions = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    conversions = [_without_split(rule) for rule in rules if isinstance(rule, WeightConverter)]
+    split_lists = {
+        pattern: rule.target_patterns for rule in rules if _splits_list(rule) for pattern in rule.source_patterns
+    }
     by_pattern = {pattern: conversion for conversion in conversions for pattern in conversion.source_patterns}
     known: Any = model.state_dict()
     mappings: dict[str, KeyMapping] = {}
@@ -166,7 +170,11 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
             name, pattern = key, None
         conversion = None if pattern is None else by_pattern[pattern]
         names = [name]
-        if conversion is not None and len(conversion.target_patterns) > 1:
+        if pattern in split_lists and name in known:
+            text, vision = split_lists[pattern]
+            is_text = int(re.findall(r"\.(\d+)\.", key)[-1]) < len(known[name])
+            names = [name if is_text else name.replace(text, vision)]
+        elif conversion is not None and len(conversion.target_patterns) > 1:
             first, *others = conversion.target_patterns
             names = [name, *(name.replace(first, other) for other in others)] if split else []
         for one in names:
@@ -174,6 +182,19 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
             assert isinstance(mapping.keys, dict)
             mapping.keys.setdefault(pattern or key, []).append(key)
     return {name: mapping for name, mapping in mappings.items() if mapping.is_whole}
+
+
+def _splits_list(rule: Any) -> bool:
+    """Return whether a rule makes two stacks from one list of experts, those for text before those for images."""
+    return any(isinstance(one, ErnieFuseAndSplitTextVisionExperts) for one in getattr(rule, "operations", ()))
+
+
+def _without_split(rule: WeightConverter) -> WeightConverter:
+    """Return a conversion that makes the stack for text alone if `rule` splits a list of experts; else `rule`."""
+    if not _splits_list(rule):
+        return rule
+    operations = [MergeModulelist(dim=0), Concatenate(dim=1)][: len(rule.source_patterns)]
+    return WeightConverter(rule.source_patterns, rule.target_patterns[0], operations)
 
 
 ExpertLayout = Literal["apart", "rows", "converted"]
