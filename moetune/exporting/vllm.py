@@ -100,7 +100,8 @@ def write_vllm(run: FinishedRun, out: Path) -> Written:
 def _mapping(mappings: Mapping[str, KeyMapping], parameter: str) -> KeyMapping:
     """Return the mapping of a parameter to the checkpoint's tensors.
 
-    Raise `UserError` if there is none, or if transformers does more with the tensors than stack those of experts or transpose them.
+    Raise `UserError` if there is none, or if transformers does more with the tensors than stack those of experts or
+    transpose them.
     """
     found = mappings.get(parameter)
     if found is None or not (found.has_experts_apart or found.only_transposes):

@@ -29,7 +29,7 @@ def auto_class(config: PretrainedConfig) -> Any:
     If transformers has a whole model with a text section in its configuration, it is that one, even where
     `AutoModelForCausalLM` would take the text out of it: exports have to fit the whole model.
     """
-    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    whole: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if (
         whole is not None
         and ("text_config" in config.sub_configs or not config.sub_configs)

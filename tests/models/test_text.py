@@ -104,6 +104,7 @@ def test_no_tensor_of_a_tower_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sum(read) == sum(count for name, count in sizes.items() if "visual" not in name)
 
 
+@pytest.mark.full
 def test_the_list_of_types_is_what_transformers_has() -> None:
     listed = [
         set(re.findall(r"`(\w+)`", part))

@@ -131,7 +131,8 @@ class KeyMapping:
     def _run(self, conversion: Any, tensors: dict[str, Any], shape: Callable[[], Sequence[int]]) -> dict[str, Any]:
         """Apply a conversion's operations in order to tensors by name pattern.
 
-        `shape` returns that of the whole result. Returns pattern of tensor names after the conversion -> tensor, or list of one tensor.
+        `shape` returns that of the whole result. Returns pattern of tensor names after the conversion -> tensor, or list
+        of one tensor.
         """
         for operation in conversion.operations:
             if isinstance(operation, Transpose) and operation.check_dims:  # it compares whole tensors, not slices

@@ -101,8 +101,8 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
     """Check the messages of a chat; return copies without null values, except that `content` is always present.
 
     Raises:
-        MalformedError: `value` is not a list of objects; a role is unknown; a content is not text (an image, say), or is empty (which
-            it may be beside tool calls and in other roles than the assistant); `tool_calls` is not a list of objects;
+        MalformedError: `value` is not a list of objects; a role is unknown; a content is not text (an image, say), or is
+            empty (which it may be beside tool calls and in other roles than the assistant); `tool_calls` is not a list of objects;
             `weight` is neither 0 nor 1; or no message is the assistant's.
     """
     if not isinstance(value, list):

@@ -266,7 +266,9 @@ def refuse_unknown_tokens(
     one stands for a part of an image, a video or a sound."""
     known = settings.get_text_config().vocab_size
     kinds = ("image", "video", "audio")
-    ids = {getattr(settings, f"{kind}_token_{key}", None): kind for kind in kinds for key in ("id", "index")}
+    ids: dict[Any, str] = {
+        getattr(settings, f"{kind}_token_{key}", None): kind for kind in kinds for key in ("id", "index")
+    }
     largest = 0
     for some in (some for part in parts if part is not None for some in values(part, "input_ids")):
         largest = max(largest, int(some.max()))
