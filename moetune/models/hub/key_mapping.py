@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 from moetune.errors import UserError
@@ -131,8 +132,8 @@ class KeyMapping:
     def _run(self, conversion: Any, tensors: dict[str, Any], shape: Callable[[], Sequence[int]]) -> dict[str, Any]:
         """Apply a conversion's operations in order to tensors by name pattern.
 
-        `shape` returns that of the whole result. Returns pattern of tensor names after the conversion -> tensor, or list
-        of one tensor.
+        `shape` returns that of the whole result. Returns pattern of tensor names after the conversion -> tensor, or
+        list of one tensor.
         """
         for operation in conversion.operations:
             if isinstance(operation, Transpose) and operation.check_dims:  # it compares whole tensors, not slices
@@ -151,7 +152,7 @@ class KeyMapping:
 
 
 def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = False) -> dict[str, KeyMapping]:
-    """Return name of a parameter or buffer -> its mapping, for those of which the checkpoint has every tensor.
+    """Return name -> mapping for each parameter or buffer of which the checkpoint has every tensor.
 
     `keys` are the names of all tensors of the checkpoint. With `split`, parameters that are only a part of a checkpoint
     tensor are included; `to_checkpoint` is not defined for them.
@@ -196,6 +197,20 @@ def _without_split(rule: WeightConverter) -> WeightConverter:
         return rule
     operations = [MergeModulelist(dim=0), Concatenate(dim=1)][: len(rule.source_patterns)]
     return WeightConverter(rule.source_patterns, rule.target_patterns[0], operations)
+
+
+def published_names(model: PreTrainedModel) -> list[str]:
+    """Return the tensor names of a published checkpoint of this model, as transformers would save it.
+
+    `model` may be on the meta device; no checkpoint is needed. Raises `UserError`
+    if the names need one.
+    """
+    try:
+        return sorted(revert_weight_conversion(model, dict(model.state_dict())))
+    except ValueError as error:  # the published tensors hold dropped modules too, as those of ERNIE-4.5-VL do
+        raise UserError(
+            f"the tensor names of {model.config.model_type!r} follow from a checkpoint only; give its folder: {error}"
+        ) from error
 
 
 ExpertLayout = Literal["apart", "rows", "converted"]

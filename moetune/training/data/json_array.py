@@ -24,7 +24,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in found if keys.count(key) > 1)
-        raise DuplicateKeyError(f"the key {twice!r} stands more than once in one object; keep one of them")
+        raise DuplicateKeyError(f"the key {twice!r} appears more than once in one object; keep one of them")
     return found
 
 
@@ -88,7 +88,7 @@ class JsonArray:
         return self._text[self._at : self._at + 1]
 
     def _more(self) -> None:
-        """Discard what was consumed, and at least double the rest, so that a long value is parsed in few attempts."""
+        """Discard consumed text, and read at least as much as is left, so that a long value takes few attempts."""
         lines = self._text.count("\n", 0, self._at)
         self._column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + (0 if lines else self._column)
         self._lines += lines
