@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Collection
@@ -74,6 +75,16 @@ def names_in(folder: Path) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return `path`, if there is something, else the nearest of its parents that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes on the disk of a path that need not exist yet."""
+    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def is_occupied(out: Path, overwrite: bool) -> bool:

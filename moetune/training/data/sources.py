@@ -27,8 +27,9 @@ import pyarrow.parquet as pq
 
 from moetune.errors import UserError, suggest
 from moetune.files import expanded, names_in
+from moetune.json_files import UNIQUE_KEYS, DuplicateKeyError
 from moetune.models.hub.reach import UNREACHABLE, hub_is_reachable
-from moetune.training.data.json_array import DECODER, DuplicateKeyError, JsonArray
+from moetune.training.data.json_array import JsonArray
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -213,7 +214,7 @@ def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
         try:
             for number, value in enumerate(array, 1):
                 yield Row(number, value)
-        except (ValueError, RecursionError, DuplicateKeyError) as error:
+        except (ValueError, RecursionError) as error:
             where = array.where(error) if isinstance(error, json.JSONDecodeError) else (1, 1)
             yield Row(number + 1, problem=_not_json(error, *where))
 
@@ -250,8 +251,8 @@ def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
             if not line:
                 continue
             try:
-                yield Row(number, DECODER.decode(line.decode()))
-            except (ValueError, RecursionError, DuplicateKeyError) as error:
+                yield Row(number, UNIQUE_KEYS.decode(line.decode()))
+            except (ValueError, RecursionError) as error:
                 yield Row(number, problem=_not_json(error, column=getattr(error, "colno", 1)))
 
 
