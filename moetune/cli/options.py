@@ -226,7 +226,8 @@ def opened(model: str, base: Any) -> Opened:
 def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:
     """Print the result of a command: `found` as JSON after `"schema": 1`, or for people `shown`.
 
-    `shown` are views, sections, tables or text. With `verbose`, also the details of views. With `fails`, the answer is no: exit with code 1 (`typer.Exit`).
+    `shown` are views, sections, tables or text. With `verbose`, also the details of views. With `fails`, the answer is
+    no: exit with code 1 (`typer.Exit`).
     """
     if as_json:
         print(json.dumps({"schema": 1, **found}, indent=2))

@@ -44,9 +44,9 @@ def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
     """Compute the losses of the model trained in `run` and of its export, a merged checkpoint or PEFT adapter.
 
     The rows, at most `rows`, are the first of the run's held-out data, else of its training data, or random tokens if
-    the data cannot be read any more, for the reason in `unread`. Both models compute in float32 on the CPU, one after the other, and each is in
-    memory as a whole. The losses differ by the rounding to the checkpoint's dtype and, if the run quantized its base,
-    by the quantization error.
+    the data cannot be read any more, for the reason in `unread`. Both models compute in float32 on the CPU, one after
+    the other, and each is in memory as a whole. The losses differ by the rounding to the checkpoint's dtype and, if the
+    run quantized its base, by the quantization error.
 
     Raises:
         UserError: the run or the export cannot be opened.
