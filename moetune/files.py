@@ -190,7 +190,7 @@ class Ledger:
     """The list of the files that moetune wrote into a folder: a text file `.moetune` with one JSON string per line.
 
     A path is added before the file is created, and lines are only appended, so a run that is killed leaves no unlisted
-    file. Commands replace or remove listed paths only. A missing or unreadable ledger counts as empty.
+    file. Commands replace or remove listed paths only. A missing or unreadable ledger, or a link, counts as empty.
 
     Attributes:
         paths: the listed paths, relative to the folder.
@@ -203,7 +203,7 @@ class Ledger:
         self.file, self.paths = folder / self.NAME, set[str]()
         self.kind: str | None = None
         with suppress(OSError, ValueError):
-            if self.file.is_file():
+            if self.file.is_file() and not self.file.is_symlink():
                 self._read(self.file.read_text(encoding="utf-8"))
 
     def _read(self, text: str) -> None:
@@ -350,7 +350,9 @@ class WriterLock:
         try:
             self._held = lock(self.file, "a+b")
         except OSError as error:
-            raise UserError(f"{what} cannot be locked against a second writer: {error.strerror or error}") from error
+            raise UserError(
+                f"{what} cannot be locked against a second writer: {error.strerror or error} ({self.file}); choose another"
+            ) from error
         if self._held is None:
             with suppress(OSError):
                 holder = _writer(self.file.read_bytes()) or holder

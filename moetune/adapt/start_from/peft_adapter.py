@@ -45,9 +45,11 @@ Tensors = Mapping[str, Tensor]
 
 
 class _Scales(BaseModel):
-    """The settings of an adapter from which the scale of its factors follows, under PEFT's names; None for PEFT's
+    """The settings of an adapter from which rank and scale of its factors follow, under PEFT's names; None for PEFT's
     default."""
 
+    r: int
+    rank_pattern: dict[Pattern[str], int] | None = None
     lora_alpha: FiniteFloat
     alpha_pattern: dict[Pattern[str], FiniteFloat] | None = None
     target_parameters: tuple[str, ...] | None = None
@@ -180,18 +182,24 @@ class _Reading:
         if len(A) != rank * experts:
             self.problems.append(f"{target}: rank {len(A) // experts}, and adapt.lora asks for {rank}")
             return None
+        if (said := self._setting(target, self.scales.rank_pattern, self.scales.r)) != rank:
+            self.problems.append(f"{target}: its factors have rank {rank}, and {CONFIG_FILE} says {said}")
         if not math.isclose(found_scale := self._scale(target, rank), scale, rel_tol=1e-9):
             self.problems.append(f"{target}: alpha / rank is {found_scale:g}, and adapt.lora asks for {scale:g}")
         return {"A": A, "B": B}
 
     def _scale(self, target: str, rank: int) -> float:
         """Return PEFT's factor of B·A for this layer: alpha / rank, or alpha / √rank with `use_rslora`."""
-        alphas = {pattern.pattern: alpha for pattern, alpha in (self.scales.alpha_pattern or {}).items()}
+        alpha = self._setting(target, self.scales.alpha_pattern, self.scales.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.scales.use_rslora else rank)
+
+    def _setting(self, target: str, patterns: Mapping[Pattern[str], float] | None, default: float) -> float:
+        """Return the value of the first pattern that PEFT finds to match a layer, or `default`."""
+        values = {pattern.pattern: value for pattern, value in (patterns or {}).items()}
         as_parameters = self.scales.target_parameters or ()
         if any(f".{target}.weight".endswith(f".{parameter}") for parameter in as_parameters):
             target = f"{target}.weight"
-        alpha = alphas.get(get_pattern_key(list(alphas), target), self.scales.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.scales.use_rslora else rank)
+        return values.get(get_pattern_key(list(values), target), default)
 
     def _full(self, wanted: set[str]) -> dict[str, Tensor]:
         """Return the values of the parameters in `wanted`, which train in full precision, and report what is missing. A
@@ -245,7 +253,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises:
         UserError: the folder has no adapter in safetensors, a file is damaged, the adapter is not LoRA, a value is not
-            finite, or a rank in the settings exceeds that of the factors.
+            finite, a rank in the settings exceeds that of the factors, or an alpha is zero.
     """
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
@@ -266,6 +274,13 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= max(largest, 1):
             raise UserError(
                 f"adapter {str(folder)!r}: {CONFIG_FILE}: rank {shown(rank)}, and its factors have {largest} rows"
+            )
+    alphas = settings.get("alpha_pattern") or {}
+    for alpha in (settings["lora_alpha"], *(alphas.values() if isinstance(alphas, dict) else ())):
+        if alpha == 0:
+            raise UserError(
+                f"adapter {str(folder)!r}: {CONFIG_FILE}: an alpha of {shown(alpha)} leaves factors without effect; set "
+                "what they were trained with"
             )
     return settings, tensors
 
