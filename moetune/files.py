@@ -25,9 +25,11 @@ def check_path(text: str) -> Path:
     """Return the path that a user wrote, with `~` expanded.
 
     Raises:
-        ValueError: no file can have this name: a NUL character, bytes that are not UTF-8, an unknown `~user`, a name of
-            more than 255 bytes, or a path of more than 4,000.
+        ValueError: no file can have this name: no character at all, a NUL character, bytes that are not UTF-8, an
+            unknown `~user`, a name of more than 255 bytes, or a path of more than 4,000.
     """
+    if not text:
+        raise ValueError("it is empty")
     if "\0" in text:
         raise ValueError("it holds a NUL character")
     try:
@@ -350,9 +352,8 @@ class WriterLock:
         try:
             self._held = lock(self.file, "a+b")
         except OSError as error:
-            raise UserError(
-                f"{what} cannot be locked against a second writer: {error.strerror or error} ({self.file}); choose another"
-            ) from error
+            reason = f"{error.strerror or error} ({self.file})"
+            raise UserError(f"{what} cannot be locked against a second writer: {reason}; choose another") from error
         if self._held is None:
             with suppress(OSError):
                 holder = _writer(self.file.read_bytes()) or holder

@@ -24,8 +24,10 @@ def ending(path: Path) -> Iterator[str]:
         memory = read_json(path / MEMORY_FILE, MemoryFile)
         predicted, measured = memory["predicted"], memory["measured"]["peak_allocated"]
         if measured and (size := predicted["as_routed"] or predicted["peak_allocated"]):
-            full = "" if config.packs else f" for sequences of {config.train.sequence_length:,} tokens"
-            yield f"peak memory: predicted {gib(size)}{full}, measured {gib(measured)}{full and ' with those of the data'}"
+            full, own = "", ""
+            if not config.packs:
+                full, own = f" for sequences of {config.train.sequence_length:,} tokens", " with those of the data"
+            yield f"peak memory: predicted {gib(size)}{full}, measured {gib(measured)}{own}"
     stops_early = config.train.early_stopping is not None
     if checkpoints := folder.by_preference(best=stops_early):
         yield f"weights in {checkpoints[0]}, losses in {folder.metrics_file}"

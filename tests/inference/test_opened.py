@@ -295,7 +295,7 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
     "half of them": (values(FACTORS, lambda t: [t.pop(k) for k in list(t)[: len(t) // 2]]), "lora_|no factors"),
     "other targets": (said("adapter/adapter_config.json", target_modules=["nosuch"]), "nosuch"),
     "a rank of 10,000,000": (said("adapter/adapter_config.json", r=10_000_000), "rank 10000000"),
-    "a rank that its factors have not": (said("adapter/adapter_config.json", r=1), r"\[4, 64\], not \[2, 64\]|says 1"),
+    "a rank that its factors have not": (said("adapter/adapter_config.json", r=1), "size mismatch for .*lora_|says 1"),
     "an alpha of zero": (said("adapter/adapter_config.json", lora_alpha=0), "an alpha of 0 leaves"),
     "one alpha of zero": (said("adapter/adapter_config.json", alpha_pattern={"q_proj": 0.0}), "an alpha of 0.0 leaves"),
     "a rank that is a word": (said("adapter/adapter_config.json", r="x"), "rank 'x'"),

@@ -279,8 +279,8 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for alpha in (settings["lora_alpha"], *(alphas.values() if isinstance(alphas, dict) else ())):
         if alpha == 0:
             raise UserError(
-                f"adapter {str(folder)!r}: {CONFIG_FILE}: an alpha of {shown(alpha)} leaves factors without effect; set "
-                "what they were trained with"
+                f"adapter {str(folder)!r}: {CONFIG_FILE}: an alpha of {shown(alpha)} leaves factors without effect; "
+                "set what they were trained with"
             )
     return settings, tensors
 

@@ -85,6 +85,8 @@ def open_sources(spec: str) -> list[Source]:
         return [_file_source(spec, path)]
     if path.is_dir():
         return [_file_source(str(Path(spec, file.relative_to(path))), file) for file in _files_in(spec, path)]
+    if path.exists():
+        raise UserError(f"{spec!r} is a pipe or a device, and data are read more than once; write them to a file")
     name, _, rest = spec.partition(":")
     if name in catalog_names():
         return [_catalog_source(spec, name, rest or "train")]
