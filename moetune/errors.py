@@ -14,7 +14,7 @@ _LONGEST_WORD = 100  # characters of a word for which `suggest` looks for a near
 class UserError(Exception):
     """Bad input. The message names the wrong value and the remedy; the command line prints it and exits with 2.
 
-    A message may have several lines, one for each problem. Control characters are escaped; 4,000 bytes are kept.
+    A message may have several lines, one for each problem. Control characters are escaped; 4,000 bytes are shown.
     """
 
     def __init__(self, message: str) -> None:

@@ -362,7 +362,7 @@ class WriterLock:
         if said and _writer(said) is None:
             self._held.close()
             self._held = None
-            raise UserError(f"{str(self.file)!r} is in the way: it is no lock of moetune's; move it away")
+            raise UserError(f"{str(self.file)!r} exists and is not a lock file of moetune; move it away")
         self._held.seek(0)
         self._held.truncate(0)
         self._held.write(json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())

@@ -34,7 +34,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in found if keys.count(key) > 1)
-        raise DuplicateKeyError(f"the key {shown(twice)} stands more than once in one object; keep one of them")
+        raise DuplicateKeyError(f"the key {shown(twice)} appears more than once in one object; keep one of them")
     return found
 
 

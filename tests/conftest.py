@@ -10,6 +10,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Draws are the same each time: a few on a push, many with `--all`."""
-    draws = 100 if config.getoption("--all") else 15
+    draws = 100 if config.getoption("--all") else 8
     shared = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     settings.register_profile(
         "ours", max_examples=draws, derandomize=True, deadline=None, database=None, suppress_health_check=shared
@@ -53,8 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        kept = on_a_push(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     on_null_device, on_cuda = device.is_present(), torch.cuda.is_available()
     for item in items:
         if (gpu := item.get_closest_marker("gpu")) and not on_cuda:
@@ -63,6 +66,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs values, which the null device has not"))
         elif item.get_closest_marker("nullcuda") and not on_null_device:
             item.add_marker(pytest.mark.skip(reason="no null device: scripts/test_cuda.sh"))
+
+
+def on_a_push(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Items without `full`; of a test marked `one_in(n)` every n-th case, the same ones each time. Tests begin at
+    different cases, so that a value that one leaves out is in another."""
+    kept, sampled = set(), defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("one_in"):
+            sampled[item.nodeid.partition("[")[0]].append(item)
+        elif not item.get_closest_marker("full"):
+            kept.add(item)
+    for name, cases in sampled.items():
+        cases = [case for case in cases if not case.get_closest_marker("full")]
+        if cases:
+            every = cases[0].get_closest_marker("one_in").args[0]
+            kept.update(cases[zlib.crc32(name.encode()) % min(every, len(cases)) :: every])
+    return kept
 
 
 @pytest.hookimpl(wrapper=True)

@@ -194,6 +194,7 @@ def stand_in(tmp_path: Path, pytest_exits: int) -> Path:
     return python
 
 
+@pytest.mark.full
 def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
     done = gpu_sh(tmp_path / "logs", sys.executable)
     assert done.returncode == 2

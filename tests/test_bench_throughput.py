@@ -34,6 +34,7 @@ def asked(bench: ModuleType, *tokens: int, seconds: float = 60) -> Any:
     return bench.argparse.Namespace(tokens=list(tokens), repetitions=1, seconds=seconds, small=True)
 
 
+@pytest.mark.full
 def test_sides_train_the_same_and_begin_alike(bench: ModuleType, rows: list[dict[str, Any]]) -> None:
     assert [(row["side"], row["tokens"]) for row in rows] == [
         (side, tokens) for side in ("moetune", "peft") for tokens in (32, 64)
@@ -47,6 +48,7 @@ def test_sides_train_the_same_and_begin_alike(bench: ModuleType, rows: list[dict
     assert f"{ours['seconds'] and peft['seconds'] / ours['seconds']:.2f}×" in table
 
 
+@pytest.mark.full
 def test_what_does_not_run_is_a_row(
     bench: ModuleType, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,7 @@ _DENSE = 1 << 16
 def _window_of(mask_function: Any) -> int | None:
     """Return the sliding window of a causal mask, in tokens; 0 if it has none; None if the mask is of another kind.
 
-    What the last of 2^22 tokens sees is read at every distance up to `_DENSE`, and at every 1024th beyond.
+    The mask is evaluated for the last of 2^22 tokens: at every distance below `_DENSE` tokens, then at every 1024th.
     """
     last = (1 << 22) - 1
     at = last - torch.cat([torch.arange(_DENSE), torch.arange(_DENSE, last + 1, 1024)])
@@ -260,8 +260,8 @@ def varlen_attention(
 
 
 _MORE_KEYS = 256
-"""Keys that `sdpa_with_sink` adds, of which all but one are hidden: kernels want lengths to be multiples of 8, and the
-closed form of a step's memory knows S + 256."""
+"""Number of keys that `sdpa_with_sink` adds; all but one are masked. Kernels want lengths that are multiples of 8, and
+the closed form of a step's memory supports the size S + 256."""
 
 
 def sdpa_with_sink(
@@ -277,16 +277,16 @@ def sdpa_with_sink(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention with sinks and any mask, with the signature of transformers' attention functions.
 
-    The sink is one more key, whose value is zero. Its score must be that of the sink for every query, so the head size
-    grows by 8: there queries have s / scaling, as three numbers that add up to it in 16 bits too, and the new
-    key has 1.
+    The sink becomes one more key, whose value is zero. To give it the score s for every query, the head size grows by 8
+    columns: in three of them the new key is 1, and queries are three numbers whose sum is s / scaling, because one
+    16-bit number would be too coarse.
 
     Args:
         query: [B, h, S, d]; key [B, h_kv, S_k, d]; value [B, h_kv, S_k, d_v].
         attention_mask: added to the scores, [B, 1, S, S_k].
         scaling: factor of the scores.
         s_aux: scores of the sinks [h]; None for attention without sinks.
-        indices: the keys that each query attends to, of those that the mask leaves, [B, S, K]; None for all.
+        indices: indices [B, S, K] of the keys that each query may attend to, besides the mask; None for all.
 
     Returns:
         The output [B, S, h, d_v], and None for the attention weights.

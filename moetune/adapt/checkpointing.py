@@ -121,7 +121,7 @@ class _Choices(TorchDispatchMode):
         self.kept, self.again = kept, again
 
     def restart(self) -> None:
-        """Begin a pass at its first choice; every backward pass over a retained graph recomputes anew."""
+        """Go back to the first choice, at the start of a forward pass or of a recomputation."""
         if self.again:
             self.left = iter(self.kept)
         else:
@@ -210,7 +210,7 @@ class InputsOnHost:
         return output
 
     def _bring(self, kept: _KeptInput) -> Tensor:
-        """Return an input on the device, and begin to copy the one before it, which backward needs next."""
+        """Return an input on the device, and start copying the input of the layer before, which backward needs next."""
         before: _KeptInput | None = None
         while self._kept:
             last = self._kept.pop()()

@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from bitsandbytes.functional import QuantState
-from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moetune.adapt.attention import Capability
 from moetune.adapt.build import Adapted, build
+from moetune.compat.bitsandbytes import Linear4bit, QuantState
 from moetune.compat.torch import add_missing_fakes
 from moetune.compat.transformers import fix_rotary_length
 from moetune.experts.host import mark_on_host

@@ -87,7 +87,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _pieces(starts: Tensor, window: int, like: Tensor) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """Yield the calls of a kernel without windows: rows of queries, the rows of all keys that they see, and its mask.
+    """Yield (query rows, key rows, mask arguments) of each call of a kernel that has no sliding windows.
 
     A document without a window is one call. With a window of w tokens a call has w queries and at most 2w - 1 keys, so
     that its mask is small and the time grows with the length, not its square.

@@ -12,11 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from moetune.compat.bitsandbytes import Linear4bit
 from moetune.experts.kernels import operators as kernels
 from moetune.experts.quantized import QuantizedLinear
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from transformers import PreTrainedModel
 
+from moetune.compat.bitsandbytes import Linear4bit
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank

@@ -14,11 +14,11 @@ def apply(
     delta: Annotated[Path, argument("DELTA_DIR", "The folder of a delta.")],
     to: Annotated[
         str,
-        option("MODEL", "The checkpoint that it was made for: a folder, or a name whose weights are on this machine."),
+        option("MODEL", "The base of the delta: a folder, or a name whose weights are on this machine."),
     ],
     out: NewFolder,
     force: Annotated[
-        str | None, option("NAME", "The name of MODEL or of its folder: apply although it is another checkpoint.")
+        str | None, option("NAME", "Apply even if MODEL is not the delta's base; repeat its name, or its folder's.")
     ] = None,
     overwrite: Overwrite = False,
     json_: Json = False,

@@ -11,7 +11,7 @@ from moetune.cli.options import Json, Method, Overrides, answer, argument, heavy
 def compare(
     runs: Annotated[list[Path], argument("RUN.yaml…", "Run files.")],
     gpu: Annotated[
-        list[str] | None, option(None, "A card to put each on; repeatable. Default: hardware.gpu of each.")
+        list[str] | None, option(None, "A card to predict for; repeatable. Default: each run's hardware.gpu.")
     ] = None,
     method: Method = "formula",
     set_: Overrides = None,

@@ -1,4 +1,4 @@
-"""The command `moetune doctor`: print whether this machine can train, and what to repair."""
+"""The command `moetune doctor`: print whether this machine can train, and how to fix what prevents it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def doctor(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Check this machine, or a run on it, and say how to repair what is wrong. Exit code 1: a run would fail."""
+    """Check this machine, or a run on it, and say how to fix what is wrong. Exit code 1: a run would fail."""
     if run is None:
         refuse_set(set_, "give one")
     with heavy_imports():

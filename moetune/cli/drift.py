@@ -9,7 +9,7 @@ from moetune.cli.options import Json, Picture, RunFolder, Scored, answer, heavy_
 
 def drift(
     run: RunFolder,
-    data: Annotated[str | None, option("FILE", "What to route. Default: the run's held-out data.")] = None,
+    data: Annotated[str | None, option("FILE", "Data to route. Default: the run's held-out data.")] = None,
     tokens: Scored = 131_072,
     figure: Picture = None,
     json_: Json = False,

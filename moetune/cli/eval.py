@@ -10,17 +10,15 @@ from moetune.config.load import refuse_missing
 
 def eval_(
     model: Opens,
-    data: Annotated[
-        str | None, option("DATA", "As data.train in a run file; by default what the run held out.")
-    ] = None,
+    data: Annotated[str | None, option("DATA", "Data, as under data.train. Default: the run's held-out data.")] = None,
     format_: DataFormat = None,
     sequence_length: Annotated[
-        int | None, number("Tokens a record may have; by default the run's, or 2048.", 2, 2**24, "N")
+        int | None, number("Largest number of tokens of a record. Default: the run's, or 2048.", 2, 2**24, "N")
     ] = None,
     base: KeepQuantized = None,
     json_: Json = False,
 ) -> None:
-    """Print the held-out loss and perplexity of a run, an adapter, a checkpoint or a base: comparable numbers."""
+    """Print the held-out loss and perplexity of a run, an adapter, a checkpoint or a base, all computed alike."""
     refuse_missing([] if data is None else [data])
     with heavy_imports():
         from moetune.inference.evaluate import evaluate

@@ -14,19 +14,19 @@ def export(
     run: RunFolder,
     format_: Annotated[
         Any,
-        choice("delta|peft|merged|vllm", "Changed tensors, a PEFT adapter, a checkpoint, vLLM's adapter.", "--format"),
+        choice("delta|peft|merged|vllm", "Changed tensors, PEFT adapter, whole checkpoint, vLLM adapter.", "--format"),
     ],
     out: NewFolder,
     overwrite: Overwrite = False,
     check: Annotated[int, number("Compare the loss on N held-out records with the trained model's.", 0, 1000, "N")] = 0,
-    push: Annotated[str | None, option("ORG/NAME", "Also upload it to the hub, private, with a model card.")] = None,
+    push: Annotated[str | None, option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")] = None,
     json_: Json = False,
 ) -> None:
     """Export a run's newest checkpoint, or its best with early stopping: a delta, an adapter or a merged checkpoint."""
     if check and format_ in ("delta", "vllm"):
         raise UserError(
-            f"--check computes with stock transformers and PEFT, which do not read --format {format_}; check merged "
-            "or peft"
+            f"--check computes with stock transformers and PEFT, which do not read --format {format_}; use it with "
+            "merged or peft"
         )
     is_occupied(expanded(out), overwrite)
     with heavy_imports():

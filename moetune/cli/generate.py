@@ -13,19 +13,19 @@ def temperature_in_range(value: float) -> float:
     """Return a temperature that is 0 or from 0.001 to 1000; raise `UserError` for any other value."""
     if value == 0 or 1e-3 <= value <= 1e3:
         return value
-    raise UserError(f"--temperature {value}: it is 0, or from 0.001 to 1000")
+    raise UserError(f"--temperature {value}: give 0, or a number from 0.001 to 1000")
 
 
-MaxNewTokens = Annotated[int, number("Tokens to write at most.", metavar="N")]
+MaxNewTokens = Annotated[int, number("Largest number of tokens to generate.", metavar="N")]
 Temperature = Annotated[
-    float, option(None, "0 takes the likeliest token; higher ones draw.", check=temperature_in_range)
+    float, option(None, "0: always the likeliest token; above 0: sample.", check=temperature_in_range)
 ]
-Seed = Annotated[int, number("Of what is drawn.", 0, 2**63 - 1)]
+Seed = Annotated[int, number("Seed of the sampling.", 0, 2**63 - 1)]
 
 
 def generate(
     model: Opens,
-    prompt: Annotated[str, option("TEXT", "What to go on from.", check=utf8)],
+    prompt: Annotated[str, option("TEXT", "Text to continue.", check=utf8)],
     chat: Annotated[bool, flag("--chat", "Take the prompt as a message for the chat template.")] = False,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
@@ -46,7 +46,7 @@ def generate(
 
 def chat(
     model: Opens,
-    system: Annotated[str | None, option("TEXT", "What the model is told first.", check=utf8)] = None,
+    system: Annotated[str | None, option("TEXT", "System message.", check=utf8)] = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.7,
     seed: Seed = 0,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from moetune.cli.options import (
     Json,
     Overrides,
+    Tight,
     answer,
     argument,
+    at_hand,
     choice,
     flag,
     heavy_imports,
@@ -19,13 +24,18 @@ from moetune.cli.options import (
 from moetune.errors import UserError, suggest
 from moetune.files import refuse_taken, write_output
 
+if TYPE_CHECKING:
+    from moetune.models.catalog.gpus import Gpu
+
 
 def init(
     recipe: Annotated[str, argument("RECIPE|MODEL", "Recipe name; `moetune init --list` shows them. Or a model.")] = "",
     gpu: Annotated[
-        str | None, option(None, "Of a MODEL: the card that the run is to fit, such as l40s or 44GiB.")
+        str | None,
+        option(None, "For a MODEL: the card that the run must fit, such as l40s or 44GiB. Default: this machine's."),
     ] = None,
-    goal: Annotated[str, choice("router|experts|lora", "Of a MODEL: what shall train.")] = "lora",
+    goal: Annotated[str, choice("router|experts|lora", "For a MODEL: what to train.")] = "lora",
+    tight: Tight = False,
     out: Annotated[Path, option("FILE", "Where to write it.", "--out", check=in_a_folder)] = Path("run.yaml"),
     list_: Annotated[bool, flag("--list", "List the recipes.")] = False,
     set_: Overrides = None,
@@ -42,11 +52,11 @@ def init(
     if recipe in known:
         # the command in a recipe's header names the recipe's path in the repository; replace it by the new file's
         text = read_recipe(recipe).replace(f"configs/{recipe}.yaml", str(out))
-    elif gpu is not None:
-        text = _planned(recipe, gpu, goal, out)
+    elif recipe and (card := gpu or _here(recipe, known)) is not None:
+        text = _planned(recipe, card, goal, out, tight)
     else:
         hint = suggest(recipe, known) or f" There are: {', '.join(known)}."
-        beside = " For a model give --gpu too."
+        beside = " For a model also give --gpu."
         raise UserError(f"recipe {recipe!r} does not exist.{hint}{beside}" if recipe else f"init needs a recipe.{hint}")
     write_output(out, _with_settings(text, set_) if set_ else text)
     answer(json_, {"recipe": recipe, "file": str(out)}, f"{out} written; next: moetune train {out}")
@@ -69,16 +79,38 @@ def _with_settings(text: str, settings: list[str]) -> str:
     return "".join(lines[:end]) + as_yaml(raw)
 
 
-def _planned(model: str, gpu: str, goal: Any, out: Path) -> str:
-    """Return the text of the run file of the best candidate that a plan finds for a model, a GPU and a goal.
+def _here(model: str, recipes: Iterable[str]) -> Gpu | None:
+    """Return the card of this machine for a model; None for a misspelt recipe, and where there is no card."""
+    from moetune.models.source import find_model_source
 
-    Raises `UserError` if the model or the GPU is not known, or nothing fits.
+    if suggest(model, recipes):
+        return None
+    with heavy_imports():
+        import torch  # noqa: F401
+    found = at_hand(None)
+    if found is not None:
+        find_model_source(model)
+    return None if found is None else found.gpu
+
+
+def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> str:
+    """Return the text of the run file of the most useful candidate that a plan finds for a model, a GPU and a goal.
+
+    With `tight`, a run that may need more memory than there is will do. Raises `UserError` if the model or the GPU is
+    not known, or nothing fits.
     """
     with heavy_imports():
         from moetune.planning.files import run_text
         from moetune.planning.plan import plan
 
-    found = plan(model, gpu, goals=[goal])
+    found = plan(model, gpu, goals=[goal], tight=tight)
+    if found.interrupted:
+        raise typer.Exit(130)
     if not found.candidates:
-        raise UserError(f"{goal} of {model} does not fit {gpu}; moetune plan {model} --gpu {gpu} says what would")
+        surely = "" if tight else "surely "
+        more = "" if tight else ", and --tight takes what is expected to fit"
+        raise UserError(
+            f"{goal} of {model} does not {surely}fit {found.gpu}; moetune plan {model} --gpu {found.gpu} shows what "
+            f"fits{more}"
+        )
     return run_text(found.candidates[0], out)

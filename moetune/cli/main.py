@@ -18,6 +18,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import typer
 
 from moetune import __version__
+from moetune.cli.adapter import adapter
 from moetune.cli.apply import apply
 from moetune.cli.compare import compare
 from moetune.cli.count import count
@@ -65,7 +66,7 @@ app = typer.Typer(
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Before a command: say where bad input was noticed.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print a traceback with errors. Give before COMMAND.")] = False,
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
     ] = False,
@@ -99,6 +100,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
 }
 for command, example in _EXAMPLES.items():
     app.command(name=command.__name__.rstrip("_"), epilog=f"Example: {example}")(command)
+app.add_typer(adapter, name="adapter")
 
 
 def main() -> None:
@@ -165,16 +167,16 @@ def _of_system(error: BaseException) -> UserError | None:
     elif isinstance(error, OSError) and error.filename is not None:
         said = f"{shown(str(error.filename), 300)}: {one_line(error)}"
     elif isinstance(error, OSError) and error.errno in _LACKS:
-        said = f"the system takes no more: {one_line(error)}"
+        said = f"a resource of the system is exhausted: {one_line(error)}"
     else:
         return None
-    return UserError(f"{said}; moetune --debug says where")
+    return UserError(f"{said}; moetune --debug shows where")
 
 
 def _note_failure(message: str) -> bool:
-    """On a rank of several, write the message where the launcher looks for it.
+    """Write the message where the launcher of several ranks looks for it; return whether the launcher will print it.
 
-    Return whether the launcher will print it; False for a process that is the only one of its run.
+    A process without a launcher writes nothing and returns False.
     """
     if "WORLD_SIZE" not in os.environ and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False

@@ -7,7 +7,7 @@ from moetune.report.view import Table
 
 
 def models(json_: Json = False) -> None:
-    """List the models in the catalog, which need no network to be named, with their published parameter counts."""
+    """List the models in the catalog, usable without a network, with their published parameter counts."""
     from moetune.models.catalog import find_model, model_names
 
     entries = [entry for name in model_names() if (entry := find_model(name)) is not None]

@@ -22,6 +22,7 @@ from moetune.report.console import note, terminal
 
 if TYPE_CHECKING:
     from moetune.inference.opened import Opened
+    from moetune.planning.at_hand import AtHand
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
     if value is None or value in known:
         return value
     hint = suggest(value, known)
-    raise UserError(f"{param.opts[0]} {value!r}: it is {', '.join(others)} or {last}{hint and '.'}{hint}")
+    raise UserError(f"{param.opts[0]} {value!r}: give {', '.join(others)} or {last}{hint and '.'}{hint}")
 
 
 def known_gpu(value: str | None) -> str | None:
@@ -76,7 +77,7 @@ def in_a_folder(file: Path | None) -> Path | None:
         return None
     file = expanded(file)
     if not file.parent.is_dir():
-        raise UserError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; make it first")
+        raise UserError(f"{str(file)!r} cannot be written: there is no folder {str(file.parent)!r}; create it first")
     return file
 
 
@@ -104,7 +105,7 @@ def utf8(text: str | None) -> str | None:
     try:
         (text or "").encode()
     except UnicodeEncodeError:
-        raise UserError(f"{shown(text)} is not UTF-8; give it as text in UTF-8") from None
+        raise UserError(f"{shown(text)} is not UTF-8; give UTF-8 text") from None
     return text
 
 
@@ -153,19 +154,29 @@ RunFile = Annotated[Path, argument("RUN.yaml", "The run file.")]
 RunFolder = Annotated[Path, argument("RUN_DIR", "The folder of a run.", existing_run)]
 Opens = Annotated[
     str,
-    argument("RUN_DIR|MODEL", "A run folder, an adapter or checkpoint that was exported, a catalog name or a hub id."),
+    argument("RUN_DIR|MODEL", "A run folder, an exported adapter or checkpoint, a catalog name or a hub id."),
 ]
 Overrides = Annotated[list[str] | None, option("KEY=VALUE", "Override a key of the run file; repeatable.", "--set")]
 Card = Annotated[
     str | None,
-    option(None, "A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu.", check=known_gpu),
+    option(
+        None,
+        "A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu, else this machine's.",
+        check=known_gpu,
+    ),
 ]
-Method = Annotated[str | None, choice("trace|formula", "How memory is predicted.")]
-Routed = Annotated[str, option("balanced|skew:S|worst|FILE", "How many tokens each expert receives.")]
-Tokens = Annotated[int | None, number("Of the data: say how many hours they take.", most=2**60)]
-Scored = Annotated[int, number("Of each data set.")]
+Tight = Annotated[bool, flag("--tight", "Also what is expected to fit, but may run out of memory.")]
+Method = Annotated[str | None, choice("trace|formula", "Predict by a trace, or faster by a closed form.")]
+Routed = Annotated[
+    str | None,
+    option(
+        "balanced|skew:S|worst|FILE", "How many tokens each expert receives. Default: balanced to published scores."
+    ),
+]
+Tokens = Annotated[int | None, number("Tokens to train on: also estimate the hours.", most=2**60)]
+Scored = Annotated[int, number("Tokens to read from each data set.")]
 KeepQuantized = Annotated[
-    str | None, choice("nf4|int8|mxfp4", "Keep a model quantized; a run is as in training.", "--base")
+    str | None, choice("nf4|int8|mxfp4", "Quantize a model. A run is loaded as in training.", "--base")
 ]
 DataFormat = Annotated[
     str | None,
@@ -175,9 +186,9 @@ DataFormat = Annotated[
         "--format",
     ),
 ]
-NewFolder = Annotated[Path, option("DIR", "Where to; a new or empty folder.")]
+NewFolder = Annotated[Path, option("DIR", "Output folder, new or empty.")]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what moetune has written there.")]
-Page = Annotated[Path | None, option("FILE", "Also write one self-contained page.", check=output_file)]
+Page = Annotated[Path | None, option("FILE", "Also write one self-contained HTML page.", check=output_file)]
 Picture = Annotated[Path | None, option("FILE", "Also write a picture, .png or .svg.", check=picture)]
 Json = Annotated[bool, flag("--json", "Print JSON for programs.")]
 
@@ -211,6 +222,24 @@ def within_memory(config: RunConfig) -> RunConfig:
         print(f"{counted(k, 'expert')} of each layer: {'fits' if fits else 'does not fit'}", file=sys.stderr)
 
     return within_budget(config, tried)
+
+
+def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> AtHand | None:
+    """Return the card of this machine if no other is named, and print it on stderr; None if one is, or there is none.
+
+    Args:
+        gpu: the value of `--gpu`.
+        named: `hardware.gpu` of the run file.
+        count: the number of GPUs.
+    """
+    if gpu is not None or named is not None:
+        return None
+    from moetune.planning.at_hand import card_at_hand
+
+    found = card_at_hand(count)
+    if found is not None:
+        note(f"{found.words}; --gpu names another")
+    return found
 
 
 def opened(model: str, base: Any) -> Opened:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from moetune.cli.options import (
     Card,
     Json,
@@ -13,9 +15,11 @@ from moetune.cli.options import (
     Page,
     Picture,
     Routed,
+    Tight,
     Tokens,
     answer,
     argument,
+    at_hand,
     choice,
     flag,
     heavy_imports,
@@ -26,6 +30,7 @@ from moetune.cli.options import (
 )
 from moetune.errors import UserError, one_line
 from moetune.report.console import note, terminal
+from moetune.report.search_progress import SearchProgress
 from moetune.report.view import View
 
 if TYPE_CHECKING:
@@ -36,24 +41,26 @@ if TYPE_CHECKING:
 def plan(
     what: Annotated[str, argument("MODEL|RUN.yaml", "A model to plan for, or a run file.")],
     solve: Annotated[
-        str | None, option("KEY", "Of a run file: find the largest value of this setting that fits.")
+        str | None, option("KEY", "For a run file: find the largest value of this setting that fits.")
     ] = None,
     gpu: Card = None,
-    count: Annotated[int, number("How many of them.")] = 1,
-    goal: Annotated[str, choice("router|experts|lora|any", "What shall train.")] = "any",
-    host: Annotated[str | None, option("SIZE", "Host memory that a run may take. Default: any.")] = None,
-    data: Annotated[str | None, option("FILE", "What the run files train on.")] = None,
+    count: Annotated[int, number("Number of GPUs.")] = 1,
+    goal: Annotated[str, choice("router|experts|lora|any", "What to train.")] = "any",
+    host: Annotated[str | None, option("SIZE", "Most host memory of a run. Default: no limit.")] = None,
+    data: Annotated[str | None, option("FILE", "Training data of the run files.")] = None,
     tokens: Tokens = None,
     min_sequence: Annotated[int, number("Tokens of a sequence.", 2, 2**24)] = 1024,
-    explain: Annotated[bool, flag("--explain", "Say why no more of each fits.")] = False,
-    write: Annotated[Path | None, option("DIR", "Leave each as a run file in this folder.")] = None,
+    tight: Tight = False,
+    all_: Annotated[bool, flag("--all", "Print every way that fits, not the most useful of each goal.")] = False,
+    explain: Annotated[bool, flag("--explain", "Also show what the next larger runs would risk.")] = False,
+    write: Annotated[Path | None, option("DIR", "Write each candidate as a run file to DIR.")] = None,
     html: Page = None,
     figure: Picture = None,
-    routing: Routed = "balanced",
+    routing: Routed = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Find what fits a card: the largest run of each way to train a MODEL, or the largest value of a setting of a
+    """Find what fits a card: the largest run of a MODEL by each strategy, or the largest value of a setting of a
     RUN.yaml. Exit code 1: nothing fits."""
     from rich.text import Text
 
@@ -67,7 +74,7 @@ def plan(
     progress: Any = terminal(stderr=True)
     if solve is not None:
         if html or figure or write or tokens:
-            raise UserError("--html, --figure, --write and --tokens are of a plan for a model; --solve finds one value")
+            raise UserError("--html, --figure, --write and --tokens need a plan for a model, not --solve")
         with heavy_imports():
             from moetune.memory.assumed_routing import parse_routing
             from moetune.planning.predictor import Predictor
@@ -75,51 +82,61 @@ def plan(
 
         config = read_run(what, set_)
         with progress.status(Text(f"looking for the largest {solve}")):
-            solved = solve_for(config, solve, Predictor(gpu, parse_routing(routing)))
+            here = None if solve == "hardware.gpu" else at_hand(gpu, config.hardware.gpu, config.hardware.count)
+            card = here.gpu if here else gpu
+            solved = solve_for(config, solve, Predictor(card, parse_routing(routing)), tight=tight)
         answer(json_, solved.to_json(), _solved(solved), fails=solved.report is None)
         return
 
-    if gpu is None:
-        raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB")
-    refuse_set(set_, "a plan chooses settings itself")
+    refuse_set(set_, "a plan for a model chooses settings itself")
     from moetune.config.load import refuse_missing
     from moetune.config.memory_size import HOW_TO_WRITE_A_SIZE, parse_size
 
     most = None if host is None else parse_size(host)
     if host is not None and most is None:
-        raise UserError(f"--host {host!r} is no size. {HOW_TO_WRITE_A_SIZE}")
+        raise UserError(f"--host {host!r} is not a memory size. {HOW_TO_WRITE_A_SIZE}")
     refuse_missing([] if data is None else [data])
+    goals = ("router", "experts", "lora") if goal == "any" else (goal,)
+    searching = SearchProgress(progress, f"planning {what} on {gpu or 'this machine'}: {', '.join(goals)}")
     with heavy_imports():
         import torch
 
+        from moetune.memory.assumed_routing import parse_routing
         from moetune.planning.figure import plan_chart
         from moetune.planning.files import write_runs
         from moetune.planning.plan import plan as plan_for
-        from moetune.planning.tables import plan_view
+        from moetune.planning.tables import briefly, plan_view
         from moetune.report.page import write_page
         from moetune.training.data.sources import looks_like_a_file, open_sources
 
-    why: tuple[str, ...] = ()
+    here = at_hand(gpu, count=count)
+    card = gpu if here is None else here.gpu
+    if card is None:
+        raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB; this machine has none")
+    why: tuple[str, ...] = () if here is None else (here.words,)
     if data is not None:
         if looks_like_a_file(data) or "/" not in data:  # the hub may be out of reach here
             open_sources(data)
         if tokens is None:
-            tokens, why = _tokens_of(data, what, min_sequence)
-    with progress.status(Text("planning")) as status:
+            tokens, more = _tokens_of(data, what, min_sequence)
+            why += more
+    with searching:
         found = plan_for(
             what,
-            gpu,
-            goals=("router", "experts", "lora") if goal == "any" else (goal,),  # type: ignore[arg-type]
+            card,
+            goals=goals,  # type: ignore[arg-type]
             count=count,
             length=min_sequence,
             host=most,
             data=data,
             tokens=tokens,
+            tight=tight,
+            routing=parse_routing(routing),
             processes=min(4, torch.get_num_threads()),
-            say=lambda words: status.update(Text(words)),
+            show=lambda now: searching.show(now.searched, now.all, now.now, (now.best and briefly(now.best)) or ""),
         )
     found = replace(found, notes=(*found.notes, *why))
-    view = plan_view(found)
+    view = plan_view(found, every=all_ or goal != "any")
     written = [str(file) for file in ([] if write is None else write_runs(found, write))]
     if html is not None:
         write_page(view, html, [plan_chart(found)] * bool(found.candidates))
@@ -128,6 +145,9 @@ def plan(
         plan_chart(found).save(figure)
         note(f"{figure} written")
     shown = (view, *(f"{file} written" for file in written))
+    if found.interrupted:
+        answer(json_, {**found.to_json(), "files": written}, *shown, verbose=explain)
+        raise typer.Exit(130)
     answer(json_, {**found.to_json(), "files": written}, *shown, verbose=explain, fails=not found.candidates)
 
 
@@ -149,11 +169,10 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
 
 def _solved(solved: Solved) -> View:
     """Return a view of the largest value that fits, the memory it needs, and the next value."""
-    from moetune.report.units import gib
+    from moetune.report.memory import left_in_words, span_in_words
 
     def needs(report: MemoryReport) -> str:
-        left = report.headroom_bytes or 0
-        return f"needs {gib(report.required)}, {gib(abs(left))} {'left' if left >= 0 else 'too much'}"
+        return f"needs {span_in_words(report)}: {left_in_words(report)}"
 
     axis = solved.axis
     if solved.report is None:
@@ -162,8 +181,8 @@ def _solved(solved: Solved) -> View:
             axis.key, f"no {axis.key} fits: even {axis.name(solved.next_value)} {needs(solved.next_report)}", "no"
         )
     if solved.next_report is None:
-        further = "there is no value beyond it"
+        further = "it is the largest value there is"
     else:
-        further = f"one further, {axis.name(solved.next_value)}, {needs(solved.next_report)}"
+        further = f"the next value, {axis.name(solved.next_value)}, {needs(solved.next_report)}"
     verdict = f"{axis.key}: {axis.name(solved.value)} {needs(solved.report)}"
     return View(axis.key, verdict, solved.report.verdict, [further, f"--set {solved.settings[0]}"])

@@ -16,6 +16,7 @@ from moetune.cli.options import (
     Tokens,
     answer,
     argument,
+    at_hand,
     choice,
     heavy_imports,
     number,
@@ -27,23 +28,23 @@ from moetune.report.console import note
 
 
 def predict(
-    run: Annotated[str, argument("RUN.yaml|MODEL", "A run file; or a model, and what of it trains.")],
+    run: Annotated[str, argument("RUN.yaml|MODEL", "A run file; or a model, with options for what to train.")],
     router: Annotated[
-        str | None, option("LAYERS", "Of a MODEL: routers of these layers train, as in all or 0-5.")
+        str | None, option("LAYERS", "For a MODEL: train the routers of these layers, such as all or 0-5.")
     ] = None,
     experts: Annotated[
-        str | None, option("LAYERS:EXPERTS", "Of a MODEL: these experts of these layers train, as in 0-5:0,1.")
+        str | None, option("LAYERS:EXPERTS", "For a MODEL: train these experts of these layers, such as 0-5:0,1.")
     ] = None,
-    lora: Annotated[int | None, number("Of a MODEL: LoRA on attention and experts trains.", metavar="RANK")] = None,
+    lora: Annotated[int | None, number("For a MODEL: train LoRA on attention and experts.", metavar="RANK")] = None,
     gpu: Card = None,
     method: Method = None,
-    routing: Routed = "balanced",
+    routing: Routed = None,
     allocator: Annotated[
-        str | None, choice("default|expandable", "Torch's. Default: as PYTORCH_ALLOC_CONF says.")
+        str | None, choice("default|expandable", "Torch's allocator. Default: PYTORCH_ALLOC_CONF.")
     ] = None,
     tokens: Tokens = None,
     measured: Annotated[
-        str | None, option("RUN", "A run folder like it, or its metrics.jsonl: estimate by its tokens/s.")
+        str | None, option("RUN", "Estimate time by the tokens/s of a similar run: its folder or metrics.jsonl.")
     ] = None,
     html: Page = None,
     figure: Picture = None,
@@ -53,7 +54,7 @@ def predict(
     ] = False,
     json_: Json = False,
 ) -> None:
-    """Predict the peak memory of a run without loading a weight, and whether it fits. Exit code 1: it does not fit."""
+    """Predict a run's peak memory without loading weights, and whether it fits. Exit code 1: it does not fit."""
     from moetune.memory.time.measured import speed_of
     from moetune.planning.from_options import as_yaml, config_of
 
@@ -66,17 +67,20 @@ def predict(
         from moetune.report.memory import memory_view
 
     chosen: Any = {"method": method, "allocator": allocator}
-    report = predict_run(config, gpu=gpu, routing=parse_routing(routing), **chosen)
+    here = at_hand(gpu, config.hardware.gpu, config.hardware.count)
+    report = predict_run(config, gpu=here.gpu if here else gpu, routing=parse_routing(routing), **chosen)
     if speed is not None:
         if report.time is None:
-            raise UserError("--measured wants a card whose speed is known, as in --gpu l40s, and --method trace")
+            raise UserError("--measured needs a card whose speed is known, such as --gpu l40s, and --method trace")
         report = replace(report, time=report.time.as_measured(speed))
     if tokens is not None and method == "formula":
-        why = "no hours for --tokens: a closed form says nothing of time; leave --method formula out"
+        why = "no hours for --tokens: a closed form does not estimate time; leave --method formula out"
         report = replace(report, notes=(*report.notes, why))
     source = [("run file", run)] if stands_for is None else []
+    source += [] if here is None else [("card", here.words)]
     report = replace(report, about=(*source, *[("--set", setting) for setting in set_ or ()], *report.about))
-    view = memory_view(report, tokens)
+    shown = [] if stands_for is None else [f"# the run file for these options\n{as_yaml(stands_for)}"]
+    view = memory_view(report, tokens, sum(text.count("\n") + 1 for text in shown))
     if html is not None or figure is not None:
         from moetune.report.memory_charts import memory_chart
         from moetune.report.page import write_page
@@ -90,5 +94,4 @@ def predict(
             note(f"{figure} written")
     hours = None if report.time is None or tokens is None else report.time.hours(tokens).to_json()
     found = {**report.to_json(), "hours": hours, "run": config.model_dump(mode="json")}
-    shown = [] if stands_for is None else [f"# the run file that this stands for\n{as_yaml(stands_for)}"]
     answer(json_, found, *shown, view, verbose=verbose, fails=report.fits is False)

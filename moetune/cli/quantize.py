@@ -12,15 +12,15 @@ from moetune.report.console import terminal
 
 def quantize(
     model: Annotated[str, argument("MODEL", "A catalog name, a folder or a hub id.")],
-    out: Annotated[Path, option(None, "The folder to write. One that was begun is continued.")],
+    out: Annotated[Path, option(None, "Output folder. An incomplete one is continued.")],
     base: Annotated[
-        str, choice("auto|nf4|int8|mxfp4", "Precision of what is quantized; auto: as published, or nf4.")
+        str, choice("auto|nf4|int8|mxfp4", "Format of the quantized weights; auto: as published, or nf4.")
     ] = "auto",
-    double_quant: Annotated[bool | None, option(None, "8-bit scales of nf4, which is the default.")] = None,
+    double_quant: Annotated[bool | None, option(None, "8-bit scales for nf4. Default: yes.")] = None,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Write a quantized copy of a model once. Give its folder as model.path to train on it."""
+    """Write a quantized copy of a model. To train on it, give its folder as model.path."""
     with heavy_imports():
         from moetune.adapt.weights.quantize import quantize as write_base
         from moetune.config.load import read_run_config

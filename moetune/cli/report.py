@@ -12,10 +12,10 @@ from moetune.cli.options import Json, RunFolder, answer, heavy_imports, number, 
 def report(
     run: RunFolder,
     out: Annotated[
-        Path | None, option("FILE", "Where to; by default report.html in the run.", check=output_file)
+        Path | None, option("FILE", "Output file. Default: report.html in the run folder.", check=output_file)
     ] = None,
-    watch: Annotated[int | None, number("Write it again and again, until Ctrl-C.", metavar="SECONDS")] = None,
-    timeline: Annotated[bool, option(None, "Also trace a step, for its memory over time.")] = True,
+    watch: Annotated[int | None, number("Write it every SECONDS, until Ctrl-C.", metavar="SECONDS")] = None,
+    timeline: Annotated[bool, option(None, "Also trace a step, to show its memory over time.")] = True,
     json_: Json = False,
 ) -> None:
     """Write one self-contained page: curves, speed, memory, expert load, what trained, the run file and versions."""

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 def score(
-    model: Annotated[str, argument("MODEL|RUN.yaml", "A model, or a run file that it is to be trained by.")],
+    model: Annotated[str, argument("MODEL|RUN.yaml", "A model, or the run file that will train it.")],
     data: Annotated[
-        list[str] | None, option("FILE", "What to read, as under data.train; repeatable. Default: the run file's.")
+        list[str] | None, option("FILE", "Data, as under data.train; repeatable. Default: the run file's.")
     ] = None,
-    out: Annotated[Path, option("FILE", "Where the scores are written.", check=in_a_folder)] = Path("scores.json"),
+    out: Annotated[Path, option("FILE", "File to write the scores to.", check=in_a_folder)] = Path("scores.json"),
     tokens: Scored = 131_072,
     overwrite: Overwrite = False,
-    predict: Annotated[bool, flag("--predict", "Score nothing: predict the peak memory, and whether it fits.")] = False,
+    predict: Annotated[bool, flag("--predict", "Only predict the peak memory, and whether it fits.")] = False,
     gpu: Card = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -47,10 +47,10 @@ def score(
     if model.endswith((".yaml", ".yml")):
         config = load_run_config(model, set_ or ())
     else:
-        refuse_set(set_, "give one in the place of MODEL")
+        refuse_set(set_, "give a run file instead of MODEL")
         config = read_run_config({"model": {"path": model}, "adapt": {"router": "all"}}, (), "score")
     if gpu is not None and not predict:
-        raise UserError("--gpu is the card that --predict predicts for; scoring itself takes this machine's")
+        raise UserError("--gpu is the card that --predict predicts for; scoring itself uses this machine's GPU")
     refuse_missing(data or ())
     if not data and config.data is None and not predict:
         raise UserError("moetune score needs --data FILE, or data: in the run file")

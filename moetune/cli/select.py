@@ -29,22 +29,23 @@ if TYPE_CHECKING:
 
 
 def select(
-    scores: Annotated[Path, argument("SCORES.json", "What moetune score wrote.")],
-    rule: Annotated[str, choice("tokens|gate|reap|foreground|random|least", "What ranks experts.")] = "tokens",
+    scores: Annotated[Path, argument("SCORES.json", "The file that moetune score wrote.")],
+    rule: Annotated[str, choice("tokens|gate|reap|foreground|random|least", "How to rank experts.")] = "tokens",
     p: Annotated[
-        float | None, option(None, "As few as have this share of a layer's tokens, or of its gate weight.")
+        float | None, option(None, "Choose the fewest experts with this share of a layer's tokens, or of gate weight.")
     ] = None,
-    k: Annotated[int | None, number("So many of each layer.", None)] = None,
-    experts: Annotated[int | None, number("At most so many in all.", None)] = None,
-    parameters: Annotated[int | None, number("At most so many parameters in all.", None)] = None,
+    k: Annotated[int | None, number("Choose this many experts of each layer.", None)] = None,
+    experts: Annotated[int | None, number("Choose at most this many experts in total.", None)] = None,
+    parameters: Annotated[int | None, number("Choose at most this many parameters in total.", None)] = None,
     budget: Annotated[
-        str | None, option(None, "As many as --run has memory for, such as 44GiB; or a share, such as 0.25.")
+        str | None,
+        option(None, "Choose as many as --run fits in this memory, such as 44GiB; or a share, such as 0.25."),
     ] = None,
-    background: Annotated[Path | None, option("SCORES.json", "Of general text, for --rule foreground.")] = None,
-    layers: Annotated[str, option(None, "Only these, such as 0-5.")] = "all",
-    seed: Annotated[int, number("Of --rule random.", 0)] = 0,
-    run: Annotated[Path | None, option("RUN.yaml", "The run file that is filled in.")] = None,
-    part: Annotated[Any, choice("experts|lora", "Train them whole, or put LoRA on.", "--as")] = "experts",
+    background: Annotated[Path | None, option("SCORES.json", "Scores of general text, for --rule foreground.")] = None,
+    layers: Annotated[str, option(None, "Choose only from these layers, such as 0-5.")] = "all",
+    seed: Annotated[int, number("Seed for --rule random.", 0)] = 0,
+    run: Annotated[Path | None, option("RUN.yaml", "The run file to add the choice to.")] = None,
+    part: Annotated[Any, choice("experts|lora", "Train the experts in full, or with LoRA.", "--as")] = "experts",
     out: Annotated[Path | None, option("FILE", "Write the run file here. Default: stdout.", check=output_file)] = None,
     set_: Overrides = None,
     json_: Json = False,
@@ -68,7 +69,7 @@ def select(
     read = read_scores(scores, "SCORES.json")
     choice = choice_of({"from": str(scores), **given, **more})
     if isinstance(choice.budget, str) and run is None:
-        raise UserError(f"--budget {budget}: give --run RUN.yaml, whose memory it is")
+        raise UserError(f"--budget {budget} limits a run's memory; also give --run RUN.yaml")
     config = with_choice(None if run is None else read_run(run, set_), read.model, choice, part)
     resolved = resolve(within_budget(config), this_device())
     is_read = run is not None and config.model.weights == "pretrained"

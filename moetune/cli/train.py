@@ -27,7 +27,9 @@ def train(
     run: RunFile,
     resume: Annotated[
         str,
-        option("auto|never|PATH", "Continue from the newest checkpoint, none, or a checkpoints/step-N folder."),
+        option(
+            "auto|never|PATH", "Continue from the newest checkpoint, from none, or from a checkpoints/step-N folder."
+        ),
     ] = "never",
     overwrite: Overwrite = False,
     dry_run: Annotated[
@@ -36,8 +38,8 @@ def train(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Fine-tune the parts of a model that a run file chooses; progress on stderr, the outcome on stdout. Exit code 1:
-    memory ran out."""
+    """Fine-tune the parts of a model that a run file chooses; progress on stderr, result on stdout. Exit code 1: memory
+    ran out."""
     from moetune.cli.start_on_ranks import on_ranks, starts_ranks
     from moetune.parallel.start_ranks import was_launched
 

@@ -12,9 +12,9 @@ from moetune.report.view import ViewSection
 
 def verify(
     run: RunFile,
-    steps: Annotated[int, number("Optimizer steps; states appear in the first.", 2, 10_000)] = 3,
+    steps: Annotated[int, number("Optimizer steps; the first creates the states.", 2, 10_000)] = 3,
     routing: Annotated[
-        str, option("measured|balanced|skew:S|worst|FILE", "What the prediction assumes of the experts' tokens.")
+        str, option("measured|balanced|skew:S|worst|FILE", "Tokens per expert that the prediction assumes.")
     ] = "measured",
     profile: Annotated[
         Path | None,

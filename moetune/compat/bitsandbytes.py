@@ -1,19 +1,57 @@
-"""bitsandbytes: shared tables of 8-bit optimizers, a corrected CPU dequantization, and paged optimizer states."""
+"""bitsandbytes: a quick import, shared tables of 8-bit optimizers, a corrected CPU dequantization, paged states.
+
+Import bitsandbytes' names from here: its own import loads torch's compiler, which takes two seconds (`_lazily`).
+"""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 from unittest.mock import patch
 
-import bitsandbytes.optim.optimizer
 import torch
-from bitsandbytes.functional import get_paged
-from bitsandbytes.nn import Linear4bit
 from torch import Tensor
+
+
+def _lazily(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return a function that is compiled as by `torch.compile` when it is first called."""
+    compiled = functools.cache(functools.partial(torch.compile, function, **options))
+    return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+
+with patch.object(torch, "compile", _lazily):
+    import bitsandbytes.autograd  # defines its operators
+
+import bitsandbytes.functional as functional  # noqa: E402
+import bitsandbytes.optim as optim  # noqa: E402
+from bitsandbytes.functional import (  # noqa: E402
+    QuantState,
+    create_dynamic_map,
+    dequantize_4bit,
+    get_paged,
+)
+from bitsandbytes.nn import Linear4bit, Params4bit  # noqa: E402
+from bitsandbytes.utils import unpack_tensor_to_dict  # noqa: E402
+
+__all__ = [
+    "SMALLEST_PAGED",
+    "Linear4bit",
+    "Params4bit",
+    "QuantState",
+    "create_dynamic_map",
+    "dequantize_4bit",
+    "functional",
+    "mend_dequantize_4bit",
+    "optim",
+    "paged",
+    "prepare_4bit",
+    "share_tables",
+    "unpack_tensor_to_dict",
+    "update",
+]
 
 SMALLEST_PAGED = 100_000
 """Number of elements from which a state of a paged optimizer is in paged memory."""
@@ -23,8 +61,8 @@ _PAGED = ("state1", "state2")
 def share_tables(optimizer: Any, tables: dict[str, Tensor]) -> None:
     """Make 8-bit optimizers share their quantization tables; call it with the same `tables` for each optimizer.
 
-    An empty `tables` is filled with those of `optimizer`, else they replace them. Every optimizer makes tables of its
-    own, which adds up where gradients are freed during backward and each parameter therefore has its own optimizer.
+    An empty `tables` is filled with the tables of `optimizer`; otherwise it replaces them. Without it every optimizer
+    has its own tables, which adds up where each parameter has an optimizer, as with `fused_backward`.
     """
     if not tables:
         tables.update(optimizer.name2qmap)

@@ -29,9 +29,9 @@ def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
 
     PEFT casts the input to the factors' dtype, in which it then scales and adds all rows of the output, and clones the
     output of a 4-bit layer. Its cast can be switched off (`cast_input_dtype_enabled`), but then the dtypes do not
-    match. Here the factors become `LoraFactor`, which must be plain `nn.Linear` before (`AssertionError`), and the
-    narrow rows A·x are scaled. If gradients are enabled and there is no dropout, `at_once` computes the adapted layer
-    as a whole.
+    match. Here the factors, which must be plain `nn.Linear` (else `AssertionError`), become `LoraFactor`, and the scale
+    is applied to A·x, which has only r columns. If gradients are enabled and there is no dropout, `at_once` computes
+    the adapted layer as a whole.
     """
     for factors in (layer.lora_A, layer.lora_B):
         assert type(factors["default"]) is nn.Linear

@@ -51,9 +51,9 @@ def varlen_forward(
 ) -> tuple[Tensor, ...]:
     """Run torch's flash attention, causal within documents; arguments as in `within_documents` (adapt/flash.py).
 
-    Returns the output [T, h, d], the logsumexp float32 [h, T], and two states for `varlen_backward`. The same kernel as
-    that of `torch.nn.attention.varlen.varlen_attn`, which also fills a random state and, in backward, two gradients
-    that nobody reads: a launch each.
+    Returns the output [T, h, d], the logsumexp float32 [h, T], and two states for `varlen_backward`. The kernel is that
+    of `torch.nn.attention.varlen.varlen_attn`, without its launches for a random state and, in backward, for two
+    gradients, which nobody reads.
     """
     out, lse, *states, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, not window, False, **_flash_options(scaling, window)
@@ -182,7 +182,7 @@ class _Made(NamedTuple):
 def _makes_anew(func: Any) -> bool:
     """Return whether an operation's schema says that it returns no view, and that it mutates no argument.
 
-    Operators of moetune and bitsandbytes may mutate one: they change values, which fake tensors lack, and no shape.
+    Operators of moetune and bitsandbytes may mutate arguments: that changes only values, which fake tensors lack.
     """
     schema = func._schema
     mutates = schema.is_mutable and func.namespace not in _ONLY_VALUES
@@ -191,7 +191,7 @@ def _makes_anew(func: Any) -> bool:
 
 @functools.cache
 def _only_mutates(func: Any) -> bool:
-    """Return whether an operator of moetune or bitsandbytes returns nothing; it then does nothing to fake tensors."""
+    """Return whether an operator of moetune or bitsandbytes returns nothing, and so has no effect on fake tensors."""
     return func.namespace in _ONLY_VALUES and not func._schema.returns
 
 

@@ -94,10 +94,10 @@ def dtypes_kept(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.d
 def unmatched_keys(
     model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]
 ) -> tuple[set[str], set[str]]:
-    """Return (missing, unexpected) keys of a checkpoint, without those that the model's authors allow for.
+    """Return the (missing, unexpected) keys of a checkpoint that are an error.
 
-    Missing keys are those that the model has and the checkpoint lacks, unexpected ones the reverse. Allowed are missing
-    keys of tied weights, and keys that the model's class lists as ignored. Ties the model's weights.
+    Missing keys are those that the model has and the checkpoint lacks, unexpected ones the reverse. Missing keys of
+    tied weights, and keys that the model's class lists as ignored, are no error and left out. Ties the model's weights.
     """
     info = LoadStateDictInfo(set(missing), set(unexpected), set(), [], {}, set())
     model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
@@ -237,7 +237,7 @@ def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args:
 
 
 class SoftmaxRouter(NamedTuple):
-    """How a router chooses the `top_k` experts with the largest softmax probabilities of its logits.
+    """Settings of a router that chooses the `top_k` experts with the largest softmax probabilities of its logits.
 
     `normalized`: the weights are divided by their sum. `keeps_float32`: they stay float32, else have the logits' dtype.
     """

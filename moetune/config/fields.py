@@ -40,7 +40,7 @@ def parse_ids(value: object) -> object:
             raise ValueError(f'{shown(text.strip())} is not a number or a range; write all, none, 3, [0, 1] or "0-5,8"')
         first, last = int(match[1]), int(match[2] or match[1])
         if last > _LARGEST_ID:
-            raise ValueError(f"{last} is no layer and no expert of any model")
+            raise ValueError(f"{last} is above the largest id, 65536")
         if last < first:
             raise ValueError(f'range {text!r} runs backwards; write "{last}-{first}"')
         ids.update(range(first, last + 1))
@@ -50,10 +50,10 @@ def parse_ids(value: object) -> object:
 
 
 def _parse_expert_ids(value: object) -> object:
-    """Parse expert ids, for all layers together (`parse_ids`) or as a mapping of layer index -> expert ids, sorted by
-    layer.
+    """Parse expert ids: one list for all layers (`parse_ids`), or a dict of layer index -> list, sorted by layer.
 
-    Raises `ValueError` for any other form, and for a mapping that is empty or names a layer twice.
+    Raises:
+        ValueError: the value has another form; or the dict is empty, or has a layer twice.
     """
     if not isinstance(value, dict):
         return parse_ids(value)
@@ -73,7 +73,7 @@ def _parse_expert_ids(value: object) -> object:
 
 
 def layer_range(text: str) -> tuple[int, ...] | None:
-    """Return the numbers of `0-5,8`; None if the text is no such list."""
+    """Parse a text such as `0-5,8` into a tuple of integers; return None if it has another form."""
     try:
         ids = parse_ids(text)
     except ValueError:
@@ -121,7 +121,7 @@ def _check_text(text: str) -> str:
 
 
 def _check_path(text: str) -> str:
-    """Return a path unchanged, as it is written; raise `ValueError` if no file can have this name."""
+    """Return a path unchanged; raise `ValueError` if no file can have this name."""
     check_path(text)
     return _check_text(text)
 

@@ -1,4 +1,4 @@
-"""Reads run files: YAML, `--set` overrides, and all problems in one message, each with the nearest valid name.
+"""Read run files: parse YAML, apply `--set` overrides, and report all problems in one message with suggestions.
 
 Nothing here imports torch.
 """
@@ -125,7 +125,7 @@ def parse(text: str, what: str) -> Any:
         UserError: the text is not YAML, repeats a key, or exceeds the limits of size, depth or number of values.
     """
     if len(text) > _MOST_BYTES:
-        raise UserError(f"{what} is larger than any run file: more than {_MOST_BYTES:,} bytes")
+        raise UserError(f"{what} is too large for a run file: more than {_MOST_BYTES:,} bytes")
     try:
         loader = _UniqueKeyLoader(text)
         node = loader.get_single_node()
@@ -141,7 +141,7 @@ def parse(text: str, what: str) -> Any:
 
 
 def _values_in(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of values in a YAML node with aliases expanded; more than the limit for a node inside itself.
+    """Count the values in a YAML node with aliases expanded; a node that contains itself counts as over the limit.
 
     `known` caches the numbers by `id` of the node.
     """

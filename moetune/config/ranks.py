@@ -70,7 +70,7 @@ def layers_named(ranks: int | Ranks) -> set[int]:
 
 
 def halved(ranks: Any) -> tuple[Any, int]:
-    """Return an `adapt.lora.rank` with every rank halved, rounded down, and the smallest of the results."""
+    """Return (the value of `adapt.lora.rank` with every rank halved and rounded down, the smallest of these ranks)."""
     if isinstance(ranks, int):
         return ranks // 2, ranks // 2
     parts = {key: halved(rank) for key, rank in ranks.items()}

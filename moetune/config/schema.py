@@ -144,7 +144,7 @@ class ChoiceConfig(Section):
 
 
 def _ids_or_choice(raw: Any) -> str:
-    """Return the tag of the alternative that `raw` has the form of: "ids or layers", or "a choice" by scores."""
+    """Return which alternative of a union `raw` is: "ids or layers", or "a choice" by scores."""
     chosen = isinstance(raw, ChoiceConfig) or (isinstance(raw, dict) and "from" in raw)
     return "a choice" if chosen else "ids or layers"
 

@@ -93,8 +93,8 @@ def recognize(function: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activ
     """Return `SwiGLU` if it computes the same as a model's activation function [N, O] -> [N, I], else
     `AutogradActivation`.
 
-    `alpha` and `limit`, also named `swiglu_alpha` and `swiglu_limit`, are read from the object of which `function` is a
-    method. Results are compared on the CPU in float32, within 1e-5 relative plus 1e-6 absolute.
+    `alpha` and `limit`, also named `swiglu_alpha` and `swiglu_limit`, are read from the object that `function` is bound
+    to. Results are compared on the CPU in float32, within 1e-5 relative plus 1e-6 absolute.
     """
     if not shape.has_gate:
         return AutogradActivation(function)

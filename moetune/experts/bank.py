@@ -36,7 +36,7 @@ Kind = Literal["trained", "lora", "frozen"]
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """Which experts of a layer get LoRA, and of what size: W + (alpha / rank) · B·A.
+    """LoRA of one layer: the `ids` of the experts that get it, and its size, in W + (alpha / rank) · B·A.
 
     With `split`, gate and up have separate factors A and B; otherwise gate_up has one pair.
     """
@@ -49,8 +49,7 @@ class LoraPlan:
 
 @dataclass(frozen=True)
 class BankPlan:
-    """How the experts of one layer train: the ids in `trained` in full, neither quantized nor with LoRA; all others are
-    frozen.
+    """Training plan of one layer: experts in `trained` train in full, unquantized and without LoRA; others are frozen.
 
     `lora` adds LoRA to some of the frozen experts; None for no LoRA in this layer.
     """

@@ -26,16 +26,16 @@ the receive counts is the number of rows that rank r sends to expert l of this r
 
 
 def read_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-    """Return how often each id occurs."""
+    """Return how often each of the `num_experts` ids occurs in `ids`, by reading the counts from the device."""
     return read()
 
 
 def reading(counts: Tensor, order: Sequence[int], rows: int) -> ReadCounts:
-    """Return a function that copies counts to the host, which waits.
+    """Return a function that copies counts to the host, waiting for the device, and returns them by expert id.
 
     Args:
         counts: [E], the number of rows of each expert, from `sorted_positions`.
-        order: for each expert id, the position of its count.
+        order: for each expert id, the index of its count in `counts`.
         rows: the sum of the counts.
     """
 
@@ -47,7 +47,7 @@ def reading(counts: Tensor, order: Sequence[int], rows: int) -> ReadCounts:
 
 
 def listed(counts: Tensor, rows: int) -> list[int]:
-    """Return counts whose sum is `rows` as a list."""
+    """Copy counts [E], whose sum is `rows`, to the host as a list."""
     return counts.tolist()
 
 
@@ -57,7 +57,7 @@ def read_received(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -
 
 
 def received_as_sent(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -> list[list[int]]:
-    """Return receive counts [R][L] for a trace: every rank is assumed to send this rank what this rank sends itself."""
+    """Return receive counts [R][L] for a trace, in which every rank sends this rank what this rank sends to itself."""
     return [send_counts[rank]] * len(send_counts)
 
 

@@ -1,9 +1,9 @@
 """Quantized experts and optimizer states in host memory, and asynchronous copies between host and device.
 
-On a GPU, host memory is pinned, and copies run beside the computation on a stream of their own, ordered by events
-without blocking the host. Device memory of a copy is allocated and freed on the computing stream. On a CPU and on fake
-tensors the same code runs without streams. Storages of host tensors and of their copies carry an attribute each, so
-that a memory tracker can count them separately.
+On a GPU, host memory is pinned, and copies run in parallel with the computation on a stream of their own, ordered by
+events without blocking the host. Device memory of a copy is allocated and freed on the computing stream. On a CPU and
+on fake tensors the same code runs without streams. Storages of host tensors and of their copies carry an attribute
+each, so that a memory tracker can count them separately.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 def on_device(value: Tensor, device: torch.device) -> Tensor:
-    """Return a copy on `device` of a host tensor that is not marked with `mark_on_host`."""
+    """Return a copy of a host tensor on `device`, in new memory even if that is a CPU."""
     return torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
 
 
@@ -115,7 +115,7 @@ class AsyncCopy:
 
 
 class CopyStream:
-    """Copies in one direction between host and `device`, one after another, beside the computation.
+    """Copies in one direction between host and `device`, one after another, in parallel with the computation.
 
     On a device other than CUDA, copies are made at once, in CPU memory.
     """

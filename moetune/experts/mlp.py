@@ -71,12 +71,12 @@ def expert_mlp(
 
     The autograd node is created first and the products fill its output afterwards. When a checkpointed layer is
     recomputed, torch stops once it has the tensors that backward needs, the last of which in most models is saved by
-    this node; the experts' products are then not repeated. Rows that are kept are no saved tensors, which checkpointing
-    would drop: the node of the forward pass holds them, and its backward frees them.
+    this node; the experts' products are then not repeated. Kept rows are held by the node of the forward pass, because
+    checkpointing would drop saved tensors; its backward frees them.
 
     Args:
         permutation: the T·K rows sorted by slot.
-        keep_rows: keep the gate_up rows of forward for the first backward pass; any other computes them again.
+        keep_rows: keep the gate_up rows of forward for the first backward pass; a second one recomputes them.
         norms: [T, K] float32, overwritten with the L2 norms of the experts' outputs before weighting; None to skip.
         dense_TE: [T, E] routing weights that the experts would have if all were chosen (experts/dense.py), or None.
             They do not change y, and receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e.
@@ -110,8 +110,8 @@ def _fill(
 def _add_group(
     experts: ExpertWeights, group: RowGroup, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
-    """Compute the outputs of one group and add them to `tokens`. Unless None, `kept` gets the group's gate_up rows [N,
-    O] appended, and `norms` [T, K] the L2 norms of the outputs."""
+    """Compute the outputs of one group and add them to `tokens`. Append the group's gate_up rows [N, O] to `kept`, and
+    write the L2 norms of the outputs to `norms` [T, K], each unless it is None."""
     gate_up, down = experts.projections(group.slots, tokens.x_TH.dtype)
     gate_up_NO = gate_up.forward(tokens.of(group), group.gemm)
     act_NI = experts.activation.forward(gate_up_NO)
@@ -171,7 +171,8 @@ class _ExpertMlp(torch.autograd.Function):
         grads = Gradients(experts.hooks.gradient, complete=all(permutation.counts))
 
         def add_group(group: RowGroup) -> None:
-            """Add the gradients of one group; what it dequantizes and recomputes, or kept, is freed when it returns."""
+            """Add the gradients of one group; its dequantized weights and its kept or recomputed rows are freed on
+            return."""
             gemm, row_weights = group.gemm, RowWeights(weights, group.order)
             gate_up, down = experts.projections(group.slots, x_TH.dtype)
             dy_NH = tokens.of(group)

@@ -9,10 +9,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor, nn
 
+from moetune.compat.bitsandbytes import functional as bnb
 from moetune.compat.torch import HostModule
 from moetune.config.schema import Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
@@ -236,9 +236,9 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The stored weight data, of which libraries that wrap linear layers read device and dtype.
+        """The stored data: libraries that wrap linear layers read its device and dtype.
 
-        [out, in] for int8, bf16 and fp32; [out·in / 2] packed bytes for MXFP4.
+        [out, in] for int8, bf16 and fp32; for MXFP4 [out·in / 2] bytes of two weights each.
         """
         return self.stack.data[0]
 

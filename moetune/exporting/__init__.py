@@ -1,1 +1,1 @@
-"""Export of a run: delta, PEFT adapter, merged checkpoint, vLLM adapter; apply a delta; upload to the hub."""
+"""Export of a run: delta, PEFT or vLLM adapter, merged checkpoint; apply a delta; convert, merge adapters; upload."""

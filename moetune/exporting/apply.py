@@ -28,7 +28,7 @@ class Applied:
 
     Attributes:
         tensors: the number of tensors in the delta.
-        bytes: their size in the written checkpoint, each counted whole.
+        bytes: their size in the written checkpoint; a tensor of which only some rows changed counts whole.
         forced: how the base differs from the base that the delta was made for; None if both are the same.
         notes: messages for the user.
     """
@@ -91,14 +91,16 @@ def apply_delta(
         wrong = "" if force is None else f"--force {force!r} is not its name; "
         raise UserError(
             f"the delta in {str(delta)!r} was made for another base than {str(to)!r}: {difference}; "
-            f"{wrong}--force {name} applies it all the same"
+            f"{wrong}--force {name} applies it anyway"
         )
     _refuse_misfits(read, places, base)
     with new_folder(out, overwrite, needed) as folder:
         copied, copies = copy_checkpoint(base, folder, on_block)
         changed = fingerprint.difference(copied)
         if changed is not None:
-            raise UserError(f"{str(to)!r} changed while it was copied: {changed}; run this again when it is at rest")
+            raise UserError(
+                f"{str(to)!r} changed while it was copied: {changed}; run the command again once it no longer changes"
+            )
         for key, tensor in read.tensors.items():
             rows = read.slices.get(key)
             for start, stop in tensor.blocks() if rows is None else ((slot, slot + 1) for slot in range(len(rows))):

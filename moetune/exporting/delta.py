@@ -41,7 +41,7 @@ def write_delta(run: FinishedRun, out: Path) -> Written:
     folder = base_folder(run)
     of_base = confirmed_base(run, folder)
     base = open_checkpoint(folder)
-    targets = placed(run, full, base)
+    targets = placed(run.adapted.run.model, full, base)
     dtypes: dict[str, torch.dtype] = {}
     experts: defaultdict[str, list[int]] = defaultdict(list)  # tensor that stacks a layer's experts -> trained experts
     for update, mapping in targets:

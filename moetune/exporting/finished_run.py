@@ -56,7 +56,7 @@ class FinishedRun:
 def in_memory(adapted: Adapted) -> FinishedRun:
     """Return an adapted model in memory, with its current values; `UserError` if it is divided over ranks."""
     if not adapted.ranks.is_single:
-        raise UserError("a model that is spread over ranks cannot be exported from memory; export its run folder")
+        raise UserError("a model that is distributed over ranks cannot be exported from memory; export its run folder")
     trained = {part.name: Held(part.of(parameter)) for parameter, parts in parts_of(adapted).items() for part in parts}
     trained |= {name: Held(bias) for name, bias in adapted.router_biases().items()}
     return FinishedRun(None, adapted.run.config, None, adapted, trained, None)
@@ -81,7 +81,7 @@ def open_run(path: Path) -> FinishedRun:
     if base is None and config.model.weights == "pretrained":
         raise UserError(
             f"{str(path / BASE_FILE)!r} is missing, which says what the run was trained on; if model.path "
-            f"{config.model.path!r} is that still, moetune train {path / RUN_FILE} --resume auto notes it anew"
+            f"{config.model.path!r} has not changed, moetune train {path / RUN_FILE} --resume auto records it again"
         )
     trained = read_header(checkpoint / TRAINED_FILE)
     # The checkpoint is whole: the settings by which ranks divided the work do not matter any more.
@@ -102,7 +102,7 @@ def open_run(path: Path) -> FinishedRun:
                 f"{_shape(found)} in it, not {_shape(expected.get(name))}"
             )
         if trained[name].dtype not in WEIGHTS:
-            raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which nothing trains")
+            raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which no run writes")
     refuse_not_finite(trained, f"checkpoint {str(checkpoint)!r}")
     notes = [*(f"skipping damaged {reason}" for reason in folder.damaged), *notes]
     if checkpoint != folder.checkpoints()[-1] and config.train.early_stopping is not None:

@@ -110,7 +110,8 @@ def keep_apart(out: Path, doing: str, *kept: Path) -> None:
 
 
 def _refuse_occupied(out: Path, overwrite: bool) -> None:
-    """Raise `UserError` if `out` has entries; with `overwrite`, only if they are not all files of an earlier export."""
+    """Raise `UserError` if `out` has entries; with `overwrite`, if it has others than the files of an earlier
+    export."""
     if not is_occupied(out, overwrite):
         return
     ledger = Ledger(out)
@@ -120,7 +121,7 @@ def _refuse_occupied(out: Path, overwrite: bool) -> None:
             f"{Ledger.NAME}; choose another"
         )
     if found := foreign_in(out, {Ledger.NAME, *ledger.paths}):
-        raise UserError(f"--out {str(out)!r}: {str(found)!r} is not of the export there; move it away")
+        raise UserError(f"--out {str(out)!r}: {str(found)!r} is not part of the export there; move it away")
 
 
 def _clear_leftovers(out: Path) -> None:

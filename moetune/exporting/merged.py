@@ -31,7 +31,7 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     """
     folder = base_folder(run)
     base = open_checkpoint(folder)
-    targets = placed(run, updates(run), base)
+    targets = placed(run.adapted.run.model, updates(run), base)
     fingerprint, places = copy_checkpoint(folder, out)
     of_base = confirmed_base(run, folder, fingerprint)
     changed: set[str] = set()

@@ -49,7 +49,7 @@ def model_card(run: Path, format: str) -> ModelCard:
 def check_push(repository: str) -> None:
     """Raise `UserError` if the repository's name is invalid, the hub cannot be reached, or nobody is logged in.
 
-    To be called before a long export.
+    Call it before a long export.
     """
     try:
         validate_repo_id(repository)

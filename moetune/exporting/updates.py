@@ -17,6 +17,7 @@ from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import Held, Stored
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors, matrix_of, stacks, trained_name, whole_name
+from moetune.run.resolved import ResolvedModel
 
 Trained = Stored | Held
 
@@ -110,17 +111,19 @@ def _expert_with_lora(
     return old
 
 
-def placed(run: FinishedRun, chosen: Iterable[Update], base: Mapping[str, Stored]) -> list[tuple[Update, KeyMapping]]:
+def placed(
+    model: ResolvedModel, chosen: Iterable[Update], base: Mapping[str, Stored]
+) -> list[tuple[Update, KeyMapping]]:
     """Pair each update with the tensors of the base checkpoint that store its parameter.
 
     A tied parameter gives one pair for each of its names in the checkpoint. Raise `UserError` if it has none there.
     """
-    mappings, found = key_mappings(run.adapted.run.model.plain, base), []
+    mappings, found = key_mappings(model.plain, base), []
     for one in chosen:
-        tied = (name for name, first in run.adapted.structure.tied.items() if first == one.parameter)
+        tied = (name for name, first in model.structure.tied.items() if first == one.parameter)
         there = [mappings[name] for name in (one.parameter, *tied) if name in mappings]
         if not there:
-            raise UserError(f"the base checkpoint has no tensors that {one.parameter} could go back to")
+            raise UserError(f"the base checkpoint has no tensors for {one.parameter}")
         found += [(one, mapping if one.expert is None else mapping.of_expert(one.expert)) for mapping in there]
     return found
 

@@ -73,7 +73,7 @@ def evaluate(
     rows, name = rows_of(opened, data, sequence_length, format)
     loss, tokens = mean_loss(opened.model, rows, pad_token_id(opened.tokenizer))
     if not loss < _MOST_LOSS:
-        raise UserError(f"the loss of {opened.name!r} is {loss}: its weights or config.json give none")
+        raise UserError(f"the loss of {opened.name!r} is {loss}: check its weights and config.json")
     return Evaluation(
         opened.name, opened.kind, name, len(rows), tokens, loss, opened.step, _is_held_out(opened.config, data)
     )

@@ -56,7 +56,7 @@ def generate(
         )
     ids = inputs["input_ids"].to(opened.model.device)
     if not ids.numel():
-        raise UserError("the prompt has no token to go on from")
+        raise UserError("the prompt is empty: it has no tokens")
     model: Any = opened.model
     pad = pad_token_id(tokenizer)
     known = model.config.get_text_config().vocab_size
@@ -69,13 +69,13 @@ def generate(
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None:
         if ids.shape[1] >= positions:
-            raise UserError(f"the prompt has {ids.shape[1]:,} tokens, and the model positions for {positions:,}")
+            raise UserError(f"the prompt has {ids.shape[1]:,} tokens, and the model has positions for {positions:,}")
         max_new_tokens = min(max_new_tokens, positions - ids.shape[1])
     torch.manual_seed(seed)
 
     def numbers(_: Tensor, logits: Tensor) -> Tensor:
         if logits.isnan().any():
-            raise UserError(f"{opened.name!r} computes no numbers (nan): its weights are damaged")
+            raise UserError(f"{opened.name!r} computes NaN: its weights are damaged")
         return logits
 
     written = model.generate(

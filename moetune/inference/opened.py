@@ -17,11 +17,12 @@ from peft import PeftModel, get_peft_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moetune.adapt.build import Adapted, build
-from moetune.adapt.start_from.peft_adapter import read_adapter
-from moetune.adapt.start_from.peft_layout import CONFIG_FILE
 from moetune.adapt.weights.base import build_noting, refuse_changed_base
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.adapt.weights.stock import load_stock
+from moetune.adapters.base import base_of
+from moetune.adapters.files import CONFIG_FILE, beyond_plain, open_adapter, read_adapter
+from moetune.adapters.read import read, sure
 from moetune.config.schema import AdaptConfig, HardwareConfig, ModelConfig, ParallelConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError, reading, time_limit
 from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run
@@ -154,8 +155,8 @@ def _built(
 def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Opened:
     """Load an adapter onto the base that it names, with stock PEFT.
 
-    Raises `UserError` if it names no base, the base cannot be loaded, or its tensors are not exactly those that PEFT
-    expects.
+    Raises `UserError` if it names no base, the base cannot be loaded, its tensors are not exactly those that PEFT
+    expects, or it is in another layout.
     """
     settings, tensors = read_adapter(path)
     base = settings.get("base_model_name_or_path")
@@ -186,7 +187,20 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
         f"the factors in {what!r}",
         base,
     )
+    if not beyond_plain(settings):
+        _refuse_other_layout(what, path, base, device)
     return Opened(what, "adapter", adapted.get_base_model().eval(), source.folder)  # type: ignore[arg-type]
+
+
+def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -> None:
+    """Raise `UserError` if an adapter has the names and shapes of PEFT's layout, and another order of the experts."""
+    model, stored = resolve_model(ModelConfig.model_validate({"path": base}), device), open_adapter(path)
+    found = sure(read(stored, base_of(model.source, model.plain, model.structure, base)), stored)
+    if found.layout not in (None, "peft"):
+        raise UserError(
+            f"the adapter in {what!r} is in the layout {found.layout}, which PEFT would read wrongly; moetune adapter "
+            f"convert {base} {what} --to peft --out DIR"
+        )
 
 
 def _stock(what: str, device: DeviceType, dtype: str) -> PreTrainedModel:

@@ -52,8 +52,8 @@ def dense_gradient_cost(run: ResolvedRun) -> float:
 
         factor = (usual + added) / usual, each summed over the MoE layers
 
-    Both count products of a row with a matrix [hidden, intermediate], in units of hidden · intermediate. An expert has
-    w such matrices in gate_up (w = 2, or 1 without a gate) and one in down.
+    Both count products of a row with a matrix [hidden, intermediate], of equal FLOPs each. An expert has w such
+    matrices in gate_up (w = 2, or 1 without a gate) and one in down.
 
         usual, for each token and each of its top_k experts: w + 1 in forward, w + 1 in backward for the gradient of the
             input, and w more in backward where gate_up is computed again, because its rows are not kept

@@ -15,6 +15,8 @@ from moetune.memory.report import Change, MemoryReport, PartName
 
 Predict = Callable[[RunConfig], MemoryReport]
 """A run file -> its prediction."""
+Left = Callable[[MemoryReport], int]
+"""A prediction -> the bytes of its GPU that are left free."""
 _ON_HOST = {"model.experts_on": "host", "train.checkpointing": "offload", "optimizer.offload": True}
 _UPDATED: tuple[PartName, ...] = ("optimizer_states", "master_weights")
 _ACTIVATIONS: tuple[PartName, ...] = ("saved_activations", "transient_peak")
@@ -55,29 +57,36 @@ class Remedy:
         return Change(self.flags, before.required - required, required, self.report.fits is True, "; ".join(self.why))
 
 
-def fitting(config: RunConfig, report: MemoryReport, predict: Predict) -> Iterator[Remedy]:
-    """Yield each single saving with which a run fits, in the order of `savings`; if none does, a minimal combination.
+def surely_left(report: MemoryReport) -> int:
+    """Return the bytes of the GPU that a run leaves free if it needs the most that it may."""
+    return report.least_headroom
+
+
+def fitting(config: RunConfig, report: MemoryReport, predict: Predict, left: Left = surely_left) -> Iterator[Remedy]:
+    """Yield each single saving with which a run surely fits, in the order of `savings`; if none does, a minimal
+    combination.
 
     Yields nothing if `report` has no GPU, or if the memory outside torch's allocator alone fills that GPU.
 
     Args:
-        report: the prediction for `config`, which does not fit.
+        report: the prediction for `config`, which does not fit, or not surely.
         predict: returns the prediction for a changed run file on the GPU of `report`.
+        left: returns the bytes that a run leaves free; negative if it does not fit.
     """
     if report.headroom_bytes is None or report.headroom_bytes + report.required <= report.fullest.outside_allocator:
         return  # no GPU given, or a GPU that is too small for any run
     is_single = False
     for one in savings(config):
-        if _alive(one, report) + report.fullest.parts.transient_peak < _lacking(report):
+        if _alive(one, report) + report.fullest.parts.transient_peak < _lacking(report, left):
             continue  # would not fit even if these parts took no memory
-        if (found := _with(config, [one], predict)) is not None and found.report.fits:
+        if (found := _with(config, [one], predict)) is not None and left(found.report) >= 0:
             is_single = True
             yield found
-    if not is_single and (combined := _combined(config, report, predict)) is not None:
+    if not is_single and (combined := _combined(config, report, predict, left)) is not None:
         yield combined
 
 
-def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Remedy | None:
+def _combined(config: RunConfig, report: MemoryReport, predict: Predict, left: Left) -> Remedy | None:
     """Add savings in order until the run fits, then drop those no longer needed, from the last to the first.
 
     Returns None if all of them do not suffice. Savings whose parts hold at most 1 % of the missing bytes are not tried.
@@ -85,8 +94,8 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Reme
     taken: list[Saving] = []
     tried: list[Saving] = []
     now = Remedy({}, (), report)
-    while now.report.fits is False:
-        least = _lacking(now.report) // 100
+    while left(now.report) < 0:
+        least = _lacking(now.report, left) // 100
         possible = savings(changed(config, now.settings))
         one = next((one for one in possible if one not in tried and _alive(one, now.report) > least), None)
         if one is None:
@@ -97,13 +106,13 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict) -> Reme
             taken, now = [*taken, one], after
     for one in taken[-2::-1]:
         rest = [other for other in taken if other is not one]
-        if (without := _with(config, rest, predict)) is not None and without.report.fits:
+        if (without := _with(config, rest, predict)) is not None and left(without.report) >= 0:
             taken, now = rest, without
     return now
 
 
 def _with(config: RunConfig, chosen: Sequence[Saving], predict: Predict) -> Remedy | None:
-    """Predict the run with the chosen savings; None if the run file or the model does not allow them."""
+    """Return the chosen savings with the prediction of the run; None if the run file or model does not allow them."""
     settings = {key: value for one in chosen for key, value in one.settings.items()}
     try:
         return Remedy(settings, tuple(one.why for one in chosen), predict(changed(config, settings)))
@@ -116,10 +125,10 @@ def _alive(one: Saving, report: MemoryReport) -> int:
     return sum(getattr(report.fullest.parts, part) for part in one.parts)
 
 
-def _lacking(report: MemoryReport) -> int:
-    """Return by how many bytes the fullest rank's peak exceeds the GPU's memory. The report must have a GPU."""
-    assert report.gpu is not None
-    return report.fullest.peak_allocated + report.fullest.outside_allocator - report.gpu.usable_bytes
+def _lacking(report: MemoryReport, left: Left) -> int:
+    """Return by how many bytes a step exceeds the GPU's memory, of which a run leaves `left` bytes."""
+    peak = report.fullest.peak_allocated + report.fullest.outside_allocator
+    return peak - report.required - left(report)
 
 
 def is_setting_of_host(key: str, value: object) -> bool:
@@ -147,13 +156,13 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         yield Saving({"train.checkpointing": "full"}, why, _ACTIVATIONS)
     if single and not single.offload and not single.fused_backward:
         if train.accumulate == 1:
-            why = "frees each gradient as it comes; the largest one is alive, not all"
+            why = "frees each gradient during backward; only the largest is alive, not all"
             yield Saving({"optimizer.fused_backward": True}, why, ("gradients",))
         if single.master_weights != "stochastic":
             why = "states, float32 weights and updates in host memory"
             yield Saving({"optimizer.offload": True}, why, ("gradients", *_UPDATED))
     if train.checkpointing != "offload":
-        why = "as full, and the layers' inputs wait in host memory"
+        why = "like full, but keeps the layers' inputs in host memory"
         yield Saving({"train.checkpointing": "offload"}, why, _ACTIVATIONS)
     if model.experts_on != "host":
         why = "quantized experts are kept in host memory; needs many tokens a step"
@@ -165,18 +174,18 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         why = "8-bit AdamW keeps 2 bytes a trained parameter, and no master weights"
         yield Saving({"optimizer.name": "adamw8bit", "optimizer.master_weights": "none"}, why, _UPDATED)
     if model.base == "nf4" and not model.double_quant:
-        yield Saving({"model.double_quant": True}, "8 bits for the scales of what stays frozen", ("frozen_weights",))
+        yield Saving({"model.double_quant": True}, "8 bits for the scales of frozen weights", ("frozen_weights",))
     if model.base not in ("nf4", "auto"):
-        yield Saving({"model.base": "nf4"}, "4 bits for what stays frozen", ("frozen_weights",))
+        yield Saving({"model.base": "nf4"}, "4 bits for frozen weights", ("frozen_weights",))
     if train.micro_batch > 1:
         smaller = {"train.micro_batch": 1, "train.accumulate": train.accumulate * train.micro_batch}
-        yield Saving(dict(smaller), "the same step in smaller pieces", _ACTIVATIONS)
+        yield Saving(dict(smaller), "the same step in smaller micro-batches", _ACTIVATIONS)
     if (half := train.sequence_length // 2) >= _SHORTEST:
         yield Saving({"train.sequence_length": half}, "half as many tokens at once", _ACTIVATIONS)
     rank, lowest = halved(0 if config.adapt.lora is None else config.adapt.lora.rank)
     if lowest >= _LOWEST:
         parts: tuple[PartName, ...] = ("trainable_weights", "gradients", *_UPDATED)
-        yield Saving({"adapt.lora.rank": rank}, "half the factors", parts)
+        yield Saving({"adapt.lora.rank": rank}, "LoRA factors of half the size", parts)
     if single and (single.name, single.master_weights) != ("sgd", "none"):
         why = "SGD without momentum keeps no states"
         yield Saving({"optimizer.name": "sgd", "optimizer.master_weights": "none"}, why, _UPDATED)

@@ -30,8 +30,8 @@ from moetune.training.optim.optimizers import CombinedOptimizer
 
 
 class Storage(NamedTuple):
-    """A live storage. `made_by` is the operation and module that allocated it on a CPU, such as `mm.default in <module
-    path>`, and the shape and dtype of a tensor on it on CUDA; empty if unknown."""
+    """A live storage. `made_by` describes it, empty if unknown: on a CPU the operation and module that allocated it,
+    such as `mm.default in <module path>`; on CUDA shape and dtype of a tensor that uses it."""
 
     bytes: int
     made_by: str
@@ -111,7 +111,7 @@ def watch_cuda() -> dict[int, Refused]:
 
 
 def _tensors() -> Iterator[Tensor]:
-    """Return the CUDA tensors and parameters, without subclasses such as DTensor, that Python objects refer to."""
+    """Yield the CUDA tensors and parameters, without subclasses such as DTensor, that Python objects refer to."""
     return (one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter) and one.is_cuda)
 
 

@@ -108,7 +108,7 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
         trace = running.run(tracker, config.train.accumulate, steps=steps, tracking=not on_cuda)
         ended = now()
     fullest = tuple((layer, tuple(map(float, rows))) for layer, rows in sorted(load.items()))
-    routing = Replayed("measured", None, fullest, steps, tuple(map(tuple, counts)))
+    routing = Replayed("measured", None, fullest, steps=steps, calls=tuple(map(tuple, counts)))
     timed = max(1, steps - 1)
     tokens = timed * config.train.accumulate * config.train.micro_batch * config.train.sequence_length
     free, total = torch.cuda.mem_get_info(device) if on_cuda else (0, 0)

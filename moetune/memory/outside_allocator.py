@@ -27,7 +27,7 @@ def outside_allocator(parallel: ParallelConfig, card: Gpu) -> int:
 
 
 def communicators(parallel: ParallelConfig, channels: int) -> int:
-    """Return the bytes of NCCL's buffers on rank 0, summed over all communicators, with `channels` between two GPUs.
+    """Return the bytes of NCCL's buffers on rank 0, summed over all communicators, with `channels` channels each.
 
         bytes = (rings + pairs) · channels · CONNECTION
 

@@ -13,7 +13,7 @@ from moetune.adapt.guard import as_known
 from moetune.config.schema import RunConfig
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
-from moetune.memory.assumed_routing import BALANCED, AssumedRouting
+from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.changes import fitting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
@@ -25,8 +25,9 @@ from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.trace import NotTraceable, Trace, trace
 from moetune.memory.trace.steps import STEPS
+from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
-from moetune.parallel.coordinates import data_ranks
+from moetune.parallel.coordinates import Coordinates, data_ranks
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
 
@@ -45,7 +46,7 @@ def predict(
     *,
     method: Method | None = None,
     gpu: str | Gpu | None = None,
-    routing: AssumedRouting = BALANCED,
+    routing: AssumedRouting = UNKNOWN,
     allocator: Allocator | None = None,
     depths: Depths | None = None,
     advise: bool = True,
@@ -59,7 +60,7 @@ def predict(
             sizes, which is faster but does not simulate the allocator. None: `trace`.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
             the report has no verdict, and memory outside the allocator is that of an L40S.
-        routing: assumed number of tokens that each expert receives.
+        routing: assumed number of tokens that each expert receives; what it does not know widens the report's `span`.
         allocator: for traces, the configuration of torch's allocator that is simulated. None: what the environment
             variables set, else `expandable`, as in `moetune train`.
         depths: cache of recorded closed forms, to be shared by predictions of similar runs. None: a new cache.
@@ -86,7 +87,7 @@ def predict(
         "rows": rows_of(run),
         "gpu": None if name is None else GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value),
         "assumptions": (
-            f"routing: {routing.name}",
+            f"routing: {routing.name}" + (f", at most {routing.highest.name}" if routing.highest else ""),
             f"every sequence has train.sequence_length = {config.train.sequence_length} tokens"
             + (", documents packed" if config.packs else ", some padded"),
             *card.assumptions,
@@ -102,14 +103,27 @@ def predict(
     else:
         found = by_kind(run, routing, lambda rank: tracing(run, routing, rank=rank, gpu=card))
         report = _reported(run, card, found, allocator or allocator_here("expandable"), common)
+    if run.structure.moe_layers:
+
+        def peak(assumed: AssumedRouting, rank: int) -> int:
+            if assumed == routing and (method == "formula" or tracing is not trace):
+                return found[rank].parts().total
+            try:
+                if tracing is trace:
+                    return depths.at(run, rank, card, assumed).parts().total
+            except NoClosedForm:
+                pass
+            return tracing(run, assumed, rank=rank, gpu=card).parts().total
+
+        report = replace(report, unknowns=(*_of_routing(run, routing, report.load.gpu, peak), *report.unknowns))
     if method != "formula" and name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {cards}" if cards else ""
-        report = _noting(report, f"no time: a size does not say how fast a card is{named}")
-    if report.fits is not False or not advise:
+        report = _noting(report, f"no time estimate: a memory size does not determine a card's speed{named}")
+    if report.verdict in (None, "yes") or not advise:
         return report
     if config.parallel.ranks > 1:
-        note = "the layout decides, and `moetune compare` shows others beside it (docs/guides/parallel.md)"
+        note = "another layout may fit: compare layouts with `moetune compare` (docs/guides/parallel.md)"
         return _noting(report, note)
 
     def needs(config: RunConfig) -> MemoryReport:
@@ -159,9 +173,9 @@ def _reported(
         ranks.append(replace(seen[id(one)], rank=rank))
     fullest = found[max(ranks, key=lambda rank: rank.peak_process).rank]
     assert fullest.load is not None
-    common |= {"ranks": tuple(ranks), "load": fullest.load}
+    common |= {"ranks": tuple(ranks), "load": fullest.load, "unknowns": (of_context(card),)}
     if allocator is None:
-        assumed = "reserved: allocated, rounded up to a page of each pool; a trace simulates the allocator"
+        assumed = "reserved: allocated bytes rounded up to pages; only a trace simulates the allocator"
         moment = replace(fullest.moment(0), step=STEPS - 1, module="")
         return _assuming(MemoryReport(**common, method="formula", moment=moment), assumed)
     report = MemoryReport(
@@ -173,8 +187,29 @@ def _reported(
         time=None if common["gpu"] is None else time_of(run.config, fullest, card),
     )
     if len(ranks) > 1:
-        report = _assuming(report, "every rank sends to the others what the traced one sends")
+        report = _assuming(report, "every rank sends the other ranks as many bytes as the traced rank sends")
     return _assuming(report, f"allocator: {_WORDS[allocator]}, simulated on the trace")
+
+
+def _of_routing(
+    run: ResolvedRun, routing: AssumedRouting, loading: int, peak: Callable[[AssumedRouting, int], int]
+) -> Iterator[Unknown]:
+    """Yield by how much the peak is lower and higher for the most even and the most uneven routing to reckon with.
+
+    Args:
+        loading: bytes of the peak while weights are loaded, below which no step matters.
+        peak: (routing, rank) -> bytes of live tensors at the peak of a step. The rank is one with the last experts of
+            each layer, which are the fullest.
+    """
+    parallel = run.config.parallel
+    rank = next(rank for rank in range(parallel.ranks) if Coordinates.of(parallel, rank).ep == parallel.ep - 1)
+    others = (routing.lowest, routing.highest)
+    if not any(others):
+        return
+    expected, low, high = (max(peak(one or routing, rank), loading) for one in (routing, *others))
+    of = (routing.lowest or routing).name, (routing.highest or routing).name
+    why = f"tokens of the fullest experts: {of[0]} to {of[1]}"
+    yield Unknown("routing", max(0, expected - low), max(0, high - expected), why)
 
 
 def _noting(report: MemoryReport, note: str) -> MemoryReport:
@@ -194,7 +229,7 @@ def _rank(
     Args:
         outside: bytes outside the allocator: context and NCCL buffers.
         allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
-        matrix: bytes of the largest matrix that was in transit while weights were loaded, as from `largest_quantized`.
+        matrix: bytes of the largest matrix that is quantized while weights are loaded (`largest_quantized`).
         capacity: bytes of GPU memory that the allocator may hold; None for no limit.
     """
     parts = found.parts()
@@ -219,11 +254,11 @@ def _rank(
 
 
 def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity: int | None) -> tuple[int, int]:
-    """Simulate the allocator on a trace; return its peaks of allocated and of reserved bytes.
+    """Simulate the allocator on a trace; return the peaks of allocated and of reserved bytes.
 
-    Loading may leave a hole between the weights. The largest reservation of three simulations is returned: without a
-    hole, with a hole of `matrix` bytes, and with one of eight times as many. If it exceeds `capacity` although the
-    allocated bytes do not, they are repeated within `capacity`, where unused memory is returned to the driver.
+    Loading may leave a hole between the weights, so the largest reserved peak of three simulations is returned: with
+    holes of 0, `matrix` and 8 · `matrix` bytes. If only the reserved bytes exceed `capacity`, the simulations are
+    repeated with this limit, at which the allocator returns unused memory to the driver.
     """
 
     def events(hole: int) -> Iterator[Event]:

@@ -177,8 +177,8 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
 
 
 def _by_part(events: list[FunctionEvent], works: Mapping[Any, Work], on_cuda: bool) -> dict[str, PartTime]:
-    """Sum the seconds of the labelled ranges by part; on a GPU, the seconds of the kernels that are launched inside a
-    range."""
+    """Sum the seconds of the labelled ranges by part: on a GPU those of the kernels launched inside a range, on a CPU
+    those of the range itself."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for event in events:
         if event.name.startswith(_PREFIX) and event.device_type == torch.autograd.DeviceType.CPU:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from moetune.memory.time.roofline import Duration
+from moetune.memory.unknowns import ERROR, FRAGMENTATION, Span, Unknown, always, span
 
 PartName = Literal[
     "frozen_weights",
@@ -21,9 +22,7 @@ PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 Phase = Literal["load", "forward", "recompute", "backward", "optimizer", "evaluation"]
 """Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward."""
 Verdict = Literal["yes", "tight", "no"]
-"""Whether a run fits its GPU; `tight`: it fits, but with less memory left than `MemoryReport.allowance`."""
-TIGHT_PERCENT = 2
-"""Margin of a tight fit, in percent: largest prediction error seen (0.5) plus memory lost to fragmentation (1.5)."""
+"""Whether a run fits its GPU: `yes` if the most that it may need does, `no` if the least does not, else `tight`."""
 
 
 @dataclass(frozen=True)
@@ -224,8 +223,8 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of gate_up's output that layers keep for backward (`train.keep_rows`): `kept` of the `layers` with experts
-    keep theirs, of `bytes` each."""
+    """Number of layers that keep gate_up's output rows for backward (`train.keep_rows`): `kept` of the `layers` with
+    experts. The rows of one layer take `bytes`."""
 
     layers: int
     kept: int
@@ -248,6 +247,7 @@ class MemoryReport:
         about: (label, text) pairs that describe the run.
         time: estimated time of a step; None by closed form or if the GPU's speed is unknown.
         rows: rows of gate_up that are kept; None where their number cannot be chosen.
+        unknowns: what the prediction does not know of routing and context; what it never knows is added in `span`.
     """
 
     model: str
@@ -264,6 +264,7 @@ class MemoryReport:
     about: tuple[tuple[str, str], ...] = ()
     time: Duration | None = None
     rows: Rows | None = None
+    unknowns: tuple[Unknown, ...] = ()
 
     @property
     def fullest(self) -> RankMemory:
@@ -292,19 +293,31 @@ class MemoryReport:
         return max(max(rank.peak_allocated for rank in self.ranks), self.load.gpu) + self.fullest.outside_allocator
 
     @property
-    def allowance(self) -> int:
-        """Safety margin in bytes, 2 % of `required`, for prediction error and fragmentation (concepts/allocator.md)."""
-        return self.required * TIGHT_PERCENT // 100
+    def span(self) -> Span:
+        """The least and the most that the GPU must have, around `required`, which is expected."""
+        return span(self.required, self.unknowns)
+
+    @property
+    def every_unknown(self) -> tuple[Unknown, ...]:
+        """All reasons why `span` is no single number."""
+        return (*self.unknowns, *always(self.required, self.unknowns))
+
+    @property
+    def least_headroom(self) -> int:
+        """Bytes of the GPU that the run leaves free even if it needs the most; negative if that does not fit. The
+        report must have a GPU."""
+        assert self.gpu is not None
+        return self.gpu.usable_bytes - self.span.high
 
     @property
     def verdict(self) -> Verdict | None:
-        """`no` if `required` exceeds the usable bytes, `tight` if `required + allowance` does, else `yes`; None without
-        a GPU. Trace and closed form give the same verdict, because both count the same storages."""
+        """`yes` if the high end of `span` fits, `no` if the low end does not, else `tight`; None without a GPU. Trace
+        and closed form give the same verdict, because both count the same storages."""
         if self.gpu is None:
             return None
-        if self.required > self.gpu.usable_bytes:
+        if self.span.low > self.gpu.usable_bytes:
             return "no"
-        return "tight" if self.required + self.allowance > self.gpu.usable_bytes else "yes"
+        return "tight" if self.least_headroom < 0 else "yes"
 
     @property
     def fits(self) -> bool | None:
@@ -313,12 +326,12 @@ class MemoryReport:
 
     @property
     def rows_that_fit(self) -> int | None:
-        """Lower bound of the number of layers that could keep their rows with `allowance` bytes left free. None without
-        a GPU, if the run does not fit, and where the number of layers cannot be chosen."""
-        if self.rows is None or self.headroom_bytes is None or not self.fits:
+        """Lower bound of the number of layers that could keep their rows so that the verdict still is `yes`. None
+        without a GPU, if the run does not fit, and where the number of layers cannot be chosen."""
+        if self.rows is None or self.gpu is None or not self.fits:
             return None
-        each = self.rows.bytes * (100 + TIGHT_PERCENT) // 100 + 1
-        return min(self.rows.layers, self.rows.kept + max(0, self.headroom_bytes - self.allowance) // each)
+        each = int(self.rows.bytes * (1 + FRAGMENTATION + ERROR)) + 1
+        return min(self.rows.layers, self.rows.kept + max(0, self.least_headroom) // each)
 
     def figures(self) -> dict[str, Any]:
         """Return the JSON values that plans and comparisons print for a run."""
@@ -326,6 +339,7 @@ class MemoryReport:
             "method": self.method,
             "verdict": self.verdict,
             "required_bytes": self.required,
+            "required_range": self.span.to_json(),
             "headroom_bytes": self.headroom_bytes,
             "peak_process": self.peak_process,
             "host_bytes": self.fullest.host_bytes,
@@ -343,6 +357,8 @@ class MemoryReport:
             "fits": self.fits,
             "verdict": self.verdict,
             "headroom_bytes": self.headroom_bytes,
+            "required_bytes": self.span.to_json(),
+            "unknowns": [asdict(one) for one in self.every_unknown],
             "assumptions": list(self.assumptions),
             "ranks": [rank.to_json() for rank in self.ranks],
             "terms": [asdict(term) for term in self.terms],

@@ -23,7 +23,8 @@ def rows_of(run: ResolvedRun) -> Rows | None:
 def settled(run: ResolvedRun, predict: Callable[[ResolvedRun], MemoryReport]) -> ResolvedRun:
     """Return a run with a number of layers, or `none`, in place of `train.keep_rows: auto`; other runs unchanged.
 
-    As many layers keep their rows as leave the report's margin free, so the verdict of a run never changes. The
+    As many layers keep their rows as leave room for the most that a run may need (`span`), so the verdict of a run
+    never changes. The
     prediction is repeated until no further layer fits, because a layer that keeps its rows needs less in backward, and
     may take less than its rows. `predict` returns the prediction of a run on the GPU in question; its errors are
     raised.

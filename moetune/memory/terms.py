@@ -65,7 +65,7 @@ def terms_of(traced: Trace) -> Iterator[Term]:
     """Yield the lines that explain the peak of a trace, largest first; within a part they sum to that part.
 
     Storages form a line if they belong to the same part and were made by the same operation in the same kind of module,
-    in any layer. Lines of a closed form have formulas; of other traces only those of weights and optimizer states.
+    in any layer. All lines of a closed form have formulas, but of a trace only those of weights and optimizer states.
     """
     lines: dict[tuple[PartName, str], Counter[_Alike]] = {}
     like, sizes = traced.events.like, traced.bytes

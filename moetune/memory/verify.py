@@ -69,8 +69,8 @@ def verify(
     run = resolve(run, device_kind(device))
     if run.config.parallel.ranks > 1:
         raise UserError(
-            f"parallel: makes {run.config.parallel.ranks} ranks, and verify measures one process; train with them for "
-            "two steps: memory.json in the run folder has what was predicted and measured"
+            f"parallel: makes {run.config.parallel.ranks} ranks, but verify measures one process; train two steps on "
+            "them instead, and read predicted and measured bytes in memory.json of the run folder"
         )
     device = run.device(device)
     run = settled_on(checked(run, device), device)

@@ -46,8 +46,7 @@ class SourceQuantization:
     is_read: bool = True
 
     def settle(self, config: ModelConfig) -> ModelConfig:
-        """Return the `model:` section with a storage in place of `base: auto`, and with the checkpoint's
-        `double_quant`.
+        """Return the `model:` section with `base: auto` replaced by a storage, and `double_quant` by the checkpoint's.
 
         A section with another `base`, and a `double_quant` that the user set, stay as they are.
         """

@@ -56,14 +56,14 @@ def data_ranks(parallel: ParallelConfig) -> int:
 
 
 def token_shares(parallel: ParallelConfig) -> int:
-    """Return how many ranks hold the same tokens and each dispatch an equal share of them to experts: tp under expert
-    parallelism; 1 without it, where each tensor-parallel rank runs the experts of all its tokens."""
+    """Return the number of ranks that divide the same tokens among them for dispatch to experts: tp under expert
+    parallelism; else 1, because each tensor-parallel rank then runs the experts of all its tokens."""
     return parallel.tp if parallel.ep > 1 else 1
 
 
 def expert_shards(parallel: ParallelConfig) -> int:
-    """Return the number of ranks that share one copy of the same experts: fsdp without expert parallelism; with it fsdp
-    · tp / gcd(fsdp · tp, ep), the ranks of one replica with the same experts."""
+    """Return the number of ranks that shard one copy of the same experts: with expert parallelism fsdp · tp / gcd(fsdp
+    · tp, ep), else fsdp."""
     if parallel.ep == 1:
         return parallel.fsdp
     return parallel.fsdp * parallel.tp // gcd(parallel.fsdp * parallel.tp, parallel.ep)

@@ -24,7 +24,7 @@ from moetune.experts.kernels.routing import sorted_positions
 
 
 class _DispatchState(NamedTuple):
-    """What `TokenDispatcher.combine` needs to send the results back.
+    """Record of a dispatch, from which `TokenDispatcher.combine` sends the results back.
 
     Attributes:
         weights_TK: routing weights of the tokens that this rank sent.
@@ -127,7 +127,7 @@ class TokenDispatcher:
         return self._gathered(norms.view(state.weights_TK.shape), state.tokens)
 
     def _gathered(self, rows: Tensor, tokens: int) -> Tensor:
-        """Return all T rows of a tensor of which each tensor-parallel rank has a slice of the rows."""
+        """Gather the rows of a tensor that is divided over the tensor-parallel ranks; return all T = `tokens` rows."""
         if self._tp.size() == 1:
             return rows
         shape, stride = torch.Size((tokens, rows.shape[1])), (rows.shape[1], 1)

@@ -89,7 +89,7 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
         card = catalog_name(torch.device("cuda", 0)) if device == "cuda" else None
         report = predict(run, method="formula", gpu=card, advise=False)
     except UserError as error:
-        yield Check("run file", "problem", str(error), "mend the run file")
+        yield Check("run file", "problem", str(error), "correct the run file")
         return
     yield Check("run file", "ok", f"{config.model.path}, for {device}")
     yield from kernels
@@ -102,10 +102,10 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
     room = host_memory()
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]  # free memory: this process's CUDA context is already taken
-        remedy = "moetune predict says what would save most; nvidia-smi shows who else is on the card"
+        remedy = "moetune predict lists changes that save memory; nvidia-smi lists other processes on the GPU"
         yield _check(needs <= free, "GPU memory", f"{gib(needs)} needed, {gib(free)} free", remedy)
     if host and room is not None:
-        remedy = "end other programs, or let less wait on the host"
+        remedy = "end other programs, or use fewer settings that move tensors to host memory"
         yield _check(host <= room, "host memory of the run", f"{gib(host)} needed, {gib(room)} available", remedy)
 
 
@@ -124,7 +124,7 @@ def _packages() -> Iterator[Check]:
     try:
         wanted = [Requirement(line) for line in metadata.requires("moetune") or ()]
     except metadata.PackageNotFoundError:
-        yield Check("packages", "note", "moetune runs from a folder, not installed", "pip install .")
+        yield Check("packages", "note", "moetune runs from its source folder, not installed", "pip install .")
         return
     for one in wanted:
         if one.marker is not None and not one.marker.evaluate({"extra": ""}):
@@ -140,23 +140,21 @@ def _packages() -> Iterator[Check]:
 def _cuda() -> Iterator[Check]:
     """Yield checks of torch's CUDA build, of each GPU's capability, free memory and kernels, and of NCCL."""
     if torch.version.cuda is None:
-        yield Check("CUDA", "note", "torch is a CPU build: runs train on the CPU", "pip install torch, of a CUDA build")
+        yield Check("CUDA", "note", "torch is a CPU build: runs train on the CPU", "install a CUDA build of torch")
         return
     if not torch.cuda.is_available():
-        remedy = (
-            "nvidia-smi shows the driver's CUDA version; install a driver for at least that of torch, or another torch"
-        )
+        remedy = "nvidia-smi shows the driver's CUDA version; install a newer driver, or a torch build for this version"
         yield Check("CUDA", "problem", f"torch is built for CUDA {torch.version.cuda} and finds no GPU", remedy)
         return
     yield Check("CUDA", "ok", f"torch is built for {torch.version.cuda}")
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
         name, (major, minor) = torch.cuda.get_device_name(number), torch.cuda.get_device_capability(number)
-        remedy = "set model.dtype: fp16: no fast bfloat16"
+        remedy = "set model.dtype: fp16, because this GPU has no fast bfloat16"
         yield _check(major >= 8, name, f"compute capability {major}.{minor}", remedy, "note")
         free, total = torch.cuda.mem_get_info(number)
         others = [f"process {one.pid} ({one.name}) {gib(one.bytes)}" for one in processes_on(device)]
-        found, remedy = f"{gib(free)} free of {gib(total)}", "end what else is on the card; nvidia-smi shows it"
+        found, remedy = f"{gib(free)} free of {gib(total)}", "end other processes on the GPU; nvidia-smi lists them"
         yield _check(free > 0.95 * total, f"{name}, memory", ", ".join([found, *others]), remedy, "note")
         yield _kernels(device, samples(torch.bfloat16), "kernels of the experts")
     if torch.cuda.device_count() > 1:
@@ -165,18 +163,16 @@ def _cuda() -> Iterator[Check]:
 
 
 def _kernels(device: torch.device, sizes: Sizes, name: str) -> Check:
-    """Compare the kernels with torch's operations anew, also if an earlier result is stored.
-
-    Compiling them takes seconds the first time.
-    """
+    """Check that the kernels compute at `sizes` what torch's operations compute; stored results are not used. The first
+    call compiles the kernels, which takes seconds."""
     if not any(sizes):
-        return Check(name, "ok", "the run calls none")
+        return Check(name, "ok", "the run uses none")
     verdict = compare(Key.of(device, sizes), device)
     found = [f"{operator} {why}" for operator, why in verdict.failed.items()]
     if not verdict.is_complete:
         found.append(f"not compared: {verdict.stopped}")
     remedy = (
-        "torch's operations run in their place, slower. Install gcc, Python's headers, and the Triton that this torch "
-        "asks for; if they are there, please report it with the output of this command"
+        "torch's slower operations run in their place. Install gcc, Python's headers, and the Triton version that this "
+        "torch requires; if they are installed, please report it with the output of this command"
     )
-    return _check(not found, name, "; ".join(found) or "give what torch's operations give", remedy, "note")
+    return _check(not found, name, "; ".join(found) or "agree with torch's operations", remedy, "note")

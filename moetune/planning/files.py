@@ -13,7 +13,7 @@ from moetune.errors import UserError
 from moetune.files import write_whole
 from moetune.planning.plan import Plan
 from moetune.planning.search import Candidate
-from moetune.report.units import gib
+from moetune.report.units import from_to, gib
 
 _ORDER = ("model", "adapt", "optimizer", "train", "data", "parallel", "hardware", "output")
 
@@ -60,12 +60,17 @@ def run_text(one: Candidate, file: Path) -> str:
     raw.setdefault("data", {"train": "data.jsonl"})
     raw["output"] = f"runs/{file.stem}"
     report = one.report
+    span, larger = report.span, one.next_larger
     assert report.gpu is not None
+    risk = {"tight": "may run out of memory", "no": "would not fit"}
+    beyond = "" if larger is None else f"\n# {larger.what} {risk.get(str(larger.report.verdict), '')}."
     given_up = f"\n# Given up: {'; '.join(one.strategy.gives_up)}." if one.strategy.gives_up else ""
     host = f", and {gib(report.fullest.host_bytes)} of host memory" if report.fullest.host_bytes else ""
     ordered = {key: raw[key] for key in _ORDER if key in raw}
     return (
         f"# {one.config.model.path}: {one.trains}; {one.optimizer}.\n#\n#     moetune train {file}\n#\n"
-        f"# Predicted ({report.method}): needs {gib(report.required)} of {report.gpu.name}{host}.{given_up}\n"
+        f"# Predicted ({report.method}), fits: {report.verdict}. Needs {from_to(span.low, span.high)}, "
+        f"{gib(span.expected)} expected, of {gib(report.gpu.usable_bytes)} of {report.gpu.name}{host}."
+        f"{given_up}{beyond}\n"
         f"{yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=100)}"
     )

@@ -14,7 +14,7 @@ from moetune.errors import UserError
 
 
 def config_of(run: str, overrides: Sequence[str], **options: Any) -> tuple[RunConfig, dict[str, Any] | None]:
-    """Read a run file, and return it and None; or build one from a model and options, and return it and its mapping.
+    """Read a run file, or build one from a model and options; return it, and its mapping if it was built (else None).
 
     Args:
         run: a path to a run file (.yaml, .yml), or a model: a catalog name, a folder or a hub id.
@@ -63,8 +63,8 @@ def _raw(
         adapt["lora"] = {"rank": lora, "alpha": 2 * lora}
     if not adapt:
         raise UserError(
-            f"{model!r} is no run file, and for a model it must be said what trains: give --lora RANK, --router LAYERS "
-            "or --experts LAYERS:EXPERTS"
+            f"{model!r} is a model, not a run file, so give what to train: --lora RANK, --router LAYERS or "
+            "--experts LAYERS:EXPERTS"
         )
     return {"model": {"path": model}, "adapt": adapt, **({} if gpu is None else {"hardware": {"gpu": gpu}})}
 

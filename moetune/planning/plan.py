@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moetune.config.load import read_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, one_line
+from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.changes import Remedy, changed, fitting
 from moetune.memory.report import MemoryReport
-from moetune.models.catalog.gpus import find_gpu, gpu_names
+from moetune.models.catalog.gpus import Gpu, find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
-from moetune.planning.search import Candidate, Search
+from moetune.planning.search import Candidate, Search, worth
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
 
 
 @dataclass(frozen=True)
 class Miss:
-    """Where nothing fits: the smallest run of the strategy that needs the least memory by an estimate.
+    """The nearest miss if nothing fits: the smallest run of the strategy with the lowest estimate of memory.
 
     Attributes:
         config: the run file.
         report: its predicted memory, more than the GPU has.
         remedy: changes of the run file with which it would fit; None if none are known.
-        cards: up to two of the smallest GPUs in the catalog with enough memory; also "2 × NAME" if it fits two of the
-            given GPU.
+        cards: the smallest GPUs in the catalog with enough memory, up to two; also "2 × NAME" if the run fits two of
+            the given GPU.
     """
 
     config: RunConfig
@@ -47,6 +48,7 @@ class Miss:
             "run": self.config.model_dump(mode="json", exclude_unset=True),
             "trains": self.trains,
             "required_bytes": self.report.required,
+            "required_range": self.report.span.to_json(),
             "headroom_bytes": self.report.headroom_bytes,
             "combination": remedy
             and {
@@ -64,12 +66,16 @@ class Plan:
     """The result of `plan`: candidates, best first, or the nearest miss if nothing fits.
 
     Attributes:
-        model, gpu: as given.
+        model: as given.
+        gpu: the GPU's name, as given, or the catalog name of a `Gpu`.
         usable_bytes: bytes of the GPU that a process can use.
-        candidates: the largest run of each strategy that fits, best first.
+        candidates: the largest run of each strategy that surely fits (verdict `yes`), or with `tight` that is expected
+            to fit, best first (`_useful_first`).
         miss: the run that nearly fits, if there is no candidate; None if there is one, or if no run could be predicted.
         notes: messages for the user: what was left out, and why.
         tokens: the number of tokens that each candidate trains on; None if it was not given.
+        tight: whether tight runs are candidates too.
+        ways: (number of strategies that were searched, number of all); unequal if the search was interrupted.
     """
 
     model: str
@@ -79,6 +85,18 @@ class Plan:
     miss: Miss | None = None
     notes: tuple[str, ...] = ()
     tokens: int | None = None
+    tight: bool = False
+    ways: tuple[int, int] = (0, 0)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the search was interrupted, so that `candidates` are those found until then."""
+        return self.ways[0] < self.ways[1]
+
+    @property
+    def useful(self) -> int:
+        """How many of the candidates, which come first, are the most useful ones of a goal."""
+        return len({one.goal for one in self.candidates})
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `moetune plan MODEL --json` prints."""
@@ -88,15 +106,34 @@ class Plan:
             "gpu": {"name": self.gpu, "usable_bytes": self.usable_bytes},
             "fits": bool(self.candidates),
             "candidates": [candidate.to_json(self.tokens) for candidate in self.candidates],
+            "useful": self.useful,
             "nearest_miss": None if self.miss is None else self.miss.to_json(),
             "notes": list(self.notes),
             "tokens": self.tokens,
+            "ways": {"searched": self.ways[0], "all": self.ways[1]},
         }
+
+
+@dataclass
+class Progress:
+    """How far a plan is; passed to a function that shows it.
+
+    Attributes:
+        all: the number of strategies that may have to be searched; it falls when one makes later ones needless.
+        searched: how many of them were.
+        now: what is done now, in words.
+        best: the last candidate that was found; None before the first.
+    """
+
+    all: int
+    searched: int = 0
+    now: str = ""
+    best: Candidate | None = None
 
 
 def plan(
     model: str,
-    gpu: str,
+    gpu: str | Gpu,
     *,
     goals: Iterable[Goal] = GOALS,
     count: int = 1,
@@ -104,62 +141,99 @@ def plan(
     host: int | None = None,
     data: str | None = None,
     tokens: int | None = None,
+    tight: bool = False,
+    routing: AssumedRouting | None = None,
     processes: int = 1,
-    say: Callable[[str], None] = lambda line: None,
+    show: Callable[[Progress], None] = lambda progress: None,
 ) -> Plan:
-    """Find the largest runs of a model that fit a GPU.
+    """Find the largest runs of a model that surely fit a GPU. Ctrl-C ends the search: the plan has what was found.
 
     For each goal, strategies (settings of storage, optimizer and checkpointing) are tried in order; see strategies.py.
     The largest run of each is found by closed form (search.py) and confirmed by a trace.
 
     Args:
         model: a catalog name, a folder or a hub id.
-        gpu: the name of a GPU, or a memory size such as `44GiB`.
-        goals: what shall train: `router`, `experts` or `lora`.
+        gpu: the name of a GPU, a memory size such as `44GiB`, or a catalog entry.
+        goals: what to train: `router`, `experts` or `lora`.
         count: the number of GPUs that a run is divided over.
         length: tokens of a sequence.
         host: bytes of host memory that a run may take; None for no limit.
         data: the value of `data.train` in the run files; None to leave it out.
         tokens: the number of tokens to train on, from which `train.steps` follows; None to leave the steps alone.
+        tight: also take runs that are expected to fit, but may need more memory than the GPU has.
+        routing: how many tokens each expert is assumed to receive; None: not known.
         processes: the number of processes that search at the same time, this one included.
-        say: called with a line of text that says what is searched next.
+        show: called with what is searched next, and with each candidate that was found.
 
     Raises:
         UserError: the model or the GPU is not known; or the model is dense and the goal is not `lora`.
     """
-    source = find_model_source(model)
+    source, card = find_model_source(model), gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     raw: dict[str, Any] = {
         "model": {"path": model},
         "adapt": {},
         "train": {"sequence_length": length},
-        "hardware": {"gpu": gpu},
+        "hardware": {"gpu": gpu if isinstance(gpu, str) else gpu.name},
     }
-    search = Search.of(read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan"))
+    start = read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan")
+    options = (card if isinstance(gpu, Gpu) else None, tight, routing)
+    search = Search.of(start, options[0], tight=tight, routing=routing)
     base = source.quantization.base
     of_goals = [
         list(strategies(goal, search.structure, count, base)) for goal in goals if search.layers or goal == "lora"
     ]
     if not of_goals:
         raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
+    progress = Progress(sum(search.may_fit(one) for of_goal in of_goals for one in of_goal if not one.is_slow))
     candidates: list[Candidate] = []
+    found: list[Candidate] = []
     refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
     late: list[str] = []
-    with Workers(search, processes) as workers:
-        found = [one for of_goal in of_goals for one in _largest(workers, of_goal, host, refused, say)]
-        for one, sure in workers.answers("traced", _ranked(found), lambda one: say(f"tracing: {one.strategy.words}")):
-            if isinstance(sure, UserError):
-                raise sure
-            if sure is not None:
-                candidates.append(sure if tokens is None else _training_on(sure, tokens))
-            else:
-                late.append(f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out")
+    is_whole = False
+    try:
+        with Workers(search, processes, options) as workers:
+            for of_goal in of_goals:
+                found += _largest(workers, of_goal, host, refused, progress, show)
+            _confirm(workers, _ranked(found), candidates, late, progress, show)
+            is_whole = True
+    except KeyboardInterrupt:
+        rest = [one for one in _ranked(found) if all(one.strategy != other.strategy for other in candidates)]
+        candidates += [replace(one, report=search.predictor.whole(one.config)) for one in rest]
+    if tokens is not None:
+        candidates = [_training_on(one, tokens) for one in candidates]
+    candidates = _useful_first(candidates)
+    ways = (progress.searched, progress.all if is_whole else max(progress.all, progress.searched + 1))
     notes = [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
     notes += [*late, *dict.fromkeys(note for one in candidates for note in one.report.notes)]
     miss = None
-    if not candidates:
-        say("nothing fits: looking for what is nearest")
+    if not candidates and is_whole:
+        show(replace(progress, now="nothing fits: looking for the nearest miss"))
         miss = _nearest(search, [one for of_goal in of_goals for one in of_goal])
-    return Plan(model, gpu, search.usable, tuple(candidates), miss, tuple(notes), tokens)
+    name = gpu if isinstance(gpu, str) else gpu.name
+    return Plan(model, name, search.usable, tuple(candidates), miss, tuple(notes), tokens, tight, ways)
+
+
+def _confirm(
+    workers: Workers,
+    ranked: Sequence[Candidate],
+    candidates: list[Candidate],
+    late: list[str],
+    progress: Progress,
+    show: Callable[[Progress], None],
+) -> None:
+    """Trace each candidate; append those that fit to `candidates`, and a note for each other one to `late`."""
+
+    def begin(one: Candidate) -> None:
+        progress.now = f"tracing: {one.strategy.words}"
+        show(progress)
+
+    for one, sure in workers.answers("traced", ranked, begin):
+        if isinstance(sure, UserError):
+            raise sure
+        if sure is not None:
+            candidates.append(sure)
+        else:
+            late.append(f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out")
 
 
 def _largest(
@@ -167,31 +241,68 @@ def _largest(
     of_goal: list[Strategy],
     host: int | None,
     refused: dict[tuple[Goal, str], list[str]],
-    say: Callable[[str], None],
+    progress: Progress,
+    show: Callable[[Progress], None],
 ) -> Iterator[Candidate]:
     """Yield the largest run of each strategy for a goal. Slow strategies are searched only if no other strategy fits.
 
     Args:
         of_goal: the strategies, best first.
         refused: receives the strategies that were left out, by goal and reason.
-        host, say: as in `plan`.
+        host, show: as in `plan`.
+        progress: is kept up to date.
     """
     has_found, search = False, workers.search
+
+    def begin(one: Strategy) -> None:
+        progress.now = f"{one.goal}: {one.words}"
+        show(progress)
+
+    def within(one: Candidate) -> bool:
+        return host is None or one.report.fullest.host_bytes <= host
+
+    def more_than(before: list[Candidate | UserError | None]) -> tuple[int]:
+        return (max((one.amount for one in before if isinstance(one, Candidate) and within(one)), default=0),)
+
     for is_slow in (False, True):
         some = [one for one in of_goal if one.is_slow is is_slow and search.may_fit(one)]
-        for strategy, one in workers.answers("largest", some, lambda one: say(f"{one.goal}: {one.words}")):
+        left = len(some)
+        if is_slow:
+            progress.all += left
+        for strategy, one in workers.answers("largest", some, begin, more_than):
+            left -= 1
+            progress.searched += 1
             if one is None:
                 continue
-            why = one_line(one) if isinstance(one, UserError) else f"wants more than {host or 0:,} bytes of host memory"
-            if isinstance(one, UserError) or (host is not None and one.report.fullest.host_bytes > host):
+            why = one_line(one) if isinstance(one, UserError) else f"needs more than {host or 0:,} bytes of host memory"
+            if isinstance(one, UserError) or not within(one):
                 refused.setdefault((strategy.goal, why), []).append(strategy.words)
                 continue
-            has_found = True
+            has_found, progress.best = True, one
+            show(progress)
             yield one
             if search.is_largest(one):  # all later strategies give up more and cannot train more
+                progress.all -= left
                 return
         if has_found:
             return
+
+
+def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
+    """Return the candidates with the most useful one of each goal first: of LoRA, experts, routers.
+
+    Of a goal's candidates these come first: without host memory; with an optimizer that keeps moments (LOMO and SGD
+    keep none); with most that trains; with least given up.
+    """
+
+    def place(one: Candidate) -> tuple[bool, bool, int, int]:
+        has_moments = all(optimizer.name not in ("lomo", "sgd") for optimizer in one.config.optimizers.values())
+        return one.strategy.on_host, not has_moments, -one.amount, one.strategy.order
+
+    order: tuple[Goal, ...] = ("lora", "experts", "router")
+    of_goals = ([one for one in candidates if one.goal == goal] for goal in order)
+    useful = [min(of_goal, key=place) for of_goal in of_goals if of_goal]
+    return useful + [one for one in candidates if not any(one is other for other in useful)]
 
 
 def _ranked(found: list[Candidate]) -> list[Candidate]:
@@ -199,7 +310,7 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
 
     The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; rows of a
     micro-batch, most first. A candidate is beaten if another one for the same goal comes from an earlier strategy and
-    trains at least as much, on at least as many rows at once.
+    trains at least as much; unless what trains are experts, also on at least as many rows at once.
     """
 
     def place(one: Candidate) -> tuple[int, ...]:
@@ -210,8 +321,8 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
         return any(
             other.goal == one.goal
             and other.strategy.order < one.strategy.order
-            and other.amount >= one.amount
-            and other.config.train.micro_batch >= one.config.train.micro_batch
+            and worth(other.amount) >= one.amount
+            and (one.goal == "experts" or other.config.train.micro_batch >= one.config.train.micro_batch)
             for other in found
         )
 
@@ -233,14 +344,14 @@ def _nearest(search: Search, tried: list[Strategy]) -> Miss | None:
     for strategy in sorted(tried, key=lambda one: (search.bound(one, 0), one.order)):
         config = search.smallest(strategy)
         try:
-            report = search.predictor.of(config)
+            report = search.predictor.whole(config)
         except UserError:
             continue
         cards = sorted((find_gpu(name) for name in gpu_names()), key=lambda card: card.memory.value)
-        names = [card.full_name for card in cards if card.memory.value >= report.required][:2]
+        names = [card.full_name for card in cards if card.memory.value >= report.span.high][:2]
         if _fits_two(search, config):
             names.append(f"2 × {search.start.hardware.gpu}")
-        return Miss(config, report, next(fitting(config, report, search.predictor.of), None), tuple(names))
+        return Miss(config, report, next(fitting(config, report, search.predictor.whole), None), tuple(names))
     return None
 
 
@@ -249,6 +360,6 @@ def _fits_two(search: Search, config: RunConfig) -> bool:
     if config.parallel.ranks > 1 or search.context >= search.usable:
         return False
     try:
-        return bool(search.predictor.of(changed(config, next(layouts(search.structure, 2)))).fits)
+        return search.left(search.predictor.of(changed(config, next(layouts(search.structure, 2))))) >= 0
     except UserError:  # not every model can be divided
         return False

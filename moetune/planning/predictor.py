@@ -6,14 +6,16 @@ whose bytes are formulas of the run's sizes, evaluated in milliseconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from moetune.config.schema import RunConfig
-from moetune.memory.assumed_routing import BALANCED, AssumedRouting
+from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.predict import predict, quick
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
+from moetune.planning.kept import kept
 from moetune.run.dtypes import DeviceType
 from moetune.run.resolve import ResolvedRun, resolve
 
@@ -26,11 +28,15 @@ class Predictor:
         gpu: the GPU to predict for: a name, a memory size such as `44GiB`, or a `Gpu`; None for the `hardware.gpu` of
             each run.
         routing: how many tokens each expert is assumed to receive.
+        end: evaluate in `of` only one end of what the routing may be, `high` or `expected`, which takes half the time:
+            the report expects that routing, and its `least_headroom` or `headroom_bytes` is that of a whole report.
+            None: a whole report.
         device_type: the device that the runs are resolved for, `cuda` or `cpu`.
     """
 
     gpu: str | Gpu | None = None
-    routing: AssumedRouting = BALANCED
+    routing: AssumedRouting = UNKNOWN
+    end: Literal["high", "expected"] | None = None
     device_type: DeviceType = "cuda"
     _depths: Depths = field(default_factory=Depths)
     _like: ResolvedRun | None = None
@@ -47,8 +53,17 @@ class Predictor:
 
     def of(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run by closed form, or by a trace if it has none. Raises as `predict`."""
+        routing = self.routing
+        if self.end is not None:
+            only = routing.highest if self.end == "high" else None
+            routing = only or replace(routing, lowest=None, highest=None)
+        return quick(self.resolve(config), gpu=self.gpu, routing=routing, depths=self._depths)
+
+    def whole(self, config: RunConfig) -> MemoryReport:
+        """Predict as `of` does, whatever `end` is: both ends of the routing."""
         return quick(self.resolve(config), gpu=self.gpu, routing=self.routing, depths=self._depths)
 
     def traced(self, config: RunConfig) -> MemoryReport:
-        """Predict the memory of a run by a trace. Raises as `predict`."""
-        return predict(self.resolve(config), method="trace", gpu=self.gpu, routing=self.routing, advise=False)
+        """Predict the memory of a run by a trace, or read its report from disk. Raises as `predict`."""
+        run, gpu, routing = self.resolve(config), self.gpu, self.routing
+        return kept(run, gpu, routing, lambda: predict(run, method="trace", gpu=gpu, routing=routing, advise=False))

@@ -8,11 +8,12 @@ from itertools import islice
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
+from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.changes import Remedy, changed, fitting
 from moetune.models.catalog.gpus import Figure, Gpu
 from moetune.planning.doctor import host_memory
 from moetune.planning.predictor import Predictor
-from moetune.planning.solve import solve
+from moetune.planning.solve import headroom, solve
 from moetune.run.resolve import ResolvedRun
 
 KEYS = (
@@ -25,12 +26,13 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
 
     First up to three savings, the mildest first; then the largest value that fits of each setting in `KEYS`. The memory
     that was available is taken to be the run's own prediction less `lacking` bytes, because other programs may use part
-    of the GPU, and a run may need more than is predicted. What a change moves to host memory must fit there.
+    of the GPU, and a run may need more than is predicted; so what the routing took is in it already. What a
+    change moves to host memory must fit there.
 
     Raises:
         UserError: the run cannot be predicted.
     """
-    predictor = Predictor(card, device_type=run.device_type)
+    predictor = Predictor(card, BALANCED, device_type=run.device_type)
     available = Figure(predictor.of(run.config).required - lacking, "what there was")
     predictor = replace(predictor, gpu=replace(card, memory=available))
     largest = list(_largest(run.config, predictor))
@@ -41,7 +43,7 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
         moved = (one.report.fullest.host_bytes - report.fullest.host_bytes) * run.config.parallel.ranks
         return room is None or moved <= room
 
-    found = filter(has_room, fitting(run.config, report, predictor.of))
+    found = filter(has_room, fitting(run.config, report, predictor.of, headroom))
     return [*islice((one for one in found if not keys & one.settings.keys()), 3), *largest]
 
 
@@ -53,7 +55,7 @@ def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
     """
     for key in KEYS:
         try:
-            solved = solve(config, key, predictor)
+            solved = solve(config, key, predictor, tight=True)
         except UserError:  # the run has no such setting
             continue
         if solved.report is None:

@@ -1,25 +1,26 @@
 """`Search`: the largest run of one strategy that fits a GPU: most experts or highest rank, then most rows at once.
 
-Recording the closed form of a kind of run takes seconds, evaluating it a tenth of a second (memory/closed_form/). One
-record covers every number of layers, and most numbers of experts in each; all of them would still take a minute, so few
-are evaluated. With a fixed number of trained experts in each layer, memory
-grows linearly with the number of layers. This line starts higher with more experts in each layer, because the gradients
-of one layer's experts are added up together. So the line for a number of experts bounds that for every larger number.
+Recording a closed form takes seconds, evaluating it a tenth of a second (memory/closed_form/). One record covers every
+number of layers and most numbers of experts in each, but evaluating all of them would take a minute, so few are.
+With a fixed number of trained experts in each layer, memory is linear in the number of layers. With more experts in
+each layer this line lies higher, because the gradients of a layer's experts are alive together. So the total that fits
+with a number of experts in each layer bounds the total for every larger number.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import counted
-from moetune.memory.changes import changed
+from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
+from moetune.memory.changes import changed, surely_left
 from moetune.memory.report import MemoryReport
-from moetune.models.catalog.gpus import find_gpu
+from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
 from moetune.planning.predictor import Predictor
@@ -33,14 +34,17 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a micro-batch, in rows, that a search tries; `RANKS` are the ranks of LoRA."""
 _BITS = {"nf4": 4, "mxfp4": 4, "int8": 8, "bf16": 16, "fp32": 32}
 _TOLERANCE = 0.005
-"""Share by which a number of experts that is estimated by a straight line may be too low."""
+"""Share by which a number of experts that is estimated by a straight line may be too low, and by which another number
+must be greater to be worth a search."""
+_NEAR = 8
+"""Numbers of experts in each layer up to which the line through two of them is not wanted far apart."""
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
 
 
 @dataclass(frozen=True)
 class NextLarger:
-    """The next larger run of a strategy, which does not fit.
+    """The next larger run of a strategy, which does not fit, or not surely.
 
     Attributes:
         what: its size in words, such as `3 layers × 2 experts` or `rank 32`.
@@ -63,7 +67,7 @@ class Candidate:
         report: its predicted memory.
         amount: how much trains: experts in all layers together for the goal `experts`, the rank for `lora`, 0 for
             `router`.
-        next_larger: the next larger run, which does not fit; None if there is nothing larger.
+        next_larger: the next larger run, which does not fit, or not surely; None if there is nothing larger.
     """
 
     strategy: Strategy
@@ -102,7 +106,14 @@ class Candidate:
             "tokens_per_second_estimate": None if time is None else time.tokens_per_second.middle,
             "tokens_per_second": None if time is None else time.tokens_per_second.to_json(),
             "hours": None if time is None or tokens is None else time.hours(tokens).to_json(),
-            "beyond": None if larger is None else {"what": larger.what, "required_bytes": larger.report.required},
+            "beyond": None
+            if larger is None
+            else {
+                "what": larger.what,
+                "required_bytes": larger.report.required,
+                "required_range": larger.report.span.to_json(),
+                "verdict": larger.report.verdict,
+            },
         }
 
 
@@ -118,6 +129,7 @@ class Search:
         context: bytes that any process takes of it outside torch's allocator.
         margin: bytes that a prediction by closed form must leave free, because a trace exceeded the closed form by
             them.
+        tight: whether it is enough that what is expected fits; else the most that a run may need must.
     """
 
     start: RunConfig
@@ -126,13 +138,25 @@ class Search:
     usable: int
     context: int = 0
     margin: int = 0
+    tight: bool = False
 
     @classmethod
-    def of(cls, start: RunConfig) -> Search:
-        """Return a search for the model in `model.path` and the GPU in `hardware.gpu` of a run file."""
-        assert start.hardware.gpu is not None
-        card = find_gpu(start.hardware.gpu)
-        return cls(start, resolve_model(start.model).structure, Predictor(), card.memory.value, card.context.value)
+    def of(
+        cls, start: RunConfig, card: Gpu | None = None, *, tight: bool = False, routing: AssumedRouting | None = None
+    ) -> Search:
+        """Return a search for the model in `model.path` of a run file, and a GPU; None: that in `hardware.gpu`.
+        `routing` is how many tokens each expert is assumed to receive; None: not known."""
+        if card is None:
+            assert start.hardware.gpu is not None
+            card = find_gpu(start.hardware.gpu)
+        predictor = Predictor(card, routing or UNKNOWN, "expected" if tight else "high")
+        structure, context = resolve_model(start.model).structure, card.context_range[0]
+        return cls(start, structure, predictor, card.memory.value, context, tight=tight)
+
+    @property
+    def left(self) -> Callable[[MemoryReport], int]:
+        """The function that returns the bytes which a run leaves free."""
+        return headroom if self.tight else surely_left
 
     @cached_property
     def layers(self) -> list[int]:
@@ -175,11 +199,8 @@ class Search:
     def traced(self, found: Candidate) -> Candidate | None:
         """Confirm a candidate by a trace, and also trace the next larger run if it could fit.
 
-        Where the trace and the closed form disagree on what fits, the search is repeated with the difference as margin,
-        at most three times.
-
-        Returns:
-            The largest candidate that fits by trace; None if none was found.
+        Returns the largest candidate that fits by trace; None if none was found. If trace and closed form disagree on
+        whether a run fits, the search is repeated with their difference as margin, at most three times.
         """
         sure: Candidate | None = None
         now: Candidate | None = found
@@ -188,32 +209,39 @@ class Search:
             if now is None:
                 break
             report, larger = self.predictor.traced(now.config), now.next_larger
-            if report.fits:
+            if self.left(report) >= 0:
                 sure = replace(now, report=report)
-                if larger is None or headroom(larger.report) - margin < -_UNSURE:
+                if larger is None:
                     break
+                if self.left(larger.report) - margin < -_UNSURE:
+                    whole = self.predictor.whole(larger.config)
+                    return replace(sure, next_larger=replace(larger, report=whole))
                 more = self.predictor.traced(larger.config)
-                if not more.fits:
+                if self.left(more) < 0:
                     return replace(sure, next_larger=replace(larger, report=more))
-                margin = more.required - larger.report.required
+                margin = self.left(larger.report) - self.left(more)
             elif sure is not None:
                 break
             else:
-                margin += max(report.required - now.report.required, 1)
+                margin += max(self.left(now.report) - self.left(report), 1)
             now = replace(self, margin=margin).largest(found.strategy)
         return sure
 
-    def largest(self, strategy: Strategy) -> Candidate | None:
-        """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit."""
+    def largest(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
+        """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit.
+
+        For the goal `experts`, None also if no run fits that trains more than `more_than` experts in all layers, by
+        what is `worth` it.
+        """
         match strategy.goal:
             case "experts":
-                found = self._most_experts(strategy)
+                found = self._most_experts(strategy, more_than)
             case "lora":
                 found = self._highest_rank(strategy)
             case "router":
                 config = self.smallest(strategy)
                 report = self.predictor.of(config)
-                found = Candidate(strategy, config, report, 0) if headroom(report) >= self.margin else None
+                found = Candidate(strategy, config, report, 0) if self.left(report) >= self.margin else None
         return None if found is None else self._most_rows(found)
 
     def smallest(self, strategy: Strategy) -> RunConfig:
@@ -240,11 +268,12 @@ class Search:
         chosen = {"layers": ranges(self.layers[:layers]), "ids": ranges(range(each))}
         return self._with(strategy, {f"adapt.experts.{key}": value for key, value in chosen.items()})
 
-    def _most_experts(self, strategy: Strategy) -> Candidate | None:
+    def _most_experts(self, strategy: Strategy, more_than: int) -> Candidate | None:
         """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
 
-        Few numbers of experts in each layer are predicted: next the one that promises most, until no other promises
-        more than what was found. So the first and last numbers, which need records of their own, seldom are.
+        Few numbers of experts in each layer are predicted: next the one of which most is expected, until no other
+        promises more than what was found, or than `more_than`, by what is worth it. So the first and last numbers,
+        which need records of their own, seldom are.
         """
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
@@ -255,43 +284,68 @@ class Search:
                 reports[layers, each] = self.predictor.of(self.of_experts(strategy, layers, each))
             return reports[layers, each]
 
-        def promised(each: int) -> tuple[int, int]:
+        def expected(each: int) -> tuple[int, int]:
             return _rank(min(depth, _room(room, each, most) // each), each)
+
+        def promised(each: int) -> tuple[int, int]:
+            return _rank(min(depth, min(worth(_room(room, each, most)), most) // each), each)
 
         numbers = range(1, depth * self.experts + 1)
         most = bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
-        while len(room) < self.experts:
-            each = max((each for each in range(1, self.experts + 1) if each not in room), key=promised)
-            if promised(each) <= _rank(*best):
+        slope: float = self.bound(strategy, 1) - self.bound(strategy, 0)  # bytes of another expert
+        while True:
+            enough = max((worth(best[0] * best[1]), -best[1]), (worth(more_than), 0))
+            left = [each for each in range(1, self.experts + 1) if each not in room and promised(each) > enough]
+            if not left:
                 break
-            start = min(max(3, depth // 3), depth - 1)
-            last, _ = last_that_fits(depth, lambda n: report(n + 1, each), start, margin=self.margin)  # noqa: B023
+            # all experts of a layer need a record of their own: they come last, unless those of all layers may fit
+            is_all = most == depth * self.experts
+            each = max(left, key=lambda each: (is_all or each < self.experts, expected(each)))
+            start = depth if is_all else min(max(3, depth // 3), depth)
+            if len(room) == 1 and each > 2 * _NEAR and each // 2 not in room:
+                each //= 2  # a line through two numbers that are far apart bounds all others
+                room[each] = self._end_of_line({start: report(start, each)}, each, most, slope)
+                continue
+            if len(room) > 1:
+                start = min(max(_room(room, each, most) // each, 1), depth)
+            predicted = partial(lambda each, number: report(number + 1, each), each)
+            last, found = last_that_fits(
+                depth, predicted, start - 1, margin=self.margin, left=self.left, slope=slope * each
+            )
             best = max(best, (last + 1, each), key=lambda one: _rank(*one))
-            room[each] = self._end_of_line(reports, each, most) if last >= 0 else each - 1
-            if not best[0] and headroom(report(1, 1)) < self.margin:
+            line = {number + 1: one for number, one in found.items()}
+            room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each - 1
+            slope = self._slope(line, each) or slope
+            if not best[0] and not more_than and self.left(report(1, 1)) < self.margin:
                 break
-        if not best[0]:
-            return None
         layers, each = best
-        found = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
+        if layers * each <= worth(more_than):
+            return None
+        candidate = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
         larger = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + 1)), each + 1)
         if larger[0] > depth or larger[1] > self.experts:
-            return found
+            return candidate
         what = f"{counted(larger[0], 'layer')} × {counted(larger[1], 'expert')}"
-        return replace(found, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
+        return replace(candidate, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
 
-    def _end_of_line(self, reports: dict[tuple[int, int], MemoryReport], each: int, most: int) -> int:
+    def _end_of_line(self, line: Mapping[int, MemoryReport], each: int, most: int, slope: float) -> int:
         """Return the number of experts, in all layers, at which memory reaches the GPU's size by linear extrapolation.
 
-        The line runs through the two deepest runs in `reports` that train `each` experts in each layer; with fewer than
-        two such runs the result is `most`.
+        Args:
+            line: layers -> report of a run that trains `each` experts in each of them.
+            most: upper bound of the result.
+            slope: bytes of another expert, used if `line` has a single run.
         """
-        points = sorted((layers * each, one.required) for (layers, e), one in reports.items() if e == each)
-        if len(points) < 2:
-            return most
-        (one, low), (other, high) = points[-2:]
-        slope = (high - low) / (other - one)
-        return one + int((self.usable - low) / slope) if slope > 0 else most
+        slope = self._slope(line, each) or slope
+        deepest = max(line)
+        return min(each * deepest + int(self.left(line[deepest]) / slope), most) if slope > 0 else most
+
+    def _slope(self, line: Mapping[int, MemoryReport], each: int) -> float:
+        """Return the bytes of another expert by the first and last run in `line` (`_end_of_line`); 0 for one run."""
+        if len(line) < 2:
+            return 0
+        one, other = min(line), max(line)
+        return (self.left(line[one]) - self.left(line[other])) / (each * (other - one))
 
     # --- LoRA, and rows ---------------------------------------------------------------------------------------
 
@@ -327,7 +381,8 @@ class Search:
         start: int,
         known: dict[int, MemoryReport] | None = None,
     ) -> tuple[int, MemoryReport | None, NextLarger | None]:
-        """Search a list of runs, ordered by the memory that they need, for the last that fits.
+        """Search runs of growing memory for the last that fits. Return its index, or -1; its report, or None; and the
+        next larger run, or None.
 
         Args:
             what: the name of the size that grows, such as `rank`.
@@ -335,12 +390,14 @@ class Search:
             configs: the run file of each size.
             start: the index to predict first.
             known: the report of index 0, if it fits and was predicted before.
-
-        Returns:
-            The index of the last run that fits, or -1; its report, or None; and the next larger run, or None.
         """
         last, reports = last_that_fits(
-            len(sizes), lambda number: self.predictor.of(configs[number]), start, margin=self.margin, known=known
+            len(sizes),
+            lambda number: self.predictor.of(configs[number]),
+            start,
+            margin=self.margin,
+            known=known,
+            left=self.left,
         )
         if last + 1 == len(sizes):
             return last, reports[last], None
@@ -348,22 +405,27 @@ class Search:
 
 
 def _room(room: Mapping[int, int], each: int, most: int) -> int:
-    """Estimate how many experts fit in all layers, from other numbers of experts in each layer.
+    """Estimate how many trained experts fit in total, with `each` experts in each layer.
 
     The number falls nearly linearly with the experts in each layer. The estimate is a straight line through the two
-    nearest known numbers, plus `_TOLERANCE`, and at most the number at fewer experts in each layer.
+    nearest known numbers, and at most the number at fewer experts in each layer.
 
     Args:
-        room: experts in each layer -> experts in all layers that fit.
+        room: experts in each layer -> total that fits, if known.
         each: experts in each layer, not in `room`.
         most: upper bound of the result.
     """
-    above = min((room[fewer] for fewer in room if fewer < each), default=most)
-    if len(room) < 2:
-        return above
-    one, other = sorted(room, key=lambda known: abs(known - each))[:2]
-    line = room[one] + (room[other] - room[one]) * (each - one) / (other - one)
-    return min(above, int(line * (1 + _TOLERANCE)))
+    found = min((room[fewer] for fewer in room if fewer < each), default=most)
+    if len(room) > 1:
+        one, other = sorted(room, key=lambda known: abs(known - each))[:2]
+        found = min(found, int(room[one] + (room[other] - room[one]) * (each - one) / (other - one)))
+    return min(found, most)
+
+
+def worth(experts: int) -> int:
+    """Return the largest number of experts that is not worth a search if `experts` were found to fit: a half percent
+    more. Below 200 experts it is the same number."""
+    return int(experts * (1 + _TOLERANCE))
 
 
 def _rank(layers: int, each: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """`moetune plan RUN.yaml --solve KEY`: the largest value of one setting that fits a GPU; or the smallest GPU.
 
-Memory grows along each axis; in layers, equal experts and LoRA ranks it grows linearly. The search evaluates next the
-value where a straight line through known values crosses the GPU's size.
+An axis lists the values of a setting by rising memory, which is linear in layers, equal experts and LoRA ranks. The
+search predicts next the value at which a straight line through known values crosses the GPU's size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moetune.config.load import load_run_config
 from moetune.config.ranks import ranks_as_text
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
-from moetune.memory.changes import changed
+from moetune.memory.changes import changed, surely_left
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu, gpu_names
 from moetune.models.selection import ranges
@@ -92,20 +92,21 @@ class Solved:
         }
 
 
-def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = None) -> Solved:
+def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = None, *, tight: bool = False) -> Solved:
     """Find the largest value of a setting with which a run fits a GPU, by closed form, and confirm it by a trace.
 
     Args:
         run: a run file, read or as a path.
         key: the setting, one of `KEYS`. For `hardware.gpu`, the smallest GPU that the run fits is found.
         predictor: predicts the runs, for the GPU in its `gpu`; by default for `hardware.gpu`.
+        tight: whether it is enough that what is expected fits; else the most that the run may need must.
 
     Raises:
         UserError: the key is not in `KEYS`, the run file has no such setting, or no GPU is named.
     """
     config, predictor = run if isinstance(run, RunConfig) else load_run_config(run), predictor or Predictor()
     if key != "hardware.gpu" and (predictor.gpu or config.hardware.gpu) is None:
-        raise UserError("--solve needs a card to fit: give --gpu, or hardware.gpu in the run file")
+        raise UserError("--solve needs a card: give --gpu, or hardware.gpu in the run file")
     axis = axis_of(predictor.resolve(config), key)
     if key == "hardware.gpu":
         predictor = replace(predictor, gpu=None)
@@ -114,10 +115,11 @@ def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = N
         value = axis.values[number]
         return changed(config, {key: list(value) if isinstance(value, tuple) else value})
 
-    last, reports = last_that_fits(len(axis.values), lambda number: predictor.of(run_with(number)), axis.start)
+    left = headroom if tight else surely_left
+    last, reports = last_that_fits(len(axis.values), lambda at: predictor.of(run_with(at)), axis.start, left=left)
     while last >= 0:
         reports[last] = predictor.traced(run_with(last))
-        if reports[last].fits:
+        if left(reports[last]) >= 0:
             break
         last -= 1
     values = dict(enumerate(axis.values[max(last, 0) : last + 2], max(last, 0)))
@@ -131,6 +133,8 @@ def last_that_fits(
     *,
     margin: int = 0,
     known: Mapping[int, MemoryReport] | None = None,
+    left: Callable[[MemoryReport], int] | None = None,
+    slope: float = 0,
 ) -> tuple[int, dict[int, MemoryReport]]:
     """Find the last of the numbers 0 to `count` - 1 that fits, where each number needs more memory than the one before.
 
@@ -140,43 +144,49 @@ def last_that_fits(
         start: the number to predict first.
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
+        left: the bytes that a run leaves free, `headroom` if None, or `surely_left`.
+        slope: bytes that each number is expected to need more than the one before; 0 if unknown.
 
-    Returns:
-        The last number that fits, or -1; and all reports by number, among them those of this number and the next one.
+    Returns the number, or -1; and all reports by number, among them those of this number and the next one.
     """
-    reports = dict(known or {})
+    reports, left = dict(known or {}), left or headroom
     fits, fails, at, tries = len(reports) - 1, count, min(start, count - 1), 0
     while fails - fits > 1:
         reports[at] = predict(at)
         tries += 1
-        fits, fails = (at, fails) if headroom(reports[at]) >= margin else (fits, at)
-        left = {number: headroom(report) - margin for number, report in reports.items()}
-        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(left, fits, fails, count)
+        fits, fails = (at, fails) if left(reports[at]) >= margin else (fits, at)
+        free = {number: left(report) - margin for number, report in reports.items()}
+        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(free, fits, fails, count, slope)
     return fits, reports
 
 
 def headroom(report: MemoryReport) -> int:
-    """Return the bytes of the GPU that a run leaves free; negative if it needs more than there is."""
+    """Return the bytes of the GPU that a run is expected to leave free; negative if it needs more than there is."""
     assert report.headroom_bytes is not None
     return report.headroom_bytes
 
 
-def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int) -> int:
-    """Return the number to predict next: where a straight line through two known headrooms crosses zero.
+def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope: float) -> int:
+    """Return the number to predict next, strictly between `fits` and `fails`.
+
+    It is where a straight line through the two known headrooms nearest to zero crosses zero. With only one known
+    headroom the line falls by `slope`; without, it is about twice that number if it fits, else half of it.
 
     Args:
-        left: known headrooms, in bytes, by number. The two nearest to zero define the line.
-        fits: the last number known to fit.
-        fails: the first number known not to fit.
+        left: number -> known headroom in bytes.
+        fits, fails: the last number known to fit, and the first known not to fit.
         count: how many numbers there are.
+        slope: as in `last_that_fits`; used if only one headroom is known.
     """
     near = sorted(left, key=lambda number: abs(left[number]))[:2]
-    if len(near) < 2:
+    if len(near) < 2 and slope > 0:
+        guess = near[0] + int(left[near[0]] // slope)
+    elif len(near) < 2:
         guess = 2 * near[0] + 1 if fails == count else near[0] // 2
     else:
         one, other = near
-        slope = (left[other] - left[one]) / (other - one)
-        guess = count if slope >= 0 else int(one - left[one] / slope)
+        change = (left[other] - left[one]) / (other - one)
+        guess = count if change >= 0 else int(one - left[one] / change)
     return min(max(guess, fits + 1), fails - 1)
 
 
@@ -189,13 +199,10 @@ KEYS = (
 
 
 def axis_of(run: ResolvedRun, key: str) -> Axis:
-    """Return the values that a setting of a run may have, ordered by memory.
-
-    Raises:
-        UserError: the key is not in `KEYS`, or the run file has no such setting.
-    """
+    """Return the values that a setting of a run may have, by rising memory. Raise `UserError` if the key is not in
+    `KEYS`, or the run file has no such setting."""
     if key not in KEYS:
-        raise UserError(f"--solve {key!r} is no setting to solve for.{suggest(key, KEYS)} There are: {', '.join(KEYS)}")
+        raise UserError(f"--solve {key!r} cannot be solved for.{suggest(key, KEYS)} Choose from: {', '.join(KEYS)}")
     config, structure = run.config, run.structure
     section, _, last = key.rpartition(".")
     if key == "hardware.gpu":
@@ -210,9 +217,9 @@ def axis_of(run: ResolvedRun, key: str) -> Axis:
         return Axis(key, range(1, _MOST_ROWS + 1), min(now, _MOST_ROWS) - 1)
     part: Any = config.adapt.lora if section == "adapt.lora" else config.adapt.experts
     if part is None:
-        raise UserError(f"--solve {key}: the run file has no {section}; nothing of it trains")
+        raise UserError(f"--solve {key}: the run file has no {section}; add that section")
     if last == "rank" and not isinstance(part.rank, int):
-        raise UserError(f"--solve {key}: the run file has several ranks, {ranks_as_text(part.rank)}; write one")
+        raise UserError(f"--solve {key}: the run file has several ranks, {ranks_as_text(part.rank)}; give a single one")
     if last == "rank":
         linears = structure.linears("attention").values()
         smallest = min(min(linear.in_features, linear.out_features) for linear in linears)
@@ -228,20 +235,19 @@ def axis_of(run: ResolvedRun, key: str) -> Axis:
 
 
 def _nested_sets(key: str, there: list[int], chosen: IdSet) -> Axis:
-    """Return an axis of growing sets of layers or experts: the first number, the first two, and so on.
+    """Return an axis of growing sets of layers or experts: the first one, the first two, and so on.
 
     Args:
         key: the dotted key of the setting.
-        there: all numbers that the model has.
-        chosen: the numbers in the run file, which come before all others.
+        there: the numbers of all layers or experts of the model.
+        chosen: those in the run file, which come first.
 
-    Raises:
-        UserError: `there` is empty.
+    Raises `UserError` if `there` is empty.
     """
     named = [number for number in there if chosen == "all" or number in chosen]
     order = named + [number for number in there if number not in named]
     if not order:
-        raise UserError(f"--solve {key}: the model has none")
+        raise UserError(f"--solve {key}: the model has no MoE layers")
     values = [tuple(sorted(order[:count])) for count in range(1, len(order) + 1)]
     return Axis(key, values, max(len(named), 1) - 1, lambda ids: f"{len(ids)} ({_written(ids)})")
 

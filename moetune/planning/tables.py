@@ -10,8 +10,9 @@ from moetune.memory.report import MemoryReport
 from moetune.planning.compare import Compared
 from moetune.planning.plan import Plan
 from moetune.planning.search import Candidate
-from moetune.planning.solve import headroom
-from moetune.report.units import between, gib, hours, named
+from moetune.planning.strategies import Goal
+from moetune.report.memory import left_in_words, span_in_words
+from moetune.report.units import between, from_to, gib, hours, named
 from moetune.report.view import Table, View, ViewSection
 
 
@@ -28,7 +29,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
     for row in rows:
         if row.report.fits is False:
             assert row.report.gpu is not None
-            said = "nothing known makes it fit" if row.remedy is None else _remedy(row.remedy)
+            said = "no change of the run file is known that makes it fit" if row.remedy is None else _remedy(row.remedy)
             yield f"{row.name} on {row.report.gpu.name}: {said}"
     left_out = {row.name: row.left_out for row in rows if row.left_out}
     if left_out:
@@ -36,37 +37,86 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
         yield f"An estimate by active parameters leaves out frozen experts: {names}."
 
 
-def plan_view(plan: Plan) -> View:
-    """Return a view of a plan: the best candidate, a table of all, and what the next larger runs would need."""
+def plan_view(plan: Plan, *, every: bool = False) -> View:
+    """Return a view of a plan: a sentence on what to pick, a row of two lines for the most useful candidate of each
+    goal (`planning/plan.py`), or with `every` for all, and what the next larger runs would risk."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
     notes = [ViewSection("notes", plan.notes)] * bool(plan.notes)
+    if plan.interrupted:
+        notes.insert(0, ViewSection("interrupted", [f"{plan.ways[0]} of {plan.ways[1]} ways were searched"]))
     if not plan.candidates:
+        if plan.interrupted:
+            return View(title, f"nothing found for {card} until it was interrupted", None, sections=notes)
         verdict, *lines = missed(plan)
         return View(title, verdict, "no", lines, sections=notes)
-    best = plan.candidates[0]
-    rows = []
-    for number, one in enumerate(plan.candidates, 1):
-        train, report = one.config.train, one.report
-        batch = f"{train.micro_batch} × {train.sequence_length}\n× {train.accumulate}"
-        batch += "" if plan.tokens is None else f"\n{counted(train.steps, 'step')}"
-        what = [one.trains, one.optimizer, "; ".join(one.strategy.gives_up), room(one), speed(one, plan.tokens)]
-        needs = f"{gib(report.required)}\n{gib(headroom(report))} left"
-        host = gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""
-        phase = report.moment.phase if report.moment else ""
-        rows.append((str(number), "\n".join(filter(None, what)), batch, needs, f"{phase}\n{host}"))
-    headings = ("", "trains, optimizer, what is given up", "batch", ">needs, left", "fullest, host")
-    reasons = [f"{number}: {next_larger(one)}" for number, one in enumerate(plan.candidates, 1)]
+    shown = plan.candidates if every else plan.candidates[: plan.useful]
+    reasons = [f"{number}: {next_larger(one)}" for number, one in enumerate(shown, 1)]
+    left_out = len(plan.candidates) - len(shown)
+    more = [f"--all: {counted(left_out, 'further way')} that fit{'s' if left_out == 1 else ''}"] * bool(left_out)
+    rows = [line for number, one in enumerate(shown, 1) for line in _row(number, one, plan)]
     return View(
         title,
-        f"best on {card}: {best.trains}, {gib(best.report.headroom_bytes or 0)} left",
-        best.report.verdict,
+        advice(shown[0]),
+        shown[0].report.verdict,
+        [RULE] * (not every),
         sections=[
+            ViewSection(f"what {'may fit' if plan.tight else 'surely fits'} {card}", "\n".join(rows)),
             *notes,
-            ViewSection("what fits", Table(headings, rows)),
-            ViewSection("why no more of each fits", reasons, True),
+            ViewSection("one more notch", reasons, True),
         ],
+        more="; ".join([*more, "--explain: what one more notch would risk"]),
     )
+
+
+RULE = (
+    "Of each goal the way that needs no host memory, keeps an optimizer's moments, trains most and gives up least, in "
+    "this order."
+)
+"""The rule of `_useful_first` in planning/plan.py, for the user."""
+_WIDTHS = (80, 100)
+"""Most columns of the first and of the second line of a row."""
+_WHY: dict[Goal, str] = {
+    "lora": "it adapts every layer, and is where to begin",
+    "experts": "whole experts learn most where the data use few of them",
+    "router": "it is the cheapest, and changes the model least",
+}
+
+
+def advice(first: Candidate) -> str:
+    """Return a sentence that says to pick the first candidate, and why."""
+    surely = "surely fits" if first.report.verdict == "yes" else "is expected to fit"
+    left = left_in_words(first.report)
+    return f"Pick 1, {first.trains}: {_WHY[first.goal]}; it {surely}, {left}."
+
+
+def _row(number: int, one: Candidate, plan: Plan) -> Iterator[str]:
+    """Yield the two lines of a candidate, at most `_WIDTHS` wide: what trains, batch, needs, verdict; then how."""
+    train, report = one.config.train, one.report
+    batch = f"{train.micro_batch} × {train.sequence_length} × {train.accumulate}"
+    needs = f"{from_to(report.span.low, report.span.high)}  {report.verdict:5}"
+    right = f"{batch:>15}  {needs:>26}"
+    width = _WIDTHS[0] - 5 - len(right)
+    yield f"{number:2}  {_cut(one.trains, width):{width}} {right}".rstrip()
+    sizes = {axis: getattr(one.config.parallel, axis) for axis in ("fsdp", "ep")}
+    layout = " · ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    host = f"{gib(report.fullest.host_bytes)} of host memory" if report.fullest.host_bytes else ""
+    steps = "" if plan.tokens is None else counted(train.steps, "step")
+    given_up = f"given up: {'; '.join(one.strategy.gives_up)}" if one.strategy.gives_up else ""
+    how = [one.optimizer, layout, host, speed(one, plan.tokens), steps, given_up]
+    yield f"    {_cut('; '.join(filter(None, how)), _WIDTHS[1] - 4)}"
+
+
+def _cut(text: str, width: int) -> str:
+    """Return the text, cut to a width with an ellipsis; --json and --write have all of it."""
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def briefly(one: Candidate) -> str:
+    """Return a candidate in one line, as it is found."""
+    train = one.config.train
+    what = "" if one.strategy.goal == "router" else f" of {one.amount}"
+    return f"{one.goal}{what} by {one.strategy.words}, {train.micro_batch} × {train.sequence_length} tokens, fits"
 
 
 def speed(one: Candidate, tokens: int | None) -> str:
@@ -75,41 +125,38 @@ def speed(one: Candidate, tokens: int | None) -> str:
     return "" if time is None else f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
 
 
-def room(one: Candidate) -> str:
-    """Return how many layers of a candidate could keep gate_up's outputs (`train.keep_rows`); empty if none could."""
-    fit = one.report.rows_that_fit
-    return f"room for the rows of {counted(fit, 'layer')} (train.keep_rows)" if fit else ""
-
-
 def next_larger(one: Candidate) -> str:
     """Return a sentence that says how much memory the next larger run of a candidate would need."""
     larger = one.next_larger
     if larger is None:
-        return "there is no more of it to train"
+        return "nothing larger exists"
     part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
-    required, lacking = gib(larger.report.required), gib(-headroom(larger.report))
-    return f"{larger.what} would need {required}, {lacking} too much; the most of it {named(part)}, {gib(size)}"
+    needs, left = span_in_words(larger.report), left_in_words(larger.report)
+    risk = "may run out of memory" if larger.report.verdict == "tight" else "would not fit"
+    return f"{larger.what} {risk}: {needs}; {left}; the largest part: {named(part)}, {gib(size)}"
 
 
 def missed(plan: Plan) -> Iterator[str]:
     """Yield sentences for a plan in which nothing fits: the nearest miss, what would make it fit, and larger GPUs."""
     miss, card = plan.miss, f"{plan.gpu} ({gib(plan.usable_bytes)})"
     if miss is None:
-        yield f"nothing fits {card}, and no way there is could be predicted"
+        yield f"nothing fits {card}, and no strategy could be predicted"
         return
-    needs, lacking = gib(miss.report.required), gib(-headroom(miss.report))
-    yield f"nothing fits {card}: what is nearest needs {needs}, {lacking} too much"
+    needs, left = span_in_words(miss.report), left_in_words(miss.report)
+    surely = "" if plan.tight else " surely"
+    hint = "; --tight plans what is expected to fit" if miss.report.verdict == "tight" else ""
+    yield f"nothing fits {card}{surely}: the nearest miss needs {needs}; {left}{hint}"
     fullest, train = miss.report.fullest, miss.config.train
     parts = [("outside_allocator", fullest.outside_allocator), *fullest.parts.items()]
     most, size = max(parts, key=lambda part: part[1])
     yield (
-        f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the most of it "
+        f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the largest part: "
         f"{named(most)}, {gib(size)}"
     )
     if miss.remedy is None:
-        yield "no change of the run file is known that makes it fit"
+        yield "no change of the run file is known that makes it surely fit"
     else:
-        yield f"it fits with {_remedy(miss.remedy)}"
+        yield f"it surely fits with {_remedy(miss.remedy)}"
     if miss.cards:
         yield f"it fits {' or '.join(miss.cards)}"
 

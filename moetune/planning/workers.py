@@ -6,22 +6,32 @@ import gc
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from functools import cache
-from multiprocessing import get_context, parent_process
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from functools import cache, partial
+from multiprocessing import get_context
+from threading import Condition
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from moetune.errors import UserError
 from moetune.report.console import quieten
 
 if TYPE_CHECKING:  # a new process must run `_begin` before slow imports
+    from multiprocessing.connection import Connection
+
+    from moetune.memory.assumed_routing import AssumedRouting
+    from moetune.models.catalog.gpus import Gpu
     from moetune.planning.search import Candidate, Search
     from moetune.planning.strategies import Strategy
 
+    _Options = tuple[Gpu | None, bool, AssumedRouting | None]
+    _Start = tuple[str, Gpu | None, bool, AssumedRouting | None]
+
 _Input = TypeVar("_Input", "Strategy", "Candidate")
+_Output: TypeAlias = "Candidate | UserError | None"
 
 
 class Workers:
@@ -30,14 +40,17 @@ class Workers:
     Args:
         processes: the number of processes, this one included. The others are spawned (`multiprocessing`), so the
             program's main module must be importable.
+        options: further arguments of `Search.of`: GPU, `tight`, routing.
     """
 
-    def __init__(self, search: Search, processes: int = 1) -> None:
-        self.search, self._start = search, search.start.model_dump_json(exclude_unset=True)
+    def __init__(self, search: Search, processes: int = 1, options: _Options = (None, False, None)) -> None:
+        self.search, self._start = search, (search.start.model_dump_json(exclude_unset=True), *options)
         self._pool: ProcessPoolExecutor | None = None
-        if processes > 1:
+        self._others = processes - 1
+        if self._others:
             context = get_context("spawn")  # CUDA does not work in a fork of a process that has initialized it
-            self._pool = ProcessPoolExecutor(processes - 1, context, _begin)
+            self._reader, self._writer = context.Pipe(duplex=False)
+            self._pool = ProcessPoolExecutor(self._others, context, _begin, (self._reader,))
             self._pool.submit(_search, self._start)
 
     def __enter__(self) -> Workers:
@@ -45,65 +58,109 @@ class Workers:
 
     def __exit__(self, *exception: object) -> None:
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._writer.close()  # ends the other processes, whatever they do
+            self._pool.shutdown(cancel_futures=True)
+            self._reader.close()
 
     def answers(
-        self, method: Literal["largest", "traced"], inputs: Sequence[_Input], say: Callable[[_Input], None]
-    ) -> Iterator[tuple[_Input, Candidate | UserError | None]]:
+        self,
+        method: Literal["largest", "traced"],
+        inputs: Sequence[_Input],
+        say: Callable[[_Input], None],
+        more: Callable[[list[_Output]], tuple[Any, ...]] = lambda before: (),
+    ) -> Iterator[tuple[_Input, _Output]]:
         """Call a method of `Search` with each input, and yield (input, result) pairs in the order of the inputs.
 
-        A `UserError` that the method raises is yielded as its result. The other processes get work only once the first
-        result is known, and begin with the last input: the caller often needs only the first results. `say` is called
-        with each input that this process works on.
+        A `UserError` that the method raises is yielded as its result. Calls begin in the order of the inputs, each as
+        soon as a process is free.
+
+        Args:
+            method: the name of the method.
+            inputs: the first argument of each call.
+            say: called with each input that this process works on.
+            more: returns more arguments of a call, from the results of earlier inputs that are known when it begins.
         """
-        futures: dict[int, Future[Any]] = {}
+        left, lock, busy = deque(range(len(inputs))), Condition(), 0
+        results: dict[int, _Output] = {}
+
+        def arguments(number: int) -> tuple[Any, ...]:
+            before: list[_Output] = [result for at, result in sorted(results.items()) if at < number]
+            return self._start, method, inputs[number], *more(before)
+
+        def feed() -> None:
+            """Give work to the processes that are free; call it with the lock."""
+            nonlocal busy
+            while self._pool is not None and left and busy < self._others:
+                try:
+                    future = self._pool.submit(_answer, *arguments(left[0]))
+                except (BrokenProcessPool, RuntimeError):  # the others were killed: this process does their work
+                    return
+                number, busy = left.popleft(), busy + 1
+                future.add_done_callback(partial(done, number))
+
+        def done(number: int, future: Future[Any]) -> None:
+            nonlocal busy
+            with lock:
+                busy -= 1
+                if future.cancelled() or isinstance(future.exception(), BrokenProcessPool):
+                    left.appendleft(number)
+                else:
+                    results[number] = future.result()
+                    feed()
+                lock.notify()
+
         try:
             for number, one in enumerate(inputs):
-                if number == 1 and self._pool is not None:
-                    later = reversed(range(1, len(inputs)))
-                    with suppress(BrokenProcessPool):  # the workers were killed: this process does their work
-                        futures = {at: self._pool.submit(_answer, self._start, method, inputs[at]) for at in later}
-                there = futures.get(number)
-                if there is None or there.cancel() or isinstance(there.exception(), BrokenProcessPool):
-                    say(one)
-                    yield one, _answer(self._start, method, one, self.search)
-                else:
-                    yield one, there.result()
+                while number not in results:
+                    with lock:
+                        lock.wait_for(lambda: left or number in results)  # noqa: B023
+                        mine = left.popleft() if left else None
+                        if mine is not None:
+                            call = arguments(mine)
+                        feed()
+                    if mine is not None:
+                        say(inputs[mine])
+                        result = _answer(*call, search=self.search)
+                        with lock:
+                            results[mine] = result
+                yield one, results[number]
         finally:
-            for future in futures.values():
-                future.cancel()
+            with lock:
+                left.clear()
 
 
-def _begin() -> None:
-    """Set up a new process to exit silently on Ctrl-C, which reaches all processes, and when its parent ends."""
+def _begin(parent: Connection) -> None:
+    """Set up a new process to exit silently on Ctrl-C, which reaches all processes, and when its parent ends or closes
+    its end of a pipe."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     quieten()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
+def _end_with(parent: Connection) -> None:
+    with suppress(EOFError, OSError):
+        parent.recv()
     os._exit(1)
 
 
 @cache
-def _search(start: str) -> Search:
-    """Return the search of a run file, given as JSON; built once in each process."""
+def _search(start: _Start) -> Search:
+    """Return the search of a run file, given as JSON with the other arguments of `Search.of`; built once in each
+    process."""
     from moetune.config.schema import RunConfig
     from moetune.planning.search import Search
 
     gc.freeze()  # imported objects are never freed: the collector need not search them
-    return Search.of(RunConfig.model_validate_json(start))
+    run, card, tight, routing = start
+    return Search.of(RunConfig.model_validate_json(run), card, tight=tight, routing=routing)
 
 
 def _answer(
-    start: str, method: str, one: Strategy | Candidate, search: Search | None = None
+    start: _Start, method: str, one: Strategy | Candidate, *more: Any, search: Search | None = None
 ) -> Candidate | UserError | None:
-    """Call a method of `search`, or if that is None, of the search for the run file `start`; return its result or
-    `UserError`."""
+    """Call a method of `search` (None: of the search for the run file `start`) with `one`; return its result, or the
+    `UserError` that it raises."""
     try:
-        return getattr(search or _search(start), method)(one)
+        return getattr(search or _search(start), method)(one, *more)
     except UserError as error:  # some strategies are impossible for some models
         return error

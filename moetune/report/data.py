@@ -25,7 +25,7 @@ def data_view(name: str, found: dict[str, Any]) -> View:
 
 
 def words(found: dict[str, Any]) -> Iterator[str]:
-    """Yield lines on the data: sequences and steps per epoch, tokens, lengths, notes, and held-out data."""
+    """Yield lines about the data: sequences and steps per epoch, tokens, lengths, notes, and held-out data."""
     train, held_out = found["train"], found["eval"]
     yield (
         f"{counted(train['records'], 'record')} in {counted(train['sequences'], 'sequence')} of up to "

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator
+from textwrap import wrap
 
+from moetune.errors import counted
 from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term
 from moetune.memory.time.roofline import Duration
 from moetune.memory.time.work import Work
 from moetune.models.selection import ranges
-from moetune.report.units import between, gib, hours, named, percent
+from moetune.report.units import between, from_to, gib, hours, named, percent
 from moetune.report.view import Table, View, ViewSection
 
+SCREEN = (80, 24)
+"""Columns and lines that a report takes at most, unless details are asked for."""
+_FEWEST = 4
+"""The fewest lines that say what takes memory."""
 METHODS = {
     "trace": "traced: what runs, on tensors without storage",
     "formula": "closed form: a recorded step, at these sizes",
@@ -26,12 +32,16 @@ _PHASES = {
 }
 
 
-def memory_view(report: MemoryReport, tokens: int | None = None) -> View:
-    """Return the view of a memory report, with changes of the run file if the run does not fit.
+def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0) -> View:
+    """Return the view of a memory report, with changes of the run file if the run does not surely fit.
 
-    `tokens` is the length of a training run, for which the view states the hours; None: no hours.
+    Args:
+        report: the report.
+        tokens: the length of a training run, for which the view states the hours; None: no hours.
+        above: the number of lines that are printed above it on the same screen.
     """
-    lines = [most(report), on_host(report), rows(report), "" if report.time is None else pace(report.time, tokens)]
+    time = "" if report.time is None else pace(report.time, tokens)
+    lines = [most(report), why_a_range(report), on_host(report), rows(report), time]
     return View(
         report.model,
         verdict(report),
@@ -39,11 +49,58 @@ def memory_view(report: MemoryReport, tokens: int | None = None) -> View:
         [line for line in lines if line],
         [("model", report.model), *report.about, ("method", METHODS[report.method])],
         [section for section in _sections(report) if section.body != () and section.body != []],
+        _brief(report, time, above),
     )
 
 
+def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
+    """Return the report in few lines, which with the verdict before and after them fit a `SCREEN`."""
+    width, height = SCREEN
+
+    def wrapped(lines: Iterable[str]) -> list[str]:
+        indent = "    "
+        return [
+            piece for line in lines for piece in wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        ]
+
+    about = dict(report.about)
+    settings = [text for name, text in report.about if name == "--set"]
+    head = [f"{name:9} {about[name]}" for name in ("run file", "card") if name in about]
+    listed = f"--set {' '.join(settings)}"
+    head += [listed if len(listed) <= width else f"{counted(len(settings), 'setting')} by --set"] * (settings != [])
+    said = (about.get(name) for name in ("trains", "batch", "optimizer", "base", "ranks"))
+    head.append(": ".join(filter(None, (report.model, "; ".join(filter(None, said))))))
+    needs = [most(report), why_a_range(report), on_host(report)]
+    free = height - above - 1 - 2 * len(wrapped([verdict(report)])) - len(wrapped([*needs, *head]))
+    changes = [
+        (f"  {flags(change)}: then needs {gib(change.peak_process)}", change.why)
+        for change in report.changes
+        if report.verdict != "yes"
+    ]
+    if changes:
+        title, after = "What makes it surely fit, the mildest change first:", [*report.notes, time]
+        full = wrapped([title, *("; ".join(change) for change in changes), *after])
+        ends = full if len(full) + _FEWEST <= free else wrapped([title, *(change for change, _ in changes), *after])
+    else:
+        ends = wrapped([rows(report), *report.notes, time])
+    ends = ends[: free - _FEWEST]
+    return [*wrapped([*needs, *head]), *_taken(report, free - len(ends)), *ends]
+
+
+def _taken(report: MemoryReport, most_lines: int) -> list[str]:
+    """Return what takes memory on the fullest rank, largest first, in at most so many lines."""
+    fullest = report.fullest
+    parts = [(named(name), count) for name, count in fullest.parts.items() if count]
+    parts = sorted([*parts, ("outside the allocator", fullest.outside_allocator)], key=lambda part: -part[1])
+    if len(parts) > most_lines:
+        rest = parts[most_lines - 1 :]
+        parts = [*parts[: most_lines - 1], (f"{len(rest)} smaller parts", sum(count for _, count in rest))]
+    whole = fullest.peak_allocated + fullest.outside_allocator
+    return [f"{gib(count):>12} {percent(count, whole):>7}  {name}" for name, count in parts]
+
+
 def _sections(report: MemoryReport) -> Iterator[ViewSection]:
-    if report.fits is False:
+    if report.changes and report.verdict != "yes":
         changes = [f"{flags(change)}\n{effect(change)}" for change in report.changes]
         yield ViewSection("what makes it fit, the mildest change first", changes)
     yield ViewSection(peak(report), _parts(report.fullest))
@@ -59,10 +116,11 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
     if report.collectives:
         rows = [(one.what, one.kind, one.axis, f"{one.calls:,}", gib(one.bytes)) for one in report.collectives]
         table = Table(("what", "kind", "axis", ">calls", ">bytes"), rows)
-        yield ViewSection("communication of one step, leaving each rank", table, True)
+        yield ViewSection("communication of one step, bytes sent by each rank", table, True)
     yield ViewSection("assumed", report.assumptions, True)
+    yield ViewSection("why a range is needed, from less to more", _unknowns(report), True)
     if report.time is not None:
-        yield ViewSection("time of a step, if each part were alone", _times(report.time), True)
+        yield ViewSection("time of a step, each part by itself", _times(report.time), True)
     yield ViewSection("notes", report.notes)
 
 
@@ -71,15 +129,30 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
 
 def verdict(report: MemoryReport) -> str:
     """Return one line: whether the run fits, and how much memory is left or missing on the GPU."""
-    if report.gpu is None or report.headroom_bytes is None:
+    if report.gpu is None:
         return f"needs {gib(report.required)}; no GPU named to compare with"
     card = f"{report.gpu.name} ({gib(report.gpu.usable_bytes)} usable)"
     if report.verdict == "no":
-        return f"does NOT fit: {gib(-report.headroom_bytes)} too much for {card}"
+        return f"does NOT fit: {left_in_words(report)} for {card}"
     if report.verdict == "tight":
-        short = report.allowance - report.headroom_bytes
-        return f"tight: {gib(report.headroom_bytes)} left on {card}, may be {gib(short)} short"
-    return f"fits: yes, {gib(report.headroom_bytes)} headroom on {card}"
+        return f"tight: {left_in_words(report)} on {card}"
+    return f"fits: yes, {left_in_words(report)} on {card}"
+
+
+def left_in_words(report: MemoryReport) -> str:
+    """Return how much memory a run leaves on its GPU, or how much too much it needs: over its span, if it may fit."""
+    assert report.gpu is not None
+    assert report.headroom_bytes is not None
+    if report.verdict == "no":
+        return f"{gib(-report.headroom_bytes)} too much"
+    least, most = report.least_headroom, report.gpu.usable_bytes - report.span.low
+    return f"{gib(most)} left to {gib(-least)} too much" if least < 0 else f"{from_to(least, most)} left"
+
+
+def span_in_words(report: MemoryReport) -> str:
+    """Return the memory that a run needs, as a range and what is expected."""
+    span = report.span
+    return f"{from_to(span.low, span.high)}, {gib(span.expected)} expected"
 
 
 def most(report: MemoryReport) -> str:
@@ -88,14 +161,24 @@ def most(report: MemoryReport) -> str:
     who = "The process" if len(report.ranks) == 1 else f"Rank {fullest.rank}, the fullest of {len(report.ranks)},"
     in_a_step = report.load.gpu <= max(rank.peak_allocated for rank in report.ranks)
     moment = "at the peak of a step" if in_a_step else "while the weights load"
-    cached = f", and takes {gib(report.peak_process)} with what it caches" * (report.peak_process > report.required)
-    return f"{who} needs {gib(report.required)} {moment}{cached}."
+    return f"{who} needs {span_in_words(report)}, {moment}."
+
+
+def why_a_range(report: MemoryReport) -> str:
+    """Return a sentence on what is not known, and how much each of it may take."""
+    said = []
+    for one in report.every_unknown:
+        ends = f"+{gib(one.above)}" if one.above else ""
+        ends = f"-{gib(one.below)}{ends and f' to {ends}'}" if one.below else ends
+        if ends:
+            said.append(f"{one.cause} {ends}")
+    return f"Not known: {', '.join(said)}."
 
 
 def on_host(report: MemoryReport) -> str:
     """Return a sentence on tensors in pinned host memory; empty if there are none."""
     most = max(rank.host_bytes for rank in report.ranks)
-    return f"Beside that {gib(most)} of tensors are in pinned host memory." if most else ""
+    return f"In addition, {gib(most)} of tensors are in pinned host memory." if most else ""
 
 
 def rows(report: MemoryReport) -> str:
@@ -103,7 +186,7 @@ def rows(report: MemoryReport) -> str:
     if report.rows is None or (report.rows_that_fit or 0) <= report.rows.kept:
         return ""
     fit = report.rows_that_fit
-    return f"The rows of {fit} of {report.rows.layers} layers have room, for a faster backward: train.keep_rows={fit}."
+    return f"For a faster backward, {fit} of {report.rows.layers} layers can keep their rows: train.keep_rows={fit}."
 
 
 def peak(report: MemoryReport) -> str:
@@ -126,11 +209,11 @@ def pace(time: Duration, tokens: int | None = None) -> str:
     speed, seconds, share = time.tokens_per_second, time.seconds, time.share
     if time.measured is not None:
         return (
-            f"Measured of a run like it: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
+            f"Measured in a similar run: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
         )
     return (
         f"Estimated, not measured: {between(speed)} tokens/s, {between(seconds)} s a step"
-        f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of what the card can multiply."
+        f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of the card's 16-bit FLOP/s."
     )
 
 
@@ -163,6 +246,13 @@ def balance(rank: RankMemory) -> list[tuple[str, int]]:
     ]
 
 
+def _unknowns(report: MemoryReport) -> Table:
+    rows = [(one.cause, one.why, gib(one.below), gib(one.above)) for one in report.every_unknown]
+    span = report.span
+    below, above = gib(span.expected - span.low), gib(span.high - span.expected)
+    return Table(("not known", "what it is", ">less by", ">more by"), rows, [("sum", "", below, above)])
+
+
 def _largest(moment: Moment) -> Table:
     rows = []
     for one in moment.largest:
@@ -181,7 +271,7 @@ def _terms(terms: tuple[Term, ...]) -> Table:
 
 
 def folded(terms: Iterable[Term]) -> list[Term]:
-    """Return the terms in the order of parts; several terms of a part below 0.1 % of all bytes become their sum."""
+    """Return the terms in the order of parts; a part's terms below 0.1 % of all bytes, if several, become one sum."""
     terms = list(terms)
     least = sum(term.bytes for term in terms) / 1000
     shown = []

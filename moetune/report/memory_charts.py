@@ -113,13 +113,13 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
     side = "left" if at < 0.6 * last else "right"
     said = f"  peak {gib(fullest.parts.total)}  "
     axes.text(at, top, said, ha=side, va="bottom", fontweight="bold")
-    axes.set_title(f"Tensors during a training step, above {gib(still)} that stand still")
+    axes.set_title(f"Tensors during a training step, above {gib(still)} that do not change")
 
 
 def thinned(timeline: tuple[Sample, ...]) -> list[tuple[int, Sample]]:
-    """Reduce a timeline to some 400 samples, as (index, sample).
+    """Reduce a timeline to about 400 (index, sample) pairs, in order.
 
-    Kept are the fullest sample of each of up to 400 stretches, the first sample of each phase, and the last sample.
+    Kept are the fullest sample of each of up to 400 sections, the first sample of each phase, and the last sample.
     """
     stretch = -(-len(timeline) // _MOST_SAMPLES)
     kept = {index for index, sample in enumerate(timeline) if sample.label} | {len(timeline) - 1}

@@ -28,6 +28,11 @@ def show(what: View | ViewSection | Table | RenderableType, console: Console, *,
 def _whole(view: View, verbose: bool) -> Iterator[RenderableType]:
     verdict = Text(view.verdict, STYLES[view.outcome])
     yield verdict
+    if view.brief and not verbose:
+        yield from map(Text, view.brief)
+        yield Text(view.more, "dim")
+        yield verdict
+        return
     yield from map(Text, view.lines)
     if view.about:
         grid = RichTable.grid(padding=(0, 1))
@@ -38,7 +43,7 @@ def _whole(view: View, verbose: bool) -> Iterator[RenderableType]:
         yield grid
     yield from (_part(section) for section in view.sections if verbose or not section.is_detail)
     if not verbose and any(section.is_detail for section in view.sections):
-        yield Text("\n--verbose: formulas, single allocations, loading, what is assumed", "dim")
+        yield Text(f"\n{view.more}", "dim")
     yield verdict
 
 
@@ -79,7 +84,7 @@ def _cell(text: str) -> Text:
 
 
 def _list(lines: Iterable[str]) -> RenderableType:
-    """Return lines as a list with `-`, where wrapped lines are indented."""
+    """Return a renderable list of the lines, with a `-` before each and wrapped text indented."""
     grid = RichTable.grid(padding=(0, 1))
     grid.add_column()
     grid.add_column(overflow="fold")

@@ -16,6 +16,13 @@ def gib(count: int) -> str:
     return f"{count} B" if size == 1 else f"{count / size:,.2f} {name}"
 
 
+def from_to(low: int, high: int) -> str:
+    """Format a range of bytes in the unit of its upper end: `26.40 to 28.10 GiB`; as one number if both read alike."""
+    name, size = unit_for(high)
+    less, more = (f"{count / size:,.2f}" if size > 1 else str(count) for count in (low, high))
+    return gib(high) if less == more else f"{less} to {more} {name}"
+
+
 def percent(part: float, whole: float, digits: int = 1) -> str:
     """Format `part / whole` as a percentage, such as `12.5 %`; empty if `whole` is 0."""
     return f"{100 * part / whole:.{digits}f} %" if whole else ""

@@ -51,6 +51,9 @@ class View:
         verdict: the answer in one line.
         outcome: whether the answer is good, which selects the verdict's colour; None: neither good nor bad, no colour.
         lines: sentences below the verdict.
+        more: what a terminal says of details that it does not show.
+        brief: lines that a terminal shows in place of `lines`, `about` and `sections`, unless these are asked for;
+            empty: it shows all but the `sections` that are details.
         about: (label, text) pairs that describe what the answer is about.
         sections: tables and lists below.
     """
@@ -61,3 +64,5 @@ class View:
     lines: Sequence[str] = ()
     about: Sequence[tuple[str, str]] = ()
     sections: Sequence[ViewSection] = ()
+    brief: Sequence[str] = ()
+    more: str = "--verbose: formulas, single allocations, loading, what is assumed"

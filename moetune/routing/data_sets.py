@@ -17,8 +17,7 @@ from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_t
 
 @dataclass(frozen=True)
 class RoutedData:
-    """The rows that are read of one data set, in the order in which they are read; `digest` is the SHA-256 of
-    their contents."""
+    """The rows read from one data set, in reading order; `digest` is the SHA-256 of their contents."""
 
     name: str
     rows: datasets.Dataset
@@ -38,8 +37,8 @@ def names_of(config: RunConfig) -> list[str]:
 def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> tuple[list[RoutedData], int]:
     """Read data sets as rows for training, and return them with the id of the padding token.
 
-    `data` are files or names as under `data.train`; None for the run's held-out data. Of each, whole rows are read
-    until they have at least `tokens` tokens, or all.
+    `data` are files or names as under `data.train`; None for the run's held-out data. Whole rows of each are read until
+    they have at least `tokens` tokens, padding not counted, or all are read.
 
     Raises:
         UserError: a data set cannot be read, or has tokens that the model does not have. The problems of all data sets

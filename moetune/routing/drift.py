@@ -56,8 +56,10 @@ class LayerDrift:
 class Drift:
     """How the routing of a model changed in a run.
 
-    `tokens` were compared; `changed` is the share of those whose experts changed in at least one layer, from 0 to 1;
-    `layers` are the MoE layers, by their number.
+    Attributes:
+        tokens: number of tokens that were compared.
+        changed: share of these tokens, 0 to 1, whose experts changed in at least one layer.
+        layers: MoE layers by their number.
     """
 
     run: str
@@ -81,8 +83,8 @@ def drift(
 ) -> Drift:
     """Route held-out data through the model before and after a run, and compare the experts that are chosen.
 
-    `data` is a file or a name as under `data.train`; by default the run's held-out data. Whole rows are read, until
-    they have `tokens` tokens, padding not counted.
+    `data` is a file or a name as under `data.train`; by default the run's held-out data. Whole rows are read until they
+    have `tokens` tokens, padding not counted.
 
     Raises:
         UserError: the folder is no run with a checkpoint; the model has no experts; there is no held-out data; or the

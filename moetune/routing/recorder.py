@@ -88,9 +88,9 @@ class Recorder:
         it.
 
         Args:
-            documents: the number of documents in the batch (`documents_of`).
-            source: the number of the data set that the rows are from.
-            number: the number of the batch in the whole pass; with `source` it seeds the bootstrap.
+            documents: how many documents the batch has (`documents_of`).
+            source: index of the data set that the rows are from.
+            number: index of the batch in the whole pass; with `source` it seeds the bootstrap.
             counts: False to run the batch without recording it, on a rank that only takes part in the computation of
                 others.
         """
@@ -210,7 +210,9 @@ class Recorder:
 
         pairs, replicates, weight, reap = (total(what) for what in ("pairs", "replicates", "weight", "reap"))
         if not (weight + reap).isfinite().all():
-            raise UserError(f"the experts of layer {layer.index} give no numbers (nan or inf); its weights are damaged")
+            raise UserError(
+                f"the experts of layer {layer.index} compute NaN or infinity; check the weights of this layer"
+            )
         count = sum(self.count(source, scope) for source in sources)
         tokens = pairs.diagonal()
         share_RE = replicates.double() / replicates.sum(1, keepdim=True).clamp(min=1)

@@ -113,7 +113,8 @@ def score(
     raise_problems(validation.untrainable_settings(config))
     if config.parallel.ranks != ranks.parallel.ranks:
         raise UserError(
-            f"parallel: makes {config.parallel.ranks} ranks, and this process is one of {ranks.parallel.ranks}"
+            f"parallel: makes {config.parallel.ranks} ranks, but this process is one of {ranks.parallel.ranks}; start "
+            "as many processes as there are ranks"
         )
     refuse_dense(run)
     if len(set(data)) < len(data):
@@ -190,7 +191,7 @@ def record_batches(
     adapted.model.eval()
     plan = [(number, at) for number, source in enumerate(sources) for at in range(0, len(source.rows), size)]
     if done:
-        console.print(f"going on after {done} of {len(plan)} batches", highlight=False)
+        console.print(f"continuing after {done} of {len(plan)} batches", highlight=False)
     try:
         with counting(console, "scoring", len(plan), done) as advance, torch.no_grad():
             for first in range(done, len(plan), ranks.data_size):
@@ -219,7 +220,7 @@ def record_batch(
 ) -> None:
     """Run one batch of rows, padded to at least `at_least` tokens, through the decoder stack.
 
-    It is recorded unless `counts` is False. `source` is the number of the data set, `number` that of the batch.
+    It is recorded unless `counts` is False. `source` and `number` are the indices of data set and batch.
     """
     model = adapted.model
     batch = collate(rows, padding, at_least=at_least, documents_by_cu_seqlens=wants_cu_seqlens(model))
@@ -280,16 +281,16 @@ def _refuse_output(out: Path, overwrite: bool) -> None:
         if not overwrite:
             raise UserError(f"--out {str(out)!r} exists; replace it with --overwrite, or choose another")
         if out.is_symlink():
-            raise UserError(f"--out {str(out)!r} is a link; name what it points to, or choose another")
+            raise UserError(f"--out {str(out)!r} is a symbolic link; give the file that it points to, or another")
         read_scores(out, "--overwrite replaces scores only: --out")
     if not out.absolute().parent.is_dir():
         raise UserError(f"--out {str(out)!r}: there is no folder {str(out.absolute().parent)!r}")
 
 
 class _PartialSums:
-    """The safetensors file with the sums of an interrupted pass, beside the output `out`; None keeps nothing.
+    """The safetensors file beside the output `out` that keeps the sums of an interrupted pass; `out` None: no file.
 
-    Its metadata hold `of`, the base, data and settings of the pass; a file of another pass is not continued.
+    Its metadata contain `of`: base, data and settings of the pass. A file of another pass is not continued.
     """
 
     def __init__(self, out: Path | None, of: dict[str, Any]) -> None:
@@ -309,7 +310,9 @@ class _PartialSums:
                     return {}
                 return {name: held.get_tensor(name).to(device) for name in held.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, KeyError):
-            raise UserError(f"{str(self.file)!r} is in the way: a scoring keeps its sums there; move it away") from None
+            raise UserError(
+                f"{str(self.file)!r} is no file of partial scores, which are saved under this name; move it away"
+            ) from None
 
     def write(self, sums: Sums) -> None:
         if self.file is not None:

@@ -14,7 +14,7 @@ from moetune.config.schema import ChoiceConfig, ExpertsConfig, LoraConfig, RunCo
 from moetune.errors import UserError
 from moetune.memory.report import MemoryReport
 from moetune.planning.predictor import Predictor
-from moetune.planning.solve import last_that_fits
+from moetune.planning.solve import headroom, last_that_fits
 from moetune.report.units import gib
 
 Part = Literal["experts", "lora"]
@@ -52,11 +52,12 @@ def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part
 
 
 def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
-    """Replace a memory `budget` for experts in a run file by the largest `k`, experts of each layer, that fits it.
+    """Replace a memory `budget` for experts in a run file by the largest `k`, experts of each layer, that is expected
+    to fit it.
 
-    The largest k is found by closed form for the first k experts of each layer, so that layers are alike; then a trace
-    for the chosen experts decides, because the memory of a layer depends on which of its experts train: the frozen ones
-    compute in groups of neighbours. `on_try` is called with each k that was tried, and whether it fits. A run file
+    A closed form finds the largest k for the first k experts of each layer, with which all layers are alike. A trace of
+    the chosen experts then decides, because memory also depends on which experts of a layer train: frozen ones are
+    computed in groups of neighbours. `on_try` is called with each k that was tried, and whether it fits. A run file
     without a memory budget is returned unchanged.
 
     Raises:
@@ -75,7 +76,7 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
         return config
     if len(choices) > 1:
         raise UserError(
-            "adapt.experts.budget, adapt.lora.ids.budget: one budget for the whole run; give one of them a k"
+            "adapt.experts.budget and adapt.lora.ids.budget: only one of them can be a memory size; give the other a k"
         )
     ((part, choice),) = choices.items()
     predictor = Predictor(gpu=str(choice.budget))
@@ -98,14 +99,14 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     def predicted(number: int) -> MemoryReport:
         k = number + 1
         report = predictor.of(choosing({index: tuple(range(k)) for index in ids}))
-        on_try(k, bool(report.fits))
+        on_try(k, headroom(report) >= 0)
         return report
 
     def fits(k: int) -> bool:
         if k not in judged:
             judged[k] = predictor.traced(chosen(k))
-            on_try(k, bool(judged[k].fits))
-        return bool(judged[k].fits)
+            on_try(k, headroom(judged[k]) >= 0)
+        return headroom(judged[k]) >= 0
 
     k = 1 + last_that_fits(most, predicted)[0]
     while k < most and fits(k + 1):
@@ -115,6 +116,6 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     if not k:
         raise UserError(
             f"adapt.{part}: one expert of each of {len(ids)} layers takes {gib(judged[1].required)}, more than the "
-            f"budget of {choice.budget}; name fewer layers, or see moetune predict for what takes less"
+            f"budget of {choice.budget}; choose fewer layers, or see in moetune predict which settings need less"
         )
     return chosen(k)

@@ -1,7 +1,7 @@
 """Choices of experts by recorded scores: `from:` under `adapt.experts` or `adapt.lora.ids` becomes a list of ids.
 
 Scores are the statistics that `moetune score` records (scores.py). The experts of each layer are ranked separately, by
-the tokens that carry loss: those whose next token counts in the loss (docs/concepts/choosing-experts.md).
+the tokens that carry loss, whose next token counts in the training loss (docs/concepts/choosing-experts.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moetune.run.scores import LayerScores, Scores, read_scores, refuse_other_mo
 
 @dataclass(frozen=True)
 class Coverage:
-    """Fractions of the routed (token, expert) pairs that chosen experts receive, of tokens that carry loss.
+    """Fractions of the routed (token, expert) pairs that the chosen experts receive, over tokens that carry loss.
 
     Attributes:
         layers: layer index -> fraction of the layer's pairs.

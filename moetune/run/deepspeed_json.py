@@ -140,9 +140,9 @@ def _problems(config: RunConfig) -> list[str]:
         return [*problems, "optimizer: by part: DeepSpeed has one optimizer for all; give one, or use engine: fsdp2"]
     (optimizer,) = optimizers
     if optimizer.name not in ("adamw", "sgd"):
-        problems.append(f"optimizer.name {optimizer.name}: its states cannot be cut; use adamw or sgd")
+        problems.append(f"optimizer.name {optimizer.name}: its states cannot be sharded; use adamw or sgd")
     if optimizer.fused_backward:
-        problems.append("optimizer.fused_backward: gradients are freed before the ranks have added them up")
+        problems.append("optimizer.fused_backward: gradients are freed before they are summed over ranks")
     if optimizer.offload:
         problems.append("optimizer.offload: set parallel.offload: optimizer instead")
     if trains_in_bf16(config) and optimizer.master_weights != "fp32":

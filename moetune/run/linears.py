@@ -31,6 +31,6 @@ def linears_to_quantize(model: PreTrainedModel, structure: ModelStructure, selec
 
 
 def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = False) -> bool:
-    """Return whether the parent's code uses a linear layer's weight, or also its dtype, without calling the layer."""
+    """Return whether a layer's parent uses its weight (with `or_its_dtype`, or its dtype) without calling the layer."""
     parent, _, name = path.rpartition(".")
     return reads_weight(model.get_submodule(parent), name, or_its_dtype=or_its_dtype)

@@ -1,4 +1,4 @@
-"""`train.loss_memory: auto`: logits may take as many bytes as the backward of the last layer's experts takes later.
+"""`train.loss_memory: auto`: bound the bytes of logits by those that the last layer's experts will take in backward.
 
 At the loss, as in that backward, all saved activations are alive, so a loss within these bytes does not raise the peak
 of the step. To be safe, only the largest tensors of the backward are counted.
@@ -24,11 +24,11 @@ def backward_bytes(
     dequantizes: bool,
     keeps: bool,
 ) -> int:
-    """Return a lower bound of the bytes that the experts of a layer take in backward beside what forward saved.
+    """Return a lower bound of the bytes that a layer's experts allocate in backward, without what forward saved.
 
-    Experts are computed in groups; with balanced routing a group has N rows. Counted are its dequantized gate_up
-    matrices; its rows x [N, H] and, unless forward kept gate_up's rows, gate_up [N, O] and its activation [N, I]; and,
-    for groups of several experts under activation checkpointing, all gathered rows [T·K, H].
+    Experts are computed in groups; with balanced routing a group has N rows. The bound counts a group's dequantized
+    gate_up matrices; its rows x [N, H] and, unless forward kept gate_up's rows, gate_up [N, O] and its activation [N,
+    I]; and, for groups of several experts under activation checkpointing, all gathered rows [T·K, H].
 
     Args:
         layer: the last layer with experts.

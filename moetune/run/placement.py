@@ -1,7 +1,7 @@
 """Placement of experts on the ranks of `parallel.ep`, balanced by trained parameters and by load.
 
-Every rank holds the same number of a layer's experts, so frozen experts take equal memory. The costliest expert is
-placed first, each on the rank with the lowest cost so far over all layers: longest processing time first (Graham,
+Every rank holds the same number of a layer's experts, so frozen experts take equal memory. Experts are placed by
+decreasing cost, each on the rank with the lowest cost so far over all layers: longest processing time first (Graham,
 "Bounds on multiprocessing timing anomalies", 1969).
 """
 

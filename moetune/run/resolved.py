@@ -204,8 +204,8 @@ class ResolvedRun:
         )
 
     def refuse_other_scores(self, base: str | None) -> None:
-        """Raise `UserError` if experts were chosen by scores of another base checkpoint; `base` is what
-        `refuse_other_base` takes."""
+        """Raise `UserError` if experts were chosen by scores of a checkpoint whose digest (`Fingerprint.content`) is
+        not `base`."""
         for where, scores in self.scored:
             refuse_other_base(scores, self.config.model.path, base, where)
 

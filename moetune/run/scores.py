@@ -80,7 +80,8 @@ class Scored(BaseModel):
 
     Attributes:
         digest: SHA-256 of the token ids, labels and positions of the data set's rows.
-        tokens: number of tokens without padding.
+        tokens: number of tokens, without padding.
+        loss_tokens: number of those whose next token counts in the training loss.
         layers: layer index -> statistics of this data set alone; None if it is the only one.
     """
 
@@ -103,8 +104,8 @@ class Scores(BaseModel):
         run: the settings of the run file that scores depend on: the model, and how rows are made of the data.
         data: the data sets.
         tokens: number of tokens in all data sets, without padding.
-        loss_tokens: number of those that carry loss.
-        expert_load: layer index -> tokens per expert, in the form that `predict --routing` and `parallel.load` read.
+        loss_tokens: number of those whose next token counts in the training loss.
+        expert_load: layer index -> tokens per expert, as `predict --routing` and `parallel.load` read it.
         layers: layer index -> statistics over all data sets.
     """
 
@@ -128,6 +129,15 @@ class Scores(BaseModel):
 def read_scores(file: str | Path, where: str) -> Scores:
     """Read a `scores.json` file; `UserError` if it holds no scores. `where` is the key or option, for messages."""
     return read_json(expanded(file), Scores, f"{where}: {str(file)!r}", "give what moetune score writes")
+
+
+def read_intervals(file: Path) -> dict[int, LayerScores]:
+    """Return the layers of a `scores.json` file, which have intervals; empty for a file that is none, such as
+    `memory.json`."""
+    try:
+        return read_scores(file, "scores").layers
+    except UserError:
+        return {}
 
 
 def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) -> None:

@@ -40,10 +40,8 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
 
 
 def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iterator[str]:
-    """Yield a line if a published checkpoint is quantized in an unknown format, or cannot keep its format.
-
-    It cannot if the `model:` section, as written, sets another `double_quant`.
-    """
+    """Yield a line if the published checkpoint is quantized in a format that cannot be read; and one if `base: auto`
+    would keep its 4-bit format, but `double_quant` in the `model:` section differs from the checkpoint's."""
     if not published.is_read and model.weights == "pretrained":
         yield (
             f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
@@ -58,12 +56,12 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
 
 
 def unsupported_attention(plain: PreTrainedModel, attention: str) -> Iterator[str]:
-    """Yield a line if the attention implementation `attention` does not compute the attention of the model."""
+    """Yield a line if a model cannot run with the attention function `attention`."""
     if supports_attention(type(plain), attention) or (attention == "sdpa" and has_sinks(plain)):
         return
     yield (
-        f"model.attention: {attention} is not available for model type {plain.config.model_type!r}; leave it out, for "
-        "the best that is"
+        f"model.attention: {attention} is not available for model type {plain.config.model_type!r}; leave it out for "
+        "the best one available"
     )
 
 
@@ -204,11 +202,13 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
     splits = config.parallel.fsdp * config.parallel.tp > 1
     for optimizer in dict.fromkeys(config.optimizers.values()):
         if optimizer.fused_backward:
-            problems.append(f"{optimizer.name} with fused_backward frees gradients before the ranks have added them up")
+            problems.append(f"{optimizer.name} with fused_backward frees gradients before they are summed over ranks")
         if optimizer.offload:
-            problems.append(f"{optimizer.name} with offload takes gradients away before the ranks have added them up")
+            problems.append(
+                f"{optimizer.name} with offload moves gradients to the host before they are summed over ranks"
+            )
         if optimizer.master_weights == "stochastic":
-            problems.append("master_weights: stochastic would round the copies of one weight apart")
+            problems.append("master_weights: stochastic would round the ranks' copies of a weight differently")
         if splits and optimizer.name in ("adafactor", "adalomo"):
             problems.append(f"{optimizer.name} needs whole matrices, and parallel.fsdp and tp split them")
     if problems:
@@ -232,7 +232,7 @@ def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
     if kv_heads is not None and kv_heads % tp:
         yield f"parallel.tp: {tp} ranks cannot split {kv_heads} key/value heads evenly; set tp to {_divisors(kv_heads)}"
     if ep > 1 and not counts:
-        yield f"parallel.ep: {ep} ranks to spread experts over, and the model has none; leave ep out"
+        yield f"parallel.ep: {ep} ranks to divide experts over, and the model has no experts; leave ep out"
     elif ep > 1 and ep > counts[0]:
         yield (
             f"parallel.ep: more ranks than experts, {ep} and {counts[0]}; set ep to {_divisors(gcd(*counts))}, "

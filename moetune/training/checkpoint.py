@@ -52,7 +52,7 @@ _BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # states of bitsandbytes: one 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor saved under one name: a whole parameter, or one expert's row of stacked LoRA factors.
+    """A unit of a checkpoint: a whole parameter, or one expert's row of stacked LoRA factors, under the name `name`.
 
     Attributes:
         parameter: the parameter, of which this rank may hold a part.
@@ -162,9 +162,10 @@ def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
 def _contents(
     parts: Mapping[nn.Parameter, list[Part]], optimizer: CombinedOptimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return what the optimizers save on this rank: trained weights, states that are tensors, states that are numbers.
+    """Return what this rank saves: trained weights, optimizer states that are tensors, and those that are numbers.
 
-    The first two are name -> tensor; the third is name of the `Part` -> state -> `_Number`.
+    The first dict maps the name of a `Part` to its weight, the second the name of a state (`_saved`) to its tensor, the
+    third the name of a `Part` to state -> `_Number`.
     """
     trained: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
@@ -185,9 +186,9 @@ def _contents(
 
 
 def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
-    """Return the name under which a state of a `Part` is saved, and the tensor, a view if possible.
+    """Return the name under which an optimizer state of a `Part` is saved, and its tensor, a view if possible.
 
-    The name of a state that cannot be re-sharded ends in `_cut(part)`.
+    The name ends in `_cut(part)` if only a rank with the same shard can read the state.
     """
     if state in _TABLES:  # shared by all parameters, which safetensors refuses
         return f"{part.name}.{state}", value.clone()
@@ -207,16 +208,16 @@ def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
 def _axis(part: Part, state: str, dims: int) -> int:
     """Return which axis of a stack's state indexes the experts, for a state of `dims` dimensions.
 
-    It is the first, or the second where AdEMAMix keeps two averages in one tensor [2, …].
+    This is the first axis, or the second of AdEMAMix's states [2, …], which hold two averages.
     """
     return dims - 2 if state in _BLOCKWISE else int(dims > part.parameter.dim())
 
 
 def _cut(part: Part) -> str:
-    """Return the suffix in the name of a state that cannot be re-sharded, because blocks of 256 weights share a scale.
+    """Return the name suffix of a state that cannot be re-sharded, because blocks of 256 weights share a scale.
 
-    It is `@` and this rank's shard, as `offset+size` for each dimension; for an unsharded stack, `@` and its number of
-    experts. Only a rank with the same suffix can read the state.
+    The suffix is `@` and, for each dimension, `offset+size` of this rank's shard, or for an unsharded stack its number
+    of experts. Only a rank with the same suffix can read the state.
     """
     if not isinstance(part.parameter, DTensor):
         return f"@{len(part.parameter)}"
@@ -382,7 +383,7 @@ def _reader(folder: Path) -> HuggingFaceStorageReader:
 
 
 def _load(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Read the named tensors in place from a folder of safetensors; does nothing if no rank wants any."""
+    """Read tensors, by name and in place, from a folder of safetensors; every rank must call this."""
     if any(ranks.gather(bool(tensors))):
         with _quiet():
             dcp.load(tensors, storage_reader=_reader(folder), no_dist=ranks.is_single)

@@ -34,8 +34,8 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
 
     The same random document follows two different ones, and its hidden states [rows, tokens, hidden] must be equal bit
     by bit, because what a mask hides contributes exactly zero. During the test a function without weights replaces the
-    experts: other tokens would change the sizes of the experts' matrix products, and so the rounding. The test costs
-    less than two forward passes of a micro-step.
+    experts, because the sizes of their matrix products, and so the rounding, depend on all tokens. The test costs less
+    than two forward passes of a micro-step.
 
     Args:
         model: a causal LM, or PEFT's wrapper of one, with weights loaded, in the form in which it will train.
@@ -90,8 +90,8 @@ def _scaled(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -
 def _without_experts(model: nn.Module) -> Iterator[None]:
     """Replace the forward of every layer's experts by `_scaled` inside the `with`.
 
-    The modules stay where they are: FSDP2 takes note of its modules in the first forward pass, and one that it does not
-    find then becomes a root of its own, whose gradients' buffers live until the backward pass ends.
+    Only `forward` is replaced, not the module: FSDP2 links its modules in the first forward pass, and one missing then
+    would become a separate root, which holds its gradient buffers until the end of the backward pass.
     """
     experts = [module for module in model.modules() if isinstance(module, ExpertBank) or is_experts(module)]
     before = [vars(module).get("forward") for module in experts]

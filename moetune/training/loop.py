@@ -202,7 +202,8 @@ class Loop:
             set_generator_states(drawn, self.device)
 
     def _attempt(self, batches: Sequence[tuple[list[Row], MicroBatch]]) -> Sums:
-        """Run forward and backward of a step's micro-batches, in pieces of `self.micro_batch` rows."""
+        """Run a step's micro-batches forward and backward, `self.micro_batch` rows at a time; return this rank's
+        sums."""
         predicted = sum(
             int((np.asarray(row["labels"])[1:] != IGNORED).sum())
             for rows, batch in batches
@@ -386,7 +387,7 @@ class Watcher:
         """Called with each line of metrics."""
 
     def out_of_memory(self, run: ResolvedRun, loop: Loop | None) -> DoesNotFit | None:
-        """Return an error that explains why memory ran out (`loop` None: in building the model), if that is known."""
+        """Return an error that explains why memory ran out, or None; `loop` is None before the model is built."""
         return None
 
     def end(self) -> None:

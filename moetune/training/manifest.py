@@ -39,7 +39,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def sealed_files(folder: Path) -> set[str]:
-    """Return the relative paths in a checkpoint's manifest, and its own; an empty set if it is missing or damaged."""
+    """Return the relative paths of a manifest and of the files it lists; an empty set if it is missing or damaged."""
     try:
         return {*read_sealed(folder / MANIFEST, _Manifest)["files"], MANIFEST}
     except UserError:

@@ -144,7 +144,7 @@ class Interval:
 
 
 def add_load(sums: dict[int, Tensor], more: Mapping[int, Tensor]) -> None:
-    """Add the expert load `more` to `sums`, which shares no tensor with it."""
+    """Add the expert load `more` to `sums` in place; layers that `sums` lacks get a copy."""
     for layer, tensor in more.items():
         sums[layer] = sums[layer] + tensor if layer in sums else tensor.clone()
 

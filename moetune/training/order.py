@@ -37,7 +37,7 @@ def shuffled(rows: int, seed: int, epoch: int) -> list[int]:
 def share(order: Sequence[int], micro_batch: int, ranks: Ranks) -> list[MicroBatch]:
     """Return the micro-batches of this rank in one pass over `order`; their number is the same on every rank.
 
-    The last one of `order` may have fewer rows, and a rank with one too few gets a filler (`counts=False`).
+    The last micro-batch of `order` may have fewer rows; a rank with fewer micro-batches gets a filler (`counts=False`).
 
     Args:
         order: indices of rows; not empty.

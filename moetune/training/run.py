@@ -63,8 +63,8 @@ class TrainResult:
         steps: number of updates since the run began.
         trainable: number of parameters that train: `total`, and for each of `router`, `experts`, `lora`, `other`.
         train_tokens: number of tokens trained on since the run began, without padding.
-        eval_loss_before: held-out loss before the first step, in nats per predicted token; None without `data.eval`.
-        eval_loss_after: the last held-out loss, likewise.
+        eval_loss_before: held-out loss before the first step, in nats per predicted token; None without held-out data.
+        eval_loss_after: the last held-out loss, in the same unit; None without held-out data.
     """
 
     output: str
@@ -301,9 +301,9 @@ def _inputs(
 ) -> Inputs:
     """Return the inputs of the run, to be recorded in `inputs.json`.
 
-    With a `checkpoint` to resume from, compare them with those that it recorded: print a note for each harmless change,
-    and raise `UserError` if the training data, what makes the model or its tokens, or the values that its weights are
-    quantized to have changed.
+    With a `checkpoint` to resume from, compare them with those that it recorded. Print a note for each harmless change;
+    raise `UserError` if the training data, the model's configuration, its tokenizer or the values of its quantized
+    weights have changed.
     """
     inputs = Inputs.of(data, run.model.source.local_folder())
     before = None if checkpoint is None else folder.inputs(checkpoint)

@@ -86,7 +86,7 @@ class RunFolder:
                 return self.newest_whole(best=best, hold=hold)
         if self.damaged:
             raise UserError(
-                f"no checkpoint of the run in {str(self.path)!r} is whole:\n  "
+                f"no checkpoint of the run in {str(self.path)!r} is undamaged:\n  "
                 + "\n  ".join(self.damaged)
                 + "\nStart anew with --overwrite, or choose another output"
             )
@@ -95,8 +95,7 @@ class RunFolder:
     def refuse_foreign_checkpoint(self, checkpoint: Path) -> None:
         """Raise `UserError` if an undamaged checkpoint is of another run, or has other settings than `run.yaml` now.
 
-        Settings that export does not depend on may differ (`FREE_ON_EXPORT`). It is an error too if the checkpoint has
-        an `inputs.json` and the run folder does not.
+        Settings in `FREE_ON_EXPORT` may differ. An `inputs.json` that only the checkpoint has is an error too.
         """
         its, mine = self.inputs(checkpoint), self.inputs()
         if its is not None and mine is None:
@@ -116,8 +115,8 @@ class RunFolder:
         file = self.path / BASE_FILE
         what = f"{str(file)!r}, which says what the run was trained on,"
         remedy = (
-            "put back what it was, or, if model.path is that still, delete it: moetune train "
-            f"{self.path / RUN_FILE} --resume auto notes it anew"
+            "restore it, or, if model.path has not changed, delete it: moetune train "
+            f"{self.path / RUN_FILE} --resume auto records it again"
         )
         return read_sealed(file, Base, what, remedy) if os.path.lexists(file) else None
 
@@ -161,7 +160,7 @@ def best_step(held_out: Mapping[int, float]) -> int | None:
 
 
 def is_stopped(held_out: Mapping[int, float], early: EarlyStoppingConfig | None) -> bool:
-    """Return whether early stopping ends a run after these evaluations: the last `patience` are not the best."""
+    """Return whether early stopping ends a run after these evaluations: the best is older than the last `patience`."""
     best = best_step(held_out)
     return early is not None and best is not None and sum(step > best for step in held_out) >= early.patience
 

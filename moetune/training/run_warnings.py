@@ -102,7 +102,7 @@ class RunWarnings:
 
         Returns:
             `idle_experts`: number of trained experts that have received no token since the run began.
-            `unchanged`: the parts (`router`, `experts`, `lora`, `other`) without a changed weight, although `updated`.
+            `unchanged`: if `updated`, the parts (`router`, `experts`, `lora`, `other`) of which no weight has changed.
             `notices`: the kinds of the warnings that apply.
         """
         self._kinds = list(self._of_data)
@@ -161,8 +161,8 @@ class RunWarnings:
             self.say(
                 "idle experts",
                 f"no token has reached {counted(len(idle), 'expert')} to be trained (layer:expert {named}): "
-                f"{100 * sum(idle.values()) / self.trained:.1f} % of what trains stands idle. moetune score and select "
-                "choose experts that this data uses",
+                f"{100 * sum(idle.values()) / self.trained:.1f} % of the trained parameters are idle. moetune score "
+                "and select choose experts that this data uses",
             )
 
     def _about_collapse(self, load: dict[int, Tensor]) -> None:
@@ -175,7 +175,7 @@ class RunWarnings:
                 self.say(
                     "collapsed routers",
                     f"routing of layer {layer.index} has collapsed: of {layer.shape.num_experts} experts {used:.1f} "
-                    "are in use (the exponential of the load's entropy). train.router_aux_loss holds against it; a "
+                    "are in use (the exponential of the load's entropy). train.router_aux_loss counteracts it; a "
                     "lower optimizer.router.lr moves routers less",
                     about=layer.index,
                 )
@@ -224,6 +224,6 @@ def refuse_broken_weights(model: nn.Module) -> None:
         for one in (tensor, getattr(state, "absmax", None), getattr(getattr(state, "state2", None), "absmax", None)):
             if one is not None and one.is_floating_point() and not bool(local_tensor(one).isfinite().all()):
                 raise UserError(
-                    f"{name} of the base holds values that are not finite (NaN, infinity): nothing can be learnt on "
-                    "it; the checkpoint of model.path is damaged, or was made in another precision"
+                    f"{name} of the base holds values that are not finite (NaN, infinity): it cannot be "
+                    "trained; the checkpoint of model.path is damaged, or was made in another precision"
                 )

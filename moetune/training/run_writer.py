@@ -210,7 +210,7 @@ class RunWriter(RunFolder):
         return foreign_in(checkpoint, {path.removeprefix(prefix) for path in self._ours() if path.startswith(prefix)})
 
     def _refuse_in_the_way(self, step: int) -> None:
-        """Raise `UserError` if a path that moetune has not written is where a run from `step` on will write."""
+        """Raise `UserError` if a run from `step` on would write to an existing path that moetune has not written."""
         ours = self._ours()
         in_the_way = [self.path / name for name in _FILES if name not in ours and os.path.lexists(self.path / name)]
         for item in sorted(self.checkpoints_path.glob("*step-*")):
@@ -220,8 +220,8 @@ class RunWriter(RunFolder):
                 in_the_way.append(found)
         if in_the_way:
             raise UserError(
-                f"output {str(self.path)!r}: {str(in_the_way[0])!r} is in the way, and nothing says that this run "
-                "wrote it; move it away, or choose another output"
+                f"output {str(self.path)!r}: {str(in_the_way[0])!r} already exists and was not written by this "
+                "run; move it away, or choose another output"
             )
 
     # --- The folder's own files ---------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class RunWriter(RunFolder):
             (self.path / f"{_ASIDE}{name}").unlink(missing_ok=True)
 
     def own(self, name: str) -> None:
-        """Record in the ledger a file that a command is about to write into the run folder, and may replace later.
+        """Add `name` to the ledger: a file of the run folder that a command is about to write, and may replace later.
 
         If the folder holds no run, the name is only checked.
 

@@ -89,7 +89,7 @@ class Inputs:
         files, harm = self._changed(now.files), []
         if self.data.get("train") != now.data["train"]:
             because = f" (or what makes tokens of it: {', '.join(files)})" if files else ""
-            harm.append(f"data.train has changed since it began{because}: its tokens are others")
+            harm.append(f"data.train has changed since it began{because}: its tokens differ")
         notes = self.refuse_other_model(now.config, now.files, f"{where} cannot be resumed", harm)
         if self.data.get("eval") != now.data.get("eval"):
             notes.append(
@@ -98,10 +98,10 @@ class Inputs:
         return notes
 
     def requantized(self, model: ResolvedModel) -> str | None:
-        """Return in one line why frozen weights are now quantized to other values than when the run began, else None.
+        """Return why frozen weights would now be quantized to other values than when the run began, or None.
 
-        Revisions 1 and 2 differ only for weights that are not published quantized, and whose dtype, that of most of the
-        checkpoint's tensors, is not the compute dtype.
+        Revisions 1 and 2 (`QUANTIZATION`) give other values only if the checkpoint is published unquantized and most of
+        its tensors have another dtype than the compute dtype.
         """
         source, base = model.source, DTYPES.get(model.config.base)
         if self.quantization == QUANTIZATION or base == model.dtype or model.config.weights == "random":
@@ -122,7 +122,7 @@ class Inputs:
     ) -> list[str]:
         """Compare the base's config.json and small files with those that the run began with.
 
-        What is empty on either side is unknown, and not compared.
+        An empty `config` or `files`, given or recorded, means unknown and is not compared.
 
         Args:
             config, files: of the base as it is now, from `beside_weights`.
@@ -142,9 +142,9 @@ class Inputs:
                 lines.append("{} of the base: {} is {}, and was {}".format(CONFIG_FILE, key, *said))
         beside = "beside the base's weights has changed since the run began"
         makes_tokens = [name for name in changed if any(Path(name).match(pattern) for pattern in _MAKES_TOKENS)]
-        lines += [f"{name} {beside}, and makes other tokens" for name in makes_tokens]
+        lines += [f"{name} {beside}, and gives other tokens" for name in makes_tokens]
         if lines:
-            raise UserError("\n  ".join([f"{where}:", *lines]) + "\nPut back what it was, or choose another output")
+            raise UserError("\n  ".join([f"{where}:", *lines]) + "\nRestore the original, or choose another output")
         return [f"{name} {beside}" for name in changed]
 
     def _changed(self, files: dict[str, str]) -> list[str]:

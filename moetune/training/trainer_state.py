@@ -33,10 +33,9 @@ class _State(TypedDict, total=False):
 
 
 def write_generators(folder: Path, data_index: int, device: torch.device) -> None:
-    """Write the states of this rank's random generators, of the CPU and of a GPU.
+    """Write the states of the CPU's and the GPU's random generators to `generators/<data_index>.safetensors`.
 
-    Ranks that see the same data have the same `Ranks.data_index`, which names the file, and equal states; one of them
-    writes.
+    Ranks with the same `Ranks.data_index` read the same data and have equal states: call this on one of them.
     """
     file = folder / "generators" / f"{data_index}.safetensors"
     file.parent.mkdir(exist_ok=True)
@@ -68,7 +67,7 @@ def read_state(folder: Path) -> tuple[int, int | None, int]:
     """Return the step, the rows per micro-batch (None if not recorded) and the tokens trained on (0 if not recorded).
 
     Raises:
-        UserError: the file is damaged.
+        UserError: `trainer_state.json` is damaged.
         ValueError: the step is not the one in the name of the checkpoint folder.
     """
     state = checkpoint.read_part(folder, STATE_FILE, _State)
@@ -81,7 +80,7 @@ def read_total_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
     """Return the expert load since the run began, layer index -> tokens [E], on the model's device.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: `expert_load.json` is damaged.
         ValueError: the model has other layers or another number of experts.
     """
     received = checkpoint.read_part(folder, LOAD_FILE, dict[Amount, list[Number]])

@@ -1,4 +1,4 @@
-"""The lines that `moetune train` prints after a run: best loss, peak memory, files, next commands."""
+"""Summary that `moetune train` prints after a run."""
 
 from __future__ import annotations
 

@@ -111,10 +111,8 @@ class MemoryRecord:
         self._tracking.enter_context(self._tracker)
 
     def _count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-        """Return the rows that each expert of a layer receives, and keep those of the call with the fullest group.
-
-        Evaluations do not count: they take less memory than a step with the same rows.
-        """
+        """Return the rows that each expert of a layer receives; during training also keep the rows of the call in which
+        a group of experts that is computed together received most."""
 
         def fullest(rows: list[int]) -> int:
             return max(sum(rows[expert] for expert in group) for group in self._groups[layer])
@@ -125,7 +123,7 @@ class MemoryRecord:
         return rows
 
     def step_ends(self) -> None:
-        """Count a step; after the last measured step, stop measuring and write the file."""
+        """Count a step; after the last measured step, stop measuring and write `memory.json`."""
         self._steps += 1
         if self._steps == MEASURED_STEPS:
             self.finish()
@@ -169,9 +167,9 @@ def predicted(
 ) -> Predicted:
     """Predict the peak memory of a rank and, on one GPU with balanced routing, the floating-point operations of a step.
 
-    The operations need a trace; otherwise a closed form is used, and on a single rank a trace if that fails. A rank of
-    several cannot record a closed form while it runs: without the one that `record_ahead` recorded before, it has no
-    prediction.
+    Counting operations needs a trace. Without them a closed form is used, and on a single rank a trace if that fails.
+    One of several ranks cannot record a closed form while it runs; it has no prediction unless `record_ahead` recorded
+    one before.
 
     Args:
         card: the GPU whose kernels run, and whose cuBLAS workspaces are added; None for a CPU.

@@ -37,7 +37,7 @@ class OutOfMemory:
     Attributes:
         refused: the allocation that failed, and the state of the device.
         actual: part -> bytes in use, and their sum as `allocated`.
-        predicted: the same, as predicted for the fullest moment of this phase; None without a prediction.
+        predicted: the same bytes as predicted for the fullest moment of this phase; None without a prediction.
         predicted_peak: predicted bytes at the peak of the whole run; None without a prediction.
         largest: the largest groups of tensors.
         others: other processes on the GPU.
@@ -86,26 +86,26 @@ class OutOfMemory:
         moment = f"in step {where.step}, {micro_step}{where.phase}"
         moment = "while the weights were loaded" if where.phase == "load" else moment
         wanted, allocated, available = map(gib, (refused.wanted, refused.allocated, refused.available))
-        yield f"out of memory {moment}: {wanted} asked for, {allocated} in use of {available} that there were"
+        yield f"out of memory {moment}: {wanted} requested, {allocated} of {available} in use"
         yield f"  {'':26}{'actual':>12}{'predicted':>12}"
         for name, size in self.actual.items():
             predicted = "" if self.predicted is None else gib(self.predicted[name])
             yield f"  {name.replace('_', ' '):26}{gib(size):>12}{predicted:>12}"
         if self.predicted_peak is not None:
-            yield f"  the peak that was predicted: {gib(self.predicted_peak)}"
-        yield "largest:"
+            yield f"  predicted peak of the run: {gib(self.predicted_peak)}"
+        yield "largest groups of tensors:"
         for one in self.largest:
             yield f"  {gib(one.bytes):>12}  {one.storages} × {one.name}"
         for process in self.others:
-            yield f"also on the card: process {process.pid} ({process.name}), {gib(process.bytes)}"
+            yield f"also on the GPU: process {process.pid} ({process.name}), {gib(process.bytes)}"
         if self.remedies:
-            yield "would have fitted, each by itself:"
+            yield "each of these changes alone would have been enough:"
         for remedy in self.remedies:
             yield f"  {' '.join(f'--set {flag}' for flag in remedy.flags)}    # needs {gib(remedy.report.required)}"
         if self.checkpoint is not None:
             yield (
-                f"the last checkpoint, {self.checkpoint}, is whole: --resume auto --set "
-                "train.on_oom=halve_micro_batch goes on from it in smaller pieces"
+                f"continue from the last checkpoint, {self.checkpoint}, in smaller micro-batches: --resume auto --set "
+                "train.on_oom=halve_micro_batch"
             )
         elif where.phase != "load":
             yield "there is no checkpoint yet"
@@ -146,8 +146,8 @@ def describe_out_of_memory(
 def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
     """Return the predicted bytes of each part at the fullest moment of the phase and micro-step `where`.
 
-    A trace has at most two micro-steps; later ones are like the last. `beside` are bytes that a trace does not contain,
-    such as cuBLAS workspaces; they are added to `transient_peak`.
+    A trace has at most two micro-steps; later ones count as the last traced. `beside` are bytes that a trace does not
+    contain, such as cuBLAS workspaces; they are added to `transient_peak`.
     """
     if where.phase == "load":
         assert traced.load is not None

@@ -8,8 +8,10 @@ experts, LoRA. `--drawn N` takes N run files of several models, drawn with a fix
 through, or one row above.
 
 Each case has a process of its own, which may have so much of the card as `--cards` say: 24 and 44 GiB, all of a process
-included. Where there is no card (tests/nullcuda) the predicted context is taken off. A `false yes` was predicted to fit
-with room, and ran out of memory; a `false no` ran. The exit code is 1 if there is a false yes.
+included. Where there is no card (tests/nullcuda) the predicted context is taken off. `--routing FILE` predicts with
+recorded loads of experts and, where there is no card, replays them, layer by layer. A `false yes` was predicted to fit
+with room, and ran out of memory; a `false no` ran; `below low` needed less than the low end of its range. The exit code
+is 1 if there is any of them but a false no.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,8 @@ from pydantic import ValidationError
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
+from moetune.experts import context
+from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.measure import measure
 from moetune.memory.predict import predict
 from moetune.models.catalog.gpus import find_gpu
@@ -52,7 +57,7 @@ def with_rows(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
-def largest(config: RunConfig, card: str, *, with_room: bool = False) -> int:
+def largest(config: RunConfig, card: str, *, with_room: bool = False, routing: str | None = None) -> int:
     """The most rows of a micro-batch that the closed form lets through: 0 if not even one, `MOST` if so many.
 
     Args:
@@ -62,9 +67,10 @@ def largest(config: RunConfig, card: str, *, with_room: bool = False) -> int:
     @cache
     def left(rows: int) -> int:
         """Bytes that the card has beyond what is required."""
-        report = predict(resolve(with_rows(config, rows), "cuda"), method="formula", gpu=card)
+        run = resolve(with_rows(config, rows), "cuda")
+        report = predict(run, method="formula", gpu=card, routing=parse_routing(routing))
         assert report.headroom_bytes is not None
-        return report.headroom_bytes - (report.allowance if with_room else 0)
+        return report.least_headroom if with_room else report.headroom_bytes
 
     if left(1) < 0:
         return 0
@@ -110,7 +116,7 @@ def drawn(draw: random.Random, models: Sequence[str]) -> RunConfig:
 
 
 def cases(
-    recipes: bool, count: int, cards: Sequence[str], models: Sequence[str], seed: int
+    recipes: bool, count: int, cards: Sequence[str], models: Sequence[str], seed: int, routing: str | None = None
 ) -> Iterator[tuple[str, RunConfig, str, int]]:
     """(name, run file, card, rows of a micro-batch)."""
     if recipes:
@@ -124,17 +130,18 @@ def cases(
     made = 0
     while made < count:
         config, card, more = drawn(draw, models), draw.choice(cards), draw.choice((0, 1))
-        rows = largest(config, card)
+        rows = largest(config, card, with_room=routing is not None, routing=routing)
         if 0 < rows < MOST:
             made += 1
             yield f"drawn {made}: {config.model.path}", config, card, rows + more
 
 
-def judge(name: str, config: RunConfig, card: str, rows: int) -> dict[str, Any]:
+def judge(name: str, config: RunConfig, card: str, rows: int, routing: str | None = None) -> dict[str, Any]:
     """Predicts a case, runs it in a process of its own, and compares."""
     config = with_rows(config, rows)
-    report = predict(resolve(config, "cuda"), method="trace", gpu=card)
+    report = predict(resolve(config, "cuda"), method="trace", gpu=card, routing=parse_routing(routing))
     command = [sys.executable, __file__, "--cards", card, "--run", config.model_dump_json()]
+    command += [] if routing is None else ["--routing", routing]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{name} with {rows} rows failed: exit code {done.returncode}")
@@ -146,6 +153,8 @@ def judge(name: str, config: RunConfig, card: str, rows: int) -> dict[str, Any]:
         "run": config.model_dump(mode="json", exclude_unset=True),
         "rows": rows,
         "required": report.required,
+        "range": report.span.to_json(),
+        "outside": report.fullest.outside_allocator,
         "usable": report.gpu.usable_bytes,
         "verdict": report.verdict,
         "peak_reserved": report.fullest.peak_reserved,
@@ -154,12 +163,26 @@ def judge(name: str, config: RunConfig, card: str, rows: int) -> dict[str, Any]:
     }
 
 
-def run_here(config: RunConfig, card: str) -> dict[str, Any]:
+def replay(routing: str) -> None:
+    """Make the null device say that experts receive recorded shares of the rows; layers follow one another."""
+    load = dict(parse_routing(routing).load)
+    layers = cycle(sorted(load))
+
+    def listed(counts: torch.Tensor, rows: int) -> list[int]:
+        layer = next(layers)
+        return AssumedRouting("", None, ((layer, load[layer]),)).rows(layer, rows, 1, len(load[layer]))
+
+    context.listed = listed
+
+
+def run_here(config: RunConfig, card: str, routing: str | None = None) -> dict[str, Any]:
     """Two steps on the device of this process, of which it may have as much as the card has."""
     device, gpu = torch.device("cuda", 0), find_gpu(card)
     claim(device, gpu.memory.value - (gpu.context.value if nullcuda.is_present() else 0))
     try:
         with answering():
+            if routing is not None:
+                replay(routing)
             measured = measure(resolve(config, "cuda"), device, steps=2)
     except torch.OutOfMemoryError:
         return {"ran": False, "measured": None}
@@ -168,6 +191,8 @@ def run_here(config: RunConfig, card: str) -> dict[str, Any]:
 
 def said(row: dict[str, Any]) -> str:
     """Whether the verdict came true."""
+    if row["ran"] and row["measured"]["allocated"] + row["outside"] < row["range"]["low"]:
+        return "BELOW LOW"
     if row["ran"]:
         return "false no" if row["verdict"] == "no" else "ran"
     return {"yes": "FALSE YES", "tight": "out of memory, said tight"}.get(row["verdict"], "out of memory")
@@ -221,12 +246,13 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="what is drawn from, comma-separated")
     parser.add_argument("--cards", default=",".join(CARDS), help="sizes, comma-separated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here, and its page beside it")
+    parser.add_argument("--routing", metavar="FILE", help="recorded loads of experts, as from moetune score")
     parser.add_argument("--run", help="run this one in this process: a run file as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     cards = options.cards.split(",")
     if options.run:
-        print(json.dumps(run_here(RunConfig.model_validate_json(options.run), cards[0])))
+        print(json.dumps(run_here(RunConfig.model_validate_json(options.run), cards[0], options.routing)))
         return
     report: dict[str, Any] = {
         "schema": 1,
@@ -240,8 +266,9 @@ def main() -> None:
     }
 
     def results() -> Iterator[dict[str, Any]]:
-        for case in cases(options.recipes, options.drawn, cards, options.models.split(","), options.seed):
-            report["cases"].append(judge(*case))
+        models = options.models.split(",")
+        for case in cases(options.recipes, options.drawn, cards, models, options.seed, options.routing):
+            report["cases"].append(judge(*case, options.routing))
             if options.json is not None:
                 write_json(report, options.json)
                 options.json.with_suffix(".md").write_text(page(report), encoding="utf-8")
@@ -249,7 +276,7 @@ def main() -> None:
 
     for line in table(results()):
         print(line, flush=True)
-    if any(said(row) == "FALSE YES" for row in report["cases"]):
+    if any(said(row) in ("FALSE YES", "BELOW LOW") for row in report["cases"]):
         sys.exit(1)
 
 

@@ -87,6 +87,7 @@ def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> Non
         assert (masked - told).abs().max() <= 1e-5 * masked.abs().max().clamp(min=1.0)
 
 
+@pytest.mark.full
 def test_the_models_that_people_train_take_borders_and_those_that_cannot_do_not() -> None:
     accepted = [name for name in expert_model_types() if accepts(name)]
     assert sorted(accepted) == sorted([*ACCEPTED, *WITH_SINKS])

@@ -84,6 +84,7 @@ def test_the_checkpoints_have_a_tensor_per_expert_as_on_the_hub(checkpoints: Any
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "base", "adapt"), in_pairs(MODELS, BASES, ADAPT))
 def test_gradients_equal_autograd_through_the_plain_model(
@@ -100,6 +101,7 @@ def test_gradients_equal_autograd_through_the_plain_model(
         assert gradients.keys() == adapted.trainable().keys()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_gradients_do_not_depend_on_checkpointing(model_type: str, checkpoints: Any) -> None:
     without, full = (
@@ -113,6 +115,7 @@ def test_gradients_do_not_depend_on_checkpointing(model_type: str, checkpoints: 
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("adapt", ADAPT.values(), ids=ADAPT)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_an_unquantized_build_is_the_checkpoint(model_type: str, adapt: dict[str, Any], checkpoints: Any) -> None:
@@ -132,6 +135,7 @@ def step(adapted: Adapted, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.step()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("name", ["router-only", "chosen experts", "split LoRA"])
 def test_frozen_bytes_are_identical_after_training_and_evaluation(name: str, base: str, checkpoints: Any) -> None:
@@ -259,6 +263,7 @@ def test_a_base_in_more_bits_than_compute_is_refused(checkpoints: Any) -> None:
 # Sizes.
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("model_type", MODELS)
 @pytest.mark.parametrize("adapt", ADAPT.values(), ids=ADAPT)
 def test_a_meta_build_has_the_tensors_of_a_real_one(model_type: str, adapt: dict[str, Any], checkpoints: Any) -> None:
@@ -300,6 +305,7 @@ MIXTRAL = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("adapt", "parts"), MIXTRAL.values(), ids=MIXTRAL)
 def test_trained_parameters_of_mixtral_8x7b(adapt: dict[str, Any], parts: dict[str, int]) -> None:
     counts = count_trainable(build(run_config("mixtral-8x7b", adapt), "meta"))

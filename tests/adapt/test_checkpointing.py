@@ -119,6 +119,7 @@ def test_the_experts_products_run_once(
     assert len(runs) == LAYERS
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpointing", ["experts_only", "full", "offload"])
 def test_kept_rows_spare_their_layer_a_product_and_change_no_bit(
     checkpointing: str, tmp_path: Path, ties: Ties, monkeypatch: pytest.MonkeyPatch

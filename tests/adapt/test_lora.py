@@ -50,6 +50,7 @@ def on(adapted: Adapted) -> set[str]:
     return {name for name, module in adapted.model.named_modules() if isinstance(module, LoraLayer)}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model_type", "component"),
     [

@@ -86,6 +86,7 @@ def test_init_lists_its_recipes(moetune: Callable[..., Any]) -> None:
     assert all(summary.endswith(".") for summary in recipes().values())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", recipes())
 def test_init_writes_a_run_file_with_its_own_command(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moetune: Callable[..., Any]

@@ -245,6 +245,7 @@ def cases() -> list[Any]:
     return [pytest.param(*case, marks=[pytest.mark.full] * (case not in on_a_push)) for case in every]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("command", "how", "late"), cases())
 def test_what_the_system_refuses(

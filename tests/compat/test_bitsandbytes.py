@@ -1,6 +1,9 @@
 """What is changed of bitsandbytes is still necessary and possible."""
 
 import inspect
+import subprocess
+import sys
+from typing import Any
 
 import bitsandbytes.functional as bnb
 import bitsandbytes.optim.optimizer
@@ -10,7 +13,29 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 from torch import Tensor, nn
 
-from moetune.compat.bitsandbytes import SMALLEST_PAGED, mend_dequantize_4bit, prepare_4bit, share_tables, update
+from moetune.compat.bitsandbytes import (
+    SMALLEST_PAGED,
+    _lazily,
+    mend_dequantize_4bit,
+    prepare_4bit,
+    share_tables,
+    update,
+)
+
+
+@pytest.mark.full
+def test_importing_it_does_not_load_the_compiler() -> None:
+    program = "import moetune.compat.bitsandbytes, sys; assert 'torch._inductor.compile_fx' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_it_compiles_is_compiled_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: made.append(options) or function)
+    late = _lazily(lambda number: number + 1, dynamic=False)
+    assert made == []
+    assert [late(1), late(2)] == [2, 3]
+    assert made == [{"dynamic": False}]
 
 
 def optimizer() -> AdamW8bit:

@@ -25,7 +25,17 @@ def test_files_that_are_named_exist() -> None:
     files = [
         f"/{file.relative_to(root)}" for room in ("moetune", "tests", "scripts") for file in (root / room).rglob("*.py")
     ]
-    of_others = ("vllm/", "lora/", "bitsandbytes/", "torch/", "transformers/", "peft/")
+    of_others = (
+        "vllm/",
+        "lora/",
+        "bitsandbytes/",
+        "torch/",
+        "transformers/",
+        "peft/",
+        "sglang/",
+        "src/",
+        "unsloth_zoo/",
+    )
     ours = {path for path in named if not path.startswith(of_others)}
     assert len(ours) > 50
     assert {path for path in ours if not any(file.endswith(f"/{path}") for file in files)} == set()

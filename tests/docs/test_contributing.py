@@ -46,6 +46,7 @@ def run(folder: Path, *arguments: str) -> str:
 SETTINGS = ("--set", "optimizer.name=paged_lion8bit", "--set", "model.base=fp16", "--set", "train.accumulate=1")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_optimizer_the_storage_and_the_gpu_are_there(changed: Path, small_model: Path) -> None:
     model = ("--set", f"model.path={small_model}")

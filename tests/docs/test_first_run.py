@@ -40,6 +40,7 @@ def qwen(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["small_model", *(pytest.param(m, marks=pytest.mark.full) for m in ("tiny-mixtral", "qwen"))]

@@ -23,6 +23,7 @@ ADAPT = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL calls what transformers has renamed
 def test_the_guide(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

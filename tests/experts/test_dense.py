@@ -103,6 +103,7 @@ def reference(adapted: Adapted, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]
     return loss.detach(), {name: g for name, g in zip(leaves, gradients, strict=True) if g is not None}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model_type", "base", "checkpointing"),
     [

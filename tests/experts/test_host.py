@@ -42,6 +42,7 @@ def prefetcher_of(adapted: Adapted) -> ExpertPrefetcher:
     return adapted.expert_context.prefetcher
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model_type", "adapt", "checkpointing", "base"),
     [
@@ -81,6 +82,7 @@ class Watched:
         monkeypatch.setattr(prefetcher, "_go_to", go_to)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe"])
 def test_two_layers_at_most_and_the_next_in_time(

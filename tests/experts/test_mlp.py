@@ -31,6 +31,7 @@ ROUTINGS = {
 STORAGES: list[Storage] = ["nf4", "int8", "mxfp4", "bf16", "fp32"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model_type", "plan", "group", "storage", "routing"),
     [
@@ -89,6 +90,7 @@ def test_without_any_token_gradients_are_zero(group: int) -> None:
     assert not any(gradient.any() for gradient in found.values())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])

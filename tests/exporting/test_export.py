@@ -69,6 +69,7 @@ def three_ways(run: ToyRun, folder: Path) -> Logits:
     return Logits(logits(run.adapted.model), logits(stock(folder / "merged")), logits(adapter))
 
 
+@pytest.mark.one_in(2)
 @every_type
 def test_on_a_packed_base(model_type: str, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     """The exports belong to the unpacked base, so they differ by what packing changes, and by little more: training
@@ -89,6 +90,7 @@ def test_on_a_packed_base(model_type: str, tmp_path: Path, record_property: Call
     assert difference(found.peft, found.merged) < TOLERANCE
 
 
+@pytest.mark.one_in(2)
 @every_type
 def test_on_the_values_of_a_packed_base(model_type: str, tmp_path: Path) -> None:
     """A checkpoint of what the packed base holds, unpacked: the same change exported for it is exact."""

@@ -20,6 +20,7 @@ FORMATS: dict[Literal["delta", "peft", "merged"], tuple[str, str]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
 def test_it_is_what_the_run_folder_gives(model_type: str, format: Any, tmp_path: Path) -> None:
@@ -57,5 +58,5 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path) -> None:
     class Several(Ranks):
         is_single = False
 
-    with pytest.raises(UserError, match="spread over ranks cannot be exported from memory"):
+    with pytest.raises(UserError, match="distributed over ranks cannot be exported from memory"):
         export(replace(adapted, ranks=Several()), "delta", tmp_path / "out")

@@ -166,7 +166,7 @@ def test_a_file_of_ones_own_in_an_export_is_not_replaced_with_it(name: str, tmp_
     write(out, "first")
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_text("mine")
-    with pytest.raises(UserError, match=rf"{Path(name).name}' is not of the export there; move it away"):
+    with pytest.raises(UserError, match=rf"{Path(name).name}' is not part of the export there; move it away"):
         write(out, "second", overwrite=True)
     assert ((out / name).read_text(), (out / "text").read_text()) == ("mine", "first")
 

@@ -51,6 +51,7 @@ def difference_of_logits(run: ToyRun, merged: Path) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("model_type", "adapt"), in_pairs(TYPES, ADAPT, every=2))
 def test_logits_are_those_of_the_trained_model(
     model_type: str, adapt: str, base: Callable[[str], Path], tmp_path: Path
@@ -212,6 +213,7 @@ def peaks_of_merging(folder: Path, told: Any) -> None:
         told.send(int(next(line for line in STATUS.open() if line.startswith("VmHWM")).split()[1]))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def newest(path: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / TRAINED_FILE)
 
 
+@pytest.mark.one_in(2)
 def test_a_run_goes_on_to_the_bit(run: Run) -> None:
     assert "base: mxfp4" in (run.path / "run.yaml").read_text()
     once, twice = newest(run.path), newest(run.resumed)
@@ -85,6 +86,7 @@ def test_a_run_goes_on_to_the_bit(run: Run) -> None:
     assert all(torch.equal(twice[name], tensor) for name, tensor in once.items())
 
 
+@pytest.mark.one_in(2)
 def test_exports_compute_what_the_run_does(run: Run, tmp_path: Path) -> None:
     def loss(what: Path) -> float:
         return evaluate(open_model(str(what), dtype="fp32"), str(run.data), 64, "auto").loss
@@ -123,6 +125,7 @@ def test_a_merged_checkpoint_has_frozen_weights_as_transformers_unpacks_them(run
         assert torch.equal(found[down][[1, 2]], expected[down][[1, 2]])
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kind", "adapt"), [("4bit", "full"), ("4bit", "lora"), ("fp8", "full"), ("fp8", "both")])
 def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: Path) -> None:
     """Frozen weights as the checkpoint's own unpacking gives them, and the stock model computes what was trained."""

@@ -17,7 +17,7 @@ import yaml
 from moetune.errors import UserError
 
 MOST_BYTES, MOST_SECONDS = 4096, 30.0
-PUSH, ALL = 80, 2_500
+PUSH, ALL = 40, 2_500
 """Cases of a generator."""
 
 HOSTILE: tuple[Any, ...] = (

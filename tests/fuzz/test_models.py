@@ -80,7 +80,7 @@ def test_configurations(pytestconfig: pytest.Config, model: Path, tmp_path: Path
 def test_tokenizers(pytestconfig: pytest.Config, model: Path, small_data: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     refused = 0
-    seeds = cases(pytestconfig, push=100)
+    seeds = cases(pytestconfig, push=50)
     for seed in seeds:
         draw = random.Random(seed)
         name = draw.choice(TOKENIZER[:2])

@@ -47,7 +47,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     "packed/packed.json": ("count packed",),
     "delta/manifest.json": ("apply delta --to model --out applied --overwrite",),
     "delta/delta.safetensors": ("apply delta --to model --out applied --overwrite",),
-    "adapter/adapter_config.json": ("eval adapter --data data.jsonl",),
+    "adapter/adapter_config.json": ("eval adapter --data data.jsonl", "adapter check model adapter"),
+    "adapter/adapter_model.safetensors": ("adapter check model adapter",),
     "deepspeed.json": ("count --run deepspeed.yaml",),
     "load.json": ("count --run load.yaml",),
     "scores.json": ("select scores.json --k 1",),
@@ -59,7 +60,7 @@ READ_BY = {
     "adapt/guard/verdicts.py": "a verdict of the kernels: test_verdicts.py",
     "adapt/weights/stock.py": "model.safetensors.index.json: test_models.py",
     "adapt/weights/quantized_base.py": "packed/packed.json",
-    "adapt/start_from/peft_adapter.py": "adapter/adapter_config.json",
+    "adapters/files.py": "adapter/adapter_config.json",
     "models/source.py": "config.json: test_models.py",
     "exporting/merged.py": "config.json: test_models.py",
     "models/hub/delta_folder.py": "delta/manifest.json",
@@ -250,6 +251,7 @@ def test_every_value_at_every_key(
     check(name, written, moetune)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["run/metrics.jsonl", "scores.json"])
 def test_some_values(
     name: str, run_written: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

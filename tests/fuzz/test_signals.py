@@ -27,6 +27,7 @@ from tests.resolved import train, write_packed_base
 from tests.training.test_resume import assert_same, work_alone
 
 LONG = ("train", "two ranks")
+OTHERS = ("peft", "merged", "vllm", "score", "delta")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Work = Callable[[Path, bool], None]
 """Writes to a folder; the second time it goes on with, or replaces, what is there."""
@@ -91,11 +92,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "command",
     [
-        *(pytest.param(command, marks=pytest.mark.full) for command in (*LONG, "peft", "merged", "vllm", "score")),
-        "delta",
+        *(pytest.param(command, marks=pytest.mark.full) for command in (*LONG, *OTHERS)),
         "apply",
         "quantize",
     ],

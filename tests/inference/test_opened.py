@@ -270,6 +270,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "command"), CELLS)
 def test_a_run_of_which_something_changed(
     name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
@@ -305,6 +306,7 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "command"), in_pairs(ADAPTERS, ["eval", "score"], every=2))
 def test_an_adapter_that_matches_in_part(
     name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
@@ -379,6 +381,7 @@ def on_models() -> list[Any]:
     return cases
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "command"), on_models())
 def test_a_model_that_cannot_be_used(
     name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moetune.errors import UserError
-from moetune.memory.assumed_routing import BALANCED, AssumedRouting, parse_routing
+from moetune.memory.assumed_routing import BALANCED, PUBLISHED, UNKNOWN, AssumedRouting, parse_routing
 
 
 @st.composite
@@ -28,6 +28,23 @@ def test_rows_sum_to_all_and_none_exceeds_the_tokens(size: tuple[int, int, int],
         assert min(rows) >= 0
         assert max(rows) <= tokens
         assert rows[-1] == max(rows)
+
+
+@given(size=sizes())
+def test_published_scores_are_as_uneven_for_any_number_of_experts(size: tuple[int, int, int]) -> None:
+    tokens, top_k, experts = size
+    rows = PUBLISHED.rows(0, *size)
+    assert sum(rows) == tokens * top_k
+    assert max(rows) <= tokens
+    assert rows == sorted(rows)
+    assert min(rows) >= (tokens * top_k >= experts)
+    assert max(BALANCED.rows(0, *size)) <= max(rows) <= max(parse_routing("worst").rows(0, *size))
+
+
+def test_published_scores_are_those_of_their_source() -> None:
+    rows = PUBLISHED.rows(0, 100_000, 6, 64)
+    assert rows[-1] / 600_000 == pytest.approx(0.088, abs=1e-3)
+    assert sum(rows[-8:]) / 600_000 == pytest.approx(0.454, abs=1e-3)
 
 
 @given(size=sizes())
@@ -80,12 +97,20 @@ def test_values(text: str, rows: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["skew:0.5", "skew:0", "skew:-2", "skew:x", "skew:nan", "skew:inf", "skew:1e308"])
 def test_a_skew_is_a_number_from_1_up(text: str) -> None:
-    with pytest.raises(UserError, match=rf"--routing '{text}': .* a number from 1 up"):
+    with pytest.raises(UserError, match=rf"--routing '{text}': .* from 1 to 1,000,000; .* worst"):
         parse_routing(text)
 
 
+def test_what_is_not_given_is_not_known(tmp_path: Path) -> None:
+    assert parse_routing(None) is UNKNOWN
+    assert parse_routing("balanced").highest is None
+    (tmp_path / "load.json").write_text('{"expert_load": {"0": [1, 3]}}')
+    found = parse_routing(str(tmp_path / "load.json"))
+    assert (found.lowest, found.highest) == (BALANCED, None)
+
+
 def test_neither_a_name_nor_a_file() -> None:
-    with pytest.raises(UserError, match="--routing 'nope': is not balanced, skew:S, worst, or a file"):
+    with pytest.raises(UserError, match=r"--routing 'nope': .*balanced, skew:S, worst, .*file"):
         parse_routing("nope")
 
 

@@ -60,6 +60,7 @@ def catalog_run(name: str, path: str, what: str) -> RunConfig:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "what"), CASES)
 def test_the_formula_is_what_the_trace_says(name: str, what: str, tmp_path: Path) -> None:
     run = resolve(catalog_run(name, with_fewer_experts(name, tmp_path), what), "cuda")

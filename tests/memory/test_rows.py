@@ -54,6 +54,7 @@ def test_as_many_layers_as_leave_the_margin(run: ResolvedRun, spare: int, gain: 
     assert settled(found, lambda _: pytest.fail("is settled")) is found
 
 
+@pytest.mark.full
 def test_a_prediction_for_a_card_settles_it(run: ResolvedRun) -> None:
     depths = Depths()
 
@@ -65,13 +66,13 @@ def test_a_prediction_for_a_card_settles_it(run: ResolvedRun) -> None:
     assert none.rows_that_fit == LAYERS
     assert f"train.keep_rows={LAYERS}" in sentence(none)
     assert "rows of 6 of 12 layers kept" in dict(some.about)["batch"]
-    size = some.required + some.allowance + 4096
+    size = some.span.high + some.rows.bytes // 8
     found = at("auto", f"{size}B")
     assert (found.verdict, found.rows.kept, found.required) == ("yes", 6, some.required)
     assert not sentence(found)
     assert found.to_json()["keep_rows"] == {"layers": LAYERS, "kept": 6, "bytes": none.rows.bytes, "fit": 6}
     assert at("auto", f"{none.required}B").rows.kept == 0
-    assert not at("auto", f"{none.required - 1}B").fits
+    assert not at("auto", f"{none.span.low - 1}B").fits
     assert at("auto", None).required == at("none", None).required
     searched = Predictor("24GiB", _depths=depths).of(run.config)  # plans compare what runs need at least
     assert searched.rows.kept == 0

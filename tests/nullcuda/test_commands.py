@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors import safe_open
 
@@ -107,3 +108,24 @@ def test_what_does_not_fit_raises_torchs_own_error(toy_model: Path, tmp_path: Pa
     _, err = small_card.communicate()
     assert small_card.returncode != 0
     assert "CUDA out of memory. Tried to allocate" in err
+
+
+def test_without_a_gpu_it_is_the_card_of_this_machine_and_what_is_free(toy_model: Path) -> None:
+    """Of a card that a user does not name, predictions say so; one that is named comes first."""
+    out, err = moetune("predict", toy_model, "--lora", "8", "--method", "formula", "--json")
+    found = json.loads(out)
+    free, total = torch.cuda.mem_get_info()
+    assert 0.98 * free <= found["gpu"]["usable_bytes"] <= total
+    assert "free now" in found["about"]["card"]
+    assert "free now" in err
+    named, err = moetune("predict", toy_model, "--lora", "8", "--method", "formula", "--gpu", "24GiB", "--json")
+    assert json.loads(named)["gpu"] == {"name": "24GiB", "usable_bytes": 24 << 30}
+    assert "free now" not in err
+
+
+@pytest.mark.full
+def test_a_run_file_for_the_card_of_this_machine(toy_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    moetune("init", toy_model, "--goal", "router", "--out", file)
+    assert yaml.safe_load(file.read_text(encoding="utf-8"))["adapt"] == {"router": "all"}
+    assert "fits: yes" in file.read_text(encoding="utf-8")

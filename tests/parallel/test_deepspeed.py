@@ -49,6 +49,7 @@ def one_rank_breaks(config: RunConfig) -> list[float | str]:
     return given
 
 
+@pytest.mark.one_in(2)
 @with_deepspeed
 @pytest.mark.parametrize(("zero", "on_nonfinite"), [(2, "stop"), (3, "skip")])
 def test_what_is_not_finite_touches_no_weight(zero: int, on_nonfinite: str, small_model: Path) -> None:
@@ -73,6 +74,7 @@ def test_without_the_package(small_model: Path, small_data: Path, tmp_path: Path
         train(run, dry_run=True)
 
 
+@pytest.mark.full
 @with_deepspeed
 def test_nothing_of_a_trace_stays_in_the_process(small_model: Path) -> None:
     def of_process() -> tuple[Any, ...]:

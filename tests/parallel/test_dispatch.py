@@ -38,6 +38,7 @@ def one_word(model: Path, parallel: dict[str, Any], adapt: str) -> tuple[steps.T
     return taken, idle
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("adapt", ["experts", "lora"])
 def test_a_rank_without_tokens(adapt: str, small_model: Path) -> None:
     (alone, _), *_ = world.run(1, one_word, small_model, {}, adapt)
@@ -66,6 +67,7 @@ def bytes_read(config: RunConfig) -> dict[str, int]:
     return sums
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("adapt", ["router", "experts"])
 def test_a_rank_reads_its_own_experts(adapt: str, small_model: Path) -> None:
     (whole,) = world.run(1, bytes_read, layouts.config_of({}, (adapt, "nf4"), small_model))

@@ -36,7 +36,7 @@ def test_none_goes_by_uncounted(name: str) -> None:
     if sent is not None:
         assert not sent.is_known
         marks = [Mark(0, 0, 0, "forward", "")]
-        with pytest.raises(UserError, match=f"cannot be counted: {name} is no collective"):
+        with pytest.raises(UserError, match=f"cannot count .* {name} "):
             Trace.of(Log(marks=marks, sent=[Sent(0, 0, 0, "forward", sent, None)]), lambda _: "fsdp")
 
 

@@ -22,6 +22,7 @@ def config_of(model: Path, adapt: str, accumulate: int = 1, more: Any = None, **
     )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "parallel", [{"fsdp": 2, "ep": 2}, pytest.param({"fsdp": 2, "zero": 1}, marks=pytest.mark.full)]
 )
@@ -69,6 +70,7 @@ def test_what_makes_ranks_differ(small_model: Path) -> None:
         assert len(set(kinds_of_ranks(run, by_expert=False))) == kinds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("adapt", "more", "parallel"),
     [

@@ -107,6 +107,7 @@ def test_other_ranks_go_on(
     assert_same_runs(tmp_path, last)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 def test_deepspeed_goes_on_and_others_do(small_model: Path, odd_data: Path, tmp_path: Path) -> None:
@@ -146,6 +147,7 @@ def drawn_after(config: RunConfig, resume: str) -> bytes:
     return torch.get_rng_state().numpy().tobytes()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_ranks_that_see_the_same_data_draw_the_same_numbers(noisy_model: Path, odd_data: Path, tmp_path: Path) -> None:
     """Also where a checkpoint was written by ranks that did not."""

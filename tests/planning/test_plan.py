@@ -1,4 +1,4 @@
-"""A plan as a whole: its notes, and what several processes find."""
+"""A plan as a whole: its notes, its order, its rows, an end by Ctrl-C, and what several processes find."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.planning.plan import plan
-from moetune.planning.search import Search
-from moetune.planning.strategies import Strategy
+from moetune.planning.plan import Plan, _useful_first, plan
+from moetune.planning.search import Candidate, Search
+from moetune.planning.strategies import Goal, Strategy
+from moetune.planning.tables import plan_view
+from tests.report.sample import sample
 
 
 @pytest.mark.full
@@ -19,10 +22,63 @@ def test_several_processes_find_what_one_finds(small_model: Path) -> None:
     assert one.candidates
 
 
+@pytest.mark.full
 def test_what_is_refused_for_one_reason_is_one_note(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(search: Search, strategy: Strategy) -> None:
+    def refuse(search: Search, strategy: Strategy, more_than: int) -> None:
         raise UserError("no such strategy today")
 
     monkeypatch.setattr(Search, "largest", refuse)
     refused = plan(str(small_model), "600MiB", goals=("router",), length=64)
     assert refused.notes == ("router, bf16, adamw; int8, adamw; nf4, adamw; nf4, host, adamw: no such strategy today",)
+
+
+def test_ctrl_c_ends_with_what_was_found(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    largest, shown = Search.largest, []
+
+    def interrupted(search: Search, strategy: Strategy) -> Candidate | None:
+        if strategy.order:
+            raise KeyboardInterrupt
+        return largest(search, strategy)
+
+    monkeypatch.setattr(Search, "largest", interrupted)
+    monkeypatch.setattr(Search, "is_largest", lambda *_: False)
+    found = plan(str(small_model), "24GiB", goals=("router",), length=64, show=lambda now: shown.append(now.searched))
+    (one,) = found.candidates
+    assert (one.report.method, one.report.verdict) == ("formula", "yes")
+    assert one.report.unknowns[0].cause == "routing"
+    assert found.interrupted
+    assert (found.ways[0], found.miss) == (1, None)
+    assert shown == [0, 1, 1]
+    assert "1 of" in str([section.body for section in plan_view(found).sections if section.title == "interrupted"])
+
+
+def candidate(goal: Goal, name: str, amount: int, order: int, **settings: object) -> Candidate:
+    raw = {"model": {"path": "m"}, "adapt": {}, "optimizer": {"name": name}, "train": {"accumulate": 1}}
+    report = sample(about=(("trains", goal), ("optimizer", name)))
+    return Candidate(Strategy(goal, settings, ("x" * 300,), order), RunConfig.model_validate(raw), report, amount)
+
+
+def test_the_most_useful_of_each_goal_comes_first() -> None:
+    """What needs no host memory, then moments, then most that trains, then least given up."""
+    on_host = {"model.experts_on": "host"}
+    lora, most, few = (candidate("experts", *one) for one in (("lomo", 76, 3), ("adamw8bit", 20, 2), ("adamw", 7, 1)))
+    hosted, same, first = (
+        candidate("lora", "adamw", 64, 0, **on_host),
+        candidate("lora", "adamw", 64, 2),
+        candidate("lora", "adamw", 64, 1),
+    )
+    ordered = _useful_first([lora, most, few, hosted, same, first])
+    assert ordered[:2] == [first, most]
+    assert len(ordered) == 6
+    assert Plan("m", "44GiB", 44 << 30, tuple(ordered)).useful == 2
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_a_row_takes_two_lines_of_100_columns(every: bool) -> None:
+    ordered = _useful_first([candidate("lora", "adamw", 64, 1), candidate("lora", "adamw", 8, 0)])
+    view = plan_view(Plan("m", "44GiB", 44 << 30, tuple(ordered)), every=every)
+    (rows,) = [section.body for section in view.sections if isinstance(section.body, str)]
+    assert len(rows.splitlines()) == (4 if every else 2)
+    assert max(map(len, rows.splitlines())) <= 100
+    assert "yes" in rows.splitlines()[0]
+    assert ("--all: 1 further" in view.more) is not every

@@ -13,6 +13,7 @@ from moetune.run.resolve import resolve
 from tests import small
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("room", "is_named"), [pytest.param(None, True, marks=pytest.mark.full), (10**12, True), (0, False)]
 )

@@ -61,6 +61,8 @@ class Answer:
     def __init__(self, required: int, usable: int) -> None:
         self.required, self.headroom_bytes = required, usable - required
 
+        self.least_headroom = self.headroom_bytes
+
     @property
     def fits(self) -> bool:
         return self.headroom_bytes >= 0
@@ -81,7 +83,7 @@ def exhaustive(search: Search, strategy: Strategy) -> tuple[int, int] | None:
     fits = [
         (layers * each, -reports[layers, each].required, layers)
         for layers, each in reports
-        if reports[layers, each].fits
+        if reports[layers, each].least_headroom >= 0
     ]
     if not fits:
         return None
@@ -93,8 +95,8 @@ def found_by(search: Search, strategy: Strategy) -> tuple[int, int] | None:
     found = search.largest(strategy)
     if found is None:
         return None
-    assert found.report.fits
-    assert found.next_larger is None or not found.next_larger.report.fits
+    assert found.report.least_headroom >= 0
+    assert found.next_larger is None or found.next_larger.report.least_headroom < 0
     experts = found.config.adapt.experts
     assert experts is not None
     return len(experts.layers), len(experts.ids)
@@ -114,6 +116,7 @@ def test_the_most_experts_is_what_exhaustive_search_finds() -> None:
         assert found is None or predicted < len(grid(search)) / 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["small", pytest.param("mixtral-8x7b", marks=pytest.mark.full)])
 def test_the_closed_form_of_every_point_of_the_grid_gives_the_same_winner(model: str, small_model: Path) -> None:
     """On a card that has room for half of what could train."""
@@ -123,7 +126,7 @@ def test_the_closed_form_of_every_point_of_the_grid_gives_the_same_winner(model:
         one for one in strategies("experts", roomy.structure, 1) if one.settings["optimizer.name"] == "adamw8bit"
     )
     half = roomy.of_experts(strategy, len(roomy.layers) // 2, roomy.experts // 2)
-    required = roomy.predictor.of(half).required
+    required = roomy.predictor.of(half).span.high
     search = search_of(path, f"{required + required // 100}B")
     assert found_by(search, strategy) == exhaustive(search, strategy)
 
@@ -153,7 +156,7 @@ def check(search: Search, strategy: Strategy) -> Candidate | None:
     """What is found fits by trace, as the closed form said, and the next larger run does not."""
     found = search.largest(strategy)
     if found is None:
-        assert not search.predictor.of(search.smallest(strategy)).fits
+        assert search.predictor.of(search.smallest(strategy)).verdict != "yes"
         return None
     sure = search.traced(found)
     if found.report.verdict == "yes":  # no false yes: the trace of that very run fits
@@ -162,9 +165,9 @@ def check(search: Search, strategy: Strategy) -> Candidate | None:
         assert sure.config.train.micro_batch >= found.config.train.micro_batch or sure.amount > found.amount
     if sure is None:
         return None
-    assert (sure.report.method, sure.report.fits) == ("trace", True)
+    assert (sure.report.method, sure.report.verdict) == ("trace", "yes")
     if sure.next_larger is not None:
-        assert not search.predictor.traced(sure.next_larger.config).fits
+        assert search.predictor.traced(sure.next_larger.config).verdict == sure.next_larger.report.verdict != "yes"
     return sure
 
 
@@ -179,7 +182,7 @@ def test_a_small_question(goal: Goal, small_model: Path) -> None:
     """On a card that has little more than the smallest run needs."""
     roomy = search_of(small_model, "44GiB")
     strategy = next(strategies(goal, roomy.structure, 1))
-    least = roomy.predictor.of(roomy.smallest(strategy)).required
+    least = roomy.predictor.of(roomy.smallest(strategy)).span.high
     sure = check(search_of(small_model, f"{least + (1 << 20)}B"), strategy)
     assert sure is not None
     assert sure.next_larger is not None

@@ -62,9 +62,9 @@ def test_micro_batch(small_model: Path, predictor: Predictor) -> None:
     assert solved.next_report is not None
     assert solved.value > 1
     assert solved.next_value == solved.value + 1
-    for value, fits in ((solved.value, True), (solved.next_value, False)):
+    for value, surely in ((solved.value, True), (solved.next_value, False)):
         train = run.train.model_copy(update={"micro_batch": value})
-        assert predict(run.model_copy(update={"train": train}), advise=False).fits is fits
+        assert (predict(run.model_copy(update={"train": train}), advise=False).verdict == "yes") is surely
     assert solved.settings == (f"train.micro_batch={solved.value}",)
     assert solved.to_json()["at"]["method"] == "trace"
 
@@ -80,7 +80,7 @@ def test_layers_of_experts_begin_with_those_that_are_named(small_model: Path, pr
 
 
 def test_nothing_fits(small_model: Path, predictor: Predictor) -> None:
-    solved = solve(config(small_model, "510MiB"), "train.micro_batch", predictor)
+    solved = solve(config(small_model, "415MiB"), "train.micro_batch", predictor)
     assert (solved.value, solved.report, solved.next_value) == (None, None, 1)
     assert solved.next_report is not None
     assert solved.next_report.fits is False
@@ -103,6 +103,6 @@ def test_the_most_rows_of_a_recipe(name: str) -> None:
     solved = solve(config, "train.micro_batch", Predictor())
     assert solved.report is not None
     assert solved.value >= config.train.micro_batch
-    assert (solved.report.method, solved.report.fits) == ("trace", True)
+    assert (solved.report.method, solved.report.verdict) == ("trace", "yes")
     assert solved.next_report is not None
-    assert not solved.next_report.fits
+    assert solved.next_report.verdict != "yes"

@@ -1,10 +1,14 @@
 """Processes beside a plan end with it, however and whenever it ends."""
 
+import gzip
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -37,16 +41,52 @@ def test_none_outlives_the_plan(number: signal.Signals, after: float) -> None:
     plan.send_signal(number)
     plan.stdout.close()
     plan.wait(20)
+    assert is_gone(plan.pid)
+
+
+def is_gone(group: int) -> bool:
+    """Whether no process of a group is left, within 20 seconds."""
     until = time.monotonic() + 20
-    while is_there(plan.pid) and time.monotonic() < until:
+    while time.monotonic() < until:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
         time.sleep(0.1)
-    assert not is_there(plan.pid)
+    return False
 
 
-def is_there(group: int) -> bool:
-    """Whether any process of a group is."""
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+PLAN = """
+import sys
+from moetune.planning.plan import plan
+print("started", flush=True)
+found = plan(sys.argv[1], "600MiB", length=64, processes=2)
+print([(one.amount, one.strategy.words, one.report.required) for one in found.candidates], flush=True)
+"""
+
+
+@pytest.mark.full
+def test_a_killed_plan_leaves_no_process_and_no_damaged_record(small_model: Path, tmp_path: Path) -> None:
+    draw, words = random.Random(0), [sys.executable, "-c", PLAN, str(small_model)]
+
+    def begin(cache: str) -> subprocess.Popen[bytes]:
+        given = os.environ | {"MOETUNE_CACHE": str(tmp_path / cache)}
+        plan = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True, env=given)
+        assert plan.stdout is not None
+        assert plan.stdout.readline() == b"started\n"
+        return plan
+
+    start = time.monotonic()
+    whole = begin("whole").communicate()[0]
+    took = time.monotonic() - start
+    assert b"adamw" in whole
+    for _ in range(20):
+        plan = begin(str(draw.choice(("new", "killed"))))
+        time.sleep(draw.uniform(0, took))
+        plan.send_signal(draw.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)))
+        plan.communicate()
+        assert is_gone(plan.pid)
+        for file in tmp_path.glob("*/*.json.gz"):
+            json.loads(gzip.decompress(file.read_bytes()))
+    for cache in ("new", "killed"):
+        assert begin(cache).communicate()[0] == whole

@@ -56,6 +56,7 @@ def rendered(report: MemoryReport) -> str:
     return page(memory_view(report), [memory_chart(report)])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", REPORTS)
 def test_the_page_is_well_formed_alone_and_complete(make: Callable[..., MemoryReport]) -> None:
     report = make()

@@ -31,6 +31,7 @@ def parts(traced: Trace) -> dict[str, int]:
     return {"host": traced.host_peak, **dict(traced.parts(traced.peak).items())}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("model_type", "sections", "sources"), CASES, ids=[case[0] for case in CASES])
 def test_a_pass_takes_what_is_predicted(
     model_type: str, sections: dict[str, Any], sources: int, tmp_path: Path

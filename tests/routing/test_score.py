@@ -187,6 +187,7 @@ def test_score_then_select_then_count(
     assert "share of the routed tokens" in ended.err
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["experts", pytest.param("lora", marks=pytest.mark.full)])
 def test_a_budget_takes_the_most_that_fits(part: str, small_model: Path, tmp_path: Path) -> None:

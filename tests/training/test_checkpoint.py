@@ -137,6 +137,7 @@ def check_goes_on(config: small.RunConfig, folder: Path) -> tuple[Run, Path]:
     return run, written
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("optimizer", "adapt"), in_pairs(OPTIMIZERS, small.ADAPT, every=5))
 def test_a_third_step_is_the_same_after_a_checkpoint(
     optimizer: str, adapt: str, small_model: Path, tmp_path: Path
@@ -145,6 +146,7 @@ def test_a_third_step_is_the_same_after_a_checkpoint(
     assert len([*run.optimizer.states()]) > 0 or optimizer == "lomo"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rank", [ALIGNED, ASTRIDE])
 @pytest.mark.parametrize("optimizer", IN_8_BITS)
 def test_stacks_in_8_bits(optimizer: str, rank: int, small_model: Path, tmp_path: Path) -> None:
@@ -152,6 +154,7 @@ def test_stacks_in_8_bits(optimizer: str, rank: int, small_model: Path, tmp_path
     assert any(state.dtype == torch.uint8 and state.dim() >= 4 for state in run.optimizer.states())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("optimizer", ["adamw", "adalomo", *IN_8_BITS])
 def test_each_experts_states_are_under_its_own_name(optimizer: str, small_model: Path, tmp_path: Path) -> None:
     """So that other ranks, with other experts, can take them."""

@@ -171,6 +171,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, small_model: Path, small_
     return Finished(tmp_path_factory.mktemp("finished"), small_model, small_data)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", thinned(DAMAGE, len(DAMAGE), ("flip",)))
 def test_damage_to_the_run_folders_own_files_is_named_or_changes_nothing(
     how: str, finished: Finished, tmp_path: Path
@@ -328,6 +329,7 @@ def told_by(run: dict[str, Any], tmp_path: Path, room: int) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.98])
 def test_a_disk_that_fills_up_within_a_checkpoint(share: float, with_room: dict[str, Any], tmp_path: Path) -> None:
     """Room for three checkpoints and a `share` of the fourth."""

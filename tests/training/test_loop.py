@@ -140,6 +140,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warm_up_and_schedule(schedule: str, small_model: Path, small_data: Path, tmp_path: Path) -> None:
     settings = {"steps": 10, "warmup": 2, "schedule": schedule, "save_every": 99, "micro_batch": 1, "accumulate": 1}
@@ -169,6 +170,7 @@ def test_clipping_acts(small_model: Path, small_data: Path, tmp_path: Path) -> N
     assert moved[0.01] == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
+@pytest.mark.full
 def test_seeds(noisy_model: Path, small_data: Path, tmp_path: Path) -> None:
     def lines(seed: int, name: str) -> list[dict[str, Any]]:
         return trained(small.run_config(noisy_model, small_data, tmp_path / name, "lora", train={"seed": seed}))
@@ -276,6 +278,7 @@ def test_a_checkpoint_takes_what_is_asked_of_the_disk(
     assert asked[0] - 2**20 <= written <= asked[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_the_step_which_is_saved(
     number: signal.Signals, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -315,6 +318,7 @@ def test_a_second_signal_ends_it_at_once(
     assert not (tmp_path / "run/checkpoints/step-1").exists()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", [1, 3])
 def test_weights_that_the_last_update_broke_are_not_kept(
     steps: int, small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -335,6 +339,7 @@ def test_weights_that_the_last_update_broke_are_not_kept(
     assert len(list((tmp_path / "run/checkpoints").glob("*"))) == steps - 1
 
 
+@pytest.mark.full
 def test_a_checkpoint_does_not_grow_with_the_steps(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     settings = {"steps": 6, "save_every": 1, "keep_checkpoints": 9}
     result = train(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
@@ -396,6 +401,7 @@ def test_what_is_known_of_the_length_is_said(small_model: Path, small_data: Path
     ]
 
 
+@pytest.mark.full
 def test_dropout_and_noise_are_predicted(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     lora = {"rank": 4, "alpha": 8, "targets": ["attention"], "dropout": 0.2, "lr_ratio": 4.0}
     train = {"sequence_length": 40, "neftune_alpha": 5.0}

@@ -48,6 +48,7 @@ def contend(run: dict[str, Any], how: dict[str, Any], start: Any, told: Any) -> 
         told.put((str(error), run["train"]["seed"]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", [{}, {"resume": "auto"}, {"overwrite": True}], ids=["never", "auto", "overwrite"])
 def test_of_two_that_race_one_trains(how: dict[str, Any], run: dict[str, Any], tmp_path: Path) -> None:
     output = run["output"] if how else str(tmp_path / "new")
@@ -75,6 +76,7 @@ def test_of_two_that_race_one_trains(how: dict[str, Any], run: dict[str, Any], t
         assert yaml.safe_load((checkpoint / "run.yaml").read_text())["train"]["seed"] == kept["train"]["seed"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": "auto"}, {"resume": "PATH"}, {"dry_run": True}])
 def test_a_run_that_goes_on_is_left_alone(how: dict[str, Any], run: dict[str, Any]) -> None:
     live = RunWriter(Path(run["output"]))

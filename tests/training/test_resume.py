@@ -163,6 +163,7 @@ def never_killed(noisy_model: Path, small_data: Path, tmp_path_factory: pytest.T
     return trained(noisy_model, small_data, tmp_path_factory.mktemp("reference"), TRAIN)
 
 
+@pytest.mark.full
 def test_the_reference_draws_random_numbers_and_learns(never_killed: dict[str, Any]) -> None:
     lines, tensors, _ = outcome(never_killed)
     losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
@@ -172,6 +173,7 @@ def test_the_reference_draws_random_numbers_and_learns(never_killed: dict[str, A
     assert all(tensor.any() for tensor in tensors.values())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("moment", thinned(MOMENTS, 3, ("within the first checkpoint",)))
 def test_killed_and_resumed(moment: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
     run = elsewhere(never_killed, tmp_path / "run")
@@ -180,6 +182,7 @@ def test_killed_and_resumed(moment: str, never_killed: dict[str, Any], tmp_path:
     assert_same(run, never_killed)
 
 
+@pytest.mark.full
 def test_killed_again_and_again(never_killed: dict[str, Any], tmp_path: Path) -> None:
     run = elsewhere(never_killed, tmp_path / "run")
     for micro_step in (8, 2, 6):
@@ -220,6 +223,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("other", thinned(OTHERS, len(OTHERS), ("masters and rounding", "float16")))
 def test_other_runs_killed_and_resumed(other: str, noisy_model: Path, small_data: Path, tmp_path: Path) -> None:
     adapt, sections = OTHERS[other]
@@ -260,6 +264,7 @@ def test_a_finished_run_stays_as_it_is(steps: int, small_model: Path, small_data
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.full
 def test_a_resumed_run_may_keep_other_rows(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     """The run folder has the number that `auto` came to, and losses are the same to the bit."""
 
@@ -279,6 +284,7 @@ def test_a_resumed_run_may_keep_other_rows(small_model: Path, small_data: Path, 
     assert losses[0] == losses[1]
 
 
+@pytest.mark.full
 def test_more_steps_and_other_intervals(never_killed: dict[str, Any], tmp_path: Path) -> None:
     """A finished run goes on when `train.steps` is raised, at the intervals of the new run file."""
     run = elsewhere(never_killed, tmp_path / "run")
@@ -314,6 +320,7 @@ def at_step_3(never_killed: dict[str, Any], tmp_path_factory: pytest.TempPathFac
     return folder
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -330,7 +337,7 @@ def test_code_in_a_checkpoint_never_runs(
     checkpoint = tmp_path / "run" / "checkpoints" / "step-3"
     assert (checkpoint / name).is_file()
     torch.save({"state": Mkdir(tmp_path / "executed")}, checkpoint / name)
-    with pytest.raises(UserError, match=rf"no checkpoint .* is whole:\n.*step-3: {name} "):
+    with pytest.raises(UserError, match=rf"no checkpoint .* is undamaged:\n.*step-3: {name} "):
         train(RunConfig.model_validate(run), resume="auto")
     write_manifest(checkpoint, 3)  # whoever can write there can do that too
     with pytest.raises(UserError, match=rf"step-3.* is damaged: {reason}"):

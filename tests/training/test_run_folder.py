@@ -45,6 +45,7 @@ def test_metrics_that_were_damaged_are_those_of_the_checkpoint(tmp_path: Path, d
     assert folder.metrics_file.read_bytes() == whole
 
 
+@pytest.mark.full
 def test_a_flipped_byte_of_the_run_file_is_named_or_changes_nothing(tmp_path: Path) -> None:
     """Nothing but what may change on resume, and where the base is, can differ from what trained."""
     folder = started(tmp_path / "run", steps=1)
@@ -73,6 +74,6 @@ def test_a_run_without_a_whole_checkpoint_is_refused(tmp_path: Path) -> None:
     folder = started(tmp_path / "run", steps=3)
     for checkpoint in folder.checkpoints():
         (checkpoint / "weights").write_text("x")
-    with pytest.raises(UserError, match=r"no checkpoint .* is whole:(\n.*weights was changed.*){3}"):
+    with pytest.raises(UserError, match=r"no checkpoint .* is undamaged:(\n.*weights was changed.*){3}"):
         folder.newest_whole()
     assert len(folder.damaged) == 3

@@ -121,7 +121,7 @@ def test_experts_without_tokens_are_named_once(watched: tuple[RunWarnings, io.St
     assert "no token has reached" not in said.getvalue()  # too early to tell
     notices.about_step(1.0, True, {}, layers([100, 100, 0, 0], [50, 50, 50, 50]))
     each = notices.adapted.structure.moe_layers[0].shape.parameters_per_expert
-    share = f"{100 * each / notices.trained:.1f} % of what trains"
+    share = f"{100 * each / notices.trained:.1f} % of the trained parameters"
     assert f"no token has reached 1 expert to be trained (layer:expert 0:2): {share}" in said.getvalue()
     notices.at_end(layers([200, 200, 0, 0], [100, 100, 100, 100]))
     assert said.getvalue().count("no token has reached") == 1

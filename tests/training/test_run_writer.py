@@ -290,7 +290,7 @@ def test_what_is_in_the_way_is_named(name: str, tmp_path: Path) -> None:
     plant(folder.path, [name])
     before = listing(folder.path)
     for resume, overwrite in (("never", True), (str(folder.checkpoints_path / "step-1"), False)):
-        with pytest.raises(UserError, match=r"is in the way.*move it away") as raised:
+        with pytest.raises(UserError, match=r"already exists.*move it away") as raised:
             RunWriter(folder.path).check(config(), resume, overwrite)
         assert Path(*Path(name).parts[:2]).name in str(raised.value)
     assert listing(folder.path) == before
@@ -336,7 +336,7 @@ def test_a_lock_that_is_not_ours_is_left_as_it_is(text: bytes, is_link: bool, tm
     elif not text:
         return  # one that was killed before it wrote
     folder = RunWriter(output)
-    with pytest.raises(UserError, match=r"cannot be locked|is in the way"):
+    with pytest.raises(UserError, match=r"cannot be locked|is not a lock file"):
         folder.lock()
     folder.close()
     assert file.read_bytes() == text

@@ -1,7 +1,7 @@
 """The guard of a run on CUDA: its kernels are compared with torch's operations on this machine, at the run's own sizes.
 
-An operator whose kernel differs, raises or does not finish runs torch's operations in its place: the run's
-`hardware.without_kernels` names it, and so the run folder and every prediction of the run.
+An operator whose kernel differs, raises or does not finish runs torch's operations instead. It is listed in
+`hardware.without_kernels` of the resolved run, which training writes to the run folder and predictions read.
 """
 
 from moetune.adapt.guard.check import as_known, checked, note_dropped

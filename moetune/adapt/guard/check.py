@@ -1,4 +1,4 @@
-"""A run without the kernels that do not work on its machine: compared before a model is built, or as known by now."""
+"""Disable the kernels that do not work on this machine: by comparing them before a run, or from earlier verdicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolved import ResolvedRun
 
 _not_kept: dict[Path, Verdict] = {}
-"""Verdicts that this process has found and not kept, by the file in which they would be."""
+"""Verdicts of this process that could not be, or must not be, written to disk, by the file that they would be in."""
 
 
 def checked(
@@ -31,9 +31,9 @@ def checked(
 ) -> ResolvedRun:
     """Return a run whose `hardware.without_kernels` also lists the operators whose kernel fails on any rank's device.
 
-    On a GPU the kernels are compared with torch's operations unless a verdict of the same comparison is kept. The first
-    rank of each machine and kind of card compares; the others wait, at most half as long as ranks wait for each other.
-    All ranks must make this call.
+    On a GPU the kernels are compared with torch's operations, unless the verdict of the same comparison is on disk
+    (verdicts.py). The first rank of each machine and kind of GPU compares, with several ranks for at most half of
+    `parallel.timeout`; the others wait. All ranks must make this call.
 
     Args:
         say: prints, on the first rank, that kernels are being compared, and which do not work.
@@ -49,12 +49,12 @@ def checked(
     failed = {name: why for one in ranks.gather(failed) for name, why in one.items()}
     for name, why in failed.items() if ranks.is_first else ():
         if name not in run.config.hardware.without_kernels:
-            say(f"warning: the kernel of {name} {why}: torch's operations run in its place, slower, predicted as such")
+            say(f"warning: the kernel of {name} {why}: torch's operations run in its place, slower and predicted so")
     return _without(run, failed)
 
 
 def _verdict_here(key: Key, device: torch.device, limit: float, say: Callable[[str], None]) -> Verdict:
-    """Return the verdict that is kept or that this process has found; else compare, for at most `limit` seconds."""
+    """Return the verdict from disk or from earlier in this process; else compare, for at most `limit` seconds."""
     verdict = kept(key) or _not_kept.get(key.file)
     if verdict is None:
         say("comparing the kernels with torch's operations at the sizes of this run, once on this machine …")
@@ -83,9 +83,10 @@ def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
 def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     """Return a run whose `hardware.without_kernels` also lists the kernels that failed an earlier comparison on `card`.
 
-    Only verdicts on disk are read: that of the run's sizes, or else those of all other sizes. Returns `run` itself if
-    there is none, or if this machine's first GPU differs from `card` in both name and total memory. None stands for
-    the first GPU.
+    Nothing is compared: the result follows from verdicts, the files in which earlier runs on this machine recorded how
+    kernels compared. The verdict at the run's sizes counts; without one, those at all other sizes. Returns `run` itself
+    without CUDA, without a verdict, or if this machine's first GPU differs from `card` in both name and total memory.
+    `card` None stands for the first GPU.
     """
     if not torch.cuda.is_available():
         return run

@@ -1,6 +1,7 @@
 """Comparison of a run's kernels with torch's operations, in child processes.
 
-A kernel that accesses memory illegally takes its whole process along, and one that hangs can only be killed.
+A kernel that accesses memory illegally ends its whole process, and one that hangs can only be stopped by killing the
+process.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ _CHILD = (sys.executable, "-P", "-c", "from moetune.adapt.guard.comparison impor
 
 
 def compare(key: Key, device: torch.device, limit: float = inf) -> Verdict:
-    """Compare the kernels at the sizes of a key with their references, in child processes, and keep the verdict.
+    """Compare kernels with their references at the sizes of a key, in child processes; write and return the verdict.
 
-    A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out. With a kernel that
-    hangs the verdict is not kept, because a busy machine may have been the reason.
+    A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out. If a kernel hung,
+    the verdict is not written, because a busy machine may have been the reason.
 
     Args:
         limit: seconds after which the comparison stops.
@@ -69,10 +70,10 @@ def compare(key: Key, device: torch.device, limit: float = inf) -> Verdict:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a child is to compare.
+    """A request to a child process: which kernels to compare.
 
     Attributes:
-        sizes: the sizes.
+        sizes: the sizes to compare them at.
         device: index of the GPU.
         without: operators that are left out.
     """
@@ -132,7 +133,7 @@ def _child(asked: _Asked, until: float = inf) -> _Ended:
     if said and said[-1].stopped is not None:
         return _Ended(failed, said[-1].stopped)  # also of a child that does not end afterwards
     if time.monotonic() >= until:  # no fault of the operator whose turn it is
-        return _Ended(failed, "it took longer than the other ranks wait", in_time)
+        return _Ended(failed, "it took longer than other ranks may wait", in_time)
     name = said[-1].begins if said else ""
     how = f"ended its process ({'; '.join(last) or f'code {child.returncode}'})"
     if not in_time:
@@ -196,7 +197,7 @@ def _compare_call(
     reference's result.
 
     Raises:
-        Exception: the device is of no use any more.
+        Exception: the device failed, so that no further call can be compared.
     """
     kernel = None if operator.name in failed else operator.kernel(*args)
     if kernel is None:

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
-from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 
 from moetune.adapt.low_rank import adapted
-from moetune.compat.bitsandbytes import prepare_4bit
+from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit
 from moetune.compat.transformers import activation_of, calls_rotary, norms_heads, softmax_router
 from moetune.config.schema import Storage
 from moetune.experts.activation import SwiGLU, recognize
@@ -36,7 +35,7 @@ _MOST_KINDS = 4
 
 @dataclass(frozen=True)
 class LinearSizes:
-    """What the calls of a linear layer depend on, beside the number of token rows.
+    """Properties of a linear layer that decide its calls of operators, apart from the number of token rows.
 
     Attributes:
         inputs, outputs: numbers of features.
@@ -87,7 +86,7 @@ class LinearSizes:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """What the rotation of queries and keys depends on (`adapt/rotary.py`), beside the number of token rows.
+    """Properties of attention that decide how queries and keys are rotated (`adapt/rotary.py`).
 
     Attributes:
         heads, kv_heads: numbers of heads of queries and of keys, of `size` elements each.
@@ -123,7 +122,7 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class RouterSizes:
-    """What the choice of experts depends on (`adapt/routers.py`), beside the number of token rows.
+    """Properties of a router that decide how experts are chosen (`adapt/routers.py`).
 
     Attributes:
         normalized: whether a token's weights are divided by their sum.
@@ -228,8 +227,8 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
 
 
 def _few(count: int, most: int, top_k: int) -> int:
-    """Return a number of experts, greater than `top_k` if `count` is, that suffices for one group of each size that
-    `count` experts make. A group has at most `most` experts."""
+    """Return a number of experts, at most `count`, that form a group of each size that `count` experts form, where a
+    group has at most `most` experts. Greater than `top_k` if `count` is."""
     groups = -(-count // most)
     alike = count if groups < 2 else count // groups + (-(-count // groups) if count % groups else 0)
     return min(count, max(alike, top_k + 1))

@@ -1,4 +1,4 @@
-"""Verdicts on the kernels of a machine, kept on disk under all that they depend on: the next start compares nothing."""
+"""Verdicts: results of comparing kernels on this machine, kept on disk so that later runs need not compare again."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from moetune.json_files import read_sealed, sealed
 
 @dataclass(frozen=True)
 class Key:
-    """What a verdict depends on.
+    """Everything that a verdict depends on.
 
     Attributes:
         card: the GPU's name and compute capability.
         driver: version of the driver, and of the CUDA that it supports.
-        versions: those of torch and Triton, and of ptxas "Triton's own" or the file that TRITON_PTXAS_PATH names.
+        versions: of torch and Triton; for ptxas, "Triton's own" or the files that the environment names (`_ptxas`).
         kernels: digest of the source of kernels and references.
         sizes: the sizes at which they are compared.
     """
@@ -48,7 +48,7 @@ class Key:
 
     @property
     def file(self) -> Path:
-        """The file in which the verdict is kept; all that differ in nothing but the sizes begin alike."""
+        """The file of the verdict; names of keys that differ only in `sizes` have the same beginning."""
         body = asdict(self)
         sizes = body.pop("sizes")
         names = (hashlib.sha256(json.dumps(one, sort_keys=True).encode()).hexdigest()[:16] for one in (body, sizes))
@@ -75,7 +75,7 @@ class Verdict:
 
 
 def kept(key: Key) -> Verdict | None:
-    """Return the verdict that is kept under a key; None if there is none, or its file is damaged."""
+    """Return the verdict that is on disk for a key; None if there is none, or its file is damaged."""
     verdict = _read(key.file)
     return verdict if verdict is not None and verdict.key == key else None
 
@@ -89,7 +89,7 @@ def _read(file: Path) -> Verdict | None:
 
 
 def failed_at_any_sizes(key: Key) -> frozenset[str]:
-    """Return the operators that fail by a kept verdict whose key differs from this one in nothing but sizes."""
+    """Return the operators that failed in any verdict on disk whose key equals `key` except in `sizes`."""
     folder = key.file.parent
     try:
         return _failed_of(key.file.with_name(f"{key.file.stem.partition('-')[0]}-*.json"), folder.stat().st_mtime_ns)
@@ -111,7 +111,7 @@ def keep(verdict: Verdict) -> None:
 
 
 def _driver() -> str:
-    """Return the version of the driver, as its kernel module says, and of the CUDA that it supports, such as 13000."""
+    """Return the version line of the driver's kernel module, and the CUDA version that it supports, such as 13000."""
     module, cuda = "", ctypes.c_int()
     with suppress(OSError):  # there is no such file under WSL
         module = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]

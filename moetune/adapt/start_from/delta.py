@@ -89,7 +89,9 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
         try:
             found = target.value(delta, _nothing).shape
         except (RuntimeError, IndexError, ValueError):  # the tensors of the parameter do not fit together
-            problems.append(f"{target.mapping.every_key()[0]} and what belongs with it do not make {target.parameter}")
+            problems.append(
+                f"{target.mapping.every_key()[0]} and the tensors that belong with it do not form {target.parameter}"
+            )
             continue
         if found != expected:
             problems.append(f"{target.parameter} is {[*found]} in the delta, and {[*expected]} here")
@@ -120,9 +122,9 @@ def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
     notes = []
     if rest:
         more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
-        notes.append(f"not in the delta, and begins with the base's values: {rest[0]}{more}")
+        notes.append(f"not in the delta, so it starts from the base's values: {rest[0]}{more}")
     if any(adapted.part_of(name) == "lora" for name in trainable):
-        notes.append("a delta holds no LoRA; its factors begin anew")
+        notes.append("a delta holds no LoRA; its factors are newly initialized")
     return tuple(notes)
 
 
@@ -137,7 +139,7 @@ def _targets(adapted: Adapted, delta: Delta) -> tuple[list[_Target], list[str]]:
         there = {key: row for key, row in rows.items() if row != -1}
         if there and len(there) < len(rows):
             lacking = next(key for key in rows if key not in there)
-            problems.append(f"{target.parameter} is made of {lacking} too, which is not in the delta")
+            problems.append(f"{target.parameter} also needs {lacking}, which is not in the delta")
         elif there:
             targets.append(target)
         for key, row in there.items():
@@ -146,7 +148,7 @@ def _targets(adapted: Adapted, delta: Delta) -> tuple[list[_Target], list[str]]:
         lost = [] if None in taken else [x for row, x in enumerate(_experts_in(delta, key)) if row not in taken]
         which = f" of expert {', '.join(map(str, lost))}" if taken or key in delta.slices else ""
         if lost:
-            problems.append(f"{key}{which} is in the delta, and does not train here")
+            problems.append(f"{key}{which} is in the delta, but does not train in this run")
     return targets, problems
 
 

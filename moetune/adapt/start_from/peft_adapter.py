@@ -1,59 +1,28 @@
-"""Load a PEFT adapter folder, written by moetune or by PEFT itself, into an adapted model. Pickles are never opened."""
+"""Load an adapter folder, in the layout of any program, into an adapted model. Pickles are never opened."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from re import Pattern
-from typing import Any
 
 import torch
-from peft.utils.other import get_pattern_key
-from pydantic import BaseModel, FiniteFloat, ValidationError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.start_from.peft_layout import (
-    CONFIG_FILE,
-    PREFIX,
-    WEIGHTS_FILE,
-    expert_keys,
-    lora_layers,
-    lora_of,
-    lora_stacks,
-    plain_number,
-    rows_of_parts,
-    split_experts,
-    split_parts,
-)
-from moetune.errors import UserError, first_of, reading, shown, time_limit
-from moetune.json_files import read_json
-from moetune.models.hub.tensor_files import read_header, refuse_not_finite
+from moetune.adapt.start_from.bank_factors import lora_layers, lora_of, rows_of_parts
+from moetune.adapters.base import base_of, stacks_of
+from moetune.adapters.factors import plain_number, split_parts
+from moetune.adapters.files import CONFIG_FILE, Scales, Stored, open_adapter
+from moetune.adapters.read import read, sure
+from moetune.adapters.stacked import ORDERS
+from moetune.adapters.write import laid_out
+from moetune.errors import UserError, first_of, time_limit
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 
-_NOT_PLAIN = (
-    "use_dora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
-    "fan_in_fan_out", "use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config", "arrow_config",
-    "megatron_config",
-)  # fmt: skip
-"""Settings of a PEFT adapter with which its layers compute something else than W·x + s·B·(A·x)."""
-
 Tensors = Mapping[str, Tensor]
-
-
-class _Scales(BaseModel):
-    """The settings of an adapter from which rank and scale of its factors follow, under PEFT's names; None for PEFT's
-    default."""
-
-    r: int
-    rank_pattern: dict[Pattern[str], int] | None = None
-    lora_alpha: FiniteFloat
-    alpha_pattern: dict[Pattern[str], FiniteFloat] | None = None
-    target_parameters: tuple[str, ...] | None = None
-    use_rslora: bool | None = None
 
 
 def load_peft(adapted: Adapted, folder: Path) -> None:
@@ -76,13 +45,34 @@ def check_peft(adapted: Adapted, folder: Path) -> None:
 
 
 def _values(adapted: Adapted, folder: Path) -> dict[str, Tensor]:
-    reading = _Reading(adapted, *_plain_lora(folder))
     with time_limit(f"the patterns in {str(folder / CONFIG_FILE)!r}"):
+        stored = _in_pefts_layout(open_adapter(folder), adapted)
+        reading = _Reading(adapted, stored.scales, stored.tensors)
         values = reading.values()
     if reading.problems:
         lines = "\n  ".join(first_of(reading.problems))
         raise UserError(f"the adapter in {str(folder)!r} does not fit the run's adapt: block:\n  {lines}")
     return values
+
+
+def _in_pefts_layout(stored: Stored, adapted: Adapted) -> Stored:
+    """Return an adapter in PEFT's layout, whichever it is stored in.
+
+    Raises:
+        UserError: the layout cannot be told, or a part of the adapter belongs to nothing.
+    """
+    model = adapted.run.model
+    base = base_of(model.source, model.plain, model.structure, model.config.path)
+    found = sure(read(stored, base), stored)
+    if found.layout in (None, "peft"):
+        return stored
+    if found.problems:
+        lines = "\n  ".join(first_of(found.problems))
+        raise UserError(f"{stored}, read as {found.layout}:\n  {lines}")
+    laid = laid_out(found.adapter, base, "peft")
+    return replace(
+        stored, tensors=laid.tensors, settings=laid.settings, scales=Scales.model_validate(laid.settings), record={}
+    )
 
 
 class _Reading:
@@ -94,9 +84,9 @@ class _Reading:
         trainable: name -> tensor of all that the model learns.
     """
 
-    def __init__(self, adapted: Adapted, scales: _Scales, tensors: Tensors) -> None:
+    def __init__(self, adapted: Adapted, scales: Scales, tensors: Tensors) -> None:
         self.adapted, self.scales = adapted, scales
-        self.left = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        self.left = dict(tensors)
         self.problems: list[str] = []
         self.trainable = adapted.learned()
 
@@ -123,14 +113,16 @@ class _Reading:
     def _experts(self, layer: MoeLayer) -> dict[str, Tensor]:
         lora, shape = lora_of(self.adapted, layer), layer.shape
         values: dict[str, Tensor] = {}
-        for (projection, path), stack in zip(expert_keys(layer).items(), lora_stacks(layer), strict=True):
+        paths = {"gate_up": f"{layer.experts}.base_layer", "down": layer.experts}
+        for projection, stack in stacks_of(layer).items():
+            path = paths[projection]
             A, B = (getattr(lora, f"{projection}_{factor}") for factor in "AB")
             _, parts, rank, into = A.shape
             where = f"{layer.experts}.{stack}"
             found = self._factors(path, where, parts * rank, into, lora.scale, parts * B.shape[2], shape.num_experts)
             if found is None:
                 continue
-            A_all, B_all = split_experts(found["A"], found["B"], shape.num_experts)
+            A_all, B_all = ORDERS["peft"].read(found["A"], found["B"], shape.num_experts)
             self._check_ids(where, A_all, B_all, tuple(lora.slots))
             chosen = list(lora.slots)
             B_parts, shared = split_parts(B_all[chosen], rank, rows_of_parts(lora, projection))
@@ -182,24 +174,11 @@ class _Reading:
         if len(A) != rank * experts:
             self.problems.append(f"{target}: rank {len(A) // experts}, and adapt.lora asks for {rank}")
             return None
-        if (said := self._setting(target, self.scales.rank_pattern, self.scales.r)) != rank:
+        if (said := self.scales.rank(target)) != rank:
             self.problems.append(f"{target}: its factors have rank {rank}, and {CONFIG_FILE} says {said}")
-        if not math.isclose(found_scale := self._scale(target, rank), scale, rel_tol=1e-9):
+        if not math.isclose(found_scale := self.scales.of(target, rank), scale, rel_tol=1e-9):
             self.problems.append(f"{target}: alpha / rank is {found_scale:g}, and adapt.lora asks for {scale:g}")
         return {"A": A, "B": B}
-
-    def _scale(self, target: str, rank: int) -> float:
-        """Return PEFT's factor of B·A for this layer: alpha / rank, or alpha / √rank with `use_rslora`."""
-        alpha = self._setting(target, self.scales.alpha_pattern, self.scales.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.scales.use_rslora else rank)
-
-    def _setting(self, target: str, patterns: Mapping[Pattern[str], float] | None, default: float) -> float:
-        """Return the value of the first pattern that PEFT finds to match a layer, or `default`."""
-        values = {pattern.pattern: value for pattern, value in (patterns or {}).items()}
-        as_parameters = self.scales.target_parameters or ()
-        if any(f".{target}.weight".endswith(f".{parameter}") for parameter in as_parameters):
-            target = f"{target}.weight"
-        return values.get(get_pattern_key(list(values), target), default)
 
     def _full(self, wanted: set[str]) -> dict[str, Tensor]:
         """Return the values of the parameters in `wanted`, which train in full precision, and report what is missing. A
@@ -246,60 +225,3 @@ class _Reading:
             return ""
         is_router = any(part.name == name for part in self.adapted.structure.parameters_of("router"))
         return f", with another value; set adapt.{'router' if is_router else 'also'} so that it trains"
-
-
-def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the settings (adapter_config.json) and the tensors of an adapter folder. Pickles are never opened.
-
-    Raises:
-        UserError: the folder has no adapter in safetensors, a file is damaged, the adapter is not LoRA, a value is not
-            finite, a rank in the settings exceeds that of the factors, or an alpha is zero.
-    """
-    if not (folder / WEIGHTS_FILE).is_file():
-        pickled = (folder / "adapter_model.bin").exists()
-        reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
-        raise UserError(f"adapter {str(folder)!r}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it'}")
-    settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"adapter {str(folder)!r}: {CONFIG_FILE}")
-    if settings.get("peft_type") != "LORA" or "lora_alpha" not in settings:
-        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter")
-    refuse_not_finite(read_header(folder / WEIGHTS_FILE), f"adapter {str(folder)!r}")
-    with reading(repr(str(folder / WEIGHTS_FILE))):
-        tensors = load_file(folder / WEIGHTS_FILE)
-    if not tensors:
-        raise UserError(f"adapter {str(folder)!r}: {WEIGHTS_FILE} holds no tensor")
-    largest = max((len(tensor) for name, tensor in tensors.items() if ".lora_A." in name and tensor.ndim), default=0)
-    patterns = settings.get("rank_pattern") or {}
-    ranks = [settings.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
-    for rank in ranks:
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= max(largest, 1):
-            raise UserError(
-                f"adapter {str(folder)!r}: {CONFIG_FILE}: rank {shown(rank)}, and its factors have {largest} rows"
-            )
-    alphas = settings.get("alpha_pattern") or {}
-    for alpha in (settings["lora_alpha"], *(alphas.values() if isinstance(alphas, dict) else ())):
-        if alpha == 0:
-            raise UserError(
-                f"adapter {str(folder)!r}: {CONFIG_FILE}: an alpha of {shown(alpha)} leaves factors without effect; "
-                "set what they were trained with"
-            )
-    return settings, tensors
-
-
-def _plain_lora(folder: Path) -> tuple[_Scales, dict[str, Tensor]]:
-    """Return the scales and the tensors of an adapter. Raise `UserError` as `read_adapter`, or if it is not plain
-    LoRA."""
-    settings, tensors = read_adapter(folder)
-    others = [f"{key}: {settings[key]}" for key in _NOT_PLAIN if settings.get(key)]
-    if settings.get("bias", "none") != "none":
-        others.append(f"bias: {settings['bias']}")
-    if settings.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
-        others.append(f"init_lora_weights: {settings['init_lora_weights']}, which changes the base weights")
-    if others:
-        raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(others)}")
-    try:
-        scales = _Scales.model_validate(settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE}: {key}: {first['msg']}") from None
-    return scales, tensors

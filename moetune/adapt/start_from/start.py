@@ -8,8 +8,8 @@ from pathlib import Path
 from moetune.adapt.build import Adapted
 from moetune.adapt.start_from.delta import check_delta, load_delta
 from moetune.adapt.start_from.peft_adapter import check_peft, load_peft
-from moetune.adapt.start_from.peft_layout import CONFIG_FILE, WEIGHTS_FILE
 from moetune.adapt.weights.base import refuse_other_headers
+from moetune.adapters.files import CONFIG_FILE, WEIGHTS_FILE
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
@@ -85,7 +85,7 @@ def open_start(adapted: Adapted) -> Start | None:
 
 
 def _run_of(folder: Path) -> Path | None:
-    """Return the run folder that `folder` is or is a checkpoint of; None if it is neither."""
+    """Return the run folder if `folder` is one, or is a checkpoint in one; None otherwise."""
     if not (folder / _RUN_FILE).is_file():
         return None
     if (folder / _CHECKPOINTS).is_dir():

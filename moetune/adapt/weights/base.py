@@ -73,8 +73,8 @@ def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) 
     difference = noted.fingerprint.difference(found)
     if difference is not None:
         raise UserError(
-            f"the base in {where!r} has changed since {what} was trained on it: {difference}; put back the checkpoint "
-            "that it was"
+            f"the base in {where!r} has changed since {what} was trained on it: {difference}; restore the original "
+            "checkpoint"
         )
 
 

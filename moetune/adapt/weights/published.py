@@ -34,7 +34,7 @@ class CheckpointReader:
     rounded to the compute dtype.
 
     Creating the reader checks names, shapes and dtypes, and reads no weight; it raises `UserError` if they do not fit.
-    `target` stores the tensors in the model.
+    Tensors go to `target`, which stores them in the model.
     """
 
     def __init__(self, folder: Path, plain: PreTrainedModel, name: str, target: LoadTarget) -> None:
@@ -57,7 +57,7 @@ class CheckpointReader:
             refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name)
 
     def read_all(self, model: PreTrainedModel) -> None:
-        """Read all weights into `model`, which is the target's, and replace its experts by banks."""
+        """Read all weights into `model`, the model of the `LoadTarget`, and replace its experts by banks."""
         self._target.make_banks()
         for path in self._target.layers:
             self.read_experts(path)
@@ -97,8 +97,8 @@ class CheckpointReader:
         realize_buffers(model, self._target.device)
 
     def _read_apart(self, path: str, stack: str, mapping: KeyMapping) -> None:
-        """Read experts that have tensors of their own. Frozen experts that are already NF4 as the run demands are
-        stored as they are."""
+        """Read the experts of a layer whose checkpoint has separate tensors for each expert. Frozen experts that are
+        already NF4 with the run's settings are stored as they are."""
         for expert in self._target.bank(path).held:
             one = mapping.of_expert(expert)
             pieces = [self._stored[key] for key in one.every_key()]
@@ -111,8 +111,8 @@ class CheckpointReader:
             self._target.put_expert(path, stack, expert, one.to_model(self._read)[0])
 
     def _read_rows(self, path: str, stack: str, stored: Stored) -> None:
-        """Read experts that are rows of one tensor. MXFP4 is stored as it is if the expert is frozen and `model.base`
-        is MXFP4."""
+        """Read the experts of a layer from the rows of one tensor. MXFP4 is stored as it is if the expert is frozen and
+        `model.base` is MXFP4."""
         for expert in self._target.bank(path).held:
             is_frozen = self._target.pieces_of(path, stack, expert) is not None
             if is_frozen and isinstance(stored, Mxfp4) and self._target.config.base == "mxfp4":
@@ -122,7 +122,7 @@ class CheckpointReader:
                 self._target.put_expert(path, stack, expert, rows[0])
 
     def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes]:
-        """Return whether a matrix has this shape and is already NF4 as the run demands, so it is stored as it is."""
+        """Return whether a matrix has this shape and is NF4 with the run's settings, and so is stored as it is."""
         config = self._target.config
         return (
             isinstance(stored, BitsAndBytes)
@@ -157,7 +157,11 @@ class CheckpointReader:
             keys = mapping.every_key()
             if there.is_floating_point():
                 types = {key: self._stored[key].dtype for key in keys}
-                yield from (f"{key} is of type {kind}, no weight" for key, kind in types.items() if kind not in WEIGHTS)
+                yield from (
+                    f"{key} has type {kind}, which is not one of weights"
+                    for key, kind in types.items()
+                    if kind not in WEIGHTS
+                )
             if name in of_experts and mapping.has_experts_apart:
                 yield from self._misfits_apart(of_experts[name], mapping, [1, *there.shape[1:]])
                 continue
@@ -194,7 +198,7 @@ class CheckpointReader:
 
 
 def _narrowed(weight: Tensor) -> Tensor:
-    """Return a weight in float32 if it is in float64, which no format is quantized from; else as it is."""
+    """Convert a float64 weight to float32, because no quantizer takes float64; return any other weight as it is."""
     return weight.float() if weight.dtype == torch.float64 else weight
 
 

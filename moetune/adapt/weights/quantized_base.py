@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.nn import Linear4bit
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from transformers import PreTrainedModel
 from moetune.adapt.weights.published import finish_reading
 from moetune.adapt.weights.random import fill_randomly, realize_buffers
 from moetune.adapt.weights.target import LoadTarget
+from moetune.compat.bitsandbytes import Linear4bit
 from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
 from moetune.files import Ledger, WriterLock, aside_of, foreign_in, settle, write_whole
@@ -60,7 +60,7 @@ def write_bank(folder: Path, path: str, bank: ExpertBank) -> None:
 
 
 def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTrainedModel) -> None:
-    """Write all tensors of `model`, which has its weights loaded and no experts, to `rest.safetensors`.
+    """Write all tensors of `model`, whose weights are loaded and whose experts are removed, to `rest.safetensors`.
 
     A tensor that was quantized, or is quantized in the checkpoint `source`, is written as the model has it; any other
     with the checkpoint's values. `plain` is the model on the meta device, as its configuration describes it.
@@ -118,7 +118,9 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
     for file in small_files(source):
         copy = folder / file.relative_to(source)
         if os.path.lexists(copy) and (copy.is_symlink() or not file.read_bytes().startswith(copy.read_bytes())):
-            raise UserError(f"{str(copy)!r} is in the way: {file.name} of the model belongs there; move it away")
+            raise UserError(
+                f"{str(copy)!r} already exists, and the model's {file.name} would be copied there; move it away"
+            )
         copy_small_file(file, source, folder)
 
 
@@ -134,7 +136,7 @@ def remove(folder: Path) -> None:
             "choose another"
         )
     if found := foreign_in(folder.resolve(), {Ledger.NAME, WriterLock.NAME, *ledger.paths}):
-        raise UserError(f"--out {str(folder)!r}: {str(found)!r} is not of the quantized base there; move it away")
+        raise UserError(f"--out {str(folder)!r}: {str(found)!r} is not part of the quantized base there; move it away")
     listed = [item for item in folder.rglob("*") if str(item.relative_to(folder)) in ledger.paths]
     for file in sorted(listed, key=lambda item: item.name != QUANTIZED_MANIFEST):
         file.unlink()
@@ -162,8 +164,8 @@ def _read_begun(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all that is stored of a model besides experts: parameters and persistent buffers that are
-    not on the meta device, and the quantization states of 4-bit layers."""
+    """Yield (name, tensor) of all tensors to store except experts: parameters and persistent buffers that are not on
+    the meta device, and the quantization states of 4-bit layers."""
     persistent = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in persistent and not tensor.is_meta:
@@ -200,7 +202,7 @@ def check_quantized_base(run: ResolvedRun) -> None:
         wanted, stored = getattr(config, key), getattr(manifest, key)
         if wanted != stored and not (key == "double_quant" and config.base != "nf4"):
             raise UserError(
-                f"model.{key}: {wanted}, but {str(folder)!r} is quantized with {stored}; set it, or quantize anew"
+                f"model.{key}: {wanted}, but {str(folder)!r} is quantized with {stored}; set it, or quantize again"
             )
     for name, expected in manifest.files.items():
         file, size = folder / name, expected.bytes
@@ -209,7 +211,7 @@ def check_quantized_base(run: ResolvedRun) -> None:
             raise UserError(f"{str(file)!r} {found}: the quantized base is damaged; {_AGAIN}")
     if run.selection.experts:
         raise UserError(
-            f"adapt.experts: {str(folder)!r} holds quantized experts only; experts that train whole need the original "
+            f"adapt.experts: {str(folder)!r} holds quantized experts only; fully trained experts need the original "
             f"checkpoint ({str(manifest.source)!r})"
         )
 

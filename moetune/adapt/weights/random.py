@@ -41,7 +41,7 @@ def fill_randomly(target: LoadTarget, *, draws: bool = True) -> None:
 def realize_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Allocate on `device` all tensors that are still on the meta device, and initialize them by the model's own code.
 
-    To be called once the checkpoint is loaded: what is left then is in no checkpoint, such as rotary frequencies. Does
+    Call it once the checkpoint is loaded: tensors left then are in no checkpoint, such as rotary frequencies. Does
     nothing if `device` is meta. Raises `UserError` if the model's code has no rule for one of the tensors.
     """
     for path, module in list(model.named_modules()):

@@ -9,11 +9,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import cast
 
 import torch
-from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.compat.bitsandbytes import prepare_4bit
+from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit
 from moetune.compat.transformers import activation_of, dtypes_kept
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
@@ -76,8 +75,8 @@ class LoadTarget:
     # --- Experts ----------------------------------------------------------------------------------------------------
 
     def make_banks(self) -> None:
-        """Create the banks of all layers before any weight is read, because temporary tensors of the reading would
-        otherwise leave gaps between the banks in memory."""
+        """Create the banks of all layers before weights are read, so that temporary tensors leave no gaps between banks
+        in memory."""
         for path in self.layers:
             self.bank(path)
 

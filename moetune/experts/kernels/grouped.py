@@ -96,7 +96,7 @@ def _empty(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def kernel_of(capability: tuple[int, int], a: Tensor, b: Tensor) -> Literal["torch", "triton"] | None:
-    """Return whose kernel multiplies all groups at once on a GPU; None if products run one expert at a time.
+    """Return whose kernel multiplies all groups at once on a GPU, "torch" or "triton"; None to run expert by expert.
 
     On compute capability 9.x it is torch's, for bfloat16 with rows aligned to 16 bytes. On 8.x and 12.x torch has none,
     and on 10.x its kernel is wrong for groups without rows (pytorch/pytorch#172439, #193633); there it is Triton's, in

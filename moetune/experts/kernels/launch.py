@@ -21,7 +21,7 @@ from moetune.experts.kernels.registry import KernelError, is_out_of_memory
 def next_power_of_2(number: int) -> int:
     """Return the smallest power of two that is at least `number`.
 
-    `triton.next_power_of_2` takes the host ten times as long, and so does `triton.cdiv` beside `ceil_div`.
+    It takes a tenth of the host time of `triton.next_power_of_2`, as does `ceil_div` of that of `triton.cdiv`.
     """
     return 1 << max(0, number - 1).bit_length()
 
@@ -34,7 +34,7 @@ def ceil_div(number: int, size: int) -> int:
 class QuickLaunch:
     """A Triton kernel with a faster launch, called like a Triton kernel as `kernel[grid](...)`.
 
-    At each launch, Triton examines every argument for what needs another compilation: its type, its alignment, and
+    At each launch, Triton examines every argument for properties that need a separate compilation: type, alignment, and
     whether a number is 1 or a multiple of 16. This class instead looks up a compiled kernel by the device, alignment
     and dtypes of the tensors, and by the values of those numbers on which the kernel is specialized.
 

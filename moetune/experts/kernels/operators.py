@@ -50,7 +50,7 @@ def operator(
     Args:
         fake: the operator's fake kernel, which returns an empty tensor of the result's shape; by default returns None.
         mutates: names of the arguments that the operator writes to.
-        scratch: those of `mutates` that the reference overwrites with values of no meaning.
+        scratch: those of `mutates` that serve as scratch memory: what they hold afterwards has no meaning.
         kernels: the module in which a function of the same name launches the kernel.
     """
 
@@ -134,7 +134,7 @@ def int8_slices(shape: Sequence[int]) -> list[slice]:
 def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     """Dequantize int8 rows [n, C] with scales `absmax` [n] float32: [n, C] in `dtype`.
 
-    Bit for bit bitsandbytes' `int8_vectorwise_dequant`. torch's operations need at most 16 MiB beside the result for
+    Bit for bit bitsandbytes' `int8_vectorwise_dequant`. torch's operations need at most 16 MiB besides the result for
     rows of up to `INT8_AT_ONCE` weights; those of bitsandbytes need 8 bytes per weight.
     """
     out = torch.empty_like(data, dtype=dtype)
@@ -154,7 +154,7 @@ def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.d
 
     Bit for bit transformers' `convert_moe_packed_tensors`, without its transposition. torch's operations look up both
     weights of a byte together, and compute `MXFP4_AT_ONCE` weights at a time; for each of these they need at most 2
-    bytes beside the result.
+    bytes besides the result.
 
     Args:
         data: [weights / 2] uint8, two codes per byte.

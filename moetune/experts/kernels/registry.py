@@ -1,4 +1,4 @@
-"""Operators with a kernel: their registration, and the table of those that run torch's operations in its place.
+"""Registration of operators that have a GPU kernel, and the table of those whose kernel is not used.
 
 An operator has two implementations: a GPU kernel, and its reference, a function of torch's operations. The reference
 runs where there is no kernel (a CPU), and where the kernel does not work: it does not compile, or `adapt/guard` has
@@ -39,9 +39,9 @@ class Operator:
     Attributes:
         reference: computes the operator with torch's operations, on any device.
         kernel: given the operator's arguments, returns the function that computes it with a GPU kernel; None if there
-            is no kernel for them. That function takes the same arguments, and raises `KernelError` only before it
-            changes one of them: an operator that writes in place launches one kernel.
-        scratch: names of arguments that the reference overwrites with values of no meaning.
+            is no kernel for them. That function takes the same arguments, and raises `KernelError` only before it has
+            changed any of them.
+        scratch: names of arguments that serve as scratch memory: what they hold afterwards has no meaning.
     """
 
     name: str
@@ -96,8 +96,8 @@ def drop_kernel(name: str, why: str) -> None:
     if name not in _without:
         _without[name] = why
         warnings.warn(
-            f"the kernel of {name} {why}: torch's operations run in its place, slower and with other memory than "
-            "predicted",
+            f"the kernel of {name} {why}: torch's operations run in its place; they are slower and take other "
+            "memory than predicted",
             stacklevel=3,
         )
 

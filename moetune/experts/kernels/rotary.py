@@ -51,10 +51,9 @@ def rotate_backward(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `q` and `k` of `rotate` from `dq` and `dk`, those of its results.
+    """Return the gradients of the inputs q and k of `rotate`, given the gradients `dq` and `dk` of its results.
 
-    The norms' weights get none. `q` and `k` are the inputs of `rotate`, or None without norms; all else is as in
-    `rotate`.
+    `q` and `k` are these inputs, or None without norms, whose weights get no gradient; all else is as in `rotate`.
     """
     dq, dk = (_gradient(*one, cos, sin, eps) for one in ((dq, q, q_weight), (dk, k, k_weight)))
     return dq, dk

@@ -52,13 +52,13 @@ class CallsSeen(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class BankSizes:
-    """What a layer's calls of operators depend on, beside the number of token rows.
+    """Properties of an expert layer that decide its calls of operators, apart from the number of token rows.
 
     Attributes:
         lora: ids of the experts with LoRA; `rank` and `split` are as in `LoraPlan`.
         trained: number of experts that train in full, the last ones; all others are frozen without LoRA.
         storage, double_quant: as in `ExpertBank`.
-        dtype: of token rows.
+        dtype: dtype of token rows.
         top_k: experts per token.
         expert_memory, split_gate_up: as in `ExpertContext`.
         gate: alpha and limit of SwiGLU (`experts/activation.py`); None for another activation, which has no kernel.
@@ -200,8 +200,7 @@ def _kind(arg: Any) -> Hashable:
 
 
 def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> tuple[Any, float]:
-    """Return the result of an operator's reference, and the kernel's difference from it with the tile that the kernel
-    chooses."""
+    """Return (result of the reference, difference of the kernel from it), with the tile that the kernel chooses."""
     off = next(differences(operator, args, kernel))
     return referred(operator, args), off
 
@@ -212,8 +211,8 @@ def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., A
 
     All tiles are compared because a run with more rows may choose another. A difference is the largest over all results
     and changed arguments, relative to the largest value of each; NaN if a value is NaN. Integers and dequantized
-    weights must be equal: theirs is 0 or 1. Tiles that do not compile are skipped. Kernels run on copies of the
-    arguments.
+    weights must be equal: their difference is 0 or 1. Tiles that do not compile are skipped. Kernels run on copies of
+    the arguments.
     """
     changed, used_up = _written(operator), _written(operator, scratch=True)
     copies = copied(args, [args[place] for place in (*changed, *used_up)])

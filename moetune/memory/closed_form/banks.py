@@ -1,4 +1,4 @@
-"""How the experts of each layer of a run train, and the runs whose records serve other numbers of trained experts."""
+"""Which experts of each layer train, and the probe runs from whose records those of other numbers are derived."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from moetune.run.names import parts_by_name
 from moetune.run.resolve import ResolvedRun
 
 _FIRST = 3
-"""Fewest trained experts of a record that serves other numbers: a first one, one that is repeated, and a last one."""
+"""Fewest trained experts of a probe run: its first is kept, its second repeated for all others, its last left out."""
 
 
 @dataclass(frozen=True)
 class Bank:
-    """The experts of one layer, by how they train.
+    """Which experts of one layer train, and how.
 
     Attributes:
         experts: number of experts.
         trained: ids of those that train in full.
         lora: ids of those with LoRA.
-        most: most experts that are computed together.
+        most: largest number of experts that are computed together.
     """
 
     experts: int
@@ -32,7 +32,7 @@ class Bank:
     most: int
 
     def groups(self, *, alone: bool) -> list[tuple[Kind, tuple[int, ...]]]:
-        """Return kind and ids of the experts of each group; `alone` as in `experts.bank.groups_of`."""
+        """Return (kind, expert ids) of each group that is computed together; `alone` as in `bank.groups_of`."""
         frozen = [expert for expert in range(self.experts) if expert not in self.trained]
         order = [*frozen, *self.trained]
         kinds: list[Kind] = ["lora" if expert in self.lora else "frozen" for expert in frozen]
@@ -42,7 +42,8 @@ class Bank:
 
     @cached_property
     def branches(self) -> Hashable:
-        """What the code of a bank branches on: kinds of groups, whether one has a single expert, and their order."""
+        """Key that is equal for banks that take the same code path: kinds of their groups, and for each kind whether
+        groups of one expert occur; whether the trained experts come last; whether any expert has LoRA."""
         kinds = frozenset((kind, len(ids) == 1) for kind, ids in self.groups(alone=False))
         return kinds, self._in_order, bool(self.lora)
 
@@ -52,18 +53,18 @@ class Bank:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Name -> value of the numbers of experts that the bytes of a storage may be proportional to."""
+        """Numbers of trained and of other experts by name; a storage's bytes may be proportional to either."""
         trained = len(self.trained)
         return {"trained": trained, "frozen": self.experts - trained}
 
     def training(self, number: int) -> Bank:
-        """Return the bank with another number of trained experts; with LoRA on all others if this one has LoRA."""
+        """Return the bank with `number` trained experts; all others have LoRA if any expert of this one has it."""
         ids = range(self.experts - number, self.experts) if self._in_order else range(number)
         rest = tuple(expert for expert in range(self.experts) if expert not in ids)
         return replace(self, trained=tuple(ids), lora=rest if self.lora else ())
 
     def serves(self, other: Bank) -> bool:
-        """Return whether a record with this bank can be rewritten for another."""
+        """Return whether a record with this bank can be rewritten for the trained experts of `other` (experts.py)."""
         return self.branches == other.branches and (self.experts, self.most) == (other.experts, other.most)
 
 
@@ -82,10 +83,10 @@ def banks_of(run: ResolvedRun) -> dict[int, Bank]:
 
 
 def probes_of(run: ResolvedRun) -> tuple[ResolvedRun, ResolvedRun] | None:
-    """Return two runs with few trained experts whose records serve this run.
+    """Return two runs with few trained experts, from whose records that of this run can be derived (experts.py).
 
-    None if this run needs a record of its own: its layers train different numbers of experts, only some of the other
-    experts have LoRA, experts are divided over ranks or stored on the host, or too few numbers take the same branches.
+    None if this run needs a record of its own: layers train different numbers of experts, only some of the others have
+    LoRA or its optimizer is 8-bit, there are several ranks, experts are on the host, or no two numbers of experts suit.
     """
     banks = {layer: bank for layer, bank in banks_of(run).items() if bank.trained}
     same = {(bank.branches, *bank.sizes.values(), len(bank.lora), bank.most) for bank in banks.values()}
@@ -103,7 +104,8 @@ def probes_of(run: ResolvedRun) -> tuple[ResolvedRun, ResolvedRun] | None:
 
 
 def _tells(one: Bank, other: Bank) -> bool:
-    """Return whether the groups of two banks show which bytes grow with the experts of a group."""
+    """Return whether each kind of group occurs in two sizes, or only as a single expert, in the two banks. Only then do
+    their records show which bytes grow with a group's size."""
     counts: dict[Kind, set[int]] = {}
     for kind, ids in (*one.groups(alone=False), *other.groups(alone=False)):
         counts.setdefault(kind, set()).add(len(ids))
@@ -111,7 +113,7 @@ def _tells(one: Bank, other: Bank) -> bool:
 
 
 def _training(run: ResolvedRun, banks: dict[int, Bank], number: int) -> ResolvedRun:
-    """Return the run with another number of trained experts in each of the given layers."""
+    """Return the run with `number` trained experts in each layer of `banks`."""
     new = {layer: bank.training(number) for layer, bank in banks.items()}
     selection = replace(
         run.selection,

@@ -23,13 +23,13 @@ from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
 
 _WHERE = ("targets", "layers", "ids")
-"""Keys of `adapt.lora` that say where LoRA is; the layers' kinds contain that already."""
+"""Keys of `adapt.lora` that say which weights have LoRA; the layers' kinds contain that already."""
 
 
 @dataclass
 class Depths:
-    """Cache in memory of closed forms, which are runs' memory as formulas of their sizes; one record serves all runs
-    with the same shortened model. The records are also kept on disk (store.py)."""
+    """In-memory cache of closed forms, in which runs with the same shortened model share one record. Records are also
+    kept on disk (store.py)."""
 
     _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
     _choices: dict[Hashable, Choices | None] = field(default_factory=dict)
@@ -52,17 +52,17 @@ class Depths:
         return form.at(run.config, routing)
 
     def _like(self, form: ClosedForm) -> ClosedForm:
-        """Return the closed form that is known for the same shortened model; this one if there is none."""
+        """Return the cached closed form of the same shortened model; if there is none, cache and return `form`."""
         return self._known.setdefault(_kind_of_shortened(form), form)
 
     def _of_experts(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
-        """Return a run's record, rewritten from those of runs with few trained experts; None if it needs its own."""
+        """Derive a run's record from those of two runs with few trained experts (experts.py); None if impossible."""
         probes = probes_of(form.run)
         if probes is None:
             return None
         one, other = (ClosedForm(probe, form.rank, form.gpu) for probe in probes)
         if not form.short.units == one.short.units == other.short.units:
-            return None  # layers that differ train as many experts as those of a probe
+            return None  # the layers of a probe form other groups
         one, other = self._like(one), self._like(other)
         records = one.with_records(probes[0].config, routing)
         shape = one.shape(probes[0].config, routing)
@@ -75,7 +75,7 @@ class Depths:
             others = other.with_records(probes[1].config, routing, records.head)
             try:
                 self._choices[key[:2]] = Choices.of(records.records[shape], banks[1], others.records[shape], banks[2])
-            except (Unlike, KeyError):  # another number takes other branches, or the loss is divided otherwise
+            except (Unlike, KeyError):  # the second step takes another code path, or divides the loss differently
                 self._choices[key[:2]] = None
         choices = self._choices[key[:2]]
         if choices is not None and key not in self._rewritten:
@@ -90,14 +90,14 @@ def _banks(run: ResolvedRun, layers: Sequence[int]) -> tuple[Bank | None, ...]:
 
 
 def _kind_of_shortened(form: ClosedForm) -> Hashable:
-    """Return a key that is equal for closed forms whose shortened models have the same step apart from sizes."""
+    """Return a key that is equal for closed forms whose shortened models take the same step, apart from sizes."""
     run, kind = form.run, kind_of(form.run)
     at = Coordinates.of(run.config.parallel, form.rank)
     starts = {unit.layers[0]: len(unit.layers) for unit in form.short.units}
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
     lora = kind.pop("adapt")["lora"]
-    del kind["train"]["keeps_rows"]  # the layers' kinds say it
+    del kind["train"]["keeps_rows"]  # contained in the layers' kinds
     return (
         json.dumps([kind, {name: lora[name] for name in lora or () if name not in _WHERE}], default=str),
         form.gpu and form.gpu.capability,

@@ -1,20 +1,21 @@
-"""Serves every number of trained experts in a layer from one record, as depth.py does for the number of layers.
+"""Derive the record for any number of trained experts in a layer from one record, as depth.py does for layers.
 
-What a step allocates for experts repeats: once for each trained expert (weights, gradients, optimizer states), or once
-for each group of experts that are computed together. A record with a few trained experts is rewritten for another
-number: entries of its second trained expert are repeated for all others, and every group of the other number is written
-as a group of its kind in the record. Sizes that grow with a number of experts are scaled.
+A step's allocations repeat once for each trained expert (weights, gradients, optimizer states), or once for each group
+of experts that are computed together. A record with few trained experts is rewritten for another number: entries of its
+second trained expert are repeated for all further ones, and each new group is a copy of a recorded group of its kind.
+Sizes that are proportional to a number of experts are scaled.
 
-What scales how is not assumed. Two records with different numbers of trained experts are made (`banks.probes_of`); the
-first, rewritten for the number of the second, must be the second (`Choices.of`). Where it is not, because a model or an
-optimizer does otherwise, each number has its own record.
+Which sizes are proportional is not assumed. Steps with two numbers of trained experts are recorded (`banks.probes_of`);
+the first record, rewritten for the second number, must equal the second record (`Choices.of`). If it does not, because
+of the code of a model or an optimizer, each number of experts needs a record of its own.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import groupby
 
 import numpy as np
 
@@ -29,18 +30,18 @@ class Unlike(Exception):
 
 
 Scale = tuple[str, int]
-"""What a storage's bytes grow with, and bytes that do not grow: ("", 0) for neither; "group" for the experts of its
-group, or a name of `Bank.sizes`."""
+"""(name, constant): a storage's bytes, less the constant, are proportional to the number of experts with this name:
+"group" for those of its group, or a name of `Bank.sizes`. ("", 0): the bytes are the same for any number."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """A record that serves other numbers of trained experts.
+    """A record from which records with other numbers of trained experts are derived.
 
     Attributes:
-        record: the record.
+        record: the recorded step.
         banks: the bank of each layer that ran; None for layers without experts.
-        scales: [blocks] what the bytes of each block grow with.
+        scales: [blocks] what the bytes of each block are proportional to.
     """
 
     record: Record
@@ -49,10 +50,10 @@ class Choices:
 
     @classmethod
     def of(cls, one: Record, banks: Sequence[Bank | None], other: Record, others: Sequence[Bank | None]) -> Choices:
-        """Derive what grows with the number of experts from two records.
+        """Find which bytes grow with the number of experts by comparing the records `one` and `other`.
 
-        Raises:
-            Unlike: `one`, rewritten for the banks of `other`, is not `other`.
+        `banks` and `others` are the banks of their layers. Raises `Unlike` if `one`, rewritten for `others`, does not
+        equal `other`.
         """
         possible: list[list[Scale] | None] = [None] * len(one.log.blocks)
         for record, its in ((one, banks), (other, others)):
@@ -111,7 +112,7 @@ Counts = dict[str, tuple[int, int]]
 
 
 def _scaled(bytes_: int, scale: Scale, sizes: Counts) -> int | None:
-    """Return bytes for other numbers of experts; None if they are no whole number of bytes for each expert."""
+    """Scale recorded bytes to new numbers of experts; None if they are not a whole number of bytes for each expert."""
     name, constant = scale
     if not name:
         return bytes_
@@ -120,11 +121,13 @@ def _scaled(bytes_: int, scale: Scale, sizes: Counts) -> int | None:
 
 
 _LITTLE = 1 << 20
-"""Most bytes of a storage of which a part may be constant: two records do not show that the rest is proportional."""
+"""Most bytes of a storage of which a part may be constant. Two records cannot show that the rest is proportional, so
+only small storages are assumed to be."""
 
 
 def _with_constant(one: Record, source: int, now: int, then: int, sizes: Counts, differs: bool) -> list[Scale]:
-    """Return how a little storage grows of which a part is constant, such as a stack of the norms of all gradients."""
+    """Return the scale of a small storage that is a constant plus bytes for each trained expert, such as the stacked
+    norms of all gradients; an empty list for other storages. `now` and `then` are its bytes in the two records."""
     was, becomes = sizes.get("trained", (0, 0))
     if not differs or now > _LITTLE or one.powers[one.monomials[source]] or (then - now) % (becomes - was or 1):
         return []
@@ -132,7 +135,8 @@ def _with_constant(one: Record, source: int, now: int, then: int, sizes: Counts,
 
 
 def _refuse_other_entries(one: Record, rewritten: _Rewriting, record: Record) -> None:
-    """Raise `Unlike` if a rewritten record has not the allocations and releases of another, but for their bytes."""
+    """Raise `Unlike` if the allocations and releases of a rewritten record differ from those of `record`, apart from
+    their bytes."""
 
     def alike(record: Record, log: Log, source: Callable[[int], int]) -> list[tuple[object, ...]]:
         found: list[tuple[object, ...]] = []
@@ -162,37 +166,85 @@ def _refuse_other_entries(one: Record, rewritten: _Rewriting, record: Record) ->
 
 
 def _lasting(log: Log) -> list[int]:
-    """Return the numbers of the blocks without those that are temporary in the update.
+    """Return the numbers of all blocks except the temporary ones of the optimizer's update.
 
-    An update goes from parameter to parameter, so what it allocates does not add up over them, but for the scalars of
-    the norm, which are gone when weights change. It is not repeated, as for layers that a record leaves out.
+    An update handles one parameter after the other, so its temporaries do not add up and need no repetition. Only the
+    scalars of the gradient norm do, and these are freed before weights change.
     """
     return [n for n, block in enumerate(log.blocks) if block.phase != "optimizer" or block.layer is not None]
 
 
+def _like(number: int, count: int, recorded: int) -> int:
+    """Return which of the recorded ones the one with this number, of `count`, is like: the first one, the last one, or
+    the second, which stands for all others."""
+    return 0 if number == 0 else recorded - 1 if number == count - 1 else min(1, recorded - 1)
+
+
+class _Turn:
+    """Position in one pass over the groups of experts of a layer: which group of the record is written.
+
+    Args:
+        stretches: start and end in `log.entries`, and ids, of each group of the pass in the record.
+        log: the record's log.
+
+    Attributes:
+        stretch: index in `stretches` of the group that is written.
+        made: for each group that was written, block -> new blocks.
+    """
+
+    def __init__(self, stretches: Sequence[tuple[int, int, tuple[int, ...]]], log: Log) -> None:
+        self._births = [[entry for entry in log.entries[start:stop] if entry >= 0] for start, stop, _ in stretches]
+        self._place = {block: (n, k) for n, births in enumerate(self._births) for k, block in enumerate(births)}
+        self._written: list[int] = []
+        self.made: list[dict[int, list[int]]] = []
+
+    @property
+    def stretch(self) -> int:
+        return self._written[-1]
+
+    def begin(self, stretch: int) -> None:
+        """Begin another group, which is written like the group of the record with this index."""
+        self._written.append(stretch)
+        self.made.append({})
+
+    def freed(self, block: int) -> list[int] | None:
+        """Return the new blocks that the group frees where the record frees this block; None if it is of no group.
+
+        A block of an earlier group, such as a gradient that leaves for the host while the next one is computed, is
+        that of the group as many places before, in the same role.
+        """
+        if block not in self._place:
+            return None
+        stretch, role = self._place[block]
+        before = len(self.made) - 1 - (self.stretch - stretch)
+        if before < 0 or role >= len(births := self._births[self._written[before]]):
+            raise Unlike("a group frees what another has allocated")
+        return self.made[before].get(births[role], [])
+
+
 class _Rewriting:
-    """A record's log for other numbers of trained experts.
+    """Rewrites a record's log for other numbers of trained experts.
 
     Args:
         record: the record.
-        source: bank of each of its layers.
-        target: bank of each layer to write the log for.
+        source: bank of each recorded layer; None for layers without experts.
+        target: bank of each of these layers in the new log.
 
     Attributes:
-        log: the new log; blocks have the bytes of those that they were made from.
-        sources: [new blocks] number of the block in the record.
-        sizes: [new blocks] numbers of experts that the block's bytes may grow with.
+        log: the new log; its blocks still have the bytes of the recorded blocks.
+        sources: [new blocks] number of the recorded block of which it is a copy.
+        sizes: [new blocks] numbers of experts to which the block's bytes may be proportional.
     """
 
     def __init__(self, record: Record, source: Sequence[Bank | None], target: Sequence[Bank | None]) -> None:
         self._record, self._source, self._target = record, source, target
         self.log, self.sources, self.sizes = Log(), list[int](), list[Counts]()
-        # of each layer; the last, as of layer -1, outside of layers: of any in which experts train
+        # [layers]; the last entry, for layer -1 (outside of layers), is that of the first layer in which experts train
         self._counts = [_counts(one, other) for one, other in zip(source, target, strict=True)]
         self._counts.append(next(c for c, bank in zip(self._counts, source, strict=True) if bank and bank.trained))
         self._single: dict[int, int] = {}  # block -> new block
         self._of_expert: dict[int, dict[int, int]] = {}  # block -> index of a trained expert -> new block
-        self._of_group: dict[int, dict[int, list[int]]] = {}  # block -> index of a group -> new blocks
+        self._of_group: dict[int, list[int]] = {}  # block -> new blocks of all groups
         self._write()
 
     def _write(self) -> None:
@@ -207,7 +259,8 @@ class _Rewriting:
         self.log.cuts = [cut._replace(at=place[cut.at]) for cut in old.cuts]
 
     def _outside(self, start: int, stop: int, place: list[int]) -> None:
-        """Write entries that are in no group of experts; those of a trained expert for each expert."""
+        """Write `entries[start:stop]`, which lie outside of expert groups; those of a trained expert once for each
+        expert that it stands for. Sets `place` [entries], the new index of each entry."""
         entries = self._record.log.entries
 
         def owner(at: int) -> tuple[int, int] | None:
@@ -223,27 +276,28 @@ class _Rewriting:
             if of is None:
                 continue
             layer, index = of
-            bank = self._target[layer]
-            assert bank is not None
-            for expert in self._stands_for(index, len(bank.trained)):
+            for expert in self._stands_for(layer, index):
                 for at in there:
                     self._of(entries[at], expert)
 
     def _index(self, block: Block) -> int:
-        """Return which of its layer's trained experts a block belongs to."""
+        """Return the position of a block's expert among the trained experts of its layer."""
         assert block.layer is not None
         assert block.expert is not None
         bank = self._source[block.layer]
         assert bank is not None
         return bank.trained.index(block.expert)
 
-    @staticmethod
-    def _stands_for(index: int, count: int) -> range:
-        """Return which of `count` trained experts the one with this index in the record stands for."""
-        return range(1) if index == 0 else range(1, count) if index == 1 else range(0)
+    def _stands_for(self, layer: int, index: int) -> list[int]:
+        """Return which trained experts of a layer the one with this index in the record stands for."""
+        source, target = self._source[layer], self._target[layer]
+        assert source is not None
+        assert target is not None
+        recorded, count = len(source.trained), len(target.trained)
+        return [number for number in range(count) if _like(number, count, recorded) == index]
 
     def _pass(self, stretches: list[tuple[int, int, tuple[int, ...]]], place: list[int]) -> None:
-        """Write one pass over a layer's groups of experts."""
+        """Write one pass over a layer's groups of experts, recorded as (start, stop, expert ids) of each group."""
         entries = self._record.log.entries
         layer = next(
             int(self._record.layers[entry]) for entry in entries[stretches[0][0] : stretches[-1][1]] if entry >= 0
@@ -258,15 +312,19 @@ class _Rewriting:
         kinds = [kind for kind, _ in source.groups(alone=alone)]
         for at in range(stretches[0][0], stretches[-1][1]):
             place[at] = len(self.log.entries)
-        seen: dict[tuple[Kind, bool], int] = {}
-        for group, (kind, experts) in enumerate(target.groups(alone=alone)):
-            like = [n for n, of in enumerate(ids) if kinds[n] == kind and (len(of) == 1) == (len(experts) == 1)]
+        groups = target.groups(alone=alone)
+        counts = Counter((kind, len(experts) == 1) for kind, experts in groups)
+        seen = Counter[tuple[Kind, bool]]()
+        turn = _Turn(stretches, self._record.log)
+        for kind, experts in groups:
+            is_single = len(experts) == 1
+            like = [n for n, of in enumerate(ids) if kinds[n] == kind and (len(of) == 1) == is_single]
             if not like:
                 raise Unlike(f"no group of {kind} experts of that size is recorded")
-            is_single = len(experts) == 1
-            number = seen[kind, is_single] = seen.get((kind, is_single), -1) + 1
-            chosen = like[min(number, 1, len(like) - 1) if is_single and kind == "trained" else 0]
-            start, stop, of = stretches[chosen]
+            number, count = seen[kind, is_single], counts[kind, is_single]
+            seen[kind, is_single] += 1
+            turn.begin(like[_like(number, count, len(like)) if is_single and kind == "trained" else 0])
+            start, stop, of = stretches[turn.stretch]
             sizes = {"group": (len(of), len(experts))}
             loops = self._loops(start, stop, len(of))
             for at in range(start, stop):
@@ -274,23 +332,22 @@ class _Rewriting:
                 if entry >= 0:
                     times = len(experts) if loops.get(entry) == 0 else 1 if entry not in loops else 0
                     births = [self._birth(entry, sizes, experts) for _ in range(times)]
-                    self._of_group.setdefault(entry, {})[group] = births
-                elif ~entry in self._of_group:
-                    if group not in self._of_group[~entry]:
-                        raise Unlike("a group frees what another has allocated")
-                    for made in self._of_group[~entry][group]:
+                    self._of_group.setdefault(entry, []).extend(births)
+                    turn.made[-1][entry] = births
+                elif (freed := turn.freed(~entry)) is not None:
+                    for made in freed:
                         self._death(made)
                 elif (block := self._record.log.blocks[~entry]).expert is not None:
-                    for expert in self._stands_for(self._index(block), len(target.trained)):
+                    for expert in self._stands_for(layer, self._index(block)):
                         if target.trained[expert] in experts:
                             self._of(entry, expert)
                 else:
                     self._one(entry)
 
     def _loops(self, start: int, stop: int, count: int) -> dict[int, int]:
-        """Return block -> its turn, for the allocations of a group that are made for each of its `count` experts.
+        """Return block -> its index in a loop, for allocations that a group makes once for each of its `count` experts.
 
-        These are as many allocations in a row by the same operation, such as the gradients of the experts' biases.
+        Such a loop is exactly `count` consecutive allocations by one operation, as of the gradients of experts' biases.
         """
         found: dict[int, int] = {}
         blocks = self._record.log.blocks
@@ -304,7 +361,7 @@ class _Rewriting:
         return found
 
     def _one(self, entry: int) -> None:
-        """Write an entry once; the release of a storage of a group for every group."""
+        """Write an entry once; if it frees what every group has allocated, write a release for each group."""
         if entry >= 0:
             layer = self._record.log.blocks[entry].layer
             self._single[entry] = self._birth(
@@ -313,11 +370,11 @@ class _Rewriting:
         elif ~entry in self._single:
             self._death(self._single[~entry])
         else:
-            for number in chain.from_iterable(self._of_group.get(~entry, {}).values()):
+            for number in self._of_group.get(~entry, ()):
                 self._death(number)
 
     def _of(self, entry: int, expert: int) -> None:
-        """Write an entry of a trained expert for the expert with this index."""
+        """Write an entry of a trained expert for the one at position `expert` among the new trained experts."""
         if entry >= 0:
             self._of_expert.setdefault(entry, {})[expert] = self._birth(entry, {})
         elif expert in self._of_expert.get(~entry, {}):
@@ -350,7 +407,7 @@ def _is_of_all(log: Log, entry: int) -> bool:
 
 
 def _passes(log: Log) -> list[list[tuple[int, int, tuple[int, ...]]]]:
-    """Return, for each pass over the experts of a layer, start and end in `log.entries` and the ids of each group."""
+    """Return each pass over a layer's experts as a list of its groups: (start, end in `log.entries`, expert ids)."""
     passes: list[list[tuple[int, int, tuple[int, ...]]]] = []
     now: list[tuple[int, int, tuple[int, ...]]] = []
     for group, following in zip(log.groups, [*log.groups[1:], None], strict=True):

@@ -46,7 +46,7 @@ class _Size:
 
     Attributes:
         shape: selects the record to evaluate.
-        sizes: values of the named sizes, without those of experts.
+        sizes: values of the named sizes (sizes.py), except tokens of experts.
         rows: decoder layer -> tokens of each of its experts.
         batch, held_out: division of the tokens of a micro-batch, and of an evaluation's batch, in the loss; None if the
             latter has no more rows than a micro-batch.
@@ -82,7 +82,7 @@ class ClosedForm:
 
     @cached_property
     def short(self) -> Shortened:
-        """The decoder layers that are recorded, and the groups of them that stand for others; `short.run` has all
+        """The decoder layers that are recorded, and the groups of them that stand for others; its `run` has all
         layers."""
         if not can_be_shortened(self.run.config):
             return Shortened(self.run, tuple(range(self.run.structure.num_layers)), ())
@@ -141,7 +141,7 @@ class ClosedForm:
         )
         if ((table != table[0]).any(0) & (recorded.layers < 0)).any():
             raise NoClosedForm(
-                "layers whose experts receive unlike numbers of tokens have a tensor together; use --method trace"
+                "layers whose experts receive different numbers of tokens share a tensor; use --method trace"
             )
         of_layer = np.zeros(max([*size.rows, *layers.tolist()], default=0) + 2, dtype=np.int64)
         of_layer[list(size.rows)] = [unlike.index(rows) for rows in size.rows.values()]
@@ -150,18 +150,15 @@ class ClosedForm:
         return replace(found, load=load_peaks(self.run, found))
 
     def _knows(self, config: ResolvedConfig, routing: AssumedRouting) -> bool:
-        """Return whether the step of a run's shape is recorded; read the records from disk if none are known."""
+        """Read the records from disk if none are loaded; return whether the step of a run's shape is among them."""
         self.recorded = self.recorded or store.read(self.key)
         return self.recorded is not None and self.shape(config, routing) in self.recorded.records
 
     def with_records(
         self, config: ResolvedConfig, routing: AssumedRouting = BALANCED, head: KnownHead | None = None
     ) -> Recorded:
-        """Return the records, among them that for the sizes of a run; arguments and errors as of `at`.
-
-        Args:
-            head: sizes of the LM head, if they are known from another record of the model.
-        """
+        """Return all records, after making the one for the shape of a run if it is missing; else as `at`. `head` are
+        the sizes of the LM head, if they are known from another record of the model."""
         if not self._knows(config, routing):
             known = self.recorded
             with self._steps() as steps:
@@ -174,7 +171,7 @@ class ClosedForm:
         return self.recorded
 
     def shape(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Shape:
-        """Return which of the records serves a run; `recorded` must be set."""
+        """Return the shape of a run's batches, which selects its record; `recorded` must be set."""
         return self._size(config, routing).shape
 
     def _size(self, config: ResolvedConfig, routing: AssumedRouting) -> _Size:
@@ -223,7 +220,10 @@ class ClosedForm:
         """Build the shortened model on fake tensors; yield its steps, with all optimizer states created. Raise
         `NoClosedForm` if the engine is DeepSpeed, or code within the context reads the values of tensors."""
         if self.run.config.parallel.engine == "deepspeed":
-            raise NoClosedForm("DeepSpeed has no closed form: it joins all that trains; use --method trace")
+            raise NoClosedForm(
+                "a DeepSpeed run has no closed form, because one flat tensor holds all trained weights; "
+                "use --method trace"
+            )
         try:
             with faked(self.run, self.rank, self.gpu, shortened=True) as (adapted, _, mode):
                 adapted.model.train()
@@ -240,7 +240,8 @@ _LIMITS = ("topk", "window", "block", "chunk", "budget")
 
 
 def _limits(settings: Any, name: str = "") -> set[int]:
-    """Return all integers, at any depth, whose nearest key contains a word of `_LIMITS`."""
+    """Return all integers in nested settings whose innermost key contains a word of `_LIMITS`; `name` is the key of
+    `settings` itself."""
     if isinstance(settings, Mapping):
         return set().union(*(_limits(value, str(key)) for key, value in settings.items()))
     if isinstance(settings, (list, tuple)):
@@ -253,7 +254,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     """Return all settings of a run that the storages of its step depend on, except sizes, as JSON values."""
     config = run.config
     kind = config.model_dump(mode="json", exclude={"hardware": True, "output": True, "adapt": {"start_from"}})
-    # Of these only whether they are 0, that is off, matters.
+    # For these it only matters whether they are 0, that is off.
     numbers = (
         "max_grad_norm",
         "max_grad_value",
@@ -279,7 +280,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
 
 
 def _of_optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return an optimizer's settings that its tensors depend on; of numbers only whether they differ from 0 is kept."""
+    """Return an optimizer's settings that its tensors depend on, with numbers reduced to whether they are nonzero."""
     settings = optimizer.model_dump(mode="json", exclude={"lr", "eps"})
     settings["betas"] = None if optimizer.betas is None else [bool(beta) for beta in optimizer.betas]
     return settings | {key: bool(settings[key]) for key in ("weight_decay", "momentum")}
@@ -304,8 +305,8 @@ def _head_of(steps: Steps) -> KnownHead:
         lengths.append(sum(entry >= 0 for entry in tracker.log.entries))
     if lengths[-2] != lengths[-1]:
         raise NoClosedForm(
-            f"model type {adapted.structure.model_type!r} makes {lengths[-2]:,} tensors of {_PROBED[0]} tokens and "
-            f"{lengths[-1]:,} of {_PROBED[1]}: a step has no closed form; use --method trace"
+            f"model type {adapted.structure.model_type!r} allocates {lengths[-2]:,} tensors for {_PROBED[0]} tokens "
+            f"and {lengths[-1]:,} for {_PROBED[1]}, so its step has no closed form; use --method trace"
         )
     return known
 

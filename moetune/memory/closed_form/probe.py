@@ -1,7 +1,6 @@
-"""Choice of the batch sizes and lengths at which a step is recorded: primes that divide nothing else in a model.
+"""Choice of probe sizes: prime batch sizes and lengths, at which a tensor's bytes reveal which sizes are its factors.
 
-At such sizes the bytes of a tensor show which sizes they are a product of. Lengths are a large prime times the power of
-two that their alignment requires.
+Lengths are a large prime times the power of two that their alignment requires.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from moetune.training.step.loss import Chunks
 
 @dataclass(frozen=True)
 class ProbeSizes:
-    """Probe sizes: the sizes at which one step is recorded, to factor the bytes of its tensors into sizes.
+    """Sizes at which one step is recorded, so that the bytes of its tensors can be factored into sizes.
 
     Attributes:
         rows, sequence: rows of a micro-batch, and tokens of a row.
@@ -37,7 +36,7 @@ class ProbeSizes:
     def of(cls, shape: Shape, own: Collection[int], number: int) -> ProbeSizes:
         """Choose the sizes of a step to record: rows and length with large prime factors, and chunks of the loss.
 
-        `own` are the sizes of the dimensions of the model's weights, which no number of rows or tiles divides.
+        `own` are the dimensions of the model's weights; none of them is a multiple of the rows or of a number of tiles.
         `number`, from 0, selects one of several different choices.
         """
         free = (p for p in primes(53) if _is_rough(2 * p + 1) and not any(size % p == 0 for size in own))
@@ -65,8 +64,8 @@ class ProbeSizes:
         return tuple(sorted(limit for limit in limits if limit > self.sequence))
 
     def of_length(self, sequence: int, shape: Shape) -> ProbeSizes:
-        """Return the same sizes with another number of tokens in a row, `sequence`. It need not be a prime: a step of
-        this size is compared with the monomials, and not factored."""
+        """Return the same sizes with rows of `sequence` tokens, which need not be prime: a step of this size checks the
+        monomials, and is not factored."""
 
         def chunks(rows: int, *, alone: bool = False) -> Chunks:
             tokens = rows * sequence
@@ -85,7 +84,7 @@ class ProbeSizes:
         return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // shares])
 
     def sizes(self) -> Sizes:
-        """Return name -> value of all sizes but the tokens of experts; without B and 2B+1 if there is a single row."""
+        """Return name -> value of all sizes except tokens of experts; with a single row also without B and 2B+1."""
         sizes = sizes_of(self.rows, self.sequence, self.batch, self.held_out_rows, self.held_out)
         # A single row cannot be found as a factor, and the size of its cu_seqlens is constant.
         return sizes if self.rows > 1 else {name: size for name, size in sizes.items() if name not in ("B", "2B+1")}
@@ -101,9 +100,10 @@ def primes(start: int) -> Iterator[int]:
 
 
 def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
-    """Divide tokens for the loss so that the sizes of chunks and blocks can be told apart by their prime factors.
+    """Divide a batch's tokens for the loss, so that prime factors show whether a size is that of a chunk or a block.
 
-    There is one chunk if `alone`, else there are three of two blocks each, so that every place in `PLACES` occurs.
+    There are three chunks, the last one smaller, each of a full block and a smaller rest. So every kind of chunk and
+    block that a longer batch can have occurs (`sizes.PLACES`). With `alone` there is a single chunk of two blocks.
     """
     size = last = tokens
     if not alone:
@@ -129,8 +129,8 @@ def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
 
 
 def _is_probe_length(sequence: int, rows: Collection[int]) -> bool:
-    """Return whether each size derived from a length has a prime factor above 50, and no factor p or 2·p + 1 for p in
-    `rows`."""
+    """Return whether each size that `lengths` derives has a prime factor above 50, and is divisible by neither p nor
+    2·p + 1 for any p in `rows`."""
     return all(
         _is_rough(size) and all(size % p and size % (2 * p + 1) for p in rows) for size in lengths(sequence).values()
     )

@@ -83,8 +83,8 @@ class Record:
         return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
     def bytes_at(self, sizes: Sizes, rows: ExpertRows, batch: Chunks, held_out: Chunks | None) -> np.ndarray:
-        """Return the bytes of each block at given sizes, int64 [blocks]; 0 for blocks of a part of the loss that does
-        not exist.
+        """Return the bytes of each block at given sizes, int64 [blocks]; 0 for blocks of a chunk or block of the loss
+        that does not occur at these sizes.
 
         `rows` are the tokens of each expert; `batch` and `held_out` the division of the tokens in the loss, the latter
         None without evaluation.
@@ -189,7 +189,8 @@ def _refuse_other_storages(log: Log, other: Log) -> None:
         at = next((n for n, pair in pairs if pair[0] != pair[1]), min(len(log.entries), len(other.entries)) - 1)
         block = log.blocks[log.entries[at] if log.entries[at] >= 0 else ~log.entries[at]]
         raise NoClosedForm(
-            f"the step makes other storages at another size, from {block.op} in {block.module!r} on; use --method trace"
+            f"the step allocates different storages at different sizes, first in {block.op} of {block.module!r}; "
+            "use --method trace"
         )
 
 
@@ -207,14 +208,14 @@ def _compare(
     for block, is_, (coefficient, grows, power) in zip(log.blocks, other.blocks, found, strict=True):
         if is_.bytes != coefficient * values[power] * (rows.of(is_) if grows else 1):
             raise NoClosedForm(
-                f"{block.op} in {block.module or 'no module'} ({block.phase}) makes {block.bytes:,} bytes at one size "
-                f"and {is_.bytes:,} at another: not a product of sizes; use --method trace"
+                f"{block.op} in {block.module or 'no module'} ({block.phase}) allocates {block.bytes:,} bytes at one "
+                f"size and {is_.bytes:,} at another, which is no product of sizes; use --method trace"
             )
 
 
 def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, np.ndarray]:
-    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and `_places_of` the log:
-    [blocks]. Raises `NoClosedForm` as `_places_of` does."""
+    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and each block's place in the
+    loss, [blocks]. Raises `NoClosedForm` as `_places_of` does."""
     config, adapted = steps.config, steps.adapted
     shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
@@ -233,7 +234,7 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
         if adapted.ranks.is_single:  # the last micro-step, which adds to existing gradients
             micro_steps = min(2, config.train.accumulate)
             log = steps.record(tracker, feed, micro_steps, begun=micro_steps - 1)
-        else:  # the first, the last and those between send different things
+        else:  # first, last and middle micro-steps communicate differently
             log = steps.record(tracker, feed, min(3, config.train.accumulate))
     rows = ExpertRows(
         *(
@@ -247,8 +248,8 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
 def _places_of(log: Log, batch: NotedChunks, held_out: NotedChunks) -> np.ndarray:
     """Return where in the loss each block is allocated: [blocks] indices in `PLACES`.
 
-    Where a division of the loss has no such place, `Record.bytes_at` sets its blocks to 0 bytes. Raises `NoClosedForm`
-    if a block is freed in another chunk or block of the loss than it is allocated in.
+    Where a place does not occur in the loss of a run, `Record.bytes_at` sets its blocks to 0 bytes. Raises
+    `NoClosedForm` if a block is not freed in the chunk and block of the loss that allocated it.
     """
     chunks = [held_out if block.phase == "evaluation" else batch for block in log.blocks]
     made = [of.place(block.born) for of, block in zip(chunks, log.blocks, strict=True)]
@@ -260,7 +261,7 @@ def _places_of(log: Log, batch: NotedChunks, held_out: NotedChunks) -> np.ndarra
         if (chunk in ("middle", "last") and chunk != its_chunk) or (block == "full" and block != its_block):
             dead = log.blocks[~entry]
             raise NoClosedForm(
-                f"{dead.op} in {dead.module!r} is freed in another chunk of the loss than it is made in; "
+                f"the result of {dead.op} in {dead.module!r} outlives the chunk of the loss that allocates it; "
                 "use --method trace"
             )
     return np.array(made, dtype=np.int64)

@@ -51,10 +51,9 @@ class Shape:
 
     Attributes:
         aligned: largest power of two, up to 64, that divides the sequence length.
-        one_row: whether a batch has a single row and attention consists of plain operations, some of which copy a row
-            only if there are others.
-        is_alone: whether a batch is a single chunk of the loss and the LM head trains, so that no gradients of chunks
-            are summed.
+        one_row: whether a batch has a single row and attention consists of plain operations, some of which copy their
+            input only if there are several rows.
+        is_alone: whether the loss has a single chunk and the LM head trains, so that no gradients of chunks are summed.
         held_out: whether an evaluation's batch has more rows than a micro-batch, and so is recorded.
         idle: ids of the experts that receive no token, in a micro-batch and in an evaluation's batch.
         longer: lengths in the model's configuration, such as a window, that are greater than the sequence length.
@@ -76,8 +75,8 @@ PLACES: tuple[Place, ...] = (("", ""), *product(("first", "middle", "last"), (""
 
 
 def places(chunks: Chunks | None) -> np.ndarray:
-    """Return [len(PLACES)] whether each of `PLACES` occurs when the loss divides a batch into `chunks`; None: no
-    batch."""
+    """Return whether each of `PLACES` occurs when the loss divides a batch into `chunks` (None: no batch), as booleans
+    [len(PLACES)]."""
     there: set[Place] = {("", "")}
     if chunks is not None:
         count = -(-chunks.tokens // chunks.size)
@@ -90,11 +89,11 @@ def places(chunks: Chunks | None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class NotedChunks(Chunks):
-    """Chunks of the loss that record, while the loss iterates over them, at which place the step is.
+    """Chunks of the loss that record, while the loss iterates over them, where in `PLACES` each log entry is made.
 
     Attributes:
         length: returns the number of entries in the step's log so far.
-        noted: (number of entries in the log, place from there on), in order of time.
+        noted: (number of entries in the log, place of all entries after these), in order of time.
     """
 
     length: Callable[[], int]
@@ -121,7 +120,7 @@ class NotedChunks(Chunks):
         self.noted.append((self.length(), (chunk, block)))
 
     def place(self, at: int) -> int:
-        """Return where the loss was when the log's entry with index `at` was recorded, as an index in `PLACES`."""
+        """Return the index in `PLACES` of the place at which the log's entry with index `at` was recorded."""
         return PLACES.index(self.noted[bisect_right(self.noted, at, key=itemgetter(0)) - 1][1])
 
 
@@ -151,7 +150,7 @@ HELD_OUT_NAMES = ("d", "d′", "e", "e′", "e″")
 
 
 def rows_and_cu_seqlens(rows: int, name: str) -> Sizes:
-    """Return `rows` under `name`, and the entries of cu_seqlens for two documents a row under 2`name`+1."""
+    """Return the number of rows as size `name`, and the entries of cu_seqlens for two documents a row as 2`name`+1."""
     return {name: rows, f"2{name}+1": 2 * rows + 1}
 
 
@@ -213,8 +212,8 @@ def exchanged(run: ResolvedRun, rows: ExpertRows) -> Sizes:
 
 
 class Monomials:
-    """Factors numbers of bytes into monomials of sizes, given as name -> value at probe sizes (probe.py). Of names with
-    the same value the first is used; values up to 1 are ignored.
+    """Factors numbers of bytes into monomials of `sizes`: name -> value at probe sizes (probe.py). Of names with the
+    same value the first is used; values up to 1 are ignored.
 
     Attributes:
         values: (value, name) of each size, largest first, which is the order of the divisions.

@@ -1,4 +1,5 @@
-"""Storage of closed-form records on disk: one compressed JSON file for each kind of run and rank.
+"""Storage of what takes seconds to predict: closed-form records on disk, one compressed JSON file for each kind of run
+and rank; and reports by trace (planning/kept.py).
 
 Files are in `$MOETUNE_CACHE`, or else in `moetune/closed_form` under `$XDG_CACHE_HOME` or `~/.cache`. Reading executes
 nothing from a file. A file that cannot be read or written is treated as missing. File names are digests of the run's
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -96,25 +97,42 @@ def _content() -> TypeAdapter[tuple[str, KnownHead, list[tuple[Shape, Record]]]]
 
 def read(key: str) -> Recorded | None:
     """Read the records with a key; return None if their file is missing, damaged, or has another key inside. Raise
-    `UserError` as `folder`."""
-    try:
-        own, head, records = _content().validate_json(gzip.decompress(_file(key).read_bytes()))
-    except UserError:
-        raise
-    except Exception:  # whatever is wrong with the file: a new one is recorded
+    `UserError` as `folder` does."""
+    if (content := read_content(key, _content())) is None:
         return None
-    return Recorded(head, dict(records)) if own == key else None  # a renamed file is not used
+    _, head, records = content
+    return Recorded(head, dict(records))
 
 
 def write(key: str, recorded: Recorded) -> None:
-    """Write the records to the file named by `key`, replacing an older one, whole or not at all; ignore errors of the
-    file system. Raise `UserError` as `folder`."""
-    content = _content().dump_json((key, recorded.head, list(recorded.records.items())))
+    """Write the records to the file named by `key`, as `write_content`."""
+    write_content(key, _content(), (key, recorded.head, list(recorded.records.items())))
+
+
+Content = TypeVar("Content", bound=tuple[Any, ...])
+"""What a file has: its key, and more."""
+
+
+def read_content(key: str, type_: TypeAdapter[Content]) -> Content | None:
+    """Read the file named by `key`; return None if it is missing, damaged, or has another key inside. Raise `UserError`
+    as `folder`."""
+    try:
+        content = type_.validate_json(gzip.decompress(_file(key).read_bytes()))
+    except UserError:
+        raise
+    except Exception:  # whatever is wrong with the file: a new one is made
+        return None
+    return content if content[0] == key else None  # a renamed file is not used
+
+
+def write_content(key: str, type_: TypeAdapter[Content], content: Content) -> None:
+    """Write the file named by `key`, replacing an older one, whole or not at all; ignore errors of the file system.
+    Raise `UserError` as `folder`."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        write_whole(_file(key), gzip.compress(content, 1))
+        write_whole(_file(key), gzip.compress(type_.dump_json(content), 1))
     except OSError:
-        return  # recorded again next time
+        return  # made again next time
 
 
 def _file(key: str) -> Path:

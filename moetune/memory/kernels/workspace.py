@@ -14,10 +14,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import bitsandbytes.autograd  # noqa: F401  defines its operators
 import torch
 from torch import Tensor
 
+import moetune.compat.bitsandbytes  # noqa: F401  defines its operators
 from moetune.adapt.attention import Capability, has_little_shared_memory
 from moetune.experts.kernels.grouped import kernel_of
 
@@ -77,8 +77,8 @@ def _flash_varlen_backward(
 ) -> Iterator[int]:
     """Yield the workspaces of flash attention's backward on n packed documents of T tokens together.
 
-    They are those of `_flash_backward`, with 128 rows more for each document. query, key and value are [T, h, d];
-    `starts` [n + 1] are the first token of each document, and T. Source: cuda/flash_attn/flash_api.cpp: mha_varlen_bwd.
+    They are those of `_flash_backward`, with 128 more rows per document. query, key and value are [T, h, d]; `starts`
+    [n + 1] are the cumulative lengths (cu_seqlens). Source: cuda/flash_attn/flash_api.cpp: mha_varlen_bwd.
     """
     tokens, heads, size = query.shape
     rows = tokens + 128 * (starts.shape[0] - 1)
@@ -208,7 +208,7 @@ def _gemm_4bit(
 ) -> Iterator[int]:
     """Yield the workspaces of rows [..., K] times a 4-bit weight of `shape` (N, K): above all the dequantized weight.
 
-    Under double quantization, where `absmax_8bit` are the weight's scales, also these in float32, twice.
+    With double quantization (`absmax_8bit` given), also two copies of the weight's scales in float32.
 
     From 512 rows on a weight of 4M elements is always dequantized (_gemm_4bit_use_custom_cuda); with fewer rows another
     kernel without these workspaces may run. Source: bitsandbytes/backends/cuda/ops.py: _dequant_linear_fallback.
@@ -246,10 +246,11 @@ def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, coun
 
 
 def _sorted_positions(capability: Capability, numbers: Tensor, count: int) -> Iterator[int]:
-    """Sorting by expert: for each 512 rows an int32 for each expert, and up to the next power of two.
+    """Yield the workspace for sorting rows by expert: for each 512 rows an int32 per expert, the number of experts
+    rounded up to a power of two.
 
-    Below 128 experts one byte a row is assumed, so that the bytes are a product of sizes: an upper bound. Source:
-    experts/kernels/triton_routing.py.
+    That is less than a byte a row below 128 experts; then one byte is assumed, an upper bound, because a closed form
+    needs whole bytes. Source: experts/kernels/triton_routing.py.
     """
     yield numbers.numel() * max(1, FLOAT * (1 << (count - 1).bit_length()) // 512)
 

@@ -42,9 +42,15 @@ class TracePosition(Protocol):
 
 
 class Counter:
-    """Records the work that each operation would do on a GPU of this compute capability, which decides the kernels that
-    run, with so many multiprocessors (None if unknown). `parts` maps a module's path to the part to which its work
-    counts; each operation's work is appended to `done`."""
+    """Records the work that each operation would do on a GPU.
+
+    Args:
+        capability, multiprocessors: the GPU's compute capability, which decides the kernels that run, and its number of
+            multiprocessors (None: unknown).
+        where: the current position in the traced step.
+        parts: module path -> part of the step to which the module's work counts.
+        done: list to which the work of each operation is appended.
+    """
 
     def __init__(
         self,
@@ -78,8 +84,7 @@ class Counter:
 
     def part(self, func: Any = None) -> WorkPart:
         """Return the part of the step to which an operator's work counts: `optimizer` in that phase, else the
-        operator's own part, else that of the running module. None for `func` is an operator without a part of its
-        own."""
+        operator's own part (None: it has none), else that of the running module."""
         if self.where.phase == "optimizer":
             return "optimizer"
         return part_of(func) or self.parts.get(self.where.module, "rest")

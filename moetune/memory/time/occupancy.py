@@ -2,9 +2,9 @@
 
 A product is computed in tiles of 128 × 128 elements of its result, one at a time on each multiprocessor, and takes as
 long as the multiprocessor with the most tiles: ⌈tiles / multiprocessors⌉ times one tile (tile and wave quantization:
-Matrix Multiplication Background User's Guide, docs.nvidia.com/deeplearning/performance). cuBLAS may divide the places
-that are summed over among several tiles; kernels of grouped products do not. Smaller tiles would waste less of the last
-wave and be slower each, which is not counted.
+Matrix Multiplication Background User's Guide, docs.nvidia.com/deeplearning/performance). cuBLAS may divide the inner
+dimension, called places here, among several tiles (split-K); kernels of grouped products do not. Other tile sizes are
+not considered.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 TILE = 128  # rows and columns of a tile
-FEWEST_PLACES = 1024  # that cuBLAS sums in one tile where it divides them
+FEWEST_PLACES = 1024  # assumed for each tile if cuBLAS divides the inner dimension
 
 
 class Product(NamedTuple):
-    """Products [rows, places] · [places, columns], one for each entry of `rows`, in one launch."""
+    """One launch of matrix products [rows, places] · [places, columns], one for each entry of `rows` and `places`.
+    `is_divided`: whether several tiles may share the inner dimension of a product (split-K)."""
 
     rows: Sequence[int]
     columns: int
@@ -51,7 +52,7 @@ def products(name: str, args: Sequence[Any], is_loop: bool) -> Iterator[Product]
 
 
 def idle(product: Product, multiprocessors: int) -> float:
-    """Return the FLOPs that the card could do while a launch runs, less those of the launch."""
+    """Return the FLOPs that the GPU could do in the time of a launch, minus those that the launch does."""
     tiles = [-(-rows // TILE) * -(-product.columns // TILE) for rows in product.rows]
     flops = 2.0 * product.columns * sum(rows * deep for rows, deep in zip(product.rows, product.places, strict=True))
     total, deepest = sum(tiles), max(product.places, default=0)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-import bitsandbytes.autograd  # noqa: F401  defines its operators
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+import moetune.compat.bitsandbytes  # noqa: F401  defines its operators
 from moetune.adapt.attention import Capability
 from moetune.experts.kernels import grouped
 from moetune.experts.kernels import operators as kernels  # noqa: F401  defines its operators
@@ -136,8 +136,8 @@ def works(
 ) -> Iterator[Share]:
     """Yield the work of one operation on a GPU of this compute capability, which decides how many kernels are launched.
 
-    A fused optimizer update of several tensors yields one share for each of them. Without `multiprocessors`, the number
-    that the GPU has, none are counted as idle.
+    A fused optimizer update of several tensors yields one share for each of them. Without `multiprocessors`, the GPU's
+    number of multiprocessors, no FLOPs count as idle.
     """
     if _does_nothing(func):
         return
@@ -166,7 +166,7 @@ def works(
 
 
 def part_of(func: Any) -> WorkPart | None:
-    """Return the part to which an operator counts in any module (`dequantization`), or None."""
+    """Return `dequantization` for an operator that counts as that in any module, else None."""
     return "dequantization" if func is not None and func._opname.startswith("dequantize") else None
 
 
@@ -265,8 +265,8 @@ def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
 
 
 def _low_rank_product(out: Tensor, rows: Tensor, matrices: Tensor, narrow: Tensor, second: Tensor, *_: Any) -> float:
-    """Return the FLOPs 2·N·(p·q + P·r·q') of `low_rank_product_`: rows [N, p] by [C, p, q], and second [C, P, q',
-    r]."""
+    """Return the FLOPs 2·N·(p·q + P·q'·r) of `low_rank_product_` on N rows of C experts: `rows` [N, p], `matrices`
+    [C, p, q], and LoRA's factors B of P projections in `second` [C, P, q', r]."""
     return _grouped(rows, matrices) + 2.0 * len(rows) * second[0].numel()
 
 
@@ -386,7 +386,7 @@ def _launches(func: Any, args: Any, kwargs: Any, out: Any, capability: Capabilit
 
 
 def _of_grouped(args: Any, kwargs: Any, out: Any, capability: Capability) -> float:
-    """Return the launches of a grouped product: 2 by torch's kernel, 1 by Triton's, else 1 per expert with rows."""
+    """Return the launches of a grouped product: 2 with torch's kernel, 1 with Triton's, else 1 per expert with rows."""
     a, b, _, counts = args
     whose = grouped.kernel_of(capability, a, b)
     return sum(map(bool, counts)) if whose is None else {"torch": 2, "triton": 1}[whose]

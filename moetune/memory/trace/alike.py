@@ -62,9 +62,9 @@ def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
 def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
     """Choose the decoder layers to run, given for each decoder layer a value that is equal for identical ones.
 
-    Returns the numbers of the layers to run, ascending, and the groups among them that stand for identical groups that
-    are left out. Without a group that repeats three times, all layers and no groups. A group that repeats three times
-    stands only for itself, so that its record serves more repetitions.
+    Returns the numbers of the layers to run, ascending, and the groups among them that stand for identical groups. If
+    no group repeats at least three times, all layers run and no group stands for others. With exactly three
+    repetitions nothing is left out; the second is returned nevertheless, so that its record serves deeper models.
     """
     kept: list[int] = []
     units: list[Unit] = []
@@ -99,8 +99,8 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
     selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     checkpointing = run.config.train.checkpointing
-    # Whether gradients pass through the layer whatever trains in it: always under checkpointing, else if an earlier
-    # layer or a weight outside of the layers trains.
+    # Whether gradients pass through the layer even if nothing in it trains: always under checkpointing, else if an
+    # earlier layer or a weight outside of the layers trains.
     arrive = checkpointing in ("full", "offload") or bool(selection.full & outside)
     kinds: list[Hashable] = []
     for number, (path, made) in enumerate(_layers(run.model.plain).items()):
@@ -124,7 +124,7 @@ _MADE: dict[Hashable, int] = {}
 
 
 def _layers(model: PreTrainedModel) -> dict[str, int]:
-    """Return path -> a number for each decoder layer, which is equal for layers of the same make, in any model."""
+    """Return path -> number of each decoder layer; layers with equal `_make` have equal numbers, also across models."""
     if model not in _KNOWN:  # a plain model is never modified
         layers = decoder_layers(model).items()
         _KNOWN[model] = {path: _MADE.setdefault(tuple(_make(layer)), len(_MADE)) for path, layer in layers}
@@ -136,8 +136,8 @@ _NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number",
 
 
 def _make(layer: nn.Module) -> Iterator[Hashable]:
-    """Yield what a layer's memory depends on, for it and each module in it: path, class, plain attributes but the
-    layer's number, and names, shapes and dtypes of tensors."""
+    """Yield what a layer's memory depends on, for the layer and each module in it: path, class, plain attributes except
+    the layer's number, and names, shapes and dtypes of tensors."""
     for path, module in layer.named_modules():
         settings = tuple(
             (name, value)

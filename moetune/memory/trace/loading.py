@@ -30,11 +30,11 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     weights. The GPU's peak is the larger of all loaded weights, and the banks plus one expert's gate_up matrix while it
     is read and quantized:
 
-    - A checkpoint with separate gate and up tensors: both are read and joined, which takes the matrix twice.
+    - A checkpoint with separate gate and up tensors: both are read and joined, which takes twice the matrix's bytes.
     - A checkpoint with all experts of a layer in one tensor: one expert is read at a time, unless the tensor has to be
-      converted (`expert_layout`), which reads it whole.
-    - Either is in the dtype that `config.json` names; without one, or published quantized, in the compute dtype.
-      Weights that are not quantized are converted from one to the other.
+      converted (`expert_layout`), which reads all of it.
+    - Weights are read in the dtype that `config.json` names. If it names none, or the checkpoint is quantized, they are
+      read in the compute dtype. The largest of the other weights is also held in both dtypes while it is converted.
     - An MXFP4 checkpoint (17/32 bytes a weight): kept as it is, unless the base has another storage or experts train.
 
     The host's peak is what stays in host memory plus the tensor that is being read, an expert's or the embedding.
@@ -43,7 +43,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     a mask of one byte a weight that checks the draw. The embedding and the LM head are drawn last; no linear layer is
     assumed to be larger than these. The host's peak is what stays in host memory.
 
-    Of `traced`, a prediction of the same run by trace or closed form, only the bytes of its loaded weights are read.
+    `traced` is a prediction of the same run by trace or closed form; only the bytes of its loaded weights are used.
     """
     structure, model = run.structure, run.config.model
     on_gpu, on_host = (traced.loaded(on_host=where) for where in (False, True))

@@ -2,11 +2,11 @@
 
 alike.py chooses groups of layers that stand for identical groups. Such a group has one stretch of the log in every
 forward and every backward pass: from the end of the layer before the group to the end of the group's last layer. The
-expansion repeats each stretch once for every group that it stands for, in falling order in backward. Storages of the
+expansion repeats each stretch once for every group that it stands for, in descending order in backward. Storages of the
 group's layers that are allocated outside of the stretches, such as weights and optimizer states, are repeated as often.
 
-A copy is a group's number in `Unit.copies`. A storage that is freed in another stretch than it was allocated in is
-matched by the layers of both:
+A copy is a group's number in `Unit.copies`. A storage that is allocated in one stretch and freed in another is matched
+by the layers of both:
 
     allocated            freed                            the release frees
     in the group         in the group                     the storage of the same copy
@@ -14,8 +14,8 @@ matched by the layers of both:
     in the group         in a neighbour                   the storage of the copy beside that neighbour
     in the group         elsewhere                        the storages of all copies (gradients, at the step's end)
 
-Copies on the device of host memory are fetched one layer ahead and freed one layer later, so they are matched by age:
-of those of one size the oldest is freed first.
+Device copies of host tensors are fetched one layer ahead and freed one layer later, so they are matched by age: of
+equal size, the oldest is freed first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stretch:
     Attributes:
         layer: number of the layer, of a group its last layer's; -1 outside of layers.
         unit: the group, if this is the stretch of a group that stands for others; else None.
-        backward: whether the stretch is part of a backward pass, in which groups are repeated in falling order.
+        backward: whether the stretch is part of a backward pass, in which groups are repeated in descending order.
     """
 
     start: int
@@ -128,9 +128,8 @@ class Owners:
     def matches(self) -> dict[tuple[int, int], int]:
         """For each block that a neighbouring layer allocates and a group frees, the group's own block in the same role.
 
-        Maps (number of the neighbour's block, last layer of the group) to the number of a block that the group
-        allocates and the next layer in the same direction frees. Both are allocated in the same kind of pass and have
-        the same size.
+        Maps (neighbour's block, last layer of the group) -> own block. The group allocates its own block, and the next
+        layer in the same direction frees it; both blocks have one size and are allocated in the same kind of pass.
         """
         left: dict[int, dict[tuple, list[int]]] = defaultdict(lambda: defaultdict(list))
         groups = {unit.layers[-1] for unit in self.units.values()}
@@ -151,7 +150,7 @@ class Owners:
 
 @dataclass(frozen=True)
 class Events:
-    """Allocations and releases of all storages of a whole model, in order of time, whatever the sizes of the blocks.
+    """Allocations and releases of all storages of a whole model, in order of time, without their bytes.
 
     Storages are numbered in the order of their allocation, and each refers to the block of the log that describes it.
 
@@ -191,11 +190,10 @@ class Events:
         return self._columns[name]
 
     def times(self, at: int, block: int | None) -> int:
-        """Return how often an operation or message, recorded once in the log, happens in the whole model.
+        """Return how often an operation or message, recorded once at `Log.entries[at]`, happens in the whole model.
 
-        It was recorded at `Log.entries[at]`, and refers to a block or to none. In the stretch of a group that stands
-        for others, it happens as often as there are groups in `Unit.copies`; outside of layers as often as the group of
-        `block`; everywhere else once.
+        In the stretch of a group that stands for others, it happens once for each group in `Unit.copies`. Outside of
+        layers it happens that often if it concerns a block of such a group (None: no block). Everywhere else: once.
         """
         owners = self.owners
         if not owners.units:
@@ -214,11 +212,10 @@ class Events:
 
 @cache
 def layer_named(module: str, unit: Unit | None, copy: int) -> str:
-    """Return a module's path with the number of its layer replaced: that of a layer that ran by that of one it stands
-    for.
+    """Return the path of a module in the given copy of a group: its layer's number becomes that of the copy's layer.
 
     With `unit.layers` (1,) and `unit.copies[copy]` (5,), "model.layers.1.mlp" becomes "model.layers.5.mlp". Without a
-    group, `unit` None, the path stays as it is.
+    group (`unit` None) the path is unchanged.
     """
     if unit is None or copy == 0 or not module:
         return module
@@ -284,7 +281,7 @@ class _Expansion:
         self.rows.append((np.broadcast_to(turn, place.shape), place, block, copy))
 
     def _outside(self, stretch: Stretch) -> None:
-        """Add a stretch once; entries of blocks that belong to a repeated group are repeated in place."""
+        """Add a stretch once, because it lies in no repeated group; repeat only entries of such groups' blocks."""
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]
         count, first = self.counts[block], np.zeros(len(place), dtype=np.int64)
@@ -300,7 +297,7 @@ class _Expansion:
         self.turns.append((stretch, 0))
 
     def _copied(self, stretch: Stretch, unit: Unit) -> None:
-        """Add a group's stretch once for each group that it stands for, in falling order in backward."""
+        """Add a group's stretch once for each group that it stands for, in descending order in backward."""
         own, last = unit.layers[-1], len(unit.copies) - 1
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]
@@ -323,7 +320,7 @@ class _Expansion:
             self.turns.append((stretch, copy))
 
     def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
-        """Change `storages` [events] in place so that of fetched storages of one size the oldest is freed first."""
+        """Reassign releases in `storages` [events], in place: of fetched storages of equal size, oldest freed first."""
         fetched = np.flatnonzero(self.fetched[block])
         sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
         for size in np.unique(sizes):
@@ -332,7 +329,7 @@ class _Expansion:
             storages[deaths] = storages[there[births[there]]][: len(deaths)]
 
     def _marks(self, turn: np.ndarray, place: np.ndarray) -> list[tuple[int, Mark, Unit | None, int]]:
-        """Return `Events.marks`, given for each event its index in `turns` and its index in `Log.entries`."""
+        """Return `Events.marks`; `turn` and `place` [events] are indices in `turns` and in `Log.entries`."""
         length, of_stretch = len(self.log.entries), defaultdict[int, list[Mark]](list)
         for mark in self.log.marks:
             if mark.at < length:

@@ -175,7 +175,7 @@ class Steps(Watched):
         once: it removes the hooks that count expert load.
 
         Args:
-            first: micro-steps of the first step, and then only the last step's peak counts; None for `micro_steps`.
+            first: micro-steps of the first step, None for `micro_steps`. If given, only the last step's peak counts.
             tracking: False to record only phases, modules and layer boundaries, and no operations.
             short: layers that ran and groups that stand for others; None if all layers ran.
 
@@ -212,8 +212,8 @@ class Steps(Watched):
     def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
         """Run one step, and the evaluation if `feed` has one, and return the tracker's log.
 
-        Optimizer states must exist (`make_states`). The first `begun` micro-steps are skipped, and if there are any,
-        their gradients are created, uninitialized. The tracker is stopped, and FSDP2's weights are sharded again.
+        Optimizer states must exist (`make_states`). The first `begun` micro-steps do not run; if there are any,
+        uninitialized gradients are created for them. Afterwards the tracker is stopped and FSDP2's weights sharded.
         """
         for updater in self.optimizer.updaters if begun else ():
             _give_gradients(updater)
@@ -231,8 +231,8 @@ class Steps(Watched):
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
-        """Return a context in which reading each expert's tokens adds to the counted work, though a trace does not read
-        them."""
+        """Return a context in which each count of experts' tokens adds the work of reading it from the GPU, which a
+        trace with assumed counts does not do."""
         counter, hooks = tracker.counter, self.adapted.expert_context.hooks
         if counter is None:
             return nullcontext()

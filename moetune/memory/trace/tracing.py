@@ -89,7 +89,7 @@ def trace(
             tracker = steps.tracker(counts=True)
             if micro_steps is not None:
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
-            else:  # on several ranks the first, the last and those between send different things
+            else:  # on several ranks first, last and middle micro-steps communicate differently
                 most = 2 if adapted.ranks.is_single else 3
                 traced = steps.run(tracker, min(most, config.train.accumulate), first=1, short=short)
         return replace(traced, load=load_peaks(whole, traced))
@@ -123,7 +123,7 @@ def faked(
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotTraceable(
                 f"{run.config.model.path!r} cannot be traced: the code of model type "
-                f"{run.structure.model_type!r} looks at values ({error.func})"
+                f"{run.structure.model_type!r} reads the values of tensors ({error.func})"
             ) from None
 
 

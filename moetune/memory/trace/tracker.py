@@ -46,8 +46,8 @@ _ADD = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class _Sum:
-    """The result of an addition of two gradients by autograd, which without a dispatch mode may be in place. `onto` is
-    the block of the first operand, which an addition in place would overwrite."""
+    """A sum of two gradients, which autograd may compute in place if no dispatch mode is active: its block, the id of
+    its storage, and in `onto` the block of the first operand, which an addition in place would overwrite."""
 
     block: int
     storage: int
@@ -126,8 +126,8 @@ class Tracker(TorchDispatchMode):
         self.read_marks(tensor)
 
     def read_marks(self, tensor: Tensor) -> None:
-        """Update a tensor's block from the marks on its storage (`experts/host.py`), which must be tracked. They say
-        that it is host memory, or a copy of host memory; a copy takes the part of its original."""
+        """Update the block of a tracked tensor from the marks on its storage (`experts/host.py`): whether it is host
+        memory, and whether it is a copy of host memory, which then counts as the same part as its original."""
         block = self.log.blocks[self._alive[id(tensor.untyped_storage())]]
         if stays_on_host(tensor):
             self._take_off_device(block)
@@ -147,7 +147,7 @@ class Tracker(TorchDispatchMode):
         born = len(self.log.entries)
         if self.limit is not None and not on_host and self._bytes + size > self.limit:
             self.refused = born, size
-            raise torch.OutOfMemoryError(f"{op or 'a tensor'} of {size:,} bytes is beyond the {self.limit:,} there are")
+            raise torch.OutOfMemoryError(f"{op or 'a tensor'} of {size:,} bytes exceeds the limit of {self.limit:,}")
         self._bytes += 0 if on_host else size
         block = Block(size, part, self.phase, self.module, op, born, on_host=on_host, experts=self.experts)
         self.log.blocks.append(block)
@@ -169,7 +169,7 @@ class Tracker(TorchDispatchMode):
         self._bytes -= 0 if block.on_host else block.bytes
 
     def _was_in_place(self, added: _Sum) -> None:
-        """Remove the block of a sum from the log and let the sum's storage continue its first operand's block."""
+        """Record a sum as in place: remove its block from the log, and assign its storage to the first operand's."""
         self.log.entries.pop()
         self._take_off_device(self.log.blocks.pop())
         self._alive[added.storage] = added.onto

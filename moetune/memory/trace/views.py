@@ -77,7 +77,7 @@ class Trace:
         for sent in log.sent:
             if sent.step == last and not sent.message.is_known:
                 raise UserError(
-                    f"what ranks send cannot be counted: {sent.message.kind} is no collective that the count knows"
+                    f"cannot count the bytes that ranks send: the collective {sent.message.kind} is not known"
                 )
         events = Events.of(log, short)
         collectives: dict[tuple[str, str, str], list[int]] = {}

@@ -7,11 +7,11 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
+from moetune.compat.bitsandbytes import Linear4bit
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.memory.kernels.attention import replace_attention

@@ -28,17 +28,23 @@ _FILE = Path(__file__).parent / "gpus.yaml"
 class Figure:
     """A number, in the unit that the field of `Gpu` states, and its source: a document, a measurement or "estimate: …".
 
-    `measured_here` says whether this project measured it.
+    `measured_here` says whether this project measured it. `least` and `most` are the ends of what drivers differ by;
+    None: see `Gpu.context_range`.
     """
 
     value: int
     source: str
     measured_here: bool = False
+    least: int | None = None
+    most: int | None = None
 
 
 _RATES = {"bandwidth": 10**9, "bf16": 10**12, "fp16": 10**12, "fp32": 10**12, "host_link": 10**9, "interconnect": 10**9}
 _RATES |= {"multiprocessors": 1}
 """Field of `Gpu` -> factor from its unit in `gpus.yaml` (GB/s, TFLOP/s) to bytes/s or FLOP/s."""
+_AMPERE = (8, 0)
+_DRIVERS = 419 / 507
+"""Least over most context of one chip, where reports of drivers differ most: the L40 and L40S in `gpus.yaml`."""
 PCIE_CHANNELS = Figure(2, "estimate: as many as NCCL's log has between two cards in PCIe slots")
 
 
@@ -79,6 +85,20 @@ class Gpu:
     channels: Figure = PCIE_CHANNELS
 
     @property
+    def context_range(self) -> tuple[int, int]:
+        """Least and most bytes of a context over drivers.
+
+        The value in the catalog is the most that was reported of a chip, and `least` the least. Of a chip with a single
+        report, the ends differ from it by `_DRIVERS`.
+        """
+        value, least, most = self.context.value, self.context.least, self.context.most
+        if self.context.measured_here:
+            return least or value, most or value
+        if least is None:
+            return int(value * _DRIVERS), most or int(value / _DRIVERS)
+        return least, most or value
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """One line "context of NVIDIA L40S: <source>" for each memory figure that was not measured by this project."""
         figures = {"memory": self.memory, "context": self.context, "cuBLAS workspace": self.cublas_workspace}
@@ -108,7 +128,7 @@ def find_gpu(name: str) -> Gpu:
         return _gpus()[_names()[wanted]]
     if (size := parse_size(name)) is not None:
         if size <= 0:
-            raise UserError(f"{name!r} is no size of a GPU: it must be above zero. {HOW_TO_WRITE_A_SIZE}")
+            raise UserError(f"{name!r} is not a valid memory size: it must be above zero. {HOW_TO_WRITE_A_SIZE}")
         return _of_size(name.strip(), size)
     if (several := _SEVERAL.fullmatch(name.strip())) is not None:
         count, card = several[1] or several[4], find_gpu(several[2] or several[3]).name
@@ -131,16 +151,24 @@ def find_gpu(name: str) -> Gpu:
 
 def alike_in_size(card: Gpu) -> tuple[str, ...]:
     """Return the catalog names of GPUs whose memory is within 10 % of the memory of `card`."""
-    size = card.memory.value
+    return alike_in_memory(card.memory.value)
+
+
+def alike_in_memory(size: int) -> tuple[str, ...]:
+    """Return the catalog names of GPUs whose memory is within 10 % of `size` bytes."""
     return tuple(name for name, other in _gpus().items() if 0.9 * size <= other.memory.value <= 1.1 * size)
 
 
 def _of_size(name: str, size: int) -> Gpu:
-    """Return a GPU with `size` bytes of memory, and with the other memory figures of the L40S."""
+    """Return a GPU with `size` bytes of memory, and with the other memory figures of the L40S; its context may be that
+    of any GPU with about as much memory since Ampere."""
     model = _gpus()["l40s"]
 
     def assumed(figure: Figure) -> Figure:
         return Figure(figure.value, f"assumed as on {model.full_name}")
+
+    alike = [_gpus()[one] for one in alike_in_memory(size) if _gpus()[one].capability >= _AMPERE]
+    ranges = [card.context_range for card in (model, *alike)]
 
     unknown: dict[str, Any] = dict.fromkeys(_RATES)
     return replace(
@@ -148,7 +176,9 @@ def _of_size(name: str, size: int) -> Gpu:
         name=name,
         full_name=f"a GPU of {name}",
         memory=Figure(size, "the size given: all of it is taken to be usable"),
-        context=assumed(model.context),
+        context=replace(
+            assumed(model.context), least=min(low for low, _ in ranges), most=max(high for _, high in ranges)
+        ),
         cublas_workspace=assumed(model.cublas_workspace),
         channels=PCIE_CHANNELS,
         **unknown,
@@ -200,7 +230,8 @@ def _gpu(name: str, entry: dict[str, Any]) -> Gpu:
 def _size(entry: dict[str, Any]) -> Figure:
     size = parse_size(entry["value"])
     assert size is not None, f"{_FILE}: {entry['value']!r} is no size"
-    return Figure(**{**entry, "value": size})
+    ends: dict[str, Any] = {end: parse_size(entry[end]) for end in ("least", "most") if end in entry}
+    return Figure(**{**entry, "value": size, **ends})
 
 
 def _rate(entry: dict[str, Any], unit: int) -> Figure:

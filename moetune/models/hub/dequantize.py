@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bitsandbytes.functional import QuantState, create_dynamic_map, dequantize_4bit
-from bitsandbytes.utils import unpack_tensor_to_dict
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from moetune.compat.bitsandbytes import QuantState, create_dynamic_map, dequantize_4bit, unpack_tensor_to_dict
 from moetune.errors import reading
 from moetune.json_files import Amount, read_json
 from moetune.models.hub.tensor_files import NAMES, Stored, read_headers
@@ -221,7 +220,7 @@ def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
 
 
 def _require(fits: bool, parts: Mapping[str, Stored]) -> None:
-    """Raise `ValueError`, with the parts' dtypes and shapes, unless `fits`."""
+    """Raise `ValueError`, naming the dtypes and shapes of the parts, if `fits` is False."""
     if not fits:
         found = ", ".join(f"{name or 'weight'} {part.dtype} {[*part.shape]}" for name, part in parts.items())
         raise ValueError(f"its parts do not fit together: {found}")

@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 from moetune.errors import UserError
@@ -135,7 +136,7 @@ class KeyMapping:
 
 
 def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = False) -> dict[str, KeyMapping]:
-    """Return name of a parameter or buffer -> its mapping, for those of which the checkpoint has every tensor.
+    """Return name -> mapping for each parameter or buffer of which the checkpoint has every tensor.
 
     `keys` are the names of all tensors of the checkpoint. With `split`, parameters that are only a part of a checkpoint
     tensor are included; `to_checkpoint` is not defined for them.
@@ -160,6 +161,14 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
             assert isinstance(mapping.keys, dict)
             mapping.keys.setdefault(pattern or key, []).append(key)
     return {name: mapping for name, mapping in mappings.items() if mapping.is_whole}
+
+
+def published_names(model: PreTrainedModel) -> list[str]:
+    """Return the tensor names of a published checkpoint of this model, as transformers would save it.
+
+    `model` may be on the meta device; no checkpoint is needed.
+    """
+    return sorted(revert_weight_conversion(model, dict(model.state_dict())))
 
 
 ExpertLayout = Literal["apart", "rows", "converted"]

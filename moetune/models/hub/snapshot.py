@@ -88,5 +88,5 @@ def download(hub_id: str) -> Path:
         if folder is not None:
             return folder
         raise UserError(
-            f"the weights of {hub_id!r} cannot be had from the hub: {one_line(error)} {how_to_get(hub_id)}"
+            f"the weights of {hub_id!r} cannot be downloaded from the hub: {one_line(error)} {how_to_get(hub_id)}"
         ) from None

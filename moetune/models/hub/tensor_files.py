@@ -207,12 +207,14 @@ def refuse_not_finite(tensors: Mapping[str, Stored], what: str) -> None:
                 raise UserError(f"{what}: {name} holds values that are not finite; take an earlier checkpoint")
 
 
-def create_file(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Stored]:
+def create_file(
+    file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> dict[str, Stored]:
     """Create a safetensors file of zeros, for `Stored.write` to fill; return tensor name -> where it is stored.
 
-    `tensors` maps tensor name -> (dtype, shape).
+    `tensors` maps tensor name -> (dtype, shape). `metadata` are further entries of the file's metadata.
     """
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     # Widest dtype first, so that every tensor begins at a multiple of its item size, as safetensors readers expect.
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])):

@@ -84,7 +84,7 @@ class ChatTemplate:
             raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
         for text, _ in texts:
             if not isinstance(text, str) or len(text) > _BYTES // 16:
-                raise MalformedError("the chat template writes more than any text")
+                raise MalformedError("the chat template's output exceeds the memory limit")
             checked_text(text, "rendered chat")
         return texts, "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
 
@@ -110,8 +110,8 @@ class ChatTemplate:
     def _refuse_ignored(self, messages: Messages, tools: Tools) -> None:
         """Raise `MalformedError` if the template ignores a key of a message, the tools, or the text before `</think>`.
 
-        A part is ignored if the rendered text is the same without it. Without `{% generation %}` markers, `_turns`
-        renders each turn of the assistant as the last, so the chat is rendered only up to the next one here too.
+        A part is ignored if the rendered text is the same without it. If the template has no `{% generation %}`
+        markers, the chat is cut after the assistant's next turn for this test, as `_turns` cuts it for training.
         """
         cases: list[tuple[str, int, dict[str, Any] | None]] = []  # (part, message index, message without the part)
         for at, message in enumerate(messages):
@@ -123,7 +123,7 @@ class ChatTemplate:
                     cases.append((f"{here[0]} of message {at + 1}", at, left))
             thought, mark, said = (message["content"] or "").rpartition("</think>")
             if mark and thought.strip() and message["role"] == "assistant":
-                cases.append((f"what stands before </think> in message {at + 1}", at, {**message, "content": said}))
+                cases.append((f"the text before </think> in message {at + 1}", at, {**message, "content": said}))
         if tools:
             cases.insert(0, ("tools", len(messages) - 1, None))
         for what, at, without in cases:
@@ -145,7 +145,8 @@ class ChatTemplate:
     def _refuse_lost_content(self, messages: Messages, tools: Tools) -> None:
         """Raise `MalformedError` if the template drops some of a message's content.
 
-        Without `{% generation %}` markers, content that appears when its turn is rendered as the last is not lost.
+        If the template has no `{% generation %}` markers, content also counts as kept if it appears in the chat cut
+        after any turn of the assistant, because `_turns` trains on such cuts.
         """
         lost = lost_content(messages, lambda some: self._render(some, tools))
         for end, message in enumerate(messages, 1):
@@ -171,8 +172,8 @@ class ChatTemplate:
     def _turns(self, messages: Messages, tools: Tools) -> list[Spanned]:
         """Render a chat up to each turn of the assistant, for a template without `{% generation %}` markers.
 
-        What that adds to the preceding messages with a generation prompt is the assistant's. If one text is the
-        beginning of the next, only the longer one is returned, with the ranges of both.
+        The assistant's range begins where the preceding messages, rendered with a generation prompt, end. If one text
+        is the beginning of the next, only the longer one is returned, with the ranges of both.
 
         Raises:
             MalformedError: the first message is the assistant's, or a turn does not begin with its generation prompt.
@@ -222,7 +223,7 @@ def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[in
         return spans
     if len(weights) != len(spans):
         raise MalformedError(
-            f"weight: 0 cannot be heeded: the chat template marks {len(spans)} parts for {len(weights)} messages "
+            f"weight: 0 cannot be applied: the chat template marks {len(spans)} parts for {len(weights)} messages "
             "of the assistant"
         )
     return [span for span, weight in zip(spans, weights, strict=True) if weight]

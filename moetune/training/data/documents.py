@@ -56,10 +56,9 @@ class Document:
         return Document(self.ids[start:stop], labels, self.divisible)
 
     def shortened(self, longest: int) -> tuple[Document, bool]:
-        """Return the document cut to at most `longest` tokens, after the last stretch of trained tokens that fits
-        completely.
+        """Cut the document to at most `longest` tokens, after the last stretch of trained tokens that fits completely.
 
-        If none fits, return its first `longest` tokens. The second result says whether one fits.
+        Returns (document, whether a stretch fits); if none does, the document has the first `longest` tokens.
         """
         ends = np.flatnonzero((self.labels[:longest] != IGNORED) & (self.labels[1 : longest + 1] == IGNORED)) + 1
         return (self.segment(0, int(ends[-1])), True) if len(ends) else (self.segment(0, longest), False)

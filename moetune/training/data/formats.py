@@ -120,9 +120,9 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
     """Check the messages of a chat; return copies without null values, except that `content` is always present.
 
     Raises:
-        MalformedError: `value` is not a list of objects; a role is unknown; a content is not text, or is empty (which
-            it may be beside tool calls and in other roles than the assistant); `tool_calls` is not a list of objects;
-            `weight` is neither 0 nor 1, or is given under another tool's name; or no message is the assistant's.
+        MalformedError: `value` is not a list of objects; a role is unknown; a content is not text, or an assistant's is
+            empty although it calls no tool; `tool_calls` is not a list of objects; `weight` is neither 0 nor 1, or is
+            given under another tool's name; or no message is the assistant's.
     """
     if not isinstance(value, list):
         raise MalformedError(f"messages is {kind(value)}, not a list")
@@ -152,7 +152,7 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
 def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> dict[int, str]:
     """Return index of a message -> description of the text in it that a chat template, `render`, drops.
 
-    Where the template writes the message is found by marks put around the content, or in its place. The words of the
+    To find where the template writes a message, marks are put around its content, or in place of it. The words of the
     content must appear there in order; case, white space and punctuation may differ. If marks change what else the
     template writes, the words may be anywhere in the chat. A mark after the content must appear as well, so that its
     end is not cut off.
@@ -197,7 +197,7 @@ def _between(text: str, begin: str, end: str) -> str | None:
 
 
 def _instead(written: str, only: str, mark: str) -> str:
-    """Return the part of the rendered chat `written` that stands where `only` has the mark.
+    """Return the part of the rendered chat `written` at the place where `only` has the mark.
 
     `only` is the chat rendered with the mark in place of one message's content. Returns all of `written` if the two
     differ elsewhere, or `only` lacks the mark.

@@ -72,7 +72,7 @@ class JsonArray:
         return self._text[self._at : self._at + 1]
 
     def _more(self) -> None:
-        """Discard what was consumed, and at least double the rest, so that a long value is parsed in few attempts."""
+        """Discard consumed text, and read at least as much as is left, so that a long value takes few attempts."""
         lines = self._text.count("\n", 0, self._at)
         self._column = self._at - (self._text.rfind("\n", 0, self._at) + 1) + (0 if lines else self._column)
         self._lines += lines

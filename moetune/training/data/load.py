@@ -42,10 +42,10 @@ class DataCounts:
         lengths: number of tokens of each document, int32 [documents].
         records: number of records that the documents come from.
         dropped: documents left out because they are too long.
-        cut: documents whose end was left out because they are too long.
+        cut: documents that were truncated because they are too long.
         unended: cut documents that end within the first stretch of trained tokens.
         chats: number of chats, by how the assistant's text was found (`MARKINGS`).
-        tokens: tokens in all sequences, without padding; the token that is repeated after a cut counts again.
+        tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
         loss_tokens: tokens that are predicted.
         padding: padding tokens in packed sequences.
     """
@@ -229,7 +229,7 @@ def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Read
 
 
 def _taken(read: Reading, at: np.ndarray) -> Reading:
-    """Return the documents at the positions `at`, int64, which may repeat; the counts are unchanged."""
+    """Return a `Reading` with the documents at the positions `at` (int64, may repeat) in `read`, and its counts."""
     return replace(read, documents=read.documents[at], records=read.records[at])
 
 

@@ -36,7 +36,7 @@ class Reading:
         records: for each of them, the index of the first kept document of its record, int64 [documents]; a chat may
             have several documents.
         dropped: documents left out because they are too long, or because cutting left no token to train on.
-        cut: documents whose end was left out because they are too long.
+        cut: documents that were truncated because they are too long.
         unended: cut documents that end within the first stretch of trained tokens.
         chats: number of chats, by how the assistant's text was found (`MARKINGS`).
     """

@@ -145,9 +145,7 @@ def _maker(config: OptimizerConfig) -> Callable[[list[nn.Parameter]], torch.opti
                 return Lomo(groups, config.lr)
             case "adalomo":
                 return AdaLomo(groups, config.lr)
-        from bitsandbytes import optim
-
-        from moetune.compat.bitsandbytes import share_tables
+        from moetune.compat.bitsandbytes import optim, share_tables
 
         eps = {} if config.eps is None else {"eps": config.eps}
         optimizer = getattr(optim, _8BIT[config.name])(groups, lr=config.lr, betas=config.betas, **eps)

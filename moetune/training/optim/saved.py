@@ -21,7 +21,7 @@ def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) 
         sgd                  n·width with momentum, else 0
         lomo                 0
 
-    The tensor is the one that is updated, on this rank: `width` is 4 for a float32 copy.
+    `shape` and `width` are those of the updated tensor on this rank: `width` is 4 for a float32 copy.
     """
     numel = math.prod(shape)
     if optimizer.name in _MOMENTS_8BIT:

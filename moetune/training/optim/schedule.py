@@ -8,7 +8,7 @@ from moetune.config.schema import TrainConfig
 
 
 def rate_factor(train: TrainConfig, step: int) -> float:
-    """Return the factor, from 0 to 1, by which learning rates are multiplied in the update after `step` others.
+    """Return the factor, from 0 to 1, by which learning rates are multiplied in the update that follows `step` updates.
 
     With s = `step`, w = `train.warmup` and n = `train.steps`, it is s / w below w; from then on
 

@@ -34,7 +34,7 @@ class Updater:
 
     Args:
         make: makes the optimizer over a list of tensors: parameters, this rank's shards or float32 copies of them.
-        masters: `optimizer.master_weights`: what the optimizer updates of 16-bit weights.
+        masters: the setting `optimizer.master_weights`, for 16-bit weights.
         fused: whether each parameter is updated in the backward pass, when its gradient is complete (step/fused.py).
 
     Attributes:
@@ -149,7 +149,7 @@ def shard_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _nothing(parameter: nn.Parameter) -> nn.Parameter:
-    """Return an empty float32 parameter with as many dimensions, on which weight decay depends."""
+    """Return a float32 parameter without elements and with as many dimensions, which decide on weight decay."""
     return nn.Parameter(parameter.detach().new_empty(0, *parameter.shape[1:], dtype=torch.float32))
 
 

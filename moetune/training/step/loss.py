@@ -33,7 +33,7 @@ IGNORED = -100
 """The label of a token that has no loss."""
 
 BLOCK_ELEMENTS = 2**23
-"""Number of logits of a block, at least: they are in float32 at the same time if logits are narrower (32 MiB)."""
+"""Minimum number of logits of a block (32 MiB in float32); narrower logits are converted to float32 block by block."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int
 def block_tokens(memory: int | None, vocabulary: int) -> int:
     """Return b, the number of tokens of a block.
 
-    Its logits take half of a chunk's memory, or are `BLOCK_ELEMENTS` if that is more, because each block is twenty
-    launches.
+    A block's float32 logits take half of `memory` bytes, but are at least `BLOCK_ELEMENTS`, because each block takes
+    about twenty kernel launches.
     """
     return max(1, max(BLOCK_ELEMENTS, (memory or 0) // 8) // vocabulary)
 
@@ -156,7 +156,7 @@ class _CrossEntropy(torch.autograd.Function):
         (exponent,) = ctx.saved_tensors
         made, ctx.made = ctx.made, None
         if made is None:
-            raise RuntimeError("this loss has gone backward already, and its gradients were freed")
+            raise RuntimeError("backward of this loss has run already, and its gradients were freed")
         factor = torch.ldexp(gradient, -exponent)
         return None, None, None, None, *(None if one is None else one.mul_(factor) for one in made)
 

@@ -23,7 +23,7 @@ class MicroStep:
     """Results of a micro-step; all tensors are detached and on the device.
 
     Attributes:
-        loss: token loss of the micro-batch over the loss tokens of the whole step, so that a step's micro-steps add up.
+        loss: summed token loss of the micro-batch, divided by the loss tokens of the whole step, a scalar.
         router_loss: weighted sum of the router losses, times the micro-batch's share of the step's loss tokens; None if
             both are off.
         load: layer index -> number of tokens that each expert received, float [E].

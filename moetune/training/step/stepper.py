@@ -156,7 +156,7 @@ class Stepper:
     # --- Reduce and clip ----------------------------------------------------------------------------------------------
 
     def reduce_and_clip(self) -> Reduced:
-        """Reduce the gradients over all ranks, clip them to `train.max_grad_value`, and compute norm and scale.
+        """Reduce the gradients over all ranks, clip them to `train.max_grad_value`; return norm, loss and scale.
 
         Call it after the last micro-step. The update applies the scale.
 
@@ -180,7 +180,7 @@ class Stepper:
         return Reduced(norm, loss, None)
 
     def _norm(self, left: dict[nn.Parameter, Tensor], freed: Tensor | None) -> Tensor | None:
-        """Clip this rank's gradients to `train.max_grad_value`; return their norm without loss scale, None without any.
+        """Clip this rank's gradients to `train.max_grad_value`; return their unscaled norm, None without gradients.
 
         Args:
             left: parameter -> gradient that is still in device memory.
@@ -272,7 +272,7 @@ class Stepper:
         self.loss, self._freed = torch.zeros_like(self.loss), (None, [])
 
     def finish(self) -> Reduced:
-        """Call `reduce_and_clip` and `update`, after the last micro-step."""
+        """Call `reduce_and_clip` and `update`, after the last micro-step; return the former's result."""
         reduced = self.reduce_and_clip()
         self.update(reduced)
         return reduced

@@ -50,6 +50,7 @@ def checked_on_a_rank(folder: Path) -> tuple[tuple[str, ...], list[str], list[tu
     return without[0], said, compared
 
 
+@pytest.mark.full
 def test_one_rank_of_each_kind_of_card_compares_and_all_use_what_works_on_all(tmp_path: Path) -> None:
     found = world.run(len(CARDS), checked_on_a_rank, tmp_path)
     assert [without for without, _, _ in found] == [("gated", "low_rank")] * len(CARDS)

@@ -48,6 +48,7 @@ ADAPT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("adapt", "model", "train"),
     [

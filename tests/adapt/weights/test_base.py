@@ -94,7 +94,7 @@ def test_a_flipped_byte_is_named(config: RunConfig, tmp_path: Path) -> None:
         data = bytearray(whole)
         data[position] ^= 1
         file.write_bytes(data)
-        with pytest.raises(UserError, match=r"base\.json'.* --resume auto notes it anew"):
+        with pytest.raises(UserError, match=r"base\.json'.* --resume auto records it again"):
             train(longer(config), resume="auto")
         with pytest.raises(UserError, match=r"base\.json', "):
             export(tmp_path / "run", "delta", tmp_path / "out")
@@ -110,7 +110,7 @@ def test_one_that_is_missing_is_said_and_noted_anew(
     for steps in (3, 5):
         file.unlink()
         for format_ in FORMATS:
-            with pytest.raises(UserError, match=r"base\.json' is missing, .* --resume auto notes it anew"):
+            with pytest.raises(UserError, match=r"base\.json' is missing, .* --resume auto records it again"):
                 export(tmp_path / "run", format_, tmp_path / "out")
         capsys.readouterr()
         train(longer(config, steps), resume="auto")
@@ -194,7 +194,7 @@ def test_models_on_the_hub(small_model: Path, small_data: Path, tmp_path: Path) 
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert "'someone/no-weights' cannot be had from the hub" in ended.stdout.splitlines()[0]
+    assert "'someone/no-weights' cannot be downloaded from the hub" in ended.stdout.splitlines()[0]
     assert f"{commit}' has changed since the run in 'run'" in ended.stdout
     noted = RunFolder(tmp_path / "run").base()
     assert noted is not None

@@ -99,6 +99,7 @@ def test_mxfp4_packed_otherwise_is_packing_what_it_stands_for(
         assert all(torch.equal(bank.state_dict()[key], value) for key, value in found[name].state_dict().items())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kind", "base", "adapt"),
     [
@@ -197,6 +198,7 @@ def experts_of(model_type: str, folder: Path, layer: int, expert: int) -> tuple[
     return gate_up, dequantized(folder, f"{path}.{down}.weight")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("double_quant", [True, False])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 def test_nf4_is_kept_with_bitsandbytes_values_to_the_bit(model_type: str, double_quant: bool, tmp_path: Path) -> None:
@@ -224,6 +226,7 @@ def test_nf4_is_kept_with_bitsandbytes_values_to_the_bit(model_type: str, double
         assert torch.equal(dequantize_4bit(weight.data, weight.quant_state), dequantized(folder, f"{path}.weight"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("made", "asked", "becomes"),
     [

@@ -89,6 +89,7 @@ def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
     yield "dequantize_mxfp4", [data, scales, QuantizedExperts(1, (64, 64), "mxfp4").pairs, dtype]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dequantization_is_exact(interpreted: ModuleType, dtype: torch.dtype) -> None:
     for name, args in dequantizations(dtype):
@@ -99,6 +100,7 @@ def test_dequantization_is_exact(interpreted: ModuleType, dtype: torch.dtype) ->
 GATES = [(False, 1.0, 0.0), (True, 1.0, 0.0), (True, 1.702, 1.5), (False, 1.702, 1.5)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", GATES)
 def test_gates(interpreted: ModuleType, gate: tuple[bool, float, float], dtype: torch.dtype) -> None:
@@ -154,6 +156,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 ON_A_PUSH = [(1, torch.float32, 3, "half of the columns"), (5, torch.float16, 40, "every second column")]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("experts", "dtype", "rank", "layout"),
     [
@@ -217,6 +220,7 @@ def test_no_rows_at_all(interpreted: ModuleType) -> None:
     assert_alike(*both(interpreted, "gated", none, False, 1.0, 0.0))
 
 
+@pytest.mark.full
 def test_a_kernel_that_is_wrong_is_found_and_no_other(interpreted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `moetune doctor` asks of a GPU."""
 

@@ -59,6 +59,7 @@ def test_norms_are_those_of_float64_within_1e_6() -> None:
         torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [8, 20])
 @pytest.mark.parametrize("is_normed", [True, False])

@@ -36,6 +36,7 @@ def test_the_gradient_is_that_of_autograd(normalized: bool) -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (12, 5), (40, 1)])
 @pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -61,6 +62,7 @@ def test_a_token_without_numbers_has_weights_that_show_it_and_experts_that_exist
     assert weights.isnan().all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("size", "count"), [(0, 4), (1, 1), (100, 5), (67, 40)])
 def test_sorting_is_stable_and_counts(interpreted: ModuleType, size: int, count: int) -> None:
     numbers = torch.randint(0, count, (size,), generator=torch.Generator().manual_seed(0))

@@ -44,6 +44,7 @@ COUNTS = {
 ON_A_PUSH = [("without rows", 37, 29), ("one row", 64, 48)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "deep", "wide"),
     [
@@ -95,6 +96,7 @@ def test_without_any_row(interpreted: ModuleType) -> None:
     assert torch.equal(interpreted.grouped_mm(none.T, none, ends, [0] * 3), torch.zeros(3, 24, 24))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("parts", "rank"), [(1, 5), (2, 16), pytest.param(2, 40, marks=pytest.mark.full)])
 def test_low_rank_terms_are_added(interpreted: ModuleType, parts: int, rank: int, interleaved: bool) -> None:

@@ -84,6 +84,7 @@ def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.M
             assert (found.parts(), found.host_peak, found.load) == (own.parts(), own.host_peak, own.load)
 
 
+@pytest.mark.full
 def test_other_numbers_of_layers_that_keep_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=12)
     lora = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}

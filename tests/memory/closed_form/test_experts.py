@@ -26,6 +26,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw", "master_weights": "fp32"},
     "adamw8bit": {"name": "adamw8bit", "master_weights": "stochastic"},
     "lomo": {"name": "lomo"},
+    "offload": {"name": "adamw", "offload": True},
 }
 BESIDE: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -57,12 +58,13 @@ def run_of(path: Path, model: str, layers: str, each: int, settings: dict[str, A
 
 
 def same(run: ResolvedRun, depths: Depths, card: str = "l40s") -> None:
-    """What a shared record says of a run is what its own says."""
+    """What a shared record says of a run is what its own says; on the host without the norm of each gradient."""
     gpu = find_gpu(card)
     found, own = depths.at(run, 0, gpu), ClosedForm(run, 0, gpu).at(run.config)
     assert found.parts() == own.parts()
     assert found.rounded_peak == own.rounded_peak
-    assert (found.host_peak, found.load, found.managed) == (own.host_peak, own.load, own.managed)
+    assert (found.load, found.managed) == (own.load, own.managed)
+    assert abs(own.host_peak - found.host_peak) <= 8 * len(run.parts) * (run.optimizers["experts"].offload is True)
 
 
 @pytest.mark.full
@@ -96,8 +98,9 @@ def test_drawn_choices(number: str, tmp_path: Path, recorded: list[Any], monkeyp
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [
-        ("qwen3-30b-a3b", "adamw"), ("qwen3-30b-a3b", "lomo"), ("olmoe-1b-7b", "adamw8bit"), ("mixtral-8x7b", "adamw"),
-        ("gpt-oss-20b", "lomo"), ("deepseek-v2-lite", "adamw8bit"),
+        ("qwen3-30b-a3b", "adamw"), ("qwen3-30b-a3b", "lomo"), ("qwen3-30b-a3b", "offload"),
+        ("olmoe-1b-7b", "adamw8bit"), ("mixtral-8x7b", "adamw"), ("gpt-oss-20b", "lomo"),
+        ("deepseek-v2-lite", "adamw8bit"),
     ],
 )  # fmt: skip
 def test_a_full_size(model: str, optimizer: str) -> None:
@@ -106,7 +109,7 @@ def test_a_full_size(model: str, optimizer: str) -> None:
     for _ in range(2):
         raw = {
             "model": {"path": model, "attention": attention},
-            "adapt": {"experts": {"layers": f"3-{draw.randrange(8, 20)}", "ids": list(range(draw.randrange(2, 7)))}},
+            "adapt": {"experts": {"layers": f"3-{draw.randrange(8, 16)}", "ids": list(range(draw.randrange(2, 7)))}},
             "optimizer": OPTIMIZERS[optimizer],
             "train": {"accumulate": 1, "sequence_length": 1024},
         }

@@ -74,6 +74,7 @@ def sized(config: RunConfig, rows: int, length: int) -> RunConfig:
     return config.model_copy(update={"train": train})
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "number", [n if n in ON_A_PUSH else pytest.param(n, marks=pytest.mark.full) for n in range(100)]
 )
@@ -128,20 +129,21 @@ def test_unlike_idle_experts_are_left_to_the_trace(tmp_path: Path) -> None:
         ClosedForm(run).at(run.config, AssumedRouting("load", None, load))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", ["glm_moe_dsa", pytest.param("deepseek_v32", marks=pytest.mark.full)])
 def test_a_length_below_a_limit_of_the_model_is_left_to_the_trace(model_type: str, tmp_path: Path) -> None:
     """An indexer chooses `index_topk` keys, or all if there are fewer; layers of one return them."""
     toy_config(model_type).save_pretrained(tmp_path)
     run = resolve(toy_run(tmp_path, model_type, ADAPT["router"]), "cuda")
     assert trace(run).peak
-    with pytest.raises(NoClosedForm, match="not a product of sizes; use --method trace"):
+    with pytest.raises(NoClosedForm, match=r"\d bytes .*; use --method trace"):
         ClosedForm(run).at(run.config)
 
 
 def test_a_loop_over_the_sequence_is_noticed_at_once(tmp_path: Path) -> None:
     toy_config("qwen3_next").save_pretrained(tmp_path)
     run = resolve(toy_run(tmp_path, "qwen3_next", ADAPT["router"]), "cuda")
-    with pytest.raises(NoClosedForm, match=r"qwen3_next.* of 256 tokens and .* of 768"):
+    with pytest.raises(NoClosedForm, match=r"qwen3_next.* 256 tokens and .* 768"):
         ClosedForm(run).at(run.config)
 
 
@@ -154,6 +156,7 @@ def test_several_ranks(tmp_path: Path) -> None:
     assert ClosedForm(run, rank=1).at(config).parts().total == pytest.approx(traced.parts().total, rel=1e-3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("adapt", "parallel"),
     [

@@ -34,6 +34,7 @@ def load(config: Any) -> LoadPeaks:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", ["trace", "formula"])
 def test_a_report_has_them(tmp_path: Path, method: Any) -> None:
     """Of a model that is shortened for it."""
@@ -42,6 +43,7 @@ def test_a_report_has_them(tmp_path: Path, method: Any) -> None:
     assert predict(config, method=method, gpu="44GiB").load == load(config)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("model_type", "adapt", "base", "dtype"),
     [
@@ -64,6 +66,7 @@ def test_drawing_and_packing_take_what_is_predicted(
     assert load(config).gpu == pytest.approx(tracker.peak_bytes, rel=0.01)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("model_type", "stored", "dtype"),
     [

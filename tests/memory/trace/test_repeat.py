@@ -79,6 +79,7 @@ def same(short: Trace, whole: Trace) -> None:
         assert short.work[part].numbers() == pytest.approx(work.numbers(), rel=off), part
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "case", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 )
@@ -102,6 +103,7 @@ def test_several_ranks(layout: str, tmp_path: Path) -> None:
     assert short.collectives == whole.collectives
 
 
+@pytest.mark.full
 def test_router_losses_are_computed_of_all_layers(tmp_path: Path) -> None:
     model = write_toy(tmp_path, "deepseek_v2", num_hidden_layers=5)  # whose first layer has no router
     train = {"router_aux_loss": 0.1, "router_z_loss": 0.1, "accumulate": 2}

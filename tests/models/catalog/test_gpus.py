@@ -92,7 +92,7 @@ def test_assumptions_leave_out_what_we_measured() -> None:
 
 @pytest.mark.parametrize("size", ["0GiB", "0 GB", "-44GiB", "-0.5MB", "0.0000000001GB"])
 def test_a_size_is_above_zero(size: str) -> None:
-    with pytest.raises(UserError, match=f"^{re.escape(repr(size))} is no size of a GPU: it must be above zero"):
+    with pytest.raises(UserError, match=f"^{re.escape(repr(size))} is not a valid memory size: it must be above zero"):
         find_gpu(size)
 
 

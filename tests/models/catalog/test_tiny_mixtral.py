@@ -92,6 +92,7 @@ def test_the_chat_template_marks_only_what_the_assistant_says(tokenizer):
     assert tokenizer.decode(said) == "An immutable sequence.</s>A mutable one.</s>"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("domain", "ceiling"), [("prose", 4.3), ("code", 4.1)])
 def test_it_has_learned_both_domains(measured, domain, ceiling):
     """The ceilings leave room for other versions of Python, whose text differs a little."""

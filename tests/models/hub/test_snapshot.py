@@ -42,7 +42,9 @@ def test_what_is_downloaded_is_said_before(
 
 def test_offline_weights_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     online(monkeypatch, False)
-    with pytest.raises(UserError, match="'org/model' cannot be had from the hub: the hub cannot be reached") as raised:
+    with pytest.raises(
+        UserError, match="'org/model' cannot be downloaded from the hub: the hub cannot be reached"
+    ) as raised:
         snapshot.download("org/model")
     assert "hf download org/model elsewhere, and give the folder" in str(raised.value)
 

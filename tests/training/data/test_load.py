@@ -559,7 +559,7 @@ def test_dolly_and_questions_are_read_as_alpaca_is(tmp_path, record):
 def test_a_key_that_stands_twice_is_refused(tmp_path, name):
     line = '{"text": "a", "meta": {"k": 1, "k": 2}}'
     (tmp_path / name).write_text(line if name == "data.jsonl" else f"[{line}]")
-    assert "the key 'k' stands more than once" in message(tmp_path / name, make_tokenizer())
+    assert "the key 'k' appears more than once" in message(tmp_path / name, make_tokenizer())
 
 
 def test_a_template_that_does_not_end_is_stopped(tmp_path, monkeypatch):
@@ -612,6 +612,7 @@ def _answer(template, message, last):
     return message["content"] + ("</s>" if template is BARS else "<|im_end|>\n")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("template", [CHATML, THINKING, HARMONY, BARS], ids=["chatml", "thinking", "harmony", "bars"])
 def test_exactly_what_the_assistant_writes_trains(tmp_path, template, seed):
@@ -678,7 +679,7 @@ def test_content_is_missed_though_its_words_are_in_another_message(tmp_path, tem
 def test_reasoning_that_no_turn_keeps_is_refused(tmp_path):
     file = write(tmp_path / "data.jsonl", {"messages": [USER, {"role": "assistant", "content": "<think>x</think>yes"}]})
     drops = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
-    assert "leaves out what stands before </think> in message 2" in message(file, make_tokenizer(drops))
+    assert "leaves out the text before </think> in message 2" in message(file, make_tokenizer(drops))
     assert len(load(file, make_tokenizer(CHATML), 256).train) == 1
 
 

@@ -101,6 +101,7 @@ def toy_batch():
     return documents, collate(list(packed(documents, 16, PAD)), PAD)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])

@@ -45,6 +45,7 @@ def test_rows_differ_in_length_and_have_prompts(small_model: Path, small_data: P
     assert all(row["labels"][1] == IGNORED for row in rows)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("adapt", "checkpointing"), in_pairs(small.ADAPT, ["none", "full"], every=2))
 def test_batch_of_four_is_four_of_one(
     adapt: str, checkpointing: str, small_model: Path, small_data: Path, tmp_path: Path

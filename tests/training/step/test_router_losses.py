@@ -98,6 +98,7 @@ def test_balance_is_k_when_routing_is_uniform(small_model: Path) -> None:
     assert z.item() == pytest.approx(math.log(small.EXPERTS) ** 2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize(("key", "which"), [("router_aux_loss", 0), ("router_z_loss", 1)])
 def test_a_loss_adds_its_own_gradient(key: str, which: int, checkpointing: str, small_model: Path) -> None:
@@ -138,6 +139,7 @@ def test_a_router_without_logits_is_refused(small_model: Path, monkeypatch: pyte
         watched(built(small_model), collate(ROWS, PAD))
 
 
+@pytest.mark.full
 def test_training_with_a_loss_lowers_what_it_measures(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     def trained(name: str, **losses: Any) -> list[dict[str, Any]]:
         settings = {"steps": 16, "save_every": 99, "accumulate": 1, "micro_batch": 8, **losses}

@@ -76,6 +76,7 @@ class Run:
         return {name: parameter.detach() for name, parameter in self.adapted.trainable().items()}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "clip"),
     [
@@ -100,6 +101,7 @@ def test_in_float32_fused_is_unfused(name: str, clip: float, small_model: Path) 
         torch.testing.assert_close(fused.weights()[key], weight, rtol=0, atol=apart, msg=key)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(UNPAGED, 6))
 def test_in_bfloat16_losses_are_those_of_float32(name: str, small_model: Path) -> None:
@@ -166,6 +168,7 @@ def break_gradient(run: Run, name: str, value: float) -> None:
     run.adapted.trainable()[name].register_hook(lambda gradient: torch.full_like(gradient, value))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("value", "optimizer", "clip"), in_pairs([math.nan, math.inf], ["adamw", "lomo", "adalomo"], [0.0, 1.0], every=2)
 )
@@ -179,6 +182,7 @@ def test_a_broken_gradient_stops_the_run_by_name(value: float, optimizer: str, c
     assert all(weight.isfinite().all() for weight in run.weights().values())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("optimizer", ["adamw", "lomo"])
 def test_a_broken_step_is_skipped_and_counted(optimizer: str, clip: float, small_model: Path) -> None:
@@ -235,6 +239,7 @@ MATRIX = 4 * 2 * 96 * 64  # bytes of one expert's gate and up projections, float
 EXPERT = 4 * 3 * 96 * 64
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "clip", "checkpointing"),
     in_pairs(["lomo", "adalomo", "adamw", "adamw8bit"], [0.0, 1.0], ["none", "full"]),
@@ -261,6 +266,7 @@ def test_lomo_holds_nothing_beside_its_weights(expert_run: Any) -> None:
 # --- float16 ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(UNPAGED, 6))
 def test_in_float16_losses_and_norms_are_those_of_float32(name: str, small_model: Path) -> None:
@@ -277,6 +283,7 @@ def test_in_float16_losses_and_norms_are_those_of_float32(name: str, small_model
         assert run.stepper.skipped == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("optimizer", [{"name": "lomo"}, {"name": "adamw", "master_weights": "fp32"}])
 def test_an_overflow_halves_the_scale_and_changes_no_weight(optimizer: dict[str, Any], small_model: Path) -> None:
     run = Run(run_config(small_model, optimizer, "fp16"))
@@ -311,6 +318,7 @@ def test_float16_needs_updates_in_float32(small_model: Path) -> None:
 # --- On the host ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "cut"), in_pairs(["adamw", "adamw8bit", "sgd", "adalomo"], [(0.0, 1), (0.1, 2)], every=2)
 )

@@ -1,0 +1,210 @@
+"""`AdapterBase`: the model that an adapter belongs to, and the names of its experts and layers in every program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedModel
+
+from moetune.adapters.factors import DOWN, GATE_UP, gate_and_up
+from moetune.errors import UserError
+from moetune.models.hub.dequantize import weights_of
+from moetune.models.hub.fingerprint import headers
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings, published_names
+from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE
+from moetune.models.moe import MoeLayer
+from moetune.models.source import ModelSource
+from moetune.models.structure import ModelStructure
+
+_ROLES = {
+    "w1": "gate", "gate_proj": "gate", "w3": "up", "up_proj": "up", "w2": DOWN, "down_proj": DOWN,
+    "gate_up_proj": GATE_UP, "gate_up_projs": GATE_UP, "down_projs": DOWN,
+}  # fmt: skip
+"""Name of an expert's projection -> its role, for names that the base's own checkpoint does not have."""
+_OF_AN_EXPERT = re.compile(r"(.+)\.experts\.(?:(\d+)\.(\w+)|(\w+_projs)\.(\d+))")
+_OF_ALL_EXPERTS = re.compile(r"(.+)\.experts\.([a-z]\w*)")
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """The names of one layer's projections in the base checkpoint.
+
+    Attributes:
+        prefix: path of the experts there, such as `model.layers.0.block_sparse_moe.experts`.
+        roles: role -> the projection's name behind the expert's number: `gate`, `up` and `down` -> `w1`, `w3`, `w2`.
+            Empty if the checkpoint stores all experts in one tensor.
+    """
+
+    prefix: str
+    roles: Mapping[str, str]
+
+    def of(self, expert: int, role: str) -> str:
+        return f"{self.prefix}.{expert}.{self.roles[role]}"
+
+
+@dataclass(frozen=True)
+class AdapterBase:
+    """The model that an adapter was made for, without weights.
+
+    Attributes:
+        name: the name or path that the user gave.
+        plain: the model on the meta device, as transformers builds it.
+        structure: its parameters, linear layers and expert layers.
+        names: tensor names of its checkpoint: read from its files, or as transformers would save it.
+    """
+
+    name: str
+    plain: PreTrainedModel = field(repr=False)
+    structure: ModelStructure = field(repr=False)
+    names: tuple[str, ...] = field(repr=False)
+
+    @cached_property
+    def mappings(self) -> dict[str, KeyMapping]:
+        """Name of a parameter -> the tensors of the checkpoint that it is made of."""
+        return key_mappings(self.plain, self.names)
+
+    @cached_property
+    def layers(self) -> dict[str, MoeLayer]:
+        """Path of a layer's experts in the plain model -> the layer."""
+        return {layer.experts: layer for layer in self.structure.moe_layers}
+
+    @cached_property
+    def expert_names(self) -> dict[str, ExpertNames]:
+        """Path of a layer's experts in the plain model -> names in the checkpoint, for the layers that have any.
+
+        A checkpoint that stacks experts under different paths for their projections has none.
+        """
+        found = {}
+        for path, layer in self.layers.items():
+            gate_up, down = (self.mappings.get(f"{path}.{stack}") for stack in stacks_of(layer).values())
+            if gate_up is None or down is None:
+                continue
+            if gate_up.has_experts_apart and down.has_experts_apart:
+                roles = _roles(layer, gate_up, down)
+                first = down.of_expert(0).every_key()[0].removesuffix(".weight")
+                found[path] = ExpertNames(first.removesuffix(f".0.{roles[DOWN]}"), roles)
+            elif gate_up.conversion is None and down.conversion is None:
+                prefixes = {one.every_key()[0].rpartition(".")[0] for one in (gate_up, down)}
+                if len(prefixes) == 1:
+                    found[path] = ExpertNames(prefixes.pop(), {})
+        return found
+
+    @cached_property
+    def _paths(self) -> dict[str, str]:
+        """Path of the block around experts, in the plain model or in the checkpoint -> path of the experts."""
+        paths = {path.removesuffix(".experts"): path for path in self.layers}
+        for path, names in self.expert_names.items():
+            paths.setdefault(names.prefix.removesuffix(".experts"), path)
+        return paths
+
+    @cached_property
+    def _linears(self) -> dict[str, str]:
+        """Name of a linear layer in the checkpoint or in the plain model -> its path in the plain model."""
+        known = self.structure.linears()
+        names = {}
+        for path in known:
+            mapping = self.mappings.get(f"{path}.weight")
+            if mapping is not None and mapping.conversion is None:
+                names[mapping.every_key()[0].removesuffix(".weight")] = path
+        return names | {path: path for path in known}
+
+    def linear(self, name: str) -> str | None:
+        """Return the path of the linear layer with this name in the plain model or in the checkpoint; None if none."""
+        return self._linears.get(_as_here(name, self._linears))
+
+    def linear_name(self, path: str) -> str:
+        """Return a linear layer's name in the checkpoint.
+
+        Raises `UserError` if it has none because transformers converts its weight.
+        """
+        mapping = self.mappings.get(f"{path}.weight")
+        if mapping is None or mapping.conversion is not None:
+            raise UserError(f"the base checkpoint has no name for {path} that other programs could know; merge instead")
+        return mapping.every_key()[0].removesuffix(".weight")
+
+    def experts(self, name: str) -> MoeLayer | None:
+        """Return the layer whose experts have this path, in the plain model or in the checkpoint; None if none."""
+        path = self._paths.get(_as_here(name.removesuffix(".experts"), self._paths))
+        return None if path is None or not name.endswith(".experts") else self.layers[path]
+
+    def expert(self, name: str) -> tuple[MoeLayer, int, str] | None:
+        """Return the layer, the id and the role of `….experts.3.w1` or `….experts.down_projs.3`; None if it is none.
+
+        The id may be one that the base does not have.
+        """
+        if (match := _OF_AN_EXPERT.fullmatch(name)) is None:
+            return None
+        leaf, expert = (match[3], match[2]) if match[2] is not None else (match[4], match[5])
+        layer = self.experts(f"{match[1]}.experts")
+        role = None if layer is None else self._role(layer, leaf)
+        return None if layer is None or role is None else (layer, int(expert), role)
+
+    def all_experts(self, name: str) -> tuple[MoeLayer, str] | None:
+        """Return the layer and the role of `….experts.gate_proj`, a projection of all experts; None if it is none."""
+        if (match := _OF_ALL_EXPERTS.fullmatch(name)) is None:
+            return None
+        layer = self.experts(f"{match[1]}.experts")
+        role = None if layer is None else self._role(layer, match[2])
+        return None if layer is None or role is None else (layer, role)
+
+    def _role(self, layer: MoeLayer, leaf: str) -> str | None:
+        own = self.expert_names.get(layer.experts)
+        by_leaf = {} if own is None else {name: role for role, name in own.roles.items()}
+        return (by_leaf | {name: role for name, role in _ROLES.items() if name not in by_leaf}).get(leaf)
+
+
+def base_of(source: ModelSource, plain: PreTrainedModel, structure: ModelStructure, name: str) -> AdapterBase:
+    """Return the base of adapters for a resolved model: names from its checkpoint if that is on this machine."""
+    folder = source.local_folder() if source.quantized_base is None else source.quantized_base.source
+    if folder is not None and any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
+        return AdapterBase(name, plain, structure, tuple(weights_of(headers(folder))))
+    return AdapterBase(name, plain, structure, tuple(published_names(plain)))
+
+
+def stacks_of(layer: MoeLayer) -> dict[str, str]:
+    """Return projection (`gate_up`, `down`) -> transformers' name of the parameter with all experts' weights."""
+    return {GATE_UP: "gate_up_proj" if layer.shape.has_gate else "up_proj", DOWN: "down_proj"}
+
+
+def sizes_of(layer: MoeLayer) -> dict[str, tuple[int, int]]:
+    """Return projection -> (inputs, outputs) of one expert; gate and up together under `gate_up`."""
+    shape = layer.shape
+    wide = shape.intermediate * (2 if shape.has_gate else 1)
+    return {GATE_UP: (shape.hidden, wide), DOWN: (shape.intermediate, shape.hidden)}
+
+
+def _roles(layer: MoeLayer, gate_up: KeyMapping, down: KeyMapping) -> dict[str, str]:
+    """Return role -> name in the checkpoint of an expert's projections.
+
+    To tell gate from up, a tensor with ones in the gate's rows and zeros in up's is converted to the checkpoint's
+    layout.
+    """
+    (last,) = down.of_expert(0).every_key()
+    roles = {DOWN: _leaf(last)}
+    keys = gate_up.of_expert(0).every_key()
+    if not layer.shape.has_gate:
+        return roles | {GATE_UP: _leaf(keys[0])}
+    marked = torch.zeros(1, *gate_up.model.get_parameter(gate_up.parameter).shape[1:])
+    rows = gate_and_up(layer.shape)[0]
+    (marked[0].T if layer.shape.is_transposed else marked[0])[rows] = 1
+    marks = gate_up.of_expert(0).to_checkpoint(marked)
+    return roles | {("gate" if mark.any() else "up"): _leaf(key) for key, mark in marks.items()}
+
+
+def _leaf(key: str) -> str:
+    return key.removesuffix(".weight").rpartition(".")[2]
+
+
+def _as_here(name: str, known: Mapping[str, str]) -> str:
+    """Return the name without the prefix that a model of text and images puts before its language model."""
+    if name in known:
+        return name
+    for prefix in ("model.language_model.", "language_model.model.", "model."):
+        for ours in ("model.", ""):
+            if name.startswith(prefix) and (shorter := ours + name.removeprefix(prefix)) in known:
+                return shorter
+    return name

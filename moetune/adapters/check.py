@@ -1,0 +1,134 @@
+"""`moetune adapter check`: what of an adapter reaches its base, and which programs read it as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moetune.adapters.base import AdapterBase
+from moetune.adapters.files import Stored
+from moetune.adapters.read import Read, read, rest
+from moetune.adapters.write import PROGRAMS, laid_out
+from moetune.errors import UserError
+
+
+@dataclass(frozen=True)
+class Covered:
+    """One projection of one layer's experts, or one linear layer, with factors.
+
+    Attributes:
+        name: `<experts>.gate_up`, `<experts>.down`, or the path of a linear layer.
+        layer: index of the decoder layer; None outside of layers.
+        experts: ids of the experts with factors; None for a linear layer.
+        zero: ids of those whose update is zero; for a linear layer [0] if its update is.
+    """
+
+    name: str
+    layer: int | None
+    rank: int
+    scale: float
+    experts: list[int] | None
+    zero: list[int]
+
+
+@dataclass(frozen=True)
+class AdapterReport:
+    """The answer of `check`.
+
+    Attributes:
+        layout: as in `Read.layout`.
+        reasons: how the layout was told.
+        covered: what has factors.
+        saved: names of the parameters that the adapter holds whole.
+        missing: projections of expert layers without factors, while another layer has them.
+        problems: what was trained and is ignored, or is read wrongly; none if all is well.
+        programs: program -> None if it reads the files as they are, else what stands in the way.
+    """
+
+    base: str
+    adapter: str
+    layout: str | None
+    reasons: list[str]
+    covered: list[Covered]
+    saved: list[str]
+    missing: list[str]
+    problems: list[str]
+    programs: dict[str, str | None]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 1, **asdict(self)}
+
+
+def check(stored: Stored, base: AdapterBase, layout: str | None = None, program: str | None = None) -> AdapterReport:
+    """Return what of an adapter reaches its base.
+
+    Args:
+        layout: the layout to read it in, one of `read.LAYOUTS`; None to tell it from the files.
+        program: one of `PROGRAMS`; if this one does not read the files as they are, that is a problem too.
+
+    Raises:
+        UserError: as `read`.
+    """
+    found = read(stored, base, layout)
+    problems = [*found.problems]
+    programs = {name: _as_it_is(found, stored, base, name) for name in PROGRAMS}
+    if program is not None and programs[program] is not None:
+        problems.append(f"{program}: {programs[program]}")
+    if not found.adapter.named() and not found.adapter.saved:
+        problems.append("nothing of it belongs to the base")
+    return AdapterReport(
+        base.name,
+        str(stored.folder),
+        found.layout,
+        found.reasons,
+        list(_covered(found, base)),
+        sorted(found.adapter.saved),
+        list(rest(base, found.adapter)),
+        problems,
+        programs,
+    )
+
+
+def _covered(found: Read, base: AdapterBase) -> list[Covered]:
+    covered = []
+    for name, factors in found.adapter.named().items():
+        if factors.A.ndim == 3:
+            path, _, projection = name.rpartition(".")
+            ids, layer = sorted(found.adapter.present[path][projection]), base.layers[path].index
+            covered.append(Covered(name, layer, factors.rank, factors.scale, ids, found.zero.get(name, [])))
+        else:
+            zero = [] if factors.A.any() and factors.B.any() else [0]
+            of_layer = base.structure.linears()[name].layer
+            covered.append(Covered(name, of_layer, factors.rank, factors.scale, None, zero))
+    return covered
+
+
+def _as_it_is(found: Read, stored: Stored, base: AdapterBase, program: str) -> str | None:
+    """Return None if the files hold what would be written for a program; else what stands in the way."""
+    try:
+        laid = laid_out(found.adapter, base, program)
+    except UserError as error:
+        return f"cannot read it: {error}"
+    other = _difference(stored.tensors, laid.tensors)
+    if other is None and program in ("vllm", "sglang"):
+        here, there = stored.settings, laid.settings
+        mixed = any(here.get(key) for key in ("rank_pattern", "alpha_pattern", "use_rslora"))
+        if mixed or any(here.get(key) != there[key] for key in ("r", "lora_alpha")):
+            other = "it takes lora_alpha / r of adapter_config.json for everything, and nothing else"
+    return None if other is None else f"needs moetune adapter convert --to {program}: {other}"
+
+
+def _difference(here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> str | None:
+    for name in sorted(there.keys() - here.keys()):
+        return f"{name} is missing"
+    for name in sorted(here.keys() - there.keys()):
+        return f"{name} is not read"
+    for name in sorted(here):
+        if here[name].shape != there[name].shape:
+            return f"{name} is {[*here[name].shape]}, not {[*there[name].shape]}"
+        if not here[name].equal(there[name]):
+            return f"{name} has its experts in another order"
+    return None

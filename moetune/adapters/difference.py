@@ -1,0 +1,122 @@
+"""`moetune adapter diff`: where the updates of two adapters differ, whatever their layouts, ranks and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetune.adapters.base import AdapterBase
+from moetune.adapters.factors import Adapter, Factors, gate_and_up
+from moetune.adapters.stacked import Order
+from moetune.models.moe import ExpertShape
+
+_EQUAL = 1e-6
+"""Updates that differ by less, relative to the larger one, are the same: float32 holds a factor to 6e-8."""
+
+
+@dataclass(frozen=True)
+class Differing:
+    """One projection or linear layer whose updates differ.
+
+    Attributes:
+        name: as in `Adapter.named`, or the name of a parameter that is held whole.
+        relative: the Frobenius norm of the difference, relative to that of the larger update.
+        experts: ids of the experts that differ; None for a linear layer.
+        because: what would make them the same, if anything known does.
+    """
+
+    name: str
+    relative: float
+    experts: list[int] | None
+    because: str | None
+
+
+@dataclass(frozen=True)
+class AdapterDifference:
+    """The answer of `diff`. `only_a` and `only_b` name what has an update in one of the two; zero updates count as
+    none."""
+
+    a: str
+    b: str
+    equal: bool
+    compared: int
+    only_a: list[str]
+    only_b: list[str]
+    differing: list[Differing]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 1, **asdict(self)}
+
+
+def difference(base: AdapterBase, a: Adapter, b: Adapter, names: tuple[str, str]) -> AdapterDifference:
+    """Compare the updates of two adapters of one base; `names` are theirs, for the answer."""
+    of_a, of_b = ({name: one for name, one in both.named().items() if _norm(one).any()} for both in (a, b))
+    differing = []
+    for name in sorted(of_a.keys() & of_b.keys()):
+        one, other = of_a[name], of_b[name]
+        relative, experts = _apart(one, other)
+        if relative > _EQUAL:
+            layer = base.layers.get(name.rpartition(".")[0])
+            because = _because(one, other, None if layer is None else layer.shape)
+            differing.append(Differing(name, relative, experts, because))
+    only_a, only_b = sorted(of_a.keys() - of_b.keys()), sorted(of_b.keys() - of_a.keys())
+    for name in sorted(a.saved.keys() | b.saved.keys()):
+        if name not in b.saved:
+            only_a.append(name)
+        elif name not in a.saved:
+            only_b.append(name)
+        elif not (here := a.saved[name].float()).equal(there := b.saved[name].float()):
+            relative = float((here - there).norm() / max(here.norm(), there.norm()))
+            differing.append(Differing(name, relative, None, None))
+    equal = not (only_a or only_b or differing)
+    compared = len(of_a.keys() & of_b.keys()) + len(a.saved.keys() & b.saved.keys())
+    return AdapterDifference(*names, equal, compared, only_a, only_b, differing)
+
+
+def _norm(one: Factors) -> Tensor:
+    """Return the Frobenius norms of the updates, [E] or [1], without forming them: ‖B·A‖² = tr(BᵀB · AAᵀ)."""
+    A, B = (factor.double() if factor.ndim == 3 else factor[None].double() for factor in (one.A, one.B))
+    squares = ((B.mT @ B) * (A @ A.mT)).sum((1, 2))
+    return abs(one.scale) * squares.clamp(min=0).sqrt()
+
+
+def _apart(one: Factors, other: Factors) -> tuple[float, list[int] | None]:
+    """Return the relative difference of two updates, and the ids of the experts that differ."""
+    A = torch.cat((one.A, other.A), -2).double()
+    B = torch.cat((one.scale * one.B.double(), -other.scale * other.B.double()), -1)
+    norms, largest = _norm(Factors(A, B, 1.0)), torch.maximum(_norm(one), _norm(other))
+    differ = norms > _EQUAL * largest
+    experts = None if one.A.ndim == 2 else [int(e) for e in differ.nonzero()]
+    relative = float(norms.norm() / largest.norm()) if bool(differ.any()) else 0.0
+    return relative, experts
+
+
+def _because(one: Factors, other: Factors, shape: ExpertShape | None) -> str | None:
+    """Return what would make two differing updates the same, if one of the known mistakes does."""
+    for reason, changed in _mistakes(other, shape):
+        if _apart(one, changed)[0] <= _EQUAL:
+            return reason
+    sizes = _norm(one), _norm(other)
+    ratio = float(sizes[0].norm() / sizes[1].norm())
+    if _apart(one, replace(other, scale=other.scale * ratio))[0] <= _EQUAL:
+        return f"the scale: A's is {ratio:g} times B's"
+    return None
+
+
+def _mistakes(other: Factors, shape: ExpertShape | None) -> Iterator[tuple[str, Factors]]:
+    if shape is None or other.A.ndim != 3:
+        return
+    peft, grouped = Order(False, False), Order(True, False)
+    experts = len(other.A)
+    for told, meant in ((peft, grouped), (grouped, peft)):
+        A, B = meant.read(*told.write(other.A, other.B), experts)
+        yield "the order of the experts in lora_B: one of the two is read in the wrong one", replace(other, A=A, B=B)
+    if shape.has_gate and other.B.shape[1] == 2 * shape.intermediate:
+        gate, up = gate_and_up(shape)
+        B = torch.empty_like(other.B)
+        B[:, gate], B[:, up] = other.B[:, up], other.B[:, gate]
+        yield "gate and up: they are exchanged in one of the two", replace(other, B=B)

@@ -1,0 +1,185 @@
+"""`Adapter`: LoRA factors of linear layers and of experts in one form, whatever layout they were stored in.
+
+Shapes: E experts, rank r, hidden size H, intermediate size I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetune.models.moe import ExpertShape
+
+GATE_UP, DOWN = "gate_up", "down"
+
+
+@dataclass(frozen=True)
+class Factors:
+    """LoRA factors: the update of a weight [out, in] is scale · B · A.
+
+    Attributes:
+        A: [r, in]; of the experts of a layer [E, r, in].
+        B: [out, r]; of the experts of a layer [E, out, r]. The rows of gate and up are in the model's order.
+        scale: the number that multiplies B · A.
+    """
+
+    A: Tensor
+    B: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.A.shape[-2]
+
+    @property
+    def alpha(self) -> float:
+        """The alpha that gives this scale as alpha / rank."""
+        return self.scale * self.rank
+
+    def delta(self) -> Tensor:
+        """Return scale · B · A in float32."""
+        return self.scale * (self.B.float() @ self.A.float())
+
+    def padded(self, rank: int) -> Factors:
+        """Return the same update with zeros up to this rank."""
+        missing = rank - self.rank
+        if not missing:
+            return self
+        pad = torch.nn.functional.pad
+        return replace(self, A=pad(self.A, (0, 0, 0, missing)), B=pad(self.B, (0, missing)))
+
+    def trimmed(self, rank: int | None) -> Factors:
+        """Return the same update with this rank, if what is beyond it is zero; None to keep the rank."""
+        if rank is None or self.A[..., rank:, :].any() or self.B[..., rank:].any():
+            return self
+        return replace(self, A=self.A[..., :rank, :], B=self.B[..., :rank])
+
+    def scaled(self, scale: float) -> Factors:
+        """Return the same update with this scale: B is multiplied by the ratio of the scales, unless that is 1."""
+        return self if scale == self.scale else replace(self, B=self.B * (self.scale / scale), scale=scale)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter, by the names of the plain model, which is the one that transformers builds.
+
+    Attributes:
+        linears: path of a linear layer -> its factors.
+        experts: path of a layer's experts -> projection (`gate_up`, the up projection alone where there is no gate; or
+            `down`) -> the factors of all E experts, zero for an expert without factors.
+        present: path of a layer's experts -> projection -> ids of the experts that the adapter has factors of.
+        saved: name of a parameter -> its trained value, for modules that the adapter holds whole.
+    """
+
+    linears: Mapping[str, Factors]
+    experts: Mapping[str, Mapping[str, Factors]]
+    present: Mapping[str, Mapping[str, frozenset[int]]] = field(default_factory=dict)
+    saved: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def named(self) -> dict[str, Factors]:
+        """Return all factors: those of experts under `<experts>.gate_up` and `<experts>.down`."""
+        found = dict(self.linears)
+        for path, projections in self.experts.items():
+            found |= {f"{path}.{name}": factors for name, factors in projections.items()}
+        return found
+
+
+def gate_and_up(shape: ExpertShape) -> tuple[slice, slice]:
+    """Return the rows of gate and of up in the fused gate_up projection of a layer."""
+    half = shape.intermediate
+    if shape.is_concatenated:
+        return slice(0, half), slice(half, None)
+    return slice(0, None, 2), slice(1, None, 2)
+
+
+def parted(shape: ExpertShape, fused: Factors) -> tuple[Factors, Factors]:
+    """Return the factors of gate and of up, from those of the fused projection (A [E, R, H], B [E, 2I, R]).
+
+    If the first half of the ranks serves gate alone and the second half up alone, each gets its half; otherwise both
+    get the whole A.
+    """
+    rows, half = gate_and_up(shape), fused.rank // 2
+    columns = slice(0, half), slice(half, None)
+    crossed = (fused.B[:, rows[part], columns[1 - part]] for part in (0, 1))
+    if fused.rank % 2 == 0 and fused.B.any() and not any(block.any() for block in crossed):
+        return tuple(  # type: ignore[return-value]
+            Factors(fused.A[:, own], fused.B[:, of_part, own], fused.scale)
+            for of_part, own in zip(rows, columns, strict=True)
+        )
+    return tuple(Factors(fused.A, fused.B[:, of_part], fused.scale) for of_part in rows)  # type: ignore[return-value]
+
+
+def fused(shape: ExpertShape, gate: Factors | None, up: Factors | None) -> Factors:
+    """Return the factors of the fused projection from those of gate and up, the reverse of `parted`.
+
+    Of None the update is zero. A is shared where both have the same; otherwise the ranks add up.
+    """
+    other = gate or up
+    assert other is not None
+    gate, up = gate or replace(other, B=torch.zeros_like(other.B)), up or replace(other, B=torch.zeros_like(other.B))
+    rows = gate_and_up(shape)
+    experts, outputs, rank = gate.B.shape
+    if gate.scale == up.scale and gate.A.equal(up.A):
+        B = gate.B.new_empty(experts, 2 * outputs, rank)
+        for of_part, part in zip(rows, (gate, up), strict=True):
+            B[:, of_part] = part.B
+        return Factors(gate.A, B, gate.scale)
+    rank, up = max(gate.rank, up.rank), up.scaled(gate.scale)
+    gate, up = gate.padded(rank), up.padded(rank)
+    B = gate.B.new_zeros(experts, 2 * outputs, 2 * rank)
+    for number, (of_part, part) in enumerate(zip(rows, (gate, up), strict=True)):
+        B[:, of_part, number * rank : (number + 1) * rank] = part.B
+    return Factors(torch.cat((gate.A, up.A), 1), B, gate.scale)
+
+
+def join_experts(
+    A: Tensor, B: Tensor, ids: Iterable[int], experts: int, rows: tuple[slice, ...]
+) -> tuple[Tensor, Tensor]:
+    """Spread the factors of n experts, in parts, over all E experts of a layer, with zeros for the others.
+
+    Args:
+        A: [n, parts, r, in], where parts is 2 if gate and up have separate factors, else 1.
+        B: [n, parts, out / parts, r].
+        ids: ids of the n experts.
+        experts: E.
+        rows: the output rows of each part.
+
+    Returns:
+        A [E, R, in] and B [E, out, R], where R = parts·r: a part's rows use its own r columns.
+    """
+    chosen = list(ids)
+    _, parts, rank, into = A.shape
+    A_all = A.new_zeros(experts, parts * rank, into)
+    A_all[chosen] = A.flatten(1, 2)
+    B_all = B.new_zeros(experts, parts * B.shape[2], parts * rank)
+    for part, of_part in enumerate(rows):
+        B_all[chosen, of_part, part * rank : (part + 1) * rank] = B[:, part]
+    return A_all, B_all
+
+
+def split_parts(B: Tensor, rank: int, rows: tuple[slice, ...]) -> tuple[Tensor, bool]:
+    """Split the B factors [n, out, parts·r] of joined parts, such as gate and up, into those of each part.
+
+    Args:
+        rank: r, the rank of a part.
+        rows: the output rows of each part.
+
+    Returns:
+        The B factors [n, parts, out / parts, r], and whether B has nonzero values outside of them, which means that the
+            parts share their factors.
+    """
+    blocks, rest = [], B.clone()
+    for part, of_part in enumerate(rows):
+        columns = slice(part * rank, (part + 1) * rank)
+        blocks.append(B[:, of_part, columns])
+        rest[:, of_part, columns] = 0
+    return torch.stack(blocks, 1), bool(rest.any())
+
+
+def plain_number(number: float) -> Any:
+    """Return a whole number as an int, any other as it is."""
+    return int(number) if number == int(number) else number

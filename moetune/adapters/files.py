@@ -1,0 +1,199 @@
+"""The two files of an adapter's folder: read and checked without opening pickles, and written.
+
+`adapter_config.json` holds PEFT's settings, of which rank and alpha decide the scale; `adapter_model.safetensors` the
+tensors. Every program of docs/reference/adapters.md writes both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from re import Pattern
+from typing import Annotated, Any
+
+from peft.utils.other import get_pattern_key
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from moetune.errors import UserError, reading, shown
+from moetune.json_files import parse_json, read_json
+from moetune.models.hub.tensor_files import create_file, read_header, refuse_not_finite
+
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+"""PEFT's prefix of every tensor's name."""
+_RECORD = "moetune"
+"""Key of the safetensors metadata under which an adapter that moetune wrote carries its layout and sketch."""
+_NOT_PLAIN = (
+    "use_dora", "lora_bias", "layer_replication", "trainable_token_indices", "alora_invocation_tokens",
+    "fan_in_fan_out", "use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config", "arrow_config",
+    "megatron_config",
+)  # fmt: skip
+"""Settings of a PEFT adapter with which its layers compute something else than W·x + s·B·(A·x)."""
+_OTHER_NAME = re.compile(r"\.(lora_[AB])\.default\.")
+
+Tensors = Mapping[str, Tensor]
+
+
+class Scales(BaseModel):
+    """The settings of an adapter from which the scale of its factors follows, under PEFT's names; None for PEFT's
+    default."""
+
+    r: int = 8
+    lora_alpha: FiniteFloat
+    rank_pattern: dict[Pattern[str], int] | None = None
+    alpha_pattern: dict[Pattern[str], FiniteFloat] | None = None
+    target_parameters: tuple[str, ...] | None = None
+    use_rslora: bool | None = None
+
+    def of(self, target: str, rank: int) -> float:
+        """Return PEFT's factor of B·A for factors of this rank: alpha / rank, or alpha / √rank with `use_rslora`.
+
+        `target` is the path of the layer or parameter in the model.
+        """
+        alphas = {pattern.pattern: alpha for pattern, alpha in (self.alpha_pattern or {}).items()}
+        target = self._parameter(target)
+        alpha = alphas.get(get_pattern_key(list(alphas), target), self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def rank(self, target: str) -> int:
+        """Return the rank that the settings say for a layer or parameter."""
+        ranks = {pattern.pattern: rank for pattern, rank in (self.rank_pattern or {}).items()}
+        return ranks.get(get_pattern_key(list(ranks), self._parameter(target)), self.r)
+
+    def _parameter(self, target: str) -> str:
+        as_parameters = self.target_parameters or ()
+        if any(f".{target}.weight".endswith(f".{parameter}") for parameter in as_parameters):
+            return f"{target}.weight"
+        return target
+
+
+class Record(TypedDict, total=False):
+    """What moetune notes in an adapter's file, in the metadata of safetensors.
+
+    Attributes:
+        layout: as `LaidOut.layout`.
+        ranks: as `LaidOut.padded`.
+        sketch: as `moetune.adapters.sketch.sketch`.
+    """
+
+    schema: int
+    layout: str | None
+    ranks: dict[str, Annotated[int, Field(gt=0)]]
+    sketch: dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An adapter as it is in its folder.
+
+    Attributes:
+        settings: the content of `adapter_config.json`.
+        tensors: the tensors, by their names without PEFT's prefix.
+        record: empty if another program wrote the file.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    tensors: Tensors
+    scales: Scales
+    record: Record
+
+    def __str__(self) -> str:
+        return f"adapter {str(self.folder)!r}"
+
+
+def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the settings (adapter_config.json) and the tensors of an adapter folder. Pickles are never opened.
+
+    Raises:
+        UserError: the folder has no adapter in safetensors, a file is damaged, the adapter is not LoRA, a value is not
+            finite, a rank in the settings exceeds that of the factors, or an alpha is zero.
+    """
+    if not (folder / WEIGHTS_FILE).is_file():
+        pickled = (folder / "adapter_model.bin").exists()
+        reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
+        raise UserError(f"adapter {str(folder)!r}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it'}")
+    settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"adapter {str(folder)!r}: {CONFIG_FILE}")
+    if settings.get("peft_type") != "LORA" or "lora_alpha" not in settings:
+        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter")
+    refuse_not_finite(read_header(folder / WEIGHTS_FILE), f"adapter {str(folder)!r}")
+    with reading(repr(str(folder / WEIGHTS_FILE))):
+        tensors = load_file(folder / WEIGHTS_FILE)
+    if not tensors:
+        raise UserError(f"adapter {str(folder)!r}: {WEIGHTS_FILE} holds no tensor")
+    largest = max(
+        (tensor.shape[-2] for name, tensor in tensors.items() if ".lora_A." in name and tensor.ndim > 1), default=0
+    )
+    patterns = settings.get("rank_pattern") or {}
+    ranks = [settings.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
+    for rank in ranks:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= max(largest, 1):
+            raise UserError(
+                f"adapter {str(folder)!r}: {CONFIG_FILE}: rank {shown(rank)}, and its factors have {largest} rows"
+            )
+    alphas = settings.get("alpha_pattern") or {}
+    for alpha in (settings["lora_alpha"], *(alphas.values() if isinstance(alphas, dict) else ())):
+        if alpha == 0:
+            raise UserError(
+                f"adapter {str(folder)!r}: {CONFIG_FILE}: an alpha of {shown(alpha)} leaves factors without effect; "
+                "set what they were trained with"
+            )
+    return settings, tensors
+
+
+def beyond_plain(settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings with which an adapter computes something else than plain LoRA; none for plain LoRA."""
+    others = [f"{key}: {settings[key]}" for key in _NOT_PLAIN if settings.get(key)]
+    if settings.get("bias", "none") != "none":
+        others.append(f"bias: {settings['bias']}")
+    if settings.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
+        others.append(f"init_lora_weights: {settings['init_lora_weights']}, which changes the base weights")
+    return others
+
+
+def open_adapter(folder: Path) -> Stored:
+    """Read an adapter folder. Raise `UserError` as `read_adapter`, or if it is not plain LoRA."""
+    settings, tensors = read_adapter(folder)
+    if others := beyond_plain(settings):
+        raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(others)}")
+    try:
+        scales = Scales.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE}: {key}: {first['msg']}") from None
+    named = {_OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
+    return Stored(folder, settings, named, scales, _record(folder))
+
+
+def _record(folder: Path) -> Record:
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        text = (file.metadata() or {}).get(_RECORD)
+    if text is None:
+        return {}
+    return parse_json(text.encode(), Record, f"{str(folder / WEIGHTS_FILE)!r}: {_RECORD} in its metadata")
+
+
+def write_adapter(folder: Path, tensors: Tensors, settings: Mapping[str, Any], record: Record) -> int:
+    """Write the weights and the configuration of an adapter, and return the bytes of its tensors.
+
+    Args:
+        tensors: the adapter's tensors by name, without PEFT's prefix.
+        settings: the content of `adapter_config.json`.
+        record: as `Stored.record`.
+    """
+    kinds = {f"{PREFIX}{name}": (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    (folder / WEIGHTS_FILE).unlink(missing_ok=True)  # tensors that were read from it stay mapped
+    places = create_file(folder / WEIGHTS_FILE, kinds, {_RECORD: json.dumps(record, sort_keys=True)})
+    for name, tensor in tensors.items():
+        places[f"{PREFIX}{name}"].write(tensor)
+    (folder / CONFIG_FILE).write_text(json.dumps(dict(settings), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,213 @@
+"""`laid_out`: the tensors and settings of an `Adapter` in the layout that a program reads.
+
+peft, unsloth     stacked, PEFT's order; unsloth also gets its note `lora_B_layout`
+unsloth-grouped   stacked, the order of Unsloth before September 2026
+vllm              per expert, or stacked where the base checkpoint stacks its experts; one rank and one scale
+sglang            per expert; one rank and one scale; of layers that it joins (q, k and v) all or none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from moetune.adapters.base import AdapterBase, sizes_of
+from moetune.adapters.factors import DOWN, GATE_UP, Adapter, Factors, parted
+from moetune.adapters.files import Record
+from moetune.adapters.settings import peft_settings, uniform_settings
+from moetune.adapters.sketch import sketch
+from moetune.adapters.stacked import ORDERS, Order
+from moetune.errors import UserError, counted
+from moetune.models.moe import MoeLayer
+
+_STACKED_IN_VLLM = (
+    "gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_omni_moe_thinker", "qwen3_vl_moe",
+    "qwen3_vl_moe_text",
+)  # fmt: skip
+"""Model types whose class in vLLM reads stacked factors (`is_3d_moe_weight`, as of 0.33)."""
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
+"""Linear layers that SGLang joins: with factors on the first it takes those of the others from the file."""
+
+PROGRAMS = ("peft", "vllm", "sglang", "unsloth", "unsloth-grouped")
+"""The values of `--to`."""
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """An adapter in the layout of a program.
+
+    Attributes:
+        layout: the layout's name, one of `read.LAYOUTS`; None without factors on experts.
+        tensors: by name, without PEFT's prefix.
+        settings: the content of `adapter_config.json`.
+        notes: what is not as it was: zeros that were added, factors that were multiplied.
+        padded: `<experts>.<role>`, or path of a linear layer -> the rank that it had before zeros were added.
+    """
+
+    layout: str | None
+    tensors: dict[str, Tensor]
+    settings: dict[str, Any]
+    adapter: Adapter
+    notes: tuple[str, ...] = ()
+    padded: Mapping[str, int] = field(default_factory=dict)
+
+    def record(self) -> Record:
+        """Return what the file shall note about itself: its layout, lower ranks, and the sketch of its updates."""
+        return {"schema": 1, "layout": self.layout, "ranks": dict(self.padded), "sketch": sketch(self.adapter)}
+
+
+def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
+    """Return the tensors and settings that a program, one of `PROGRAMS`, reads as this adapter.
+
+    Raises:
+        UserError: the program has no place for a part of it.
+    """
+    if not adapter.named() and not adapter.saved:
+        raise UserError("the adapter has no factors that could be written")
+    if program in ("vllm", "sglang"):
+        return _for_server(adapter, base, program)
+    modules = tuple(sorted({_module_of(name, base) for name in adapter.saved}))
+    tied = base.structure.tied
+    ties = any(name in (*tied, *tied.values()) for name in adapter.saved)
+    settings = peft_settings(base, adapter, modules, ties=ties)
+    layout = "unsloth-grouped" if program == "unsloth-grouped" else "peft"
+    tensors = stacked(adapter, ORDERS[layout]) | dict(adapter.saved)
+    if program.startswith("unsloth") and adapter.experts:
+        settings["lora_B_layout"] = "grouped_by_expert" if ORDERS[layout].is_grouped else "rank_major"
+    return LaidOut(layout if adapter.experts else None, tensors, settings, adapter)
+
+
+def stacked(adapter: Adapter, order: Order) -> dict[str, Tensor]:
+    """Return the factors in a stacked layout, by name.
+
+    The outermost wrapper holds down and the next one gate_up, as PEFT wraps the parameters in the order of the model;
+    a projection alone is in the outermost.
+    """
+    tensors = _pairs(adapter.linears)
+    for path, projections in adapter.experts.items():
+        for depth, name in enumerate(sorted(projections)):
+            first, second = order.write(projections[name].A, projections[name].B)
+            slot = path + ".base_layer" * depth
+            tensors |= {f"{slot}.lora_A.weight": first, f"{slot}.lora_B.weight": second}
+    return tensors
+
+
+def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, str, Factors]]:
+    """Yield `<experts>.<role>`, the name in the base checkpoint and the factors of each projection of each expert.
+
+    Raises:
+        UserError: the checkpoint has no names for single experts.
+    """
+    for path, projections in adapter.experts.items():
+        layer, names = base.layers[path], base.expert_names.get(path)
+        if names is None or not names.roles:
+            raise UserError(
+                f"{base.name!r} stores the experts of {path} in one tensor, so there is no name for the factors of one "
+                "expert; merge the adapter (moetune adapter merge)"
+            )
+        by_role = _by_role(layer, projections)
+        for expert in range(layer.shape.num_experts):
+            for role in sorted(by_role, key=("gate", "up", GATE_UP, DOWN).index):
+                one = by_role[role]
+                own = replace(one, A=one.A[expert], B=one.B[expert])
+                yield f"{path}.{role}", names.of(expert, role), own
+
+
+def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
+    """Return the layout of vLLM or SGLang: names of the checkpoint, all experts, one rank and one scale.
+
+    Raises:
+        UserError: the adapter also holds whole weights, or a parameter with factors has no name in the checkpoint.
+    """
+    if adapter.saved:
+        raise UserError(
+            f"the adapter holds {min(adapter.saved)} whole, and adapters of {program} hold factors only; merge it"
+        )
+    full, filled = _filled(adapter, base, _JOINED if program == "sglang" else ())
+    every = [(path, base.linear_name(path), one) for path, one in full.linears.items()]
+    layout: str | None = None
+    if program == "vllm" and all(_is_stacked(base, path) for path in full.experts):
+        layout = "peft" if full.experts else None
+        for path, own in full.experts.items():
+            prefix = base.expert_names[path].prefix
+            every += [(f"{path}.{name}", prefix + ".base_layer" * n, own[name]) for n, name in enumerate(sorted(own))]
+    else:
+        every += per_expert(full, base)
+        layout = "per-expert"
+    ranks, scales = {one.rank for _, _, one in every}, {one.scale for _, _, one in every}
+    rank, scale = max(ranks), max(scales)
+    notes = [f"zeros stand for {counted(len(filled), 'missing update')}, such as of {filled[0]}"] if filled else []
+    kind = base.structure.model_type
+    if program == "vllm" and layout == "peft" and kind not in _STACKED_IN_VLLM:
+        notes.append(
+            f"as of 0.33 vLLM reads factors of stacked experts for {', '.join(_STACKED_IN_VLLM)}, and not for {kind}; "
+            "merge the adapter if it does not"
+        )
+    if len(scales) > 1:
+        notes.append(
+            f"its scales {', '.join(f'{one:g}' for one in sorted(scales))} became {scale:g}; lora_B takes up the ratio"
+        )
+    if len(ranks) > 1:
+        notes.append(f"its ranks {', '.join(map(str, sorted(ranks)))} became {rank}, filled with zeros")
+    tensors: dict[str, Tensor] = {}
+    for _, name, one in every:
+        A, B = (even := one.scaled(scale).padded(rank)).A, even.B
+        if A.ndim == 3:
+            A, B = ORDERS["peft"].write(A, B)
+        tensors |= {f"{name}.lora_A.weight": A, f"{name}.lora_B.weight": B}
+    settings = uniform_settings([name for _, name, _ in every], rank, scale)
+    padded = {name: one.rank for name, _, one in every if one.rank < rank}
+    return LaidOut(layout, tensors, settings, adapter, tuple(notes), padded)
+
+
+def _is_stacked(base: AdapterBase, path: str) -> bool:
+    """Return whether the checkpoint stores the experts at `path` in one tensor, under a name of its own."""
+    names = base.expert_names.get(path)
+    if names is None:
+        raise UserError(f"the base checkpoint has no name for {path} that other programs could know; merge instead")
+    return not names.roles
+
+
+def _filled(adapter: Adapter, base: AdapterBase, joined: tuple[tuple[str, ...], ...]) -> tuple[Adapter, list[str]]:
+    """Return the adapter with zeros where a program needs factors, and the names of what they stand for.
+
+    It needs both projections of a layer's experts, or none, and all of the linear layers that it joins, or none.
+    """
+    experts, filled, linears, known = {}, [], dict(adapter.linears), base.structure.linears()
+    for path, some in adapter.linears.items():
+        block, _, leaf = path.rpartition(".")
+        for other in next((group for group in joined if leaf in group), ()):
+            if (name := f"{block}.{other}") in known and name not in linears:
+                A = some.A.new_zeros(some.rank, known[name].in_features)
+                linears[name] = Factors(A, some.B.new_zeros(known[name].out_features, some.rank), some.scale)
+                filled.append(name)
+    for path, projections in adapter.experts.items():
+        some, own = next(iter(projections.values())), dict(projections)
+        for name, (into, out) in sizes_of(base.layers[path]).items():
+            if name not in own:
+                filled.append(f"{path}.{name}")
+                count = len(some.A)
+                A, B = some.A.new_zeros(count, some.rank, into), some.A.new_zeros(count, out, some.rank)
+                own[name] = Factors(A, B, some.scale)
+        experts[path] = own
+    return replace(adapter, linears=linears, experts=experts), filled
+
+
+def _by_role(layer: MoeLayer, projections: Mapping[str, Factors]) -> dict[str, Factors]:
+    by_role = dict(projections)
+    if layer.shape.has_gate and GATE_UP in by_role:
+        by_role["gate"], by_role["up"] = parted(layer.shape, by_role.pop(GATE_UP))
+    return by_role
+
+
+def _pairs(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
+    return {f"{name}.lora_{factor}.weight": getattr(one, factor) for name, one in factors.items() for factor in "AB"}
+
+
+def _module_of(name: str, base: AdapterBase) -> str:
+    """Return the module that PEFT must save whole for this parameter: the router for any of its parameters."""
+    routers = [layer.router for layer in base.structure.moe_layers]
+    return next((path for path in routers if name.startswith(f"{path}.")), None) or name.rpartition(".")[0]

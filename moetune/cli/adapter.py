@@ -1,0 +1,104 @@
+"""The commands `moetune adapter check|convert|merge|diff`: LoRA adapters of any program, and their base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moetune.cli.options import Json, NewFolder, Overwrite, answer, argument, choice, heavy_imports, option
+from moetune.errors import counted
+from moetune.files import expanded, is_occupied
+from moetune.report.console import note
+
+_LAYOUTS = "peft|peft-0.18|unsloth-grouped|megatron|per-expert|3d"
+_PROGRAMS = "peft|vllm|sglang|unsloth|unsloth-grouped"
+
+Base = Annotated[str, argument("BASE", "The model that it was trained on: a folder, a catalog name or a hub id.")]
+AdapterFolder = Annotated[Path, argument("ADAPTER_DIR", "The adapter's folder.")]
+From = Annotated[Any, choice(_LAYOUTS, "The layout that it is in, where the files do not tell.", "--from")]
+
+adapter = typer.Typer(
+    help="Check, convert, merge and compare LoRA adapters, whichever program wrote them.", no_args_is_help=True
+)
+
+
+@adapter.command(epilog="Example: moetune adapter check mixtral-8x7b out/adapter --for vllm")
+def check(
+    base: Base,
+    adapter: AdapterFolder,
+    from_: From = None,
+    for_: Annotated[Any, choice(_PROGRAMS, "Also answer no if this program would not read it.", "--for")] = None,
+    json_: Json = False,
+) -> None:
+    """Say which layers, experts and projections an adapter has factors of, and what of it would be ignored."""
+    with heavy_imports():
+        from moetune.exporting.adapter import check_adapter
+        from moetune.report.adapter import report_view
+    report = check_adapter(base, adapter, layout=from_, program=for_)
+    answer(json_, report.to_json(), report_view(report), fails=bool(report.problems))
+
+
+@adapter.command(epilog="Example: moetune adapter convert mixtral-8x7b out/adapter --to vllm --out out/served")
+def convert(
+    base: Base,
+    adapter: AdapterFolder,
+    to: Annotated[Any, choice(_PROGRAMS, "The program that shall read it.", "--to")],
+    out: NewFolder,
+    from_: From = None,
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
+    """Write an adapter in the layout of another program, without a change to what it computes."""
+    is_occupied(expanded(out), overwrite)
+    with heavy_imports():
+        from moetune.exporting.adapter import convert_adapter
+    written = convert_adapter(base, adapter, to, out, layout=from_, overwrite=overwrite)
+    for text in (*written.reasons, *written.notes):
+        note(text)
+    answer(
+        json_,
+        {**written.to_json(), "to": to},
+        f"for {to}: {counted(written.tensors, 'tensor')}, {written.bytes:,} bytes, in {written.out}",
+    )
+
+
+@adapter.command(epilog="Example: moetune adapter merge mixtral-8x7b out/adapter --out out/merged")
+def merge(
+    base: Base,
+    adapter: AdapterFolder,
+    out: NewFolder,
+    from_: From = None,
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
+    """Write the base checkpoint with an adapter in it, which any program reads as it reads the base."""
+    is_occupied(expanded(out), overwrite)
+    with heavy_imports():
+        from moetune.exporting.adapter import merge_adapter
+    written = merge_adapter(base, adapter, out, layout=from_, overwrite=overwrite)
+    for text in (*written.reasons, *written.notes):
+        note(text)
+    answer(
+        json_,
+        written.to_json(),
+        f"merged: {counted(written.tensors, 'tensor')} changed, {written.bytes:,} bytes, in {written.out}",
+    )
+
+
+@adapter.command(epilog="Example: moetune adapter diff out/adapter out/served")
+def diff(
+    a: Annotated[Path, argument("A", "The folder of an adapter.")],
+    b: Annotated[Path, argument("B", "The folder of the other.")],
+    base: Annotated[str | None, option("BASE", "Their base; by default the one that A names.")] = None,
+    from_a: Annotated[Any, choice(_LAYOUTS, "The layout of A, as --from of the others.", "--from-a")] = None,
+    from_b: Annotated[Any, choice(_LAYOUTS, "The layout of B.", "--from-b")] = None,
+    json_: Json = False,
+) -> None:
+    """Say where the updates of two adapters differ, whatever their layouts, ranks and scales."""
+    with heavy_imports():
+        from moetune.exporting.adapter import diff_adapters
+        from moetune.report.adapter import difference_view
+    found = diff_adapters(a, b, base=base, layouts=(from_a, from_b))
+    answer(json_, found.to_json(), difference_view(found), fails=not found.equal)

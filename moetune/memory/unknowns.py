@@ -1,0 +1,79 @@
+"""`Unknown`: what a prediction cannot know, as bytes below and above what is expected; together they make a `Span`.
+
+Explained in docs/concepts/allocator.md, with the sources of the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from moetune.models.catalog.gpus import Gpu
+
+Cause = Literal["routing", "context", "allocator", "prediction"]
+ERROR = 0.005
+"""Largest relative error of a prediction that was seen (docs/benchmarks/predict_vs_measured_cuda.md), rounded up."""
+FRAGMENTATION = 0.015
+"""Share of the needed memory that torch's allocator may hold beyond it on a full card: free blocks that lie between
+tensors in use. Source: docs/benchmarks/near_the_line.md, where runs that took up to 99.1 % of a card ran."""
+PAGES = (20 << 20) + (2 << 20)
+"""Bytes that rounding up takes at most with expandable segments: one page of the large pool, and one of the small."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Something that a prediction does not know.
+
+    Attributes:
+        cause: what it is.
+        below, above: bytes by which the run may need less, and more, than expected.
+        why: what the bytes stand for, for the user.
+    """
+
+    cause: Cause
+    below: int
+    above: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes that a GPU must have: the least that a run may need, what is expected, and the most."""
+
+    low: int
+    expected: int
+    high: int
+
+    def to_json(self) -> dict[str, int]:
+        """Return the object under `required_bytes` in the output of `moetune predict --json`."""
+        return {"low": self.low, "expected": self.expected, "high": self.high}
+
+
+def of_context(card: Gpu) -> Unknown:
+    """Return how much the context of a GPU differs by driver."""
+    low, high = card.context_range
+    value = card.context.value
+    return Unknown(
+        "context", max(0, value - low), max(0, high - value), f"the CUDA context, by driver ({card.context.source})"
+    )
+
+
+def always(required: int, known: tuple[Unknown, ...]) -> Iterator[Unknown]:
+    """Yield what is unknown of every run: what the allocator cannot give back, and the error of the prediction.
+
+    Args:
+        required: the bytes that are expected.
+        known: the other unknowns; the allocator loses a share of their bytes too.
+    """
+    most = required + sum(one.above for one in known)
+    lost = max(PAGES, int(most * FRAGMENTATION))
+    yield Unknown("allocator", 0, lost, "pages of torch's allocator that are partly free, between tensors in use")
+    why = "the largest difference of prediction and measurement that was seen"
+    yield Unknown("prediction", int(required * ERROR), int(most * ERROR), why)
+
+
+def span(required: int, unknowns: tuple[Unknown, ...]) -> Span:
+    """Return the span of the bytes that are needed around those that are expected."""
+    every = (*unknowns, *always(required, unknowns))
+    return Span(required - sum(one.below for one in every), required, required + sum(one.above for one in every))

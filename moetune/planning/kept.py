@@ -1,0 +1,54 @@
+"""Reports by trace, kept on disk: a plan that is asked for again, or that shares runs with another, need not trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import cache
+
+from pydantic import TypeAdapter
+
+from moetune.memory.assumed_routing import AssumedRouting
+from moetune.memory.closed_form import store
+from moetune.memory.predict import allocator_here
+from moetune.memory.report import MemoryReport
+from moetune.memory.time.roofline import duration
+from moetune.models.catalog.gpus import Gpu, find_gpu
+from moetune.run.resolve import ResolvedRun
+
+
+def kept(
+    run: ResolvedRun, gpu: str | Gpu | None, routing: AssumedRouting, trace: Callable[[], MemoryReport]
+) -> MemoryReport:
+    """Return what `trace` returns, the report of a run on a GPU, from disk if it is there; else write it.
+
+    `gpu` is as in `predict`; None for `hardware.gpu`.
+    The time of a step is estimated anew from the work that was counted.
+    """
+    name = gpu or run.config.hardware.gpu or "l40s"
+    card = name if isinstance(name, Gpu) else find_gpu(name)
+    key = store.key_of(
+        {
+            "report": run.config.model_dump(mode="json", exclude={"output"}),
+            "settings": [run.model.settings.to_dict(), run.model.source.config.to_dict()],
+            "published": run.model.source.quantization.method,
+            "gpu": [gpu if isinstance(gpu, str) else None, asdict(card)],
+            "routing": asdict(routing),
+            "allocator": allocator_here("expandable"),
+        },
+        rank=0,
+    )
+    if (there := store.read_content(key, _content())) is None:
+        report = trace()
+        store.write_content(key, _content(), (key, report))
+        return report
+    report = there[1]
+    if report.time is None:
+        return report
+    time = duration(report.time.work, report.time.tokens, card, (one.bytes for one in report.collectives))
+    return replace(report, time=time)
+
+
+@cache
+def _content() -> TypeAdapter[tuple[str, MemoryReport]]:
+    return TypeAdapter(tuple[str, MemoryReport])

@@ -1,0 +1,89 @@
+"""Views of `moetune adapter check` and `moetune adapter diff`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from moetune.errors import counted, first_of
+from moetune.report.view import Table, View, ViewSection
+
+if TYPE_CHECKING:
+    from moetune.adapters.check import AdapterReport, Covered
+    from moetune.adapters.difference import AdapterDifference
+
+
+def report_view(report: AdapterReport) -> View:
+    """Return the answer of `moetune adapter check`: projections of experts and linear layers, summed over layers."""
+    ill = bool(report.problems)
+    verdict = (
+        f"no: {counted(len(report.problems), 'problem')}" if ill else "yes: all of it belongs to the base, and is read"
+    )
+    about = [("base", report.base), ("adapter", report.adapter)]
+    if report.layout is not None:
+        about.append(("layout", f"{report.layout}: {'; '.join(report.reasons)}"))
+    sections = []
+    if ill:
+        sections.append(ViewSection("What would be lost", first_of(report.problems, 20)))
+    if report.covered:
+        headings = ("part", ">layers", ">experts of each", ">zero", ">rank", ">scale")
+        sections.append(ViewSection("What it has", Table(headings, _rows(report.covered))))
+    if report.saved:
+        sections.append(ViewSection("Whole weights", first_of(report.saved, 10)))
+    if report.missing:
+        sections.append(ViewSection("Without factors, which other layers have", first_of(report.missing, 10)))
+    programs = [(name, "yes" if said is None else said) for name, said in report.programs.items()]
+    sections.append(ViewSection("Read as it is by", Table(("program", ""), programs)))
+    return View("Adapter", verdict, "no" if ill else "yes", about=about, sections=sections)
+
+
+def difference_view(found: AdapterDifference) -> View:
+    """Return the answer of `moetune adapter diff`."""
+    sections = []
+    if found.differing:
+        rows = [
+            (
+                one.name + (f"\nexperts {_ids(one.experts)}" if one.experts else ""),
+                f"{one.relative:.3g}",
+                one.because or "",
+            )
+            for one in found.differing[:20]
+        ]
+        sections.append(ViewSection("Differing", Table(("part", ">relative", "the same but for"), rows)))
+    for title, names in (("Only in A", found.only_a), ("Only in B", found.only_b)):
+        if names:
+            sections.append(ViewSection(title, first_of(names, 10)))
+    same = f"the same: {counted(found.compared, 'update')} compared"
+    verdict = same if found.equal else f"different: {counted(len(found.differing), 'part')} of {found.compared}"
+    return View(
+        "Two adapters",
+        verdict,
+        "yes" if found.equal else "no",
+        about=[("A", found.a), ("B", found.b)],
+        sections=sections,
+    )
+
+
+def _rows(covered: Iterable[Covered]) -> list[tuple[str, ...]]:
+    """Return a row for each part: the projection of experts, or the last name of a linear layer."""
+    groups: Mapping[tuple[str, int, float], list[Covered]] = defaultdict(list)
+    for one in covered:
+        kind = "experts, " if one.experts is not None else ""
+        groups[kind + one.name.rpartition(".")[2], one.rank, one.scale].append(one)
+    rows: list[tuple[str, ...]] = []
+    for (name, rank, scale), own in groups.items():
+        of_experts = [len(one.experts) for one in own if one.experts is not None]
+        zero = sum(len(one.zero) for one in own)
+        rows.append((name, str(len(own)), _range(of_experts), str(zero), str(rank), f"{scale:g}"))
+    return rows
+
+
+def _range(numbers: Sequence[int]) -> str:
+    if not numbers:
+        return ""
+    return str(numbers[0]) if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+
+
+def _ids(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")

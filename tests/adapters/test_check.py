@@ -1,0 +1,171 @@
+"""What `check` says of an adapter; every wrong reading is found, with and without what moetune notes in its files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from moetune.adapters.check import check
+from moetune.adapters.read import LAYOUTS
+from moetune.adapters.stacked import ORDERS, Order
+from moetune.adapters.write import PROGRAMS, laid_out
+from moetune.errors import UserError
+from tests.adapters.made import RANK, base_of_toy, make_adapter, write
+
+Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
+
+
+def test_what_a_sound_adapter_covers(tmp_path: Path) -> None:
+    base = base_of_toy("mixtral")
+    report = check(write(tmp_path, make_adapter(base, ids=(2, 3)), base, "peft"), base)
+    assert (report.layout, report.problems, report.missing) == ("peft", [], [])
+    of_experts = [one for one in report.covered if one.experts is not None]
+    assert [one.name.rpartition(".")[2] for one in of_experts] == ["gate_up", "down"] * 2
+    assert {(one.rank, one.scale, tuple(one.experts or ()), tuple(one.zero)) for one in of_experts} == {
+        (3, 2.5, (2, 3), ())
+    }
+    assert len(report.covered) == 4 + 2 * 4
+    assert report.to_json()["schema"] == 1
+
+
+def test_layers_and_experts_whose_update_is_zero_are_named(tmp_path: Path) -> None:
+    base = base_of_toy("mixtral")
+    adapter = make_adapter(base)
+    first, second = adapter.experts.values()
+    first["down"].B[5] = 0
+    del second["gate_up"]  # type: ignore[attr-defined]
+    report = check(write(tmp_path, adapter, base, "peft"), base)
+    assert {one.name: one.zero for one in report.covered if one.zero} == {"model.layers.0.mlp.experts.down": [5]}
+    assert report.missing == ["model.layers.1.mlp.experts.gate_up"]
+
+
+@pytest.mark.parametrize("layout", ["peft", "peft-0.18", "unsloth-grouped", "megatron", "per-expert", "3d"])
+def test_which_programs_read_it_as_it_is(layout: str, tmp_path: Path) -> None:
+    base = base_of_toy("mixtral")
+    report = check(write(tmp_path, make_adapter(base, grow=True), base, layout), base, layout)
+    read_by = {name for name, said in report.programs.items() if said is None}
+    assert read_by == {
+        "peft": {"peft", "unsloth"},
+        "unsloth-grouped": {"unsloth-grouped"},
+        "per-expert": {"vllm", "sglang"},
+    }.get(layout, set())
+    assert all("adapter convert --to" in said for said in report.programs.values() if said is not None)
+
+
+def test_a_program_that_would_not_read_it_is_a_problem_if_asked_for(tmp_path: Path) -> None:
+    base = base_of_toy("mixtral")
+    stored = write(tmp_path, make_adapter(base), base, "peft")
+    assert check(stored, base, program="peft").problems == []
+    (problem,) = check(stored, base, program="vllm").problems
+    assert "convert --to vllm" in problem
+
+
+def rename(old: str, new: str) -> Change:
+    def change(tensors: dict[str, Tensor], _: object) -> None:
+        for name in list(tensors):
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return change
+
+
+def drop(part: str) -> Change:
+    def change(tensors: dict[str, Tensor], _: object) -> None:
+        for name in [name for name in tensors if part in name]:
+            del tensors[name]
+
+    return change
+
+
+def say(**settings: Any) -> Change:
+    return lambda _, own: own.update(settings)
+
+
+IGNORED: dict[str, tuple[str, Change, str]] = {
+    "a layer that the base lacks": ("peft", rename("layers.1", "layers.7"), r"model\.layers\.7\..*has no such layer"),
+    "an expert that the base lacks": ("per-expert", rename("experts.7.", "experts.8."), r"has 8 experts"),
+    "a name that nothing has": ("peft", rename("q_proj", "query"), r"self_attn\.query: has factors"),
+    "half of a pair": ("peft", drop("layers.0.self_attn.q_proj.lora_B"), r"q_proj: lora_B is missing"),
+    "half of an expert's pair": ("per-expert", drop("experts.3.w1.lora_B"), r"experts\.3 gate: has one of the two"),
+    "factors of an embedding": ("peft", rename("v_proj.lora_A", "v_proj.lora_embedding_A"), "no factor of plain LoRA"),
+    "a rank that is not said": ("per-expert", say(r=2), r"have rank 3, and adapter_config\.json says 2"),
+    "a pattern of another layer": ("peft", say(rank_pattern={"down_proj": 2}), r"down_proj.* says 2"),
+}
+
+
+@pytest.mark.parametrize("case", IGNORED)
+def test_what_would_be_ignored(case: str, tmp_path: Path) -> None:
+    layout, change, said = IGNORED[case]
+    base = base_of_toy("mixtral")
+    problems = check(write(tmp_path, make_adapter(base), base, layout, change), base).problems
+    assert any(re.search(said, problem) for problem in problems), problems
+
+
+def transposed(tensors: dict[str, Tensor], _: object) -> None:
+    """The two factors of every stack, each in the other's place."""
+    for name in [name for name in tensors if "experts" in name and ".lora_A." in name]:
+        other = name.replace(".lora_A.", ".lora_B.")
+        tensors[name], tensors[other] = tensors[other].T.contiguous(), tensors[name].T.contiguous()
+
+
+def slowest(tensors: dict[str, Tensor], _: object) -> None:
+    """lora_B of every stack with the expert as slowest index, where the fastest is expected."""
+    for name in [name for name in tensors if "experts" in name and ".lora_B." in name]:
+        first = tensors[name.replace(".lora_B.", ".lora_A.")]
+        factors = ORDERS["peft"].read(first, tensors[name], len(first) // RANK)
+        tensors[name] = Order(is_grouped=True, is_swapped=False).write(*factors)[1].contiguous()
+
+
+def exchanged(tensors: dict[str, Tensor], _: object) -> None:
+    """The rows of gate and up, each in the other's place."""
+    for name in [name for name in tensors if "experts.base_layer.lora_B" in name]:
+        tensors[name] = tensors[name].roll(len(tensors[name]) // 2, 0)
+
+
+def unscaled(_: object, settings: dict[str, Any]) -> None:
+    """Alpha equal to rank, as if there were no scale."""
+    settings["lora_alpha"] = settings["r"]
+
+
+WRONG = {"transposed": transposed, "slowest": slowest, "exchanged": exchanged, "unscaled": unscaled}
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("how", WRONG)
+def test_every_wrong_reading_of_a_file_of_ours_is_found(how: str, square: bool, tmp_path: Path) -> None:
+    """By the sketch, even where all shapes fit: experts all alike, and a base that is square where it can be."""
+    base = base_of_toy("qwen3_moe", **({"moe_intermediate_size": 32, "hidden_size": 32} if square else {}))
+    adapter = make_adapter(base)
+    record = laid_out(adapter, base, "peft").record()
+    assert check(write(tmp_path, adapter, base, "peft", record=record), base).problems == []
+    wrong = write(tmp_path, adapter, base, "peft", WRONG[how], record)
+    problems = check(wrong, base).problems
+    assert any("not the one that moetune noted" in problem for problem in problems)
+    assert sum("experts" in problem for problem in problems) >= 2
+
+
+def test_wrong_readings_of_others_files(tmp_path: Path) -> None:
+    """Without the sketch: exchanged factors by their shapes, the order of experts by zeros or by the columns' sizes."""
+    base = base_of_toy("qwen3_moe")
+    adapter = make_adapter(base, grow=True)
+    with pytest.raises(UserError, match="its factors are those of peft or unsloth-grouped"):
+        check(write(tmp_path, adapter, base, "peft"), base, "peft-0.18")
+    for one in (adapter, make_adapter(base, ids=(0, 4))):
+        (problem,) = check(write(tmp_path, one, base, "peft", slowest), base).problems
+        assert "looks like unsloth-grouped" in problem
+        (problem,) = check(write(tmp_path, one, base, "peft"), base, "unsloth-grouped").problems
+        assert "looks like peft" in problem
+    stale = write(tmp_path, adapter, base, "peft", say(lora_B_layout="grouped_by_expert"))
+    (problem,) = check(stale, base).problems
+    assert "looks like peft" in problem
+
+
+def test_the_options_of_the_command_line_are_the_layouts_and_programs() -> None:
+    from moetune.cli.adapter import _LAYOUTS, _PROGRAMS
+
+    assert (*_LAYOUTS.split("|"),) == LAYOUTS
+    assert (*_PROGRAMS.split("|"),) == PROGRAMS

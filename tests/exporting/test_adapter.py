@@ -1,0 +1,169 @@
+"""Adapters of stock PEFT and of toys, converted and merged: stock transformers computes what the adapter computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from moetune.adapt.start_from.peft_adapter import load_peft
+from moetune.adapters.base import AdapterBase
+from moetune.adapters.files import open_adapter
+from moetune.adapters.read import read
+from moetune.errors import UserError
+from moetune.exporting.adapter import check_adapter, convert_adapter, diff_adapters, merge_adapter
+from moetune.exporting.export import export
+from moetune.inference.opened import open_model
+from moetune.models.hub.tensor_files import read_headers
+from moetune.models.structure import meta_model, read_structure
+from tests.adapters.made import RANK, SCALE, make_adapter, write
+from tests.exporting.runs import tensors_of, write_base, write_run
+from tests.exporting.test_peft import logits
+from tests.reference import excite_
+
+MODELS = [
+    "mixtral",
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("qwen3_moe", "deepseek_v3", "olmoe", "glm4_moe")),
+    "gpt_oss",
+]
+
+
+def stock_adapter(base: Path, folder: Path, **more: Any) -> PeftModel:
+    """An adapter that stock PEFT made and saved, with factors that act and differ between experts."""
+    settings = {"r": RANK, "lora_alpha": RANK * SCALE, "target_modules": ["q_proj", "o_proj"]}
+    settings |= {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    torch.manual_seed(4)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = get_peft_model(plain, LoraConfig(**(settings | more))).eval()
+    excite_(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name and ".lora_B." in name:  # the expert is the fastest index of the columns
+                parameter *= torch.linspace(0.3, 3, 8)[torch.randperm(8)].repeat(RANK)
+    model.save_pretrained(folder)
+    return model
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def base_in(folder: Path) -> AdapterBase:
+    plain = meta_model(AutoModelForCausalLM.from_pretrained(folder).config)
+    return AdapterBase(str(folder), plain, read_structure(plain), tuple(read_headers(folder)))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_logits_of_stock_peft_after_each_conversion_and_merge(model_type: str, tmp_path: Path) -> None:
+    """An adapter of stock PEFT, through every program's layout, merged: 1e-5 of the logits of PEFT itself."""
+    base = write_base(tmp_path / "base", model_type, num_hidden_layers=2)
+    targets = {"target_modules": ["o_proj"]} if model_type == "deepseek_v3" else {}
+    expected = logits(stock_adapter(base, tmp_path / "stock", **targets))
+    from_peft, programs = tmp_path / "stock", ["unsloth-grouped", "vllm", "sglang"]
+    for program in programs:
+        if (model_type, program) == ("gpt_oss", "sglang"):
+            with pytest.raises(UserError, match="adapter merge"):
+                convert_adapter(str(base), from_peft, program, tmp_path / program)
+            continue
+        written = convert_adapter(str(base), from_peft, program, tmp_path / program)
+        assert written.tensors == len(load_file(tmp_path / program / "adapter_model.safetensors"))
+        assert check_adapter(str(base), tmp_path / program, program=program).problems == []
+        merge_adapter(str(base), tmp_path / program, tmp_path / "merged", overwrite=True)
+        torch.testing.assert_close(logits(loaded(tmp_path / "merged")), expected, atol=1e-5, rtol=1e-5)
+        assert diff_adapters(from_peft, tmp_path / program, base=str(base)).equal
+    convert_adapter(str(base), tmp_path / "vllm", "peft", tmp_path / "back")
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (from_peft, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(after[name].numpy().tobytes() == tensor.numpy().tobytes() for name, tensor in before.items())
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    again = logits(PeftModel.from_pretrained(plain, str(tmp_path / "back")).eval())
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_router_that_an_adapter_holds_whole_is_merged_and_kept(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2)
+    model = stock_adapter(base, tmp_path / "stock", modules_to_save=["mlp.gate"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".modules_to_save." in name:
+                parameter.normal_(std=0.5)
+    model.save_pretrained(tmp_path / "stock")
+    report = check_adapter(str(base), tmp_path / "stock")
+    assert (report.problems, report.saved) == ([], [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 1)])
+    convert_adapter(str(base), tmp_path / "stock", "unsloth-grouped", tmp_path / "other")
+    merge_adapter(str(base), tmp_path / "other", tmp_path / "merged")
+    torch.testing.assert_close(logits(loaded(tmp_path / "merged")), logits(model), atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match="hold factors only"):
+        convert_adapter(str(base), tmp_path / "stock", "vllm", tmp_path / "vllm")
+    assert not (tmp_path / "vllm").exists()
+
+
+def test_only_what_has_factors_changes_in_the_base(tmp_path: Path) -> None:
+    """The rest of the checkpoint is that of the base, byte for byte, in bfloat16 as well."""
+    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2, dtype=torch.bfloat16)
+    of = base_in(base)
+    adapter = make_adapter(of, ids=(3,))
+    write(tmp_path / "adapter", adapter, of, "per-expert")
+    written = merge_adapter(str(base), tmp_path / "adapter", tmp_path / "merged")
+    before, after = tensors_of(base), tensors_of(tmp_path / "merged")
+    changed = {name for name, tensor in before.items() if not tensor.equal(after[name])}
+    assert changed == {name for name in before if ".experts.3." in name or "_proj" in name}
+    assert written.tensors == len(changed) == 2 * (3 + 4)
+
+
+@pytest.mark.parametrize("layout", ["peft-0.18", "unsloth-grouped", "megatron", "per-expert", "3d"])
+def test_training_starts_from_every_layout(layout: str, tmp_path: Path) -> None:
+    """`adapt.start_from` gives the same factors, to the bit, as from PEFT's layout."""
+    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2)
+    lora = {"rank": RANK, "alpha": RANK * SCALE, "targets": ["attention", "experts"]}
+    run = write_run(tmp_path / "run", base, {"lora": lora})
+    export(run.path, "peft", tmp_path / "peft")
+    of = base_in(base)
+    trained = read(open_adapter(tmp_path / "peft"), of).adapter
+
+    def mark(_: object, settings: dict[str, Any]) -> None:
+        if layout == "unsloth-grouped":
+            settings["lora_B_layout"] = "grouped_by_expert"
+
+    write(tmp_path / "other", trained, of, layout, mark)
+    adapted = run.fresh()
+    load_peft(adapted, tmp_path / "other")
+    expected = run.adapted.trainable()
+    assert all(parameter.equal(expected[name]) for name, parameter in adapted.trainable().items())
+
+
+def test_stock_peft_is_not_given_another_order_of_the_experts(tmp_path: Path) -> None:
+    """`eval` and `generate` put an adapter on its base with stock PEFT, which reads one layout only."""
+    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2)
+    stock_adapter(base, tmp_path / "stock")
+    convert_adapter(str(base), tmp_path / "stock", "unsloth-grouped", tmp_path / "grouped")
+    with pytest.raises(UserError, match="--to peft"):
+        open_model(str(tmp_path / "grouped"), device="cpu", dtype="fp32")
+    convert_adapter(str(base), tmp_path / "grouped", "peft", tmp_path / "back")
+    opened = open_model(str(tmp_path / "back"), device="cpu", dtype="fp32")
+    torch.testing.assert_close(logits(opened.model), logits(open_model(str(tmp_path / "stock"), device="cpu").model))
+
+
+def test_what_is_refused_names_the_remedy(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2)
+    of = base_in(base)
+    adapter = make_adapter(of, ids=(1, 5))
+    write(tmp_path / "grouped", adapter, of, "unsloth-grouped")
+    with pytest.raises(UserError, match="--from peft"):
+        convert_adapter(str(base), tmp_path / "grouped", "vllm", tmp_path / "out")
+    convert_adapter(str(base), tmp_path / "grouped", "vllm", tmp_path / "out", layout="unsloth-grouped")
+    with pytest.raises(UserError, match="does not exist"):
+        check_adapter(str(base), tmp_path / "nothing")
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "adapter_model.bin").write_bytes(b"pickle")
+    with pytest.raises(UserError, match="save it as safetensors"):
+        check_adapter(str(base), tmp_path / "pickled")
+    save_file({"other.lora_A.weight": torch.ones(3, 2)}, tmp_path / "grouped" / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="lora_B is missing"):
+        merge_adapter(str(base), tmp_path / "grouped", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

@@ -1,0 +1,32 @@
+"""Runs near what a card of 24 or 44 GiB has, with experts that receive unlike numbers of tokens: the range holds."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
+from near_the_line import CARDS, cases, judge, said
+
+LOADS = [
+    [616, 199, 4500, 12368, 1598, 3244, 1135, 9108],
+    [30, 987, 1220, 8802, 1493, 30, 5279, 14971],
+    [2194, 14753, 176, 603, 2933, 30, 6120, 5989],
+    [717, 658, 2554, 10778, 30, 15671, 2085, 304],
+]
+"""What each expert of a layer of `tiny-mixtral` received of 16,384 tokens of unicode-names (`moetune score`), at least
+30, because closed forms want a token for each expert. A Mixtral has as many experts."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(60))
+def test_a_drawn_run_keeps_to_its_range(number: int, tmp_path: Path) -> None:
+    """None that surely fits runs out of memory; none that ran took less than the low end."""
+    file = tmp_path / "load.json"
+    file.write_text(json.dumps({"expert_load": {layer: LOADS[layer % len(LOADS)] for layer in range(32)}}))
+    (case,) = cases(False, 1, CARDS, ["mixtral-8x7b"], number, str(file))
+    row = judge(*case, str(file))
+    assert said(row) not in ("FALSE YES", "BELOW LOW"), row
