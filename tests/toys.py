@@ -11,9 +11,11 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from moetune.models.text import auto_class
 
 VOCAB = 96
 HIDDEN = 32
@@ -72,10 +74,16 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
     },
     "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * LAYERS},
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [24, 8],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    },
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"enable_moe_block": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision", "hidden_size": HIDDEN, "num_hidden_layers": 1}},
+    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
     "kimi_linear": {"linear_head_dim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "n_groups": 1},
@@ -90,7 +98,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_budget": 16,
         "indexer_compress_ratio": 2,
     },
+    "qwen3_vl_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [8, 24]},
+    "unlimited_ocr_text": {"num_key_value_heads": 4},
     "xlm": {"emb_dim": HIDDEN},
     "zamba": {"layers_block_type": _HYBRID},
     "zamba2": {"layers_block_type": _HYBRID},
@@ -121,9 +131,10 @@ def toy_config(model_type: str, **overrides: Any) -> PretrainedConfig:
 
 
 def toy_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """The toy model itself: float32, CPU, random weights, evaluation mode."""
+    """The toy model itself, with its towers: float32, CPU, random weights, evaluation mode."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(toy_config(model_type, **overrides), dtype=torch.float32).eval()
+    config = toy_config(model_type, **overrides)
+    return auto_class(config).from_config(config, dtype=torch.float32).eval()
 
 
 def _shrunk(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:

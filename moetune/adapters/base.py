@@ -87,7 +87,7 @@ class AdapterBase:
                 roles = _roles(layer, gate_up, down)
                 first = down.of_expert(0).every_key()[0].removesuffix(".weight")
                 found[path] = ExpertNames(first.removesuffix(f".0.{roles[DOWN]}"), roles)
-            elif gate_up.conversion is None and down.conversion is None:
+            elif gate_up.only_transposes and down.only_transposes:
                 prefixes = {one.every_key()[0].rpartition(".")[0] for one in (gate_up, down)}
                 if len(prefixes) == 1:
                     found[path] = ExpertNames(prefixes.pop(), {})

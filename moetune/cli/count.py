@@ -61,6 +61,10 @@ def _components(parameters: ParameterCount) -> Table:
 
 def _facts(parameters: ParameterCount) -> Iterator[str]:
     """Yield sentences about the MoE layers: number of experts, experts per token, parameters per expert."""
+    if parameters.not_loaded:
+        more = ", ".join(f"{path} {numel:,}" for path, numel in parameters.not_loaded.items())
+        whole = parameters.total + sum(parameters.not_loaded.values())
+        yield f"not loaded, because text does not reach it: {more}; the whole model has {whole:,} parameters"
     layers = len(parameters.layers)
     if parameters.num_moe_layers == 0:
         yield f"{counted(layers, 'layer')}, none with experts: every parameter is active for every token"

@@ -122,7 +122,7 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
     frozen = {tied.get(name, name) for name in shapes} - values.keys()
     if frozen:
         stored = open_checkpoint(base_folder(run))
-        homes = key_mappings(plain, stored)
+        homes = key_mappings(plain, stored, split=True)
         for name in sorted(frozen):
             if name not in homes:
                 raise UserError(

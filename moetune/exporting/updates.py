@@ -161,5 +161,5 @@ def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) ->
     if update.is_added:
         del old
         new = new.to(base[mapping.every_key()[0]].torch_dtype)  # cast first: the conversion copies the tensor
-    for key, rows in mapping.to_checkpoint(new).items():
+    for key, rows in mapping.to_checkpoint(new, base).items():
         yield key, first, rows

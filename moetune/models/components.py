@@ -22,7 +22,7 @@ COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 _NORM_CLASS = re.compile(r"norm(gated|alization|\dd)?$", re.IGNORECASE)
 _MLP_CLASS = re.compile(r"(mlp|moe)$", re.IGNORECASE)
-_MODALITY = re.compile(r"vision|visual|image|img|audio|speech|multi_?modal|mm_proj", re.IGNORECASE)
+MODALITY = re.compile(r"vision|visual|image|img|audio|speech|multi_?modal|mm_proj", re.IGNORECASE)
 """Names of modules for images or audio, whose parameters are of the component `other`."""
 _SHARED = re.compile(r"^shared_(expert|mlp)")
 _NEITHER = re.compile(r"residual|_hc$|^altup|^laurel$|^per_layer")
@@ -80,7 +80,7 @@ class Landmarks:
         """
         if name in self.marked:
             return self.marked[name]
-        if _MODALITY.search(name):
+        if MODALITY.search(name):
             return "other"
         parents = _ancestors(name)
         if any(_NORM_CLASS.search(type(self.modules[path]).__name__) for path in parents):
@@ -138,7 +138,7 @@ def _main_stacks(modules: Mapping[str, nn.Module], stacks: list[str]) -> tuple[l
     sizes = {
         stack: sum(parameter.numel() for parameter in modules[stack[:-1]].parameters())
         for stack in stacks
-        if not _MODALITY.search(stack)
+        if not MODALITY.search(stack)
     }
     if not sizes:
         return [], 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moetune.models.components import COMPONENTS, Component
@@ -30,7 +30,8 @@ class ParameterCount:
     `per_expert`, `num_experts` and `top_k` are a list with a number for each MoE layer if layers differ, and None for a
     dense model. `components` and `active` map component -> number of parameters, in all and used for one token.
     `active_per_token` leaves out the experts that a token is not routed to; it includes the whole embedding table, as
-    published figures do.
+    published figures do. `not_loaded` maps path of a module that text never reaches, such as a vision tower -> its
+    number of parameters, which are in no other number.
     """
 
     model_type: str
@@ -43,6 +44,7 @@ class ParameterCount:
     components: dict[Component, int]
     active: dict[Component, int]
     layers: tuple[LayerCount, ...]
+    not_loaded: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document of `moetune count --json`."""
@@ -90,6 +92,7 @@ def count_parameters(structure: ModelStructure) -> ParameterCount:
         num_experts=_agreed([layer.shape.num_experts for layer in structure.moe_layers]),
         top_k=_agreed([layer.top_k for layer in structure.moe_layers]),
         layers=layers,
+        not_loaded=dict(structure.dropped),
     )
 
 

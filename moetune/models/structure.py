@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
 from moetune.errors import UserError, one_line
 from moetune.models.components import Component, Landmarks
@@ -25,6 +25,7 @@ from moetune.models.moe import (
     read_top_k,
     unknown_experts,
 )
+from moetune.models.text import auto_class, drop_towers, dropped
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class ModelStructure:
         moe_layers: the layers with routed experts, in order; empty for a dense model.
         parameters: every parameter once; a tied parameter under its first name.
         tied: second name of a tied parameter -> its first name.
+        dropped: path of each module that text never reaches, such as a vision tower -> its number of parameters, which
+            are in none of the above.
     """
 
     model_type: str
@@ -73,6 +76,7 @@ class ModelStructure:
     parameters: tuple[ParameterInfo, ...]
     tied: Mapping[str, str]
     _linears: Mapping[str, LinearInfo] = field(repr=False)
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     def parameters_of(self, component: str) -> tuple[ParameterInfo, ...]:
         """Return the parameters of one component, such as `attention`."""
@@ -93,16 +97,18 @@ class ModelStructure:
 
 
 def require_causal_lm(config: PretrainedConfig) -> None:
-    """Raise `UserError` unless transformers has a causal language model for this configuration."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    """Raise `UserError` unless transformers has a model for this configuration that continues text."""
+    if auto_class(config) is None:
         raise UserError(
-            f"model type {config.model_type!r} is not a causal language model in transformers "
-            "(AutoModelForCausalLM does not know it)"
+            f"model type {config.model_type!r} is not a causal language model in transformers: neither "
+            "AutoModelForCausalLM nor AutoModelForImageTextToText has one that reads text alone"
         )
 
 
 def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """Build a model on the meta device: parameters have shapes but no storage, which takes a fraction of a second.
+
+    Of a model that takes images or audio too, what text never reaches is dropped (text.py).
 
     Raises:
         UserError: the configuration is not of a causal language model, or transformers cannot build the model.
@@ -111,13 +117,17 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     name = config.model_type
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+            auto = auto_class(config)
+            model: PreTrainedModel = auto.from_config(copy.deepcopy(config))
     except ImportError as error:
         raise UserError(f"model type {name!r} needs a package that is not installed: {one_line(error)}") from error
     except Exception as error:  # a wrong config can make model code raise any error
         raise UserError(
             f"transformers cannot build {name!r} from its configuration: {type(error).__name__}: {one_line(error)}"
         ) from error
+    if auto is AutoModelForImageTextToText:
+        drop_towers(model)
+    return model
 
 
 def read_structure(model: PreTrainedModel) -> ModelStructure:
@@ -158,7 +168,9 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
         for name, module in landmarks.modules.items()
         if isinstance(module, nn.Linear) and _is_one_product(module)
     }
-    return ModelStructure(model_type, landmarks.num_layers, moe_layers, tuple(parameters), tied, linears)
+    return ModelStructure(
+        model_type, landmarks.num_layers, moe_layers, tuple(parameters), tied, linears, dropped(model)
+    )
 
 
 def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:

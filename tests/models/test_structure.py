@@ -116,9 +116,12 @@ def test_tied_weights_count_once_under_the_first_name() -> None:
     assert sum(part.numel for part in untied.parameters) == sum(part.numel for part in structure.parameters) + head
 
 
-def test_vision_tower_is_other() -> None:
-    parts = components_of(structure_of("gemma3"))
-    assert {component for name, component in parts.items() if "vision_tower" in name} == {"other"}
+def test_vision_tower_is_dropped_and_counted_apart() -> None:
+    structure = structure_of("gemma3")
+    assert not any("vision_tower" in part.name for part in structure.parameters)
+    whole = sum(parameter.numel() for parameter in toy_model("gemma3").parameters())
+    assert sum(part.numel for part in structure.parameters) + sum(structure.dropped.values()) == whole
+    assert structure.dropped.keys() == {"model.vision_tower", "model.multi_modal_projector"}
 
 
 def test_dense_model_has_no_moe_layers() -> None:

@@ -35,10 +35,10 @@ def test_what_is_refused_for_one_reason_is_one_note(small_model: Path, monkeypat
 def test_ctrl_c_ends_with_what_was_found(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     largest, shown = Search.largest, []
 
-    def interrupted(search: Search, strategy: Strategy) -> Candidate | None:
+    def interrupted(search: Search, strategy: Strategy, *more: int) -> Candidate | None:
         if strategy.order:
             raise KeyboardInterrupt
-        return largest(search, strategy)
+        return largest(search, strategy, *more)
 
     monkeypatch.setattr(Search, "largest", interrupted)
     monkeypatch.setattr(Search, "is_largest", lambda *_: False)

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.errors import UserError, reading
 from moetune.json_files import read_json
 from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, read_headers
+from moetune.models.text import auto_class
 from moetune.run.resolve import ResolvedModel
 
 
@@ -30,7 +31,7 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
     if indexed and not isinstance(read_json(index, dict[str, Any]).get("metadata"), dict):  # transformers writes to it
         raise UserError(f'{str(index)!r} has no metadata; add "metadata": {{}} to it')
     with reading(f"the weights of {model.source.name!r} in {str(folder)!r}"), no_progress_bars():
-        load: Any = AutoModelForCausalLM.from_pretrained
+        load: Any = auto_class(model.settings).from_pretrained
         loaded, info = load(
             str(folder),
             dtype=model.dtype,

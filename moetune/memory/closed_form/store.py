@@ -1,5 +1,4 @@
-"""Storage of what takes seconds to predict: closed-form records on disk, one compressed JSON file for each kind of run
-and rank; and reports by trace (planning/kept.py).
+"""Storage on disk of what takes seconds to predict: closed-form records, one file for each kind of run, and reports.
 
 Files are in `$MOETUNE_CACHE`, or else in `moetune/closed_form` under `$XDG_CACHE_HOME` or `~/.cache`. Reading executes
 nothing from a file. A file that cannot be read or written is treated as missing. File names are digests of the run's

@@ -9,7 +9,7 @@ expert at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
+    ErnieFuseAndSplitTextVisionExperts,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -28,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from moetune.errors import UserError
+from moetune.models.hub.tensor_files import Stored
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """transformers' names of the parameters that hold all experts of a layer."""
@@ -59,6 +62,12 @@ class KeyMapping:
         """Whether the conversion only stacks and concatenates tensors, without changing their values or layout."""
         operations = () if self.conversion is None else self.conversion.operations
         return all(isinstance(operation, (MergeModulelist, Concatenate)) for operation in operations)
+
+    @property
+    def only_transposes(self) -> bool:
+        """Whether the parameter is one tensor of the checkpoint, as it is or transposed."""
+        operations = () if self.conversion is None else self.conversion.operations
+        return len(self.every_key()) == 1 and all(isinstance(operation, Transpose) for operation in operations)
 
     @cached_property
     def experts(self) -> dict[int, KeyMapping]:
@@ -97,19 +106,22 @@ class KeyMapping:
         """
         if self.conversion is None:
             return read(self.every_key()[0])
-        merged = self._run(
-            self.conversion, {pattern: [read(key) for key in keys] for pattern, keys in self.keys.items()}
-        )
+        tensors = {pattern: [read(key) for key in keys] for pattern, keys in self.keys.items()}
+        merged = self._run(self.conversion, tensors, lambda: self.model.get_parameter(self.parameter).shape)
         if len(merged) > 1:
             return _only(merged[next(target for target in merged if target in self.parameter)])
         return _only(next(iter(merged.values())))
 
-    def to_checkpoint(self, value: Tensor) -> dict[str, Tensor]:
-        """Convert a parameter's value back, the reverse of `to_model`: return checkpoint tensor name -> value."""
+    def to_checkpoint(self, value: Tensor, base: Mapping[str, Stored] | None = None) -> dict[str, Tensor]:
+        """Convert a parameter's value back, the reverse of `to_model`: return checkpoint tensor name -> value.
+
+        `base` are the checkpoint's tensors, needed where only their shapes say whether they are transposed.
+        """
         if self.conversion is None:
             return {self.every_key()[0]: value}
         backward = self.conversion.reverse_transform()
-        split = self._run(backward, {backward.source_patterns[0]: [value]})
+        key = self.every_key()[0]
+        split = self._run(backward, {backward.source_patterns[0]: [value]}, lambda: (base or {})[key].shape)
         by_source = [self.keys[pattern] for pattern in self.conversion.source_patterns]
         return {
             key: _only(split[target.replace("*", str(index))])
@@ -117,12 +129,16 @@ class KeyMapping:
             for index, key in enumerate(keys)
         }
 
-    def _run(self, conversion: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    def _run(self, conversion: Any, tensors: dict[str, Any], shape: Callable[[], Sequence[int]]) -> dict[str, Any]:
         """Apply a conversion's operations in order to tensors by name pattern.
 
-        Returns pattern of tensor names after the conversion -> tensor, or list of one tensor.
+        `shape` returns that of the whole result. Returns pattern of tensor names after the conversion -> tensor, or
+        list of one tensor.
         """
         for operation in conversion.operations:
+            if isinstance(operation, Transpose) and operation.check_dims:  # it compares whole tensors, not slices
+                is_right = tuple(_only(next(iter(tensors.values()))).shape[1:]) == tuple(shape()[1:])
+                operation = Transpose(0, 0) if is_right else Transpose(operation.dim0, operation.dim1)
             tensors = operation.convert(
                 tensors,
                 source_patterns=conversion.source_patterns,
@@ -143,7 +159,10 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    conversions = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    conversions = [_without_split(rule) for rule in rules if isinstance(rule, WeightConverter)]
+    split_lists = {
+        pattern: rule.target_patterns for rule in rules if _splits_list(rule) for pattern in rule.source_patterns
+    }
     by_pattern = {pattern: conversion for conversion in conversions for pattern in conversion.source_patterns}
     known: Any = model.state_dict()
     mappings: dict[str, KeyMapping] = {}
@@ -153,7 +172,11 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
             name, pattern = key, None
         conversion = None if pattern is None else by_pattern[pattern]
         names = [name]
-        if conversion is not None and len(conversion.target_patterns) > 1:
+        if pattern in split_lists and name in known:
+            text, vision = split_lists[pattern]
+            is_text = int(re.findall(r"\.(\d+)\.", key)[-1]) < len(known[name])
+            names = [name if is_text else name.replace(text, vision)]
+        elif conversion is not None and len(conversion.target_patterns) > 1:
             first, *others = conversion.target_patterns
             names = [name, *(name.replace(first, other) for other in others)] if split else []
         for one in names:
@@ -163,12 +186,31 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
     return {name: mapping for name, mapping in mappings.items() if mapping.is_whole}
 
 
+def _splits_list(rule: Any) -> bool:
+    """Return whether a rule makes two stacks from one list of experts, those for text before those for images."""
+    return any(isinstance(one, ErnieFuseAndSplitTextVisionExperts) for one in getattr(rule, "operations", ()))
+
+
+def _without_split(rule: WeightConverter) -> WeightConverter:
+    """Return a conversion that makes the stack for text alone if `rule` splits a list of experts; else `rule`."""
+    if not _splits_list(rule):
+        return rule
+    operations = [MergeModulelist(dim=0), Concatenate(dim=1)][: len(rule.source_patterns)]
+    return WeightConverter(rule.source_patterns, rule.target_patterns[0], operations)
+
+
 def published_names(model: PreTrainedModel) -> list[str]:
     """Return the tensor names of a published checkpoint of this model, as transformers would save it.
 
-    `model` may be on the meta device; no checkpoint is needed.
+    `model` may be on the meta device; no checkpoint is needed. Raises `UserError`
+    if the names need one.
     """
-    return sorted(revert_weight_conversion(model, dict(model.state_dict())))
+    try:
+        return sorted(revert_weight_conversion(model, dict(model.state_dict())))
+    except ValueError as error:  # the published tensors hold dropped modules too, as those of ERNIE-4.5-VL do
+        raise UserError(
+            f"the tensor names of {model.config.model_type!r} follow from a checkpoint only; give its folder: {error}"
+        ) from error
 
 
 ExpertLayout = Literal["apart", "rows", "converted"]

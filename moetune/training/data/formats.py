@@ -123,6 +123,9 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
         MalformedError: `value` is not a list of objects; a role is unknown; a content is not text, or an assistant's is
             empty although it calls no tool; `tool_calls` is not a list of objects; `weight` is neither 0 nor 1, or is
             given under another tool's name; or no message is the assistant's.
+        MalformedError: `value` is not a list of objects; a role is unknown; a content is not text (an image, say), or
+            an assistant's is empty although it calls no tool; `tool_calls` is not a list of objects; `weight` is
+            neither 0 nor 1; or no message is the assistant's.
     """
     if not isinstance(value, list):
         raise MalformedError(f"messages is {kind(value)}, not a list")
@@ -139,6 +142,10 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
             raise MalformedError(f"weight of message {number} is {message['weight']!r}; it may be 0 or 1")
         if flags := [key for key in _TRAINS if message.get(key) is not None]:
             raise MalformedError(f"message {number} says by {flags[0]!r} whether it trains; write weight, 0 or 1")
+        parts = content if isinstance(content, list) else ()
+        others = [part.get("type") for part in parts if isinstance(part, dict) and part.get("type") != "text"]
+        if others:
+            raise MalformedError(f"message {number} holds {others[0]!r}, and only text is read; leave the record out")
         # An empty system message is common and harmless, so only the assistant's content may not be empty.
         if not (calls and content in (None, "")) and (role == "assistant" or content != ""):
             checked_text(content, f"content of message {number}")

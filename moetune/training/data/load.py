@@ -262,10 +262,22 @@ def _laid(read: Reading, documents: Documents, length: int, padding: int | None)
 def refuse_unknown_tokens(
     settings: PretrainedConfig, model: str, padding: int, *parts: datasets.Dataset | None
 ) -> None:
-    """Raise `UserError` if a token id in `parts`, or the padding token, is not below the model's vocabulary size."""
+    """Raise `UserError` if a token id in `parts`, or the padding token, is not below the model's vocabulary size; or if
+    one stands for a part of an image, a video or a sound."""
     known = settings.get_text_config().vocab_size
-    there = (some for part in parts if part is not None for some in values(part, "input_ids"))
-    largest = max((int(some.max()) for some in there), default=0)
+    kinds = ("image", "video", "audio")
+    ids: dict[Any, str] = {
+        getattr(settings, f"{kind}_token_{key}", None): kind for kind in kinds for key in ("id", "index")
+    }
+    largest = 0
+    for some in (some for part in parts if part is not None for some in values(part, "input_ids")):
+        largest = max(largest, int(some.max()))
+        if found := ids.keys() & {*np.unique(some).tolist()}:
+            token = min(found)
+            raise UserError(
+                f"the data of {model!r} hold token {token}, which stands for {ids[token]} input, and only text is "
+                "read; leave these records out"
+            )
     if max(largest, padding) >= known:
         what = "pads with" if padding >= known else "gives"
         raise UserError(

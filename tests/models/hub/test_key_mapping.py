@@ -38,6 +38,6 @@ def test_there_and_back(model_type: str, tmp_path: Path) -> None:
             value = here.to_model(tensors.__getitem__)
             true = toy.get_parameter(part.name)
             assert torch.equal(value.squeeze(), (true if expert is None else true[expert]).squeeze()), part.name
-            back = here.to_checkpoint(value)
+            back = here.to_checkpoint(value, base)
             assert back.keys() == tensors.keys()
             assert all(torch.equal(back[key], tensors[key]) for key in back), part.name
