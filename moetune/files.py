@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Collection
@@ -24,9 +25,11 @@ def check_path(text: str) -> Path:
     """Return the path that a user wrote, with `~` expanded.
 
     Raises:
-        ValueError: no file can have this name: a NUL character, bytes that are not UTF-8, an unknown `~user`, a name of
-            more than 255 bytes, or a path of more than 4,000.
+        ValueError: no file can have this name: no character at all, a NUL character, bytes that are not UTF-8, an
+            unknown `~user`, a name of more than 255 bytes, or a path of more than 4,000.
     """
+    if not text:
+        raise ValueError("it is empty")
     if "\0" in text:
         raise ValueError("it holds a NUL character")
     try:
@@ -74,6 +77,16 @@ def names_in(folder: Path) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
+
+
+def nearest_existing(path: Path) -> Path:
+    """Return `path`, if there is something, else the nearest of its parents that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes on the disk of a path that need not exist yet."""
+    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def is_occupied(out: Path, overwrite: bool) -> bool:
@@ -179,7 +192,7 @@ class Ledger:
     """The list of the files that moetune wrote into a folder: a text file `.moetune` with one JSON string per line.
 
     A path is added before the file is created, and lines are only appended, so a run that is killed leaves no unlisted
-    file. Commands replace or remove listed paths only. A missing or unreadable ledger counts as empty.
+    file. Commands replace or remove listed paths only. A missing or unreadable ledger, or a link, counts as empty.
 
     Attributes:
         paths: the listed paths, relative to the folder.
@@ -192,7 +205,7 @@ class Ledger:
         self.file, self.paths = folder / self.NAME, set[str]()
         self.kind: str | None = None
         with suppress(OSError, ValueError):
-            if self.file.is_file():
+            if self.file.is_file() and not self.file.is_symlink():
                 self._read(self.file.read_text(encoding="utf-8"))
 
     def _read(self, text: str) -> None:
@@ -339,7 +352,8 @@ class WriterLock:
         try:
             self._held = lock(self.file, "a+b")
         except OSError as error:
-            raise UserError(f"{what} cannot be locked against a second writer: {error.strerror or error}") from error
+            reason = f"{error.strerror or error} ({self.file})"
+            raise UserError(f"{what} cannot be locked against a second writer: {reason}; choose another") from error
         if self._held is None:
             with suppress(OSError):
                 holder = _writer(self.file.read_bytes()) or holder

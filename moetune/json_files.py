@@ -25,6 +25,23 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 """A float other than NaN and the infinities."""
 
 
+class DuplicateKeyError(ValueError):
+    """A JSON object contains a key twice; Python's parser would silently keep only the last value."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise DuplicateKeyError(f"the key {shown(twice)} appears more than once in one object; keep one of them")
+    return found
+
+
+UNIQUE_KEYS = json.JSONDecoder(object_pairs_hook=_without_duplicates)
+"""Decodes JSON; raises `DuplicateKeyError` for an object that contains a key twice."""
+
+
 def read_json(file: Path, kind: Callable[..., T], what: str = "", remedy: str = "") -> T:
     """Read a JSON file and validate it as `kind`.
 
@@ -52,7 +69,7 @@ def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "")
             found: T = _adapter(kind).validate_json(text, strict=True)
         except ValidationError as error:
             raise ValueError(first_problem(error)) from error
-        json.loads(text, object_pairs_hook=_refuse_twice)
+        UNIQUE_KEYS.decode(text.decode())
         return found
 
 
@@ -98,9 +115,3 @@ def _bytes_of(file: Path, what: str, remedy: str) -> bytes:
         if len(text) > _MOST_BYTES:
             raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
     return text
-
-
-def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
-    if len({key for key, _ in pairs}) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {shown(next(key for key in keys if keys.count(key) > 1))} is written twice")

@@ -115,7 +115,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises:
         UserError: the folder has no adapter in safetensors, a file is damaged, the adapter is not LoRA, a value is not
-            finite, or a rank in the settings exceeds that of the factors.
+            finite, a rank in the settings exceeds that of the factors, or an alpha is zero.
     """
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
@@ -138,6 +138,13 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= max(largest, 1):
             raise UserError(
                 f"adapter {str(folder)!r}: {CONFIG_FILE}: rank {shown(rank)}, and its factors have {largest} rows"
+            )
+    alphas = settings.get("alpha_pattern") or {}
+    for alpha in (settings["lora_alpha"], *(alphas.values() if isinstance(alphas, dict) else ())):
+        if alpha == 0:
+            raise UserError(
+                f"adapter {str(folder)!r}: {CONFIG_FILE}: an alpha of {shown(alpha)} leaves factors without effect; "
+                "set what they were trained with"
             )
     return settings, tensors
 

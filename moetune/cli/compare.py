@@ -23,5 +23,5 @@ def compare(
         from moetune.planning.tables import comparison
 
     rows = compare_runs([(run.stem, read_run(run, set_)) for run in runs], gpu or (), method or "formula")
-    found = {"schema": 1, "runs": [row.to_json() for row in rows]}
+    found = {"runs": [row.to_json() for row in rows]}
     answer(json_, found, *comparison(rows), fails=any(row.report.fits is False for row in rows))

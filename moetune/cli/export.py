@@ -46,6 +46,8 @@ def export(
     ]
     checked = check_export(run, out, check) if check else None
     if checked is not None:
+        if checked.unread is not None:
+            note(f"--check: random tokens take the place of the run's data: {checked.unread}")
         shown.append(
             f"loss on {counted(checked.rows, 'record')} of {checked.of}, {checked.tokens:,} tokens: "
             f"{checked.trained_loss:.4f} trained, {checked.exported_loss:.4f} exported"

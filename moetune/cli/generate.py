@@ -41,7 +41,7 @@ def generate(
     text = go_on(
         opened(model, base), asked, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=not json_
     )
-    answer(json_, {"schema": 1, "model": model, "prompt": prompt, "text": text})
+    answer(json_, {"model": model, "prompt": prompt, "text": text})
 
 
 def chat(

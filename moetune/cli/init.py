@@ -46,7 +46,7 @@ def init(
 
     known = recipes()
     if list_:
-        answer(json_, {"schema": 1, "recipes": known}, *(f"{name:24} {summary}" for name, summary in known.items()))
+        answer(json_, {"recipes": known}, *(f"{name:24} {summary}" for name, summary in known.items()))
         return
     refuse_taken(out)
     if recipe in known:
@@ -59,7 +59,7 @@ def init(
         beside = " For a model also give --gpu."
         raise UserError(f"recipe {recipe!r} does not exist.{hint}{beside}" if recipe else f"init needs a recipe.{hint}")
     write_output(out, _with_settings(text, set_) if set_ else text)
-    answer(json_, {"schema": 1, "recipe": recipe, "file": str(out)}, f"{out} written; next: moetune train {out}")
+    answer(json_, {"recipe": recipe, "file": str(out)}, f"{out} written; next: moetune train {out}")
 
 
 def _with_settings(text: str, settings: list[str]) -> str:

@@ -157,12 +157,11 @@ def _say(text: str, message: str) -> None:
 def _of_system(error: BaseException) -> UserError | None:
     """Return a `UserError` for an exception that the system or the user's input caused; None for an internal error.
 
-    Such exceptions are: no memory left, input nested too deeply, text that is not UTF-8, and errors of files and disks.
+    Such exceptions are: no memory left, text that is not UTF-8, and errors of files and disks. Input that is nested too
+    deeply is refused by its reader; a `RecursionError` that arrives here is an internal error.
     """
     if isinstance(error, MemoryError) or any(name in str(error) for name in _OF_MEMORY.get(type(error), ())):
         said = "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
-    elif isinstance(error, RecursionError):
-        said = "the input is nested too deeply"
     elif isinstance(error, UnicodeError):
         said = f"a text is not UTF-8: {one_line(error)}"
     elif isinstance(error, OSError) and error.filename is not None:

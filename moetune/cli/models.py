@@ -31,4 +31,4 @@ def models(json_: Json = False) -> None:
         for entry in entries
     ]
     table = Table(("name", ">parameters, published", "weights"), rows)
-    answer(json_, {"schema": 1, "models": found}, table)
+    answer(json_, {"models": found}, table)

@@ -253,12 +253,13 @@ def opened(model: str, base: Any) -> Opened:
 
 
 def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:
-    """Print the result of a command: `found` as JSON, or for people `shown`, which are views, sections, tables or text.
+    """Print the result of a command: `found` as JSON after `"schema": 1`, or for people `shown`.
 
-    With `verbose`, also the details of views. With `fails`, the answer is no: exit with code 1 (`typer.Exit`).
+    `shown` are views, sections, tables or text. With `verbose`, also the details of views. With `fails`, the answer is
+    no: exit with code 1 (`typer.Exit`).
     """
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps({"schema": 1, **found}, indent=2))
     else:
         from moetune.report.terminal import show
 

@@ -35,4 +35,4 @@ def quantize(
     with loading_progress(terminal(stderr=True), model) as on_read:
         written = write_base(resolved, out, on_read, overwrite=overwrite)
     files = counted(written["files"], "file")
-    answer(json_, {"schema": 1, "out": str(out), **written}, f"{out}: {written['bytes']:,} bytes in {files}")
+    answer(json_, {"out": str(out), **written}, f"{out}: {written['bytes']:,} bytes in {files}")

@@ -108,7 +108,6 @@ def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:
 def _json(chosen: IdsByLayer, covers: Coverage, out: Path | None) -> dict[str, Any]:
     """Return the object that `moetune select --json` prints."""
     return {
-        "schema": 1,
         "out": None if out is None else str(out),
         "experts": {str(index): list(ids) for index, ids in chosen.items()},
         "share": {str(index): share for index, share in covers.layers.items()},

@@ -116,14 +116,14 @@ class ChoiceConfig(Section):
         seed: seed of the rule `random`.
     """
 
-    from_: str = Field(alias="from", min_length=1)
+    from_: FilePath = Field(alias="from")
     rule: Rule = "tokens"
     p: Annotated[float, Field(gt=0, le=1)] | None = None
     k: Positive | None = None
     experts: Positive | None = None
     parameters: Positive | None = None
     budget: Budget | None = None
-    background: Annotated[str, Field(min_length=1)] | None = None
+    background: FilePath | None = None
     layers: Ids = "all"
     seed: NonNegative = 0
 

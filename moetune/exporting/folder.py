@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError
 
 from moetune.errors import UserError
-from moetune.files import Ledger, expanded, foreign_in, is_occupied, lock, refused, settle, sync
+from moetune.files import Ledger, expanded, foreign_in, free_bytes, is_occupied, lock, refused, settle, sync
 from moetune.models.hub.delta_folder import MANIFEST
 
 _KIND = "export"
@@ -94,8 +94,7 @@ def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
     """
     out = expanded(out).absolute()
     _refuse_occupied(out, overwrite)
-    free = shutil.disk_usage(next(path for path in (out, *out.parents) if path.is_dir())).free
-    if free < needed:
+    if (free := free_bytes(out)) < needed:
         raise UserError(f"--out {str(out)!r}: {needed:,} bytes are needed there and {free:,} are free")
 
 

@@ -26,6 +26,7 @@ class LossCheck:
         of: where the rows are from: `held-out data`, `training data` or `random tokens`.
         tokens: the number of predicted tokens.
         exported_loss: loss of the export, loaded by transformers and PEFT.
+        unread: why random tokens took the place of the run's data; None if the data were read, or the run has none.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class LossCheck:
     tokens: int
     trained_loss: float
     exported_loss: float
+    unread: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,35 +44,36 @@ def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
     """Compute the losses of the model trained in `run` and of its export, a merged checkpoint or PEFT adapter.
 
     The rows, at most `rows`, are the first of the run's held-out data, else of its training data, or random tokens if
-    the data cannot be read any more. Both models compute in float32 on the CPU, one after the other, and each is in
-    memory as a whole. The losses differ by the rounding to the checkpoint's dtype and, if the run quantized its base,
-    by the quantization error.
+    the data cannot be read any more, for the reason in `unread`. Both models compute in float32 on the CPU, one after
+    the other, and each is in memory as a whole. The losses differ by the rounding to the checkpoint's dtype and, if the
+    run quantized its base, by the quantization error.
 
     Raises:
         UserError: the run or the export cannot be opened.
     """
     trained = open_model(str(run), device="cpu", dtype="fp32")
-    found, of, pad = _rows(trained, rows)
+    found, of, pad, unread = _rows(trained, rows)
     expected, tokens = mean_loss(trained.model, found, pad)
     del trained
     loss, _ = mean_loss(open_model(str(exported), device="cpu", dtype="fp32", stock=True).model, found, pad)
-    return LossCheck(len(found), of, tokens, expected, loss)
+    return LossCheck(len(found), of, tokens, expected, loss, unread)
 
 
-def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int]:
-    """Return rows, where they are from, and the token id that pads them."""
+def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int, str | None]:
+    """Return rows, where they are from, the token id that pads them, and why the run's data could not be read."""
     config = trained.config
     assert config is not None
+    unread = None
     if config.data is not None:
         try:
             pad = pad_token_id(trained.tokenizer)
             if config.data.evaluates:
-                return [*islice(rows_of(trained)[0], count)], "held-out data", pad
+                return [*islice(rows_of(trained)[0], count)], "held-out data", pad, None
             data = config.data.but(packing=False, chat_template=None)
-            return [*islice(load_data(data, trained.tokenizer, config.train).train, count)], "training data", pad
-        except (UserError, OSError, ValueError):
-            pass  # the data cannot be read any more: use random tokens
+            return [*islice(load_data(data, trained.tokenizer, config.train).train, count)], "training data", pad, None
+        except UserError as error:
+            unread = str(error)
     draw = torch.Generator().manual_seed(config.train.seed)
     vocabulary = trained.model.config.get_text_config().vocab_size
     ids = [torch.randint(vocabulary, (_LENGTH,), generator=draw).numpy() for _ in range(count)]
-    return [{"input_ids": row, "labels": row} for row in ids], "random tokens", 0
+    return [{"input_ids": row, "labels": row} for row in ids], "random tokens", 0, unread

@@ -173,11 +173,17 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
         ) from error
     with reading(f"the adapter in {what!r}"), time_limit(f"the patterns in {CONFIG_FILE}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT calls transformers by a deprecated name
-        adapted = PeftModel.from_pretrained(plain, str(path))
+        # a tensor of another shape is left out here, and named below
+        adapted = PeftModel.from_pretrained(plain, str(path), ignore_mismatched_sizes=True)
         places = get_peft_model_state_dict(adapted)
     refuse_misfit(
         {f"missing {name}" for name in places.keys() - tensors.keys()}
-        | {f"unexpected {name}" for name in tensors.keys() - places.keys()},
+        | {f"unexpected {name}" for name in tensors.keys() - places.keys()}
+        | {
+            f"{name} is {[*tensors[name].shape]}, not {[*place.shape]}"
+            for name, place in places.items()
+            if name in tensors and tensors[name].shape != place.shape
+        },
         f"the factors in {what!r}",
         base,
     )

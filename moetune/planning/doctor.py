@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from moetune.adapt.guard import Key, compare
 from moetune.adapt.guard.exercise import Sizes, samples, sizes_of
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
+from moetune.files import free_bytes
 from moetune.memory.live import processes_on
 from moetune.memory.predict import allocator_here, predict
 from moetune.memory.verify import catalog_name
@@ -73,7 +73,7 @@ def examine_machine() -> Iterator[Check]:
     yield Check("host memory", "ok", "unknown" if memory is None else f"{gib(memory)} available")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield Check("locked memory", "ok", "no limit" if locked == resource.RLIM_INFINITY else f"limit {gib(locked)}")
-    yield Check("disk", "ok", f"{gib(shutil.disk_usage(Path()).free)} free in {Path().absolute()}")
+    yield Check("disk", "ok", f"{gib(free_bytes(Path()))} free in {Path().absolute()}")
 
 
 def examine_run(config: RunConfig) -> Iterator[Check]:

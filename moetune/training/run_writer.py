@@ -30,7 +30,9 @@ from moetune.files import (
     WriterLock,
     expanded,
     foreign_in,
+    free_bytes,
     lock,
+    nearest_existing,
     refuse_taken,
     refused,
     settle,
@@ -130,7 +132,7 @@ class RunWriter(RunFolder):
         """Raise `UserError` unless a folder can be made in the run folder, or in its nearest parent that exists."""
         where = self.path
         try:
-            where = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+            where = nearest_existing(self.path)
             probe = where / f"{_ASIDE}{secrets.token_hex(8)}"
             probe.mkdir()
             probe.rmdir()
@@ -156,8 +158,7 @@ class RunWriter(RunFolder):
 
     def refuse_full_disk(self, needed: int) -> None:
         """Raise `UserError` if fewer than `needed` bytes are free on the disk of the run folder."""
-        free = shutil.disk_usage(next(p for p in (self.path, *self.path.absolute().parents) if p.exists())).free
-        if free < needed:
+        if (free := free_bytes(self.path)) < needed:
             raise UserError(
                 f"output {str(self.path)!r}: checkpoints need {needed:,} bytes there and {free:,} are free; free some, "
                 "lower train.keep_checkpoints, or choose another output"
@@ -415,7 +416,7 @@ class RunWriter(RunFolder):
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             if first and self._is_our_aside(aside):
                 shutil.rmtree(aside, ignore_errors=True)
-            free, reason = shutil.disk_usage(self.path).free, refused(error)
+            free, reason = free_bytes(self.path), refused(error)
             if free > needed and reason is None:
                 raise
             last = [checkpoint.name for checkpoint in self.checkpoints()][-1:] or ["none yet"]

@@ -15,7 +15,7 @@ from moetune.training.run_folder import MEMORY_FILE, RUN_FILE, RunFolder
 
 def ending(path: Path) -> Iterator[str]:
     """Yield the lines that sum up a finished run: best held-out loss, peak memory, files, next commands."""
-    folder = RunFolder(path)
+    folder, config = RunFolder(path), load_run_config(path / RUN_FILE)
     evaluations = [line for line in folder.metrics() if "eval_loss" in line]
     if len(evaluations) > 1:
         best = min(evaluations, key=lambda line: line["eval_loss"])
@@ -24,8 +24,11 @@ def ending(path: Path) -> Iterator[str]:
         memory = read_json(path / MEMORY_FILE, MemoryFile)
         predicted, measured = memory["predicted"], memory["measured"]["peak_allocated"]
         if measured and (size := predicted["as_routed"] or predicted["peak_allocated"]):
-            yield f"peak memory: predicted {gib(size)}, measured {gib(measured)}"
-    stops_early = load_run_config(path / RUN_FILE).train.early_stopping is not None
+            full, own = "", ""
+            if not config.packs:
+                full, own = f" for sequences of {config.train.sequence_length:,} tokens", " with those of the data"
+            yield f"peak memory: predicted {gib(size)}{full}, measured {gib(measured)}{own}"
+    stops_early = config.train.early_stopping is not None
     if checkpoints := folder.by_preference(best=stops_early):
         yield f"weights in {checkpoints[0]}, losses in {folder.metrics_file}"
     run = shlex.quote(str(path))

@@ -106,6 +106,7 @@ def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, s
         (FileNotFoundError(2, "gone", "x\x1b[31m"), 2, r"'x\x1b[31m': gone; moetune --debug shows where"),
         (OSError(28, "No space left on device"), 2, "exhausted: No space left on device"),
         (EOFError("ended"), 70, "Traceback"),
+        (RecursionError("maximum recursion depth exceeded"), 70, "Traceback"),
         (OSError("can't allocate memory for a joke"), 70, "Traceback"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "the host has no more memory"),
         (ImportError("libx.so: failed to map segment from shared object"), 2, "the host has no more memory"),

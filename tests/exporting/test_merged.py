@@ -135,7 +135,7 @@ def test_check_says_how_far_the_losses_are_apart(packing: str, base: Callable[[s
     run = write_run(tmp_path / "run", base("mixtral"), ADAPT["both"], storage=packing)
     export(run.path, "merged", tmp_path / "merged")
     check = check_export(run.path, tmp_path / "merged", 3)
-    assert (check.rows, check.of, check.tokens) == (3, "random tokens", 3 * 63)
+    assert (check.rows, check.of, check.tokens, check.unread) == (3, "random tokens", 3 * 63, None)
     difference = abs(check.trained_loss / check.exported_loss - 1)
     assert difference < TOLERANCE if packing == "fp32" else 0 < difference < 0.1
 

@@ -86,7 +86,6 @@ RAW = {
     "cli/init.py": "part of the package",
     "training/data/formats.py": "a value in a record: test_data.py",
     "training/data/load.py": "what a tokenizer writes of itself",
-    "json_files.py": "the reader",
     "files.py": "a lock of another process",
 }
 """Who parses by themselves."""

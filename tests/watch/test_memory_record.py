@@ -37,7 +37,8 @@ def test_one_figure_is_said_and_it_is_of_the_runs_own_routing(
     assert record["measured"]["peak_allocated"] > 10_000
     assert record["predicted"] == {"peak_allocated": 2**20, "as_routed": 2**21}
     (line,) = [line for line in ending(tmp_path / "run") if "peak memory" in line]
-    assert line.startswith("peak memory: predicted 2.00 MiB, measured ")
+    assert line.startswith("peak memory: predicted 2.00 MiB for sequences of 64 tokens, measured ")
+    assert line.endswith(" with those of the data")  # which are not packed
 
 
 def test_what_a_run_does_between_its_steps_is_no_part_of_what_is_compared(

@@ -223,4 +223,4 @@ def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
     """Raise `UserError` if `wrong`, descriptions of tensors that do not fit, is not empty; the message lists the first
     ten. `what` names the weights in it, in the plural."""
     if wrong:
-        raise UserError(f"{what} do not fit {model!r}: {'; '.join(first_of([*wrong]))}")
+        raise UserError(f"{what} do not fit {model!r}: {'; '.join(first_of(sorted(wrong)))}")

@@ -71,12 +71,19 @@ def fastest(kernel: str, shapes: tuple[Hashable, ...], tiles: Sequence[Tile], la
 
 
 def _measured(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
-    """Return the fastest tile, without those that fail to compile or launch; an error of the first tile is raised."""
+    """Return the fastest tile, without those that fail to compile or launch.
+
+    An error of the first tile is raised, and a lack of memory with any: what remains would be kept as the fastest.
+    """
     first, *others = tiles
     times = {first: _milliseconds(first, launch)}
     for tile in others:
-        with suppress(Exception):  # too large for this card: compiler and driver raise errors of any type
+        try:
             times[tile] = _milliseconds(tile, launch)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # too large for this card: compiler and driver raise errors of any type
+            continue
     return min(times, key=times.__getitem__)
 
 

@@ -28,6 +28,7 @@ from moetune.training.data.formats import (
     checked_text,
     checked_tools,
     sharegpt_chat,
+    with_system,
 )
 from moetune.training.step.loss import IGNORED
 
@@ -91,6 +92,8 @@ class Encoder:
             record = sharegpt_chat(record)
         elif self.format == "alpaca":
             record = alpaca_prompt(record) if self._template is None else alpaca_chat(record)
+        elif self.format == "chat":
+            record = with_system(record)
         marking: Marking | None = None
         with reading("the record, by the tokenizer,"):
             if self._template is not None:

@@ -21,6 +21,8 @@ _SPEAKERS = {
     **dict.fromkeys(("observation", "function_response"), "tool"),
 }
 """Name of a speaker in ShareGPT files -> role of the message."""
+_TRAINS = ("train", "training", "trainable", "loss")
+"""Keys by which messages of other tools' files say whether they are trained on."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
@@ -77,7 +79,7 @@ def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
-    """Convert a ShareGPT record to `messages` and `tools`; a turn's `weight` is kept.
+    """Convert a ShareGPT record to `messages` and `tools`; other keys of a turn are kept.
 
     Raises:
         MalformedError: `conversations` is not a list of objects, a speaker is unknown, or `system` is not text.
@@ -93,8 +95,25 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
         if speaker not in _SPEAKERS:
             raise MalformedError(f"turn {number}: unknown speaker {speaker!r}; it may be {', '.join(_SPEAKERS)}")
         message = {"role": _SPEAKERS[speaker], "content": turn.get("value", turn.get("content"))}
-        messages.append(message | {key: turn[key] for key in ("weight",) if key in turn})
+        messages.append({key: value for key, value in turn.items() if key not in ("from", "value")} | message)
     return {"messages": messages, "tools": record.get("tools")}
+
+
+def with_system(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of a chat; one with text under `system` as a copy with it as the first message.
+
+    Raises:
+        MalformedError: `system` is not text, or the messages begin with a system message of their own; or the record
+            has `functions`, an older name of tools.
+    """
+    system, messages = _optional(record, "system"), record["messages"]
+    if record.get("functions"):
+        raise MalformedError("functions would be lost; write them as tools")
+    if not system or not isinstance(messages, list):
+        return record
+    if messages and isinstance(messages[0], dict) and messages[0].get("role") in ("system", "developer"):
+        raise MalformedError("system is given twice: beside messages and as the first of them; keep one of them")
+    return {**record, "messages": [{"role": "system", "content": system}, *messages]}
 
 
 def checked_messages(value: object) -> list[dict[str, Any]]:
@@ -103,7 +122,7 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
     Raises:
         MalformedError: `value` is not a list of objects; a role is unknown; a content is not text (an image, say), or
             an assistant's is empty although it calls no tool; `tool_calls` is not a list of objects; `weight` is
-            neither 0 nor 1; or no message is the assistant's.
+            neither 0 nor 1, or is given under another tool's name; or no message is the assistant's.
     """
     if not isinstance(value, list):
         raise MalformedError(f"messages is {kind(value)}, not a list")
@@ -118,6 +137,8 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
             raise MalformedError(f"tool_calls of message {number} is no list of objects")
         if message.get("weight") not in (None, 0, 1):
             raise MalformedError(f"weight of message {number} is {message['weight']!r}; it may be 0 or 1")
+        if flags := [key for key in _TRAINS if message.get(key) is not None]:
+            raise MalformedError(f"message {number} says by {flags[0]!r} whether it trains; write weight, 0 or 1")
         parts = content if isinstance(content, list) else ()
         others = [part.get("type") for part in parts if isinstance(part, dict) and part.get("type") != "text"]
         if others:

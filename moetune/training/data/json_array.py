@@ -8,27 +8,11 @@ import re
 from collections.abc import Iterator
 from typing import IO, Any
 
-from moetune.errors import UserError
+from moetune.json_files import UNIQUE_KEYS
 
 _BYTES = 2**16
 _MARGIN = 16  # characters at the end of the text that may be an incomplete word, number or escape
 _WHITE = re.compile(r"[ \t\n\r]*")
-
-
-class DuplicateKeyError(UserError):
-    """A JSON object contains a key twice; Python's parser would silently keep only the last value."""
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
-        raise DuplicateKeyError(f"the key {twice!r} appears more than once in one object; keep one of them")
-    return found
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates)
 
 
 class JsonArray:
@@ -69,7 +53,7 @@ class JsonArray:
     def _value(self) -> Any:
         while True:
             try:
-                value, end = DECODER.raw_decode(self._text, self._at)
+                value, end = UNIQUE_KEYS.raw_decode(self._text, self._at)
                 if self._ended or end < len(self._text) - _MARGIN:
                     self._at = end
                     return value

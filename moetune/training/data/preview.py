@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from moetune.config.schema import RunConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, counted
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
 from moetune.training.data.chat_template import MARKINGS
@@ -108,7 +108,7 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
 
 def notes(counts: DataCounts) -> list[str]:
     """Return a sentence for each way in which the assistant's part of chats was found."""
-    return [f"{count:,} chats: {MARKINGS[marking]}" for marking, count in counts.chats.items()]
+    return [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in counts.chats.items()]
 
 
 def counts_json(counts: DataCounts) -> dict[str, Any]:

@@ -27,8 +27,9 @@ import pyarrow.parquet as pq
 
 from moetune.errors import UserError, suggest
 from moetune.files import expanded, names_in
+from moetune.json_files import UNIQUE_KEYS, DuplicateKeyError
 from moetune.models.hub.reach import UNREACHABLE, hub_is_reachable
-from moetune.training.data.json_array import DECODER, DuplicateKeyError, JsonArray
+from moetune.training.data.json_array import JsonArray
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst")
 JSON_SUFFIXES = (".jsonl", ".json")
@@ -84,6 +85,8 @@ def open_sources(spec: str) -> list[Source]:
         return [_file_source(spec, path)]
     if path.is_dir():
         return [_file_source(str(Path(spec, file.relative_to(path))), file) for file in _files_in(spec, path)]
+    if path.exists():
+        raise UserError(f"{spec!r} is a pipe or a device, and data are read more than once; write them to a file")
     name, _, rest = spec.partition(":")
     if name in catalog_names():
         return [_catalog_source(spec, name, rest or "train")]
@@ -213,7 +216,7 @@ def _array_rows(handle: IO[bytes]) -> Iterator[Row]:
         try:
             for number, value in enumerate(array, 1):
                 yield Row(number, value)
-        except (ValueError, RecursionError, DuplicateKeyError) as error:
+        except (ValueError, RecursionError) as error:
             where = array.where(error) if isinstance(error, json.JSONDecodeError) else (1, 1)
             yield Row(number + 1, problem=_not_json(error, *where))
 
@@ -250,8 +253,8 @@ def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
             if not line:
                 continue
             try:
-                yield Row(number, DECODER.decode(line.decode()))
-            except (ValueError, RecursionError, DuplicateKeyError) as error:
+                yield Row(number, UNIQUE_KEYS.decode(line.decode()))
+            except (ValueError, RecursionError) as error:
                 yield Row(number, problem=_not_json(error, column=getattr(error, "colno", 1)))
 
 

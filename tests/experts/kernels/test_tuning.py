@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 from moetune.experts.kernels import tuning
@@ -56,6 +57,20 @@ def test_a_file_that_is_damaged_is_written_anew(file: Path, content: str, monkey
     file.write_text(content)
     assert asked(monkeypatch, 4, 8) == (TILES[1], TILES)
     assert json.loads(file.read_text())["a card"]["rows (4, 8)"] == [*TILES[1]]
+
+
+def test_without_memory_nothing_is_chosen(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles that had room are not kept as the fastest of all."""
+
+    def milliseconds(tile: Tile, launch: Callable[[Tile], None]) -> float:
+        if tile == TILES[1]:
+            raise torch.OutOfMemoryError("out of memory")
+        return 1.0
+
+    monkeypatch.setattr(tuning, "_milliseconds", milliseconds)
+    with pytest.raises(torch.OutOfMemoryError):
+        asked(monkeypatch, 4, 8)
+    assert not file.exists()
 
 
 def test_without_a_clock_nothing_is_measured(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

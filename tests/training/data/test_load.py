@@ -764,3 +764,33 @@ def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path):
         tokenizer.save_pretrained(tmp_path / part)
         with pytest.raises(UserError, match=rf"{part} in tokenizer.json .* 4.24e\+28 times"):
             tokenizer_of("own", str(tmp_path / part))
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (
+            {"messages": [USER, ASSISTANT | {"train": False}]},
+            "message 2 says by 'train' whether it trains; write weight",
+        ),
+        ({"messages": [USER, ASSISTANT], "functions": [{"name": "f"}]}, "functions would be lost; write them as tools"),
+        ({"system": "kind", "messages": [{"role": "system", "content": "rude"}, USER, ASSISTANT]}, "given twice"),
+        (
+            {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "g", "reasoning": "deep"}]},
+            "leaves out reasoning of message 2",
+        ),
+    ],
+)
+def test_what_other_tools_files_hold_beside_content_is_not_lost(tmp_path, record, said):
+    assert said in message(write(tmp_path / "data.jsonl", record), make_tokenizer(CHATML))
+
+
+def test_a_system_message_beside_messages_is_the_first(tmp_path):
+    tokenizer, talk = make_tokenizer(CHATML), [USER, ASSISTANT]
+    beside = load_one(tmp_path, {"system": "be kind", "messages": talk}, tokenizer)
+    first = load_one(tmp_path, {"messages": [{"role": "system", "content": "be kind"}, *talk]}, tokenizer)
+    assert beside == first
+
+
+def test_a_device_is_no_file_of_data():
+    assert "'/dev/null' is a pipe or a device" in message("/dev/null", make_tokenizer())
