@@ -21,7 +21,6 @@ from moetune.models.text import auto_class
 from tests.exporting.runs import tensors_of, write_base, write_run
 from tests.reference import run_config, token_ids
 from tests.resolved import build
-from tests.thinned import thinned
 from tests.toys import marked_types
 
 CATALOG = Path(__file__).parents[2] / "docs" / "reference" / "catalog.md"
@@ -49,7 +48,8 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("model_type", thinned(TYPES, 99))
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", TYPES)
 def test_the_whole_model_computes_what_was_trained(model_type: str, tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", model_type)
     run = write_run(tmp_path / "run", base, ADAPT)
