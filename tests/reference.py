@@ -19,13 +19,14 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.adapt.build import Adapted
 from moetune.config.schema import RunConfig
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedLinear
 from moetune.models.moe import ExpertShape
+from moetune.models.text import auto_class, drop_towers
 from tests.resolved import build
 from tests.toys import VOCAB
 
@@ -92,10 +93,12 @@ def reference_loss_and_gradients(
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The stock model of this configuration; its experts run their own class's code."""
+    """The stock model of this configuration, without towers; its experts run their own class's code."""
     config = copy.deepcopy(config)
     config._experts_implementation = "eager"
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    plain = auto_class(config).from_config(config, dtype=torch.float32).eval()
+    drop_towers(plain)
+    return plain
 
 
 def plain_weights(adapted: Adapted, plain: PreTrainedModel, leaves: Tensors) -> dict[str, Tensor]:

@@ -154,6 +154,7 @@ def test_how_long(moetune: Run, tmp_path: Path) -> None:
     assert time["parts"].keys() >= time["work"].keys() >= {"experts", "attention", "router", "optimizer"}
 
 
+@pytest.mark.full
 def test_verify(moetune: Run, tmp_path: Path) -> None:
     profile = tmp_path / "trace.json"
     ended = moetune("verify", TINY, "--set", "train.sequence_length=64", "--json", "--steps", "2", "--profile", profile)

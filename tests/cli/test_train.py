@@ -130,6 +130,7 @@ def assert_quiet(err: str) -> None:
     assert said == {"step #: held-out loss #", step}, err
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_interrupted_from_the_keyboard(run_file: Path) -> None:
     out_file, err_file = run_file.parent / "out", run_file.parent / "err"

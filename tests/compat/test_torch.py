@@ -82,6 +82,7 @@ def test_resizes_are_noted_and_no_operations() -> None:
     assert torch.UntypedStorage.resize_ is stock
 
 
+@pytest.mark.full
 def test_torch_has_no_fused_sgd_for_fake_tensors() -> None:
     asked = "import torch; print(torch._C._dispatch_has_kernel_for_dispatch_key('aten::_fused_sgd_', 'Meta'))"
     found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout

@@ -30,7 +30,7 @@ FEWER_TRACED = ("train.accumulate=1", "train.router_aux_loss=0")
 """Of a prediction: one micro-step, and a few layers, which stand for all where no loss needs all."""
 NAMES = ROOT / "moetune/models/catalog/data/unicode-names"
 
-ON_A_PUSH = ("README.md", "docs/guides/training.md")
+ON_A_PUSH = ("README.md",)
 
 Run = Callable[[str], str]
 
@@ -53,7 +53,7 @@ def in_order(page: Path) -> list[str]:
 
 
 def documented() -> list:
-    """Pages with commands; two of them on a push."""
+    """Pages with commands; one of them on a push."""
     return [
         pytest.param(page, id=(name := str(page.relative_to(ROOT))), marks=[pytest.mark.full] * (name not in ON_A_PUSH))
         for page in PAGES
@@ -123,7 +123,7 @@ def run(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pyte
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("command", each_by_itself())
 def test_a_command_runs(command: str, run: Run) -> None:
     assert run(command)

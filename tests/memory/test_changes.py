@@ -96,6 +96,7 @@ def test_nothing_is_offered_where_the_context_alone_is_too_large() -> None:
     assert offered(640 * MIB) == []
 
 
+@pytest.mark.full
 def test_what_is_said_to_be_needed_is_predicted_of_the_changed_run(small_model: Path) -> None:
     """To the byte."""
     raw = {

@@ -21,7 +21,7 @@ from tests.thinned import in_pairs
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize(("parallel", "method"), in_pairs([{}, {"fsdp": 2, "ep": 2}], ["trace", "formula"], every=2))
 def test_terms_of_a_rank_sum_to_its_peak(parallel: dict[str, int], method: Method, tmp_path: Path) -> None:
     sections = {"parallel": parallel, "hardware": {"count": parallel.get("fsdp", 1)}}
@@ -145,6 +145,7 @@ def test_paged_states_are_outside_of_the_allocator(method: Any, tmp_path: Path) 
     assert paged.host_bytes - plain.host_bytes == moved
 
 
+@pytest.mark.full
 def test_plain_segments_reserve_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = toy(write_toy(tmp_path, "mixtral"), train={"micro_batch": 3, "sequence_length": 2048})
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -155,6 +156,7 @@ def test_plain_segments_reserve_otherwise(tmp_path: Path, monkeypatch: pytest.Mo
     assert predict(run).fullest == plain
 
 
+@pytest.mark.full
 def test_a_full_card_gives_back_what_is_unused(tmp_path: Path) -> None:
     """On a card that has a little less than would be reserved, less is, and all tensors have their place."""
     run = toy(write_toy(tmp_path, "mixtral"), train={"micro_batch": 3, "sequence_length": 2048})

@@ -44,7 +44,7 @@ def test_local_folder(tmp_path: Path) -> None:
     [
         ("mixtral-8x7", "'mixtral-8x7'.*Did you mean 'mixtral-8x7b'"),
         ("./no/such/folder", "'./no/such/folder'.*nor a folder that exists"),
-        ("", "''.*neither a catalog name"),
+        ("", "'' cannot be a path: it is empty"),
     ],
 )
 def test_unknown_name(name: str, message: str) -> None:

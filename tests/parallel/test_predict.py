@@ -44,7 +44,8 @@ def test_every_rank_is_reported(small_model: Path) -> None:
 
     report = predict(config_of(small_model, "experts", fsdp=4, ep=2), method="trace", tracing=counted)
     assert [rank.rank for rank in report.ranks] == [0, 1, 2, 3]
-    assert traced == [0]  # one trained expert on each rank, and every row divides by four
+    # one trained expert on each rank, and every row divides by four; the last experts have most rows at uneven routing
+    assert traced == [0, 1]
     assert {one.axis for one in report.collectives} == {"fsdp", "efsdp", "ep"}
     assert report.to_json()["collectives"]
 
@@ -57,6 +58,7 @@ def test_ranks_that_differ_have_figures_of_their_own(small_model: Path) -> None:
     assert report.fullest.peak_process == max(rank.peak_process for rank in report.ranks)
 
 
+@pytest.mark.full
 def test_what_makes_ranks_differ(small_model: Path) -> None:
     config = config_of(small_model, "router", fsdp=4, ep=4)
     assert len(set(kinds_of_ranks(config, by_expert=False))) == 1

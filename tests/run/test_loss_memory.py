@@ -72,7 +72,7 @@ def test_the_peak_of_a_base_in_bf16_stays() -> None:
     assert peaks["auto"] == peaks["256MiB"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "train",
     [

@@ -147,7 +147,7 @@ def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "resume", ["nonsense", "", ".", "{run}", "{run}/checkpoints", "{run}/checkpoints/step-9", "{other}/step-1"]
+    "resume", ["nonsense", ".", "{run}", "{run}/checkpoints", "{run}/checkpoints/step-9", "{other}/step-1"]
 )
 def test_resume_needs_a_checkpoint_of_this_run(tmp_path: Path, resume: str) -> None:
     folder, other = started(tmp_path / "run", steps=2), started(tmp_path / "other", steps=1)

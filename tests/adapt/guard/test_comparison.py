@@ -72,6 +72,7 @@ def test_a_kernel_that_ends_its_process_is_remembered(monkeypatch: pytest.Monkey
     assert kept(key_of()) == verdict
 
 
+@pytest.mark.full
 def test_a_child_imports_nothing_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('not the json of Python')")
     monkeypatch.chdir(tmp_path)

@@ -248,6 +248,7 @@ def test_what_is_neither_is_named(small_model: Path, small_data: Path, delta: Pa
     refused(starting(tmp_path / "empty"), r"is not a delta: its manifest\.json cannot be read")
 
 
+@pytest.mark.full
 def test_a_resumed_run_needs_no_start(
     small_model: Path, small_data: Path, stock: tuple[Path, PeftModel], tmp_path: Path
 ) -> None:

@@ -156,7 +156,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 ON_A_PUSH = [(1, torch.float32, 3, "half of the columns"), (5, torch.float16, 40, "every second column")]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("experts", "dtype", "rank", "layout"),
     [

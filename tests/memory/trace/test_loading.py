@@ -104,6 +104,7 @@ def test_the_host_never_holds_a_checkpoint(tmp_path: Path) -> None:
     assert drawn.host == 0
 
 
+@pytest.mark.full
 def test_experts_that_stay_on_the_host_are_never_all_on_the_gpu(tmp_path: Path) -> None:
     folder = write_toy(tmp_path, "mixtral", **SIZES)
     on_gpu = toy_run(folder, "mixtral", LORA, model={"dtype": "bf16"})

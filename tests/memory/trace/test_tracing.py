@@ -131,7 +131,7 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
     assert_alike(toy_run(toys[model_type], model_type, adapt, **sections))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral"])
 def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path) -> None:
     """In MXFP4, and in NF4 with gate and up apart. And the closed form is the trace."""
@@ -307,7 +307,7 @@ def test_accumulation_takes_no_less(toys: dict[str, Path]) -> None:
     assert peaks == sorted(peaks)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_larger_batch_of_held_out_data_is_the_peak(tmp_path: Path, dtype: str) -> None:
     toy = write_toy(tmp_path, "mixtral", vocab_size=4096, num_hidden_layers=2)

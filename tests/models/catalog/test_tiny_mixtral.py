@@ -99,6 +99,7 @@ def test_it_has_learned_both_domains(measured, domain, ceiling):
     assert measured[domain].loss < ceiling < math.log(2048) - 3
 
 
+@pytest.mark.full
 def test_its_experts_have_specialized(measured):
     prose_LE, code_LE = measured["prose"].load_LE, measured["code"].load_LE
     distance_L = load_script("make_tiny_mixtral").total_variation(prose_LE, code_LE)

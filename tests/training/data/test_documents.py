@@ -15,7 +15,7 @@ from tests.training.data.test_load import load, make_tokenizer, write
 RECORD = {"prompt": "a" * 150, "completion": "b" * 150}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.full
 @pytest.mark.parametrize(("suffix", "packs"), [("jsonl", True), ("json", False)])
 def test_memory_grows_by_a_hundredth_of_a_set(tmp_path, monkeypatch, suffix, packs):
     monkeypatch.setattr(packing, "_BLOCK_TOKENS", 2**14)
