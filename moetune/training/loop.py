@@ -242,8 +242,8 @@ class Loop:
         smaller = {"micro_batch": train.micro_batch, "accumulate": train.accumulate}
         self.folder.append_metrics({"step": where.step, "out_of_memory": found, **smaller})
         self._say(
-            f"step {where.step}: out of memory in {where.phase}, micro-step {where.micro_step}; the same steps go on "
-            f"in smaller pieces: train.micro_batch {train.micro_batch}, train.accumulate {train.accumulate}"
+            f"step {where.step}: out of memory in {where.phase}, micro-step {where.micro_step}; training continues with "
+            f"smaller micro-batches: train.micro_batch {train.micro_batch}, train.accumulate {train.accumulate}"
         )
 
     def smaller_run(self) -> ResolvedRun:
@@ -328,7 +328,7 @@ class Loop:
             raise UserError(
                 f"step {self.step}: its update has made {broken[0]} not finite (NaN, infinity), so no checkpoint of it "
                 f"is kept; {last[0] if last else 'there is none before it'}. Lower optimizer.lr or train.max_grad_norm "
-                "and start anew"
+                "and start a new run"
             )
 
     def _restore_weights(self, folder: Path) -> None:

@@ -125,7 +125,7 @@ class RunWriter(RunFolder):
                     + "\n  ".join(changed)
                     + "\nSet these back, or choose another output"
                 )
-        self._refuse_in_the_way(0 if checkpoint is None else step_of(checkpoint))
+        self._refuse_foreign(0 if checkpoint is None else step_of(checkpoint))
         return checkpoint
 
     def _check_writable(self) -> None:
@@ -209,18 +209,18 @@ class RunWriter(RunFolder):
         prefix = f"checkpoints/{checkpoint.name}/"
         return foreign_in(checkpoint, {path.removeprefix(prefix) for path in self._ours() if path.startswith(prefix)})
 
-    def _refuse_in_the_way(self, step: int) -> None:
+    def _refuse_foreign(self, step: int) -> None:
         """Raise `UserError` if a run from `step` on would write to an existing path that moetune has not written."""
         ours = self._ours()
-        in_the_way = [self.path / name for name in _FILES if name not in ours and os.path.lexists(self.path / name)]
+        foreign = [self.path / name for name in _FILES if name not in ours and os.path.lexists(self.path / name)]
         for item in sorted(self.checkpoints_path.glob("*step-*")):
             if re.fullmatch(r"\.step-\d+", item.name) and not self._is_our_aside(item):
-                in_the_way.append(item)
+                foreign.append(item)
             elif re.fullmatch(r"step-\d+", item.name) and step_of(item) > step and (found := self._foreign(item)):
-                in_the_way.append(found)
-        if in_the_way:
+                foreign.append(found)
+        if foreign:
             raise UserError(
-                f"output {str(self.path)!r}: {str(in_the_way[0])!r} already exists and was not written by this "
+                f"output {str(self.path)!r}: {str(foreign[0])!r} already exists and was not written by this "
                 "run; move it away, or choose another output"
             )
 
@@ -268,7 +268,7 @@ class RunWriter(RunFolder):
             base, inputs: contents of `base.json` and `inputs.json`; without a value the file is not written.
 
         Raises:
-            UserError: a file that moetune has not written is in the way, or the folder cannot be written.
+            UserError: the run would replace a file that moetune has not written, or the folder cannot be written.
         """
         self.ranks.barrier()  # until all ranks have read the folder
         if self.ranks.is_first:
@@ -276,7 +276,7 @@ class RunWriter(RunFolder):
             with self._writing():
                 self.checkpoints_path.mkdir(parents=True, exist_ok=True)
                 self._own(*_FILES)
-                self._refuse_in_the_way(step)
+                self._refuse_foreign(step)
                 self.remove_leftovers()
                 for later in self.checkpoints():
                     if step_of(later) > step:
@@ -369,7 +369,7 @@ class RunWriter(RunFolder):
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             raise UserError(
-                f"{str(self.metrics_file)!r} cannot be written: {error.strerror}; then go on with --resume auto"
+                f"{str(self.metrics_file)!r} cannot be written: {error.strerror}; then continue with --resume auto"
             ) from error
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
@@ -420,14 +420,15 @@ class RunWriter(RunFolder):
             if free > needed and reason is None:
                 raise
             last = [checkpoint.name for checkpoint in self.checkpoints()][-1:] or ["none yet"]
-            why, remedy = f"a checkpoint cannot be written to {str(self.checkpoints_path)!r}: {reason}", "mend that"
+            why = f"a checkpoint cannot be written to {str(self.checkpoints_path)!r}: {reason}"
+            remedy = "remove the cause"
             if free <= needed:
                 why = (
                     f"the disk of {str(self.path)!r} is full: a checkpoint needs {needed:,} bytes and {free:,} are free"
                 )
                 remedy = "free some space"
             raise UserError(
-                f"step {step}: {why}. The last complete one is {last[0]}; {remedy} and go on with --resume auto"
+                f"step {step}: {why}. The last complete one is {last[0]}; {remedy} and continue with --resume auto"
             ) from error
         if first:
             sync(self.checkpoints_path)

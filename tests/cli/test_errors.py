@@ -65,7 +65,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a fused backward that shall accumulate": (
         ["optimizer.name=lomo", "train.accumulate=2"],
-        ["lomo with optimizer.fused_backward frees each gradient as it comes", "set train.accumulate: 1"],
+        ["lomo with optimizer.fused_backward frees each gradient as soon as it is used", "set train.accumulate: 1"],
     ),
     "typo in a key": (["train.stpes=5"], ["train.stpes: unknown key. Did you mean 'steps'?"]),
     "typo in a section": (["optimiser={}"], ["optimiser: unknown key. Did you mean 'optimizer'?"]),

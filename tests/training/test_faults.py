@@ -338,7 +338,7 @@ def test_a_disk_that_fills_up_within_a_checkpoint(share: float, with_room: dict[
     print(told["error"])
     if share:
         assert "step 4: the disk of" in told["error"]
-        assert "The last complete one is step-3; free some space and go on with --resume auto" in told["error"]
+        assert "The last complete one is step-3; free some space and continue with --resume auto" in told["error"]
         needed = int(told["error"].split("needs ")[1].split(" bytes")[0].replace(",", ""))
         assert checkpoint - 40 * PAGE < needed < checkpoint + 2**20 + 40 * PAGE
     else:

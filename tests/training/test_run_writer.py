@@ -202,7 +202,7 @@ def test_a_lost_run_file_is_named(tmp_path: Path) -> None:
 def test_a_disk_without_room_for_a_line(tmp_path: Path) -> None:
     folder = started(tmp_path / "run")
     folder.metrics_file = Path("/dev/full")
-    with pytest.raises(UserError, match=r"cannot be written: No space left on device; then go on with --resume"):
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device; then continue with --resume"):
         folder.append_metrics({"step": 1})
 
 

@@ -1,4 +1,4 @@
-"""A run whose memory ends: it says what was there and what would have fitted, or goes on in smaller pieces.
+"""A run whose memory ends: it says what was there and what would have fitted, or continues with smaller micro-batches.
 
 The device is a tracker with a limit, which raises torch's own error.
 """

@@ -5,7 +5,7 @@ The split is that of ZeRO-Offload (arXiv 2101.06840, section 4):
     GPU    weights in compute precision; forward and backward
     host   float32 weights, optimizer states, float32 gradients; the update
 
-A complete gradient is copied to the host while the backward pass goes on, and the micro-steps' gradients are summed
+A complete gradient is copied to the host while the backward pass continues, and the micro-steps' gradients are summed
 there. So at most two gradients are on the GPU: one that is copied and one that is computed. The new weights of a
 parameter are copied back while the host updates the next parameter. A step of a micro-steps, with n weights of b bytes,
 sends a·b·n bytes to the host and b·n bytes back.
