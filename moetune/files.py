@@ -159,6 +159,12 @@ _SIGNS = (b"<!-- written by moetune -->", b"Software\0moetune")
 """Byte strings that moetune writes into its HTML pages and its pictures, by which `refuse_taken` recognizes them."""
 
 
+def refuse_no_picture(path: Path) -> None:
+    """Raise `UserError` unless the suffix of `path` is `.png` or `.svg`, in any case."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"{str(path)!r}: a figure is .png or .svg, not {path.suffix or 'without suffix'!r}")
+
+
 def refuse_taken(path: Path) -> None:
     """Raise `UserError` if there is something at the path other than a page or picture that moetune wrote.
 

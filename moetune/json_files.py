@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,6 +24,15 @@ Amount = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of bytes, tokens or steps: 0 ≤ n < 2⁶³."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
 """A float other than NaN and the infinities."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Base of the dataclasses that commands print as JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attributes as an object, after `schema`, the version of this format."""
+        return {"schema": 1, **asdict(self)}
 
 
 class DuplicateKeyError(ValueError):

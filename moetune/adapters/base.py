@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from transformers import PreTrainedModel
 
-from moetune.adapters.factors import DOWN, GATE_UP, gate_and_up
+from moetune.adapters.factors import DOWN, GATE_UP
 from moetune.errors import UserError
 from moetune.models.hub.dequantize import weights_of
 from moetune.models.hub.fingerprint import headers
@@ -173,8 +173,7 @@ def stacks_of(layer: MoeLayer) -> dict[str, str]:
 def sizes_of(layer: MoeLayer) -> dict[str, tuple[int, int]]:
     """Return projection -> (inputs, outputs) of one expert; gate and up together under `gate_up`."""
     shape = layer.shape
-    wide = shape.intermediate * (2 if shape.has_gate else 1)
-    return {GATE_UP: (shape.hidden, wide), DOWN: (shape.intermediate, shape.hidden)}
+    return {GATE_UP: (shape.hidden, shape.gate_up_rows), DOWN: (shape.intermediate, shape.hidden)}
 
 
 def _roles(layer: MoeLayer, gate_up: KeyMapping, down: KeyMapping) -> dict[str, str]:
@@ -189,7 +188,7 @@ def _roles(layer: MoeLayer, gate_up: KeyMapping, down: KeyMapping) -> dict[str, 
     if not layer.shape.has_gate:
         return roles | {GATE_UP: _leaf(keys[0])}
     marked = torch.zeros(1, *gate_up.model.get_parameter(gate_up.parameter).shape[1:])
-    rows = gate_and_up(layer.shape)[0]
+    rows = layer.shape.gate_and_up[0]
     (marked[0].T if layer.shape.is_transposed else marked[0])[rows] = 1
     marks = gate_up.of_expert(0).to_checkpoint(marked)
     return roles | {("gate" if mark.any() else "up"): _leaf(key) for key, mark in marks.items()}

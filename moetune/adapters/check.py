@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from moetune.adapters.files import Stored
 from moetune.adapters.read import Read, read, rest
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
+from moetune.json_files import Answer
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Covered:
 
 
 @dataclass(frozen=True)
-class AdapterReport:
+class AdapterReport(Answer):
     """The answer of `check`.
 
     Attributes:
         layout: as in `Read.layout`.
-        reasons: how the layout was told.
+        reasons: from what it was concluded.
         covered: what has factors.
         saved: names of the parameters that the adapter holds whole.
         missing: projections of expert layers without factors, while another layer has them.
         problems: what was trained and is ignored, or is read wrongly; none if all is well.
-        programs: program -> None if it reads the files as they are, else what stands in the way.
+        programs: program -> None if it reads the files as they are, else the reason why it does not.
     """
 
     base: str
@@ -58,15 +58,12 @@ class AdapterReport:
     problems: list[str]
     programs: dict[str, str | None]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self)}
-
 
 def check(stored: Stored, base: AdapterBase, layout: str | None = None, program: str | None = None) -> AdapterReport:
     """Return what of an adapter reaches its base.
 
     Args:
-        layout: the layout to read it in, one of `read.LAYOUTS`; None to tell it from the files.
+        layout: the layout to read it in, one of `read.LAYOUTS`; None to detect it.
         program: one of `PROGRAMS`; if this one does not read the files as they are, that is a problem too.
 
     Raises:
@@ -107,7 +104,7 @@ def _covered(found: Read, base: AdapterBase) -> list[Covered]:
 
 
 def _as_it_is(found: Read, stored: Stored, base: AdapterBase, program: str) -> str | None:
-    """Return None if the files hold what would be written for a program; else what stands in the way."""
+    """Return None if the files hold what would be written for a program; else the first difference."""
     try:
         laid = laid_out(found.adapter, base, program)
     except UserError as error:

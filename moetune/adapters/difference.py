@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moetune.adapters.base import AdapterBase
-from moetune.adapters.factors import Adapter, Factors, gate_and_up
+from moetune.adapters.factors import Adapter, Factors
 from moetune.adapters.stacked import Order
+from moetune.json_files import Answer
 from moetune.models.moe import ExpertShape
 
 _EQUAL = 1e-6
@@ -36,7 +36,7 @@ class Differing:
 
 
 @dataclass(frozen=True)
-class AdapterDifference:
+class AdapterDifference(Answer):
     """The answer of `diff`. `only_a` and `only_b` name what has an update in one of the two; zero updates count as
     none."""
 
@@ -47,9 +47,6 @@ class AdapterDifference:
     only_a: list[str]
     only_b: list[str]
     differing: list[Differing]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self)}
 
 
 def difference(base: AdapterBase, a: Adapter, b: Adapter, names: tuple[str, str]) -> AdapterDifference:
@@ -116,7 +113,7 @@ def _mistakes(other: Factors, shape: ExpertShape | None) -> Iterator[tuple[str, 
         A, B = meant.read(*told.write(other.A, other.B), experts)
         yield "the order of the experts in lora_B: one of the two is read in the wrong one", replace(other, A=A, B=B)
     if shape.has_gate and other.B.shape[1] == 2 * shape.intermediate:
-        gate, up = gate_and_up(shape)
+        gate, up = shape.gate_and_up
         B = torch.empty_like(other.B)
         B[:, gate], B[:, up] = other.B[:, up], other.B[:, gate]
         yield "gate and up: they are exchanged in one of the two", replace(other, B=B)

@@ -88,21 +88,13 @@ class Adapter:
         return found
 
 
-def gate_and_up(shape: ExpertShape) -> tuple[slice, slice]:
-    """Return the rows of gate and of up in the fused gate_up projection of a layer."""
-    half = shape.intermediate
-    if shape.is_concatenated:
-        return slice(0, half), slice(half, None)
-    return slice(0, None, 2), slice(1, None, 2)
-
-
 def parted(shape: ExpertShape, fused: Factors) -> tuple[Factors, Factors]:
     """Return the factors of gate and of up, from those of the fused projection (A [E, R, H], B [E, 2I, R]).
 
     If the first half of the ranks serves gate alone and the second half up alone, each gets its half; otherwise both
     get the whole A.
     """
-    rows, half = gate_and_up(shape), fused.rank // 2
+    rows, half = shape.gate_and_up, fused.rank // 2
     columns = slice(0, half), slice(half, None)
     crossed = (fused.B[:, rows[part], columns[1 - part]] for part in (0, 1))
     if fused.rank % 2 == 0 and fused.B.any() and not any(block.any() for block in crossed):
@@ -121,7 +113,7 @@ def fused(shape: ExpertShape, gate: Factors | None, up: Factors | None) -> Facto
     other = gate or up
     assert other is not None
     gate, up = gate or replace(other, B=torch.zeros_like(other.B)), up or replace(other, B=torch.zeros_like(other.B))
-    rows = gate_and_up(shape)
+    rows = shape.gate_and_up
     experts, outputs, rank = gate.B.shape
     if gate.scale == up.scale and gate.A.equal(up.A):
         B = gate.B.new_empty(experts, 2 * outputs, rank)

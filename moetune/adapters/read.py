@@ -1,4 +1,4 @@
-"""`read`: tell which layout an adapter is stored in, and read it into an `Adapter`.
+"""`read`: detect which layout an adapter is stored in, and read it into an `Adapter`.
 
 The layouts and their sources are in docs/reference/adapters.md:
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,10 +36,10 @@ class Read:
 
     Attributes:
         layout: one of `LAYOUTS`; None for an adapter without factors on experts.
-        reasons: how the layout was told, one sentence each.
+        reasons: from what the layout was concluded, one sentence each.
         problems: what was trained and is ignored, or would be read wrongly, one line each.
-        altered: those of the problems that say that an update is not the one that moetune once wrote.
-        is_unsure: the numbers contradict what the layout was told from.
+        altered: those of the problems about updates that differ from what moetune noted when it wrote the file.
+        is_unsure: the numbers contradict the layout that names, shapes or settings indicate.
         zero: projection (`<experts>.gate_up`) -> ids of the experts that have factors whose update is zero.
     """
 
@@ -80,7 +80,7 @@ class _Pairs:
 
 
 def read(stored: Stored, base: AdapterBase, layout: str | None = None) -> Read:
-    """Read an adapter of a base in the layout with this name, or in the one that it is told to be in.
+    """Read an adapter of a base in the layout with this name; None to detect it.
 
     What does not fit is in `Read.problems`.
 
@@ -107,9 +107,9 @@ def read(stored: Stored, base: AdapterBase, layout: str | None = None) -> Read:
         if pairs.slots and len(there) > 1:
             raise UserError(f"{stored} mixes layouts: {' and '.join(there)}; it is read by no program")
         if pairs.slots:
-            orders, names = _orders(stored, base, pairs, layout, found)
+            order, names = _order(stored, base, pairs, layout, found)
             for path, slots in pairs.slots.items():
-                experts[path] = _from_slots(stored, base.layers[path], slots, orders, names, found)
+                experts[path] = _from_slots(stored, base.layers[path], slots, order, names[path], found)
                 present[path] = {name: _nonzero_ids(factors) for name, factors in experts[path].items()}
         else:
             found.layout = "per-expert" if pairs.apart else "3d"
@@ -197,23 +197,22 @@ def _factor_of(name: str) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def _orders(
+def _order(
     stored: Stored, base: AdapterBase, pairs: _Pairs, layout: str | None, found: Read
-) -> tuple[dict[str, Order], dict[str, dict[int, str]]]:
-    """Return path of experts -> order, and path of experts -> slot -> projection, from shapes, marks and numbers."""
-    swapped, names = _by_shape(stored, base, pairs, layout)
-    is_swapped = next(iter(swapped.values()))
+) -> tuple[Order, dict[str, dict[int, str]]]:
+    """Return the order of all factors, and path of experts -> slot -> projection, from shapes, marks and numbers."""
+    is_swapped, names = _by_shape(stored, base, pairs, layout)
     stacks = [
         (first, second, base.layers[path].shape.num_experts)
         for path, slots in pairs.slots.items()
         for _, first, second in slots.values()
     ]
     sign = sign_of(stacks)
-    told, because = _told(stored, layout, is_swapped)
+    is_grouped, because = _grouping(stored, layout, is_swapped)
     same = all(experts == 1 or len(first) == experts for first, _, experts in stacks)
     if same and layout is None:
-        told, because = False, "with one rank or one expert all orders of the experts are the same"
-    order = Order(bool(told), is_swapped)
+        is_grouped, because = False, "with one rank or one expert all orders of the experts are the same"
+    order = Order(is_grouped, is_swapped)
     found.layout = named_order(order)
     found.reasons.append(because)
     if is_swapped and layout is None:
@@ -224,11 +223,11 @@ def _orders(
         found.problems.append(f"the experts' lora_B is read as {found.layout}, and looks like {other}: {sign.because}")
     elif sign is not None:
         found.reasons.append(f"the numbers agree: {sign.because}")
-    return dict.fromkeys(pairs.slots, order), names
+    return order, names
 
 
-def _told(stored: Stored, layout: str | None, is_swapped: bool) -> tuple[bool, str]:
-    """Return whether the experts are grouped in the second matrix, and what says so."""
+def _grouping(stored: Stored, layout: str | None, is_swapped: bool) -> tuple[bool, str]:
+    """Return whether the experts are grouped in the second matrix, and from what this was concluded."""
     if layout is not None:
         return ORDERS[layout].is_grouped, f"--from {layout}"
     noted = stored.record.get("layout")
@@ -241,10 +240,7 @@ def _told(stored: Stored, layout: str | None, is_swapped: bool) -> tuple[bool, s
     if isinstance(mapping, dict) and mapping.get("unsloth_fixed"):
         return True, "Unsloth wrote it (auto_mapping.unsloth_fixed), before it noted lora_B_layout"
     if is_swapped and "layers_to_transform" not in stored.settings:
-        return (
-            True,
-            "its settings are not PEFT's own and its factors are exchanged, as Megatron-Bridge writes them",
-        )
+        return True, "its settings are not PEFT's own and its factors are exchanged, as Megatron-Bridge writes them"
     return False, (
         "nothing in the files tells PEFT's order of the experts from that of Unsloth before September 2026; read as "
         "PEFT's (else: --from unsloth-grouped)"
@@ -253,8 +249,8 @@ def _told(stored: Stored, layout: str | None, is_swapped: bool) -> tuple[bool, s
 
 def _by_shape(
     stored: Stored, base: AdapterBase, pairs: _Pairs, layout: str | None
-) -> tuple[dict[str, bool], dict[str, dict[int, str]]]:
-    """Return path of experts -> whether first and second factors are exchanged, and -> slot -> projection.
+) -> tuple[bool, dict[str, dict[int, str]]]:
+    """Return whether first and second factors are exchanged, and path of experts -> slot -> projection.
 
     Shapes are compared with the base's. Where a projection is square, the other projection or another layer decides.
 
@@ -309,23 +305,23 @@ def _by_shape(
         }
         if len(set(names[path].values())) < len(by_depth):
             raise UserError(f"{stored}: {path} has factors of one projection twice")
-    return dict.fromkeys(pairs.slots, is_swapped), names
+    return is_swapped, names
 
 
 def _from_slots(
     stored: Stored,
     layer: MoeLayer,
     slots: Mapping[int, tuple[str, Tensor, Tensor]],
-    orders: Mapping[str, Order],
-    names: Mapping[str, Mapping[int, str]],
+    order: Order,
+    names: Mapping[int, str],
     found: Read,
 ) -> dict[str, Factors]:
     experts, factors = layer.shape.num_experts, {}
     for depth, (_, first, second) in slots.items():
-        projection = names[layer.experts][depth]
+        projection = names[depth]
         target, rank = f"{layer.experts}.{stacks_of(layer)[projection]}", len(first) // experts
         _check_rank(found, stored, target, rank)
-        A, B = orders[layer.experts].read(first, second, experts)
+        A, B = order.read(first, second, experts)
         noted = _ranks(stored).get(f"{layer.experts}.{projection}")
         factors[projection] = Factors(A, B, stored.scales.of(target, rank)).trimmed(noted)
     return dict(sorted(factors.items(), reverse=True))
@@ -425,8 +421,3 @@ def rest(base: AdapterBase, adapter: Adapter) -> Iterator[str]:
     for path in base.layers:
         for name in sorted(used - set(adapter.experts.get(path, {})), reverse=True):
             yield f"{path}.{name}"
-
-
-def as_stored(stored: Stored, tensors: Mapping[str, Tensor]) -> Stored:
-    """Return the same files with other tensors."""
-    return replace(stored, tensors=tensors)

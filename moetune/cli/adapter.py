@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,12 +12,15 @@ from moetune.errors import counted
 from moetune.files import expanded, is_occupied
 from moetune.report.console import note
 
+if TYPE_CHECKING:
+    from moetune.exporting.adapter import AdapterWritten
+
 _LAYOUTS = "peft|peft-0.18|unsloth-grouped|megatron|per-expert|3d"
 _PROGRAMS = "peft|vllm|sglang|unsloth|unsloth-grouped"
 
 Base = Annotated[str, argument("BASE", "The model that it was trained on: a folder, a catalog name or a hub id.")]
 AdapterFolder = Annotated[Path, argument("ADAPTER_DIR", "The adapter's folder.")]
-From = Annotated[Any, choice(_LAYOUTS, "The layout that it is in, where the files do not tell.", "--from")]
+From = Annotated[Any, choice(_LAYOUTS, "The layout that it is in, if that cannot be detected.", "--from")]
 
 adapter = typer.Typer(
     help="Check, convert, merge and compare LoRA adapters, whichever program wrote them.", no_args_is_help=True
@@ -32,7 +35,7 @@ def check(
     for_: Annotated[Any, choice(_PROGRAMS, "Also answer no if this program would not read it.", "--for")] = None,
     json_: Json = False,
 ) -> None:
-    """Say which layers, experts and projections an adapter has factors of, and what of it would be ignored."""
+    """Show which layers, experts and projections an adapter has factors of, and what of it would be ignored."""
     with heavy_imports():
         from moetune.exporting.adapter import check_adapter
         from moetune.report.adapter import report_view
@@ -55,13 +58,7 @@ def convert(
     with heavy_imports():
         from moetune.exporting.adapter import convert_adapter
     written = convert_adapter(base, adapter, to, out, layout=from_, overwrite=overwrite)
-    for text in (*written.reasons, *written.notes):
-        note(text)
-    answer(
-        json_,
-        {**written.to_json(), "to": to},
-        f"for {to}: {counted(written.tensors, 'tensor')}, {written.bytes:,} bytes, in {written.out}",
-    )
+    _print(json_, written, f"for {to}: {counted(written.tensors, 'tensor')}", to=to)
 
 
 @adapter.command(epilog="Example: moetune adapter merge mixtral-8x7b out/adapter --out out/merged")
@@ -78,13 +75,7 @@ def merge(
     with heavy_imports():
         from moetune.exporting.adapter import merge_adapter
     written = merge_adapter(base, adapter, out, layout=from_, overwrite=overwrite)
-    for text in (*written.reasons, *written.notes):
-        note(text)
-    answer(
-        json_,
-        written.to_json(),
-        f"merged: {counted(written.tensors, 'tensor')} changed, {written.bytes:,} bytes, in {written.out}",
-    )
+    _print(json_, written, f"merged: {counted(written.tensors, 'tensor')} changed")
 
 
 @adapter.command(epilog="Example: moetune adapter diff out/adapter out/served")
@@ -96,9 +87,15 @@ def diff(
     from_b: Annotated[Any, choice(_LAYOUTS, "The layout of B.", "--from-b")] = None,
     json_: Json = False,
 ) -> None:
-    """Say where the updates of two adapters differ, whatever their layouts, ranks and scales."""
+    """Show where the updates of two adapters differ, whatever their layouts, ranks and scales."""
     with heavy_imports():
         from moetune.exporting.adapter import diff_adapters
         from moetune.report.adapter import difference_view
     found = diff_adapters(a, b, base=base, layouts=(from_a, from_b))
     answer(json_, found.to_json(), difference_view(found), fails=not found.equal)
+
+
+def _print(json_: bool, written: AdapterWritten, done: str, **more: str) -> None:
+    """Print what `convert` or `merge` wrote; `more` are further JSON keys."""
+    note(*written.reasons, *written.notes)
+    answer(json_, {**written.to_json(), **more}, f"{done}, {written.bytes:,} bytes, in {written.out}")

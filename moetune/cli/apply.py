@@ -31,6 +31,5 @@ def apply(
 
     with loading_progress(terminal(stderr=True), to, passes=2) as on_read:
         result = apply_delta(delta, to, out, force=force, overwrite=overwrite, on_read=on_read)
-    for text in result.notes:
-        note(text)
+    note(*result.notes)
     answer(json_, result.to_json(), f"applied {result.tensors} tensors, {result.bytes:,} bytes, in {result.out}")

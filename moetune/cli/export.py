@@ -38,8 +38,7 @@ def export(
     if push is not None:
         check_push(push)
     result = export_trained(run, format_, out, overwrite=overwrite)
-    for text in result.notes:
-        note(text)
+    note(*result.notes)
     shown = [
         f"{result.format} of step {result.step}: {counted(result.tensors, 'tensor')}, {result.bytes:,} bytes, in "
         f"{result.out}"

@@ -17,7 +17,7 @@ from moetune.config.fields import LARGEST
 from moetune.config.load import load_run_config
 from moetune.config.schema import DataConfig, RunConfig
 from moetune.errors import UserError, counted, shown, suggest
-from moetune.files import expanded, names_in, refuse_taken
+from moetune.files import expanded, names_in, refuse_no_picture, refuse_taken
 from moetune.report.console import note, terminal
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ def output_file(file: Path | None) -> Path | None:
 def picture(file: Path | None) -> Path | None:
     """Return the path of a picture to write; raise `UserError` for a suffix other than .png or .svg, and as
     `output_file` does."""
-    if file is not None and file.suffix.lower() not in (".png", ".svg"):
-        raise UserError(f"{str(file)!r}: a figure is .png or .svg, not {file.suffix or 'without suffix'!r}")
+    if file is not None:
+        refuse_no_picture(file)
     return output_file(file)
 
 
@@ -247,8 +247,7 @@ def opened(model: str, base: Any) -> Opened:
     with heavy_imports():
         from moetune.inference.opened import open_model
     found = open_model(model, base=base)
-    for text in found.notes:
-        note(text)
+    note(*found.notes)
     return found
 
 

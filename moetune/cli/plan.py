@@ -145,10 +145,10 @@ def plan(
         plan_chart(found).save(figure)
         note(f"{figure} written")
     shown = (view, *(f"{file} written" for file in written))
+    fails = not found.candidates and not found.interrupted
+    answer(json_, {**found.to_json(), "files": written}, *shown, verbose=explain, fails=fails)
     if found.interrupted:
-        answer(json_, {**found.to_json(), "files": written}, *shown, verbose=explain)
         raise typer.Exit(130)
-    answer(json_, {**found.to_json(), "files": written}, *shown, verbose=explain, fails=not found.candidates)
 
 
 def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[str, ...]]:

@@ -67,7 +67,7 @@ def score(
         report = predict_score(resolve(to_score(config), "cuda"), len(data or names_of(config)) or 1, gpu=gpu)
         answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
         return
-    with on_ranks(config.parallel, "the same command goes on from here") as ranks:
+    with on_ranks(config.parallel, "the same command continues from here") as ranks:
         run = resolve(to_score(config), this_device())
         scores = score_run(run, data or names_of(config), tokens, out, overwrite=overwrite, ranks=ranks)
     if ranks.is_first:

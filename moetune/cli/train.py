@@ -58,7 +58,7 @@ def train(
 
     if starts_ranks(config.parallel) and not dry_run:
         record_ahead(resolve(config, this_device()))
-    resumes = "--resume auto goes on from the last checkpoint"
+    resumes = "--resume auto continues from the last checkpoint"
     try:
         with nullcontext(SINGLE_RANK) if dry_run else on_ranks(config.parallel, resumes) as ranks:
             result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)

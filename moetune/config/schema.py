@@ -635,8 +635,8 @@ class RunConfig(Section):
         fused = {optimizer.name: None for optimizer in self.optimizers.values() if optimizer.fused_backward}
         if self.train.accumulate > 1 and fused:
             raise ValueError(
-                f"{', '.join(fused)} with optimizer.fused_backward frees each gradient as soon as it is used, so "
-                f"the gradients of {self.train.accumulate} micro-steps cannot be summed; set train.accumulate: 1 (and raise "
+                f"{', '.join(fused)} with optimizer.fused_backward frees each gradient as soon as it is used, so those "
+                f"of {self.train.accumulate} micro-steps cannot be summed; set train.accumulate: 1 (and raise "
                 "train.micro_batch if there is room)"
             )
         return self

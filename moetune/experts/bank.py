@@ -71,7 +71,7 @@ def most_together(shape: ExpertShape, memory: int, dtype: torch.dtype) -> int:
 
     Each expert counts with the larger of its two matrices, in `dtype`.
     """
-    largest = shape.hidden * shape.intermediate * (2 if shape.has_gate else 1)
+    largest = shape.hidden * shape.gate_up_rows
     return max(1, min(memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
 
 
@@ -128,12 +128,8 @@ class ExpertLora(nn.Module):
         here = [plan.ids.index(expert) for expert in held]
         self.scale = plan.alpha / plan.rank
         count, rank = len(plan.ids), plan.rank
-        self.gate_up_rows: tuple[slice, ...] = (slice(None),)
+        self.gate_up_rows = shape.gate_and_up if plan.split and shape.has_gate else (slice(None),)
         self.is_interleaved = not shape.is_concatenated
-        if plan.split and shape.has_gate:
-            middle = shape.intermediate
-            interleaved, concatenated = (slice(0, None, 2), slice(1, None, 2)), (slice(0, middle), slice(middle, None))
-            self.gate_up_rows = interleaved if self.is_interleaved else concatenated
         parts = len(self.gate_up_rows)
 
         def factor(*size: int) -> nn.Parameter:
@@ -209,7 +205,7 @@ class ExpertBank(nn.Module):
         self.held = tuple(range(shape.num_experts) if held is None else held)
         self.expert_shape, self.plan, self.activation = shape, plan.of(self.held), recognize(activation, shape)
         self.num_experts = len(self.held)
-        rows = shape.intermediate * (2 if shape.has_gate else 1)
+        rows = shape.gate_up_rows
         frozen = [expert for expert in self.held if expert not in plan.trained]
         self.frozen_slots = {expert: slot for slot, expert in enumerate(frozen)}
         self.expert_order = (*frozen, *self.plan.trained)

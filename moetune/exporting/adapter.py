@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from moetune.adapt.weights.target import out_in
 from moetune.adapters import check as checks
 from moetune.adapters.base import AdapterBase, base_of, stacks_of
 from moetune.adapters.check import AdapterReport
 from moetune.adapters.difference import AdapterDifference, difference
-from moetune.adapters.factors import Adapter, Factors
+from moetune.adapters.factors import Adapter
 from moetune.adapters.files import Stored, open_adapter, write_adapter
 from moetune.adapters.read import Read, read, sure
 from moetune.adapters.write import laid_out
@@ -23,23 +19,23 @@ from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of
 from moetune.exporting.folder import keep_apart, new_folder, write_manifest
 from moetune.exporting.merged import copy_checkpoint
-from moetune.exporting.updates import Update, new_rows, placed
+from moetune.exporting.updates import Update, expert_with_lora, linear_with_lora, new_rows, placed, whole
 from moetune.files import expanded
+from moetune.json_files import Answer
 from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import Base
 from moetune.models.hub.tensor_files import Held
-from moetune.models.moe import MoeLayer
 from moetune.run.resolve import resolve_model
 from moetune.run.resolved import ResolvedModel
 
 
 @dataclass(frozen=True)
-class AdapterWritten:
+class AdapterWritten(Answer):
     """The result of `convert_adapter` and `merge_adapter`.
 
     Attributes:
         layout: the layout that the adapter was read in; None without factors on experts.
-        reasons: how that was told.
+        reasons: from what that was concluded.
         tensors, bytes: number and size of the tensors that hold what the adapter trained.
         notes: messages for the user.
     """
@@ -51,20 +47,17 @@ class AdapterWritten:
     bytes: int
     notes: list[str]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self)}
-
 
 def check_adapter(
     base: str, adapter: Path | str, *, layout: str | None = None, program: str | None = None
 ) -> AdapterReport:
-    """Say what of an adapter reaches its base, and which programs read it as it is (`moetune.adapters.check.check`).
+    """Check what of an adapter reaches its base, and which programs read it unchanged (`moetune.adapters.check.check`).
 
     Args:
         base: a folder, catalog name or hub id; its weights are not needed.
         adapter: the adapter's folder.
-        layout: the layout that it is in, one of `moetune.adapters.read.LAYOUTS`; by default it is told from the files.
-        program: a program that shall read it as it is.
+        layout: the layout that it is in, one of `moetune.adapters.read.LAYOUTS`; by default it is detected.
+        program: a program that must read it unchanged.
 
     Raises:
         UserError: base or adapter cannot be read; or the files allow two layouts.
@@ -129,7 +122,7 @@ def merge_adapter(
 def diff_adapters(
     a: Path | str, b: Path | str, *, base: str | None = None, layouts: tuple[str | None, str | None] = (None, None)
 ) -> AdapterDifference:
-    """Say where the updates of two adapters of one base differ.
+    """Find where the updates of two adapters of one base differ.
 
     Args:
         base: the base; by default what the first adapter names.
@@ -174,7 +167,8 @@ def _read_whole(stored: Stored, base: AdapterBase, layout: str | None) -> Read:
 def _updates(adapter: Adapter, base: AdapterBase) -> Iterator[Update]:
     """Yield what an adapter changes in the plain model, experts one by one."""
     for path, factors in adapter.linears.items():
-        yield Update(f"{path}.weight", None, True, partial(_added_to_linear, factors))
+        A, B = Held(factors.A), Held(factors.B)
+        yield Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, factors.scale))
     for path, projections in adapter.experts.items():
         layer = base.layers[path]
         for name, stack in stacks_of(layer).items():
@@ -182,25 +176,9 @@ def _updates(adapter: Adapter, base: AdapterBase) -> Iterator[Update]:
                 continue
             for expert in range(layer.shape.num_experts):
                 if own.B[expert].any():
-                    one = Factors(own.A[expert], own.B[expert], own.scale)
-                    yield Update(f"{path}.{stack}", expert, True, partial(_added_to_expert, layer, stack, one))
+                    A, B = Held(own.A[expert, None]), Held(own.B[expert, None])
+                    rows = partial(expert_with_lora, layer, stack, A, B, (slice(None),), own.scale)
+                    yield Update(f"{path}.{stack}", expert, True, rows)
     for name, tensor in adapter.saved.items():
         first = base.structure.tied.get(name, name)
-        yield Update(first, None, False, partial(_replaced, Held(tensor)), tensor.dtype)
-
-
-def _replaced(held: Held, old: Tensor | None, start: int, stop: int) -> Tensor:
-    return held.rows(start, stop)
-
-
-def _added_to_linear(factors: Factors, old: Tensor | None, start: int, stop: int) -> Tensor:
-    assert old is not None
-    return old.addmm_(factors.B[start:stop].float(), factors.A.float(), alpha=factors.scale)
-
-
-def _added_to_expert(
-    layer: MoeLayer, stack: str, factors: Factors, old: Tensor | None, start: int, stop: int
-) -> Tensor:
-    assert old is not None
-    out_in(layer, stack, old[0]).addmm_(factors.B.float(), factors.A.float(), alpha=factors.scale)
-    return old
+        yield Update(first, None, False, partial(whole, Held(tensor)), tensor.dtype)

@@ -6,14 +6,14 @@ A delta is a folder that `moetune export --format delta` wrote: the tensors that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from moetune.errors import UserError
 from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_manifest
 from moetune.exporting.merged import copy_checkpoint
 from moetune.files import expanded
+from moetune.json_files import Answer
 from moetune.models.hub.delta_folder import Delta, read_delta
 from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import Base, take_fingerprint
@@ -23,7 +23,7 @@ from moetune.models.source_quantization import read_quantized_manifest
 
 
 @dataclass(frozen=True)
-class Applied:
+class Applied(Answer):
     """The result of `apply_delta`.
 
     Attributes:
@@ -38,9 +38,6 @@ class Applied:
     bytes: int
     forced: str | None
     notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self)}
 
 
 def apply_delta(

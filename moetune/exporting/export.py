@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from moetune.adapt.build import Adapted
 from moetune.exporting.delta import write_delta
@@ -12,11 +12,12 @@ from moetune.exporting.finished_run import base_folder, in_memory, open_run
 from moetune.exporting.folder import keep_apart, new_folder
 from moetune.exporting.merged import bytes_needed, write_merged
 from moetune.files import expanded
+from moetune.json_files import Answer
 from moetune.training.data.load import chat_template
 
 
 @dataclass(frozen=True)
-class ExportResult:
+class ExportResult(Answer):
     """The result of `export`.
 
     Attributes:
@@ -33,9 +34,6 @@ class ExportResult:
     tensors: int
     bytes: int
     notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self)}
 
 
 def export(

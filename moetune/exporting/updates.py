@@ -59,20 +59,22 @@ def updates(run: FinishedRun) -> list[Update]:
         assert selection.lora is not None
         A, B = (trained[name] for name in linear_factors(path).values())
         scale = selection.lora.scale(selection.ranks[path])
-        found.append(Update(f"{path}.weight", None, True, partial(_linear_with_lora, A, B, scale)))
-    whole = {name: whole_name(name, selection) for name in sorted(selection.full)}
-    whole |= {name: name for name in adapted.run.router_biases.values()}
-    for name, checkpoint_name in whole.items():
+        found.append(Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, scale)))
+    in_full = {name: whole_name(name, selection) for name in sorted(selection.full)}
+    in_full |= {name: name for name in adapted.run.router_biases.values()}
+    for name, checkpoint_name in in_full.items():
         stored = trained[checkpoint_name]
-        found.append(Update(name, None, False, partial(_whole, stored), stored.torch_dtype))
+        found.append(Update(name, None, False, partial(whole, stored), stored.torch_dtype))
     return found
 
 
-def _whole(stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
+def whole(stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
+    """`Update.rows` of a parameter that `stored` replaces."""
     return stored.rows(start, stop)
 
 
-def _linear_with_lora(A: Trained, B: Trained, scale: float, old: Tensor | None, start: int, stop: int) -> Tensor:
+def linear_with_lora(A: Trained, B: Trained, scale: float, old: Tensor | None, start: int, stop: int) -> Tensor:
+    """`Update.rows` of a linear layer with LoRA: W + scale · B · A in float32."""
     assert old is not None
     return old + scale * B.rows(start, stop).float() @ A.rows().float()
 
@@ -89,11 +91,11 @@ def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLo
                 continue
             A, B = (trained[f"{layer.experts}.lora.{matrix}_{factor}.{expert}"] for factor in "AB")
             parts = lora.gate_up_rows if matrix == "gate_up" else (slice(None),)
-            rows = partial(_expert_with_lora, layer, stack, A, B, parts, lora.scale)
+            rows = partial(expert_with_lora, layer, stack, A, B, parts, lora.scale)
             yield Update(f"{layer.experts}.{stack}", expert, True, rows)
 
 
-def _expert_with_lora(
+def expert_with_lora(
     layer: MoeLayer,
     stack: str,
     A: Trained,
@@ -104,6 +106,7 @@ def _expert_with_lora(
     start: int,
     stop: int,
 ) -> Tensor:
+    """`Update.rows` of an expert with LoRA; A [P, r, in] and B [P, out / P, r] hold the factors of the P `parts`."""
     assert old is not None
     weight = out_in(layer, stack, old[0])
     for part, a, b in zip(parts, A.rows().float(), B.rows().float(), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.inference.opened import Opened, open_model
+from moetune.json_files import Answer
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens
 from moetune.training.step.batch import Row, collate
 from moetune.training.step.micro_step import held_out_loss
@@ -26,7 +27,7 @@ _MOST_LOSS = 700.0  # nats; exp of a larger loss overflows a float
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Answer):
     """The loss of a model on a data set: mean cross-entropy over the predicted tokens, in nats.
 
     Attributes:
@@ -51,7 +52,7 @@ class Evaluation:
         return math.exp(self.loss)
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self), "perplexity": self.perplexity}
+        return {**super().to_json(), "perplexity": self.perplexity}
 
 
 def evaluate(

@@ -35,8 +35,7 @@ def run_of(path: Path) -> ResolvedRun:
         UserError: `path` is no run folder, or its model is missing or has changed.
     """
     run = resolve(read_run_config(path), this_device())
-    for text in refuse_other_model(RunFolder(path), run.model):
-        note(text)
+    note(*refuse_other_model(RunFolder(path), run.model))
     return run
 
 

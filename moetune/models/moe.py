@@ -52,11 +52,21 @@ class ExpertShape:
     is_concatenated: bool
 
     @property
+    def gate_up_rows(self) -> int:
+        """O, the rows of an expert's gate_up [O, H]: 2I, or I without a gate."""
+        return self.intermediate * (2 if self.has_gate else 1)
+
+    @property
+    def gate_and_up(self) -> tuple[slice, slice]:
+        """The rows of gate and of up in gate_up [2I, H]."""
+        half = self.intermediate
+        return (slice(0, half), slice(half, None)) if self.is_concatenated else (slice(0, None, 2), slice(1, None, 2))
+
+    @property
     def parameters_per_expert(self) -> int:
         """Number of parameters of one expert, projections and biases."""
-        widened = self.intermediate * (2 if self.has_gate else 1)
-        weights = widened * self.hidden + self.hidden * self.intermediate
-        return weights + (widened + self.hidden if self.has_bias else 0)
+        weights = self.gate_up_rows * self.hidden + self.hidden * self.intermediate
+        return weights + (self.gate_up_rows + self.hidden if self.has_bias else 0)
 
     def trained_parameters(self, lora: LoraConfig | None, rank: int | None) -> int:
         """Return how many parameters of one expert train: its LoRA factors of this rank (`ExpertLora` in

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from moetune.json_files import Answer
 from moetune.models.components import COMPONENTS, Component
 from moetune.models.structure import ModelStructure
 
@@ -24,7 +25,7 @@ class LayerCount:
 
 
 @dataclass(frozen=True)
-class ParameterCount:
+class ParameterCount(Answer):
     """Parameter counts of one model. Tied parameters are counted once.
 
     `per_expert`, `num_experts` and `top_k` are a list with a number for each MoE layer if layers differ, and None for a
@@ -48,9 +49,7 @@ class ParameterCount:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document of `moetune count --json`."""
-        found = {"schema": 1, **asdict(self)}
-        del found["active"]
-        return found
+        return {key: value for key, value in super().to_json().items() if key != "active"}
 
 
 def count_parameters(structure: ModelStructure) -> ParameterCount:

@@ -171,17 +171,13 @@ def _config_from_hub(path: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, local_files_only=not reachable, trust_remote_code=False)
     except Exception as error:  # no network, no such repository, no access, invalid config or remote code
-        hint = suggest(path, [model for name in model_names() if (model := _hub_id(name)) is not None])
+        entries = map(find_model, model_names())
+        hint = suggest(path, [entry.hub_id for entry in entries if entry is not None and entry.hub_id is not None])
         why = _one_line(error) if reachable else UNREACHABLE
         raise UserError(
             f"model {path!r}: no such folder, and the hub did not give its configuration: {why}{hint} "
             f"{how_to_get(path)}"
         ) from None
-
-
-def _hub_id(name: str) -> str | None:
-    entry = find_model(name)
-    return None if entry is None else entry.hub_id
 
 
 def _one_line(error: Exception) -> str:

@@ -15,8 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from moetune.errors import UserError
-from moetune.files import write_output
+from moetune.files import refuse_no_picture, write_output
 from moetune.memory.report import PartName
 
 COLOURS: dict[PartName, str] = {
@@ -67,7 +66,7 @@ class Chart:
         Raises:
             UserError: the suffix is another; the file cannot be written, or exists and was not written by moetune.
         """
-        refuse_unknown_format(path)
+        refuse_no_picture(path)
         write_output(path, self._rendered(path.suffix.lower()[1:], self.heading or self.title))
 
     def svg(self) -> str:
@@ -87,9 +86,3 @@ class Chart:
             figure.savefig(content, format=kind, dpi=150, facecolor=PAPER, metadata=metadata)
         # like the comment in a page and the metadata of a PNG, it identifies the file as written by moetune
         return content.getvalue().replace(b"<svg", b"<!-- written by moetune -->\n<svg", kind == "svg")
-
-
-def refuse_unknown_format(path: Path) -> None:
-    """Raise `UserError` unless the suffix of `path` is `.png` or `.svg`, in any case."""
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise UserError(f"cannot draw {str(path)!r}: a figure is .png or .svg, not {path.suffix or 'without suffix'!r}")

@@ -62,9 +62,10 @@ def _on_stderr(text: str) -> str:
     return text if text.isprintable() else "".join(p if _BARS.fullmatch(p) else printable(p) for p in _BARS.split(text))
 
 
-def note(text: str) -> None:
-    """Print a line that begins with `note: ` on stderr."""
-    print(f"note: {text}", file=sys.stderr)
+def note(*texts: str) -> None:
+    """Print a line that begins with `note: ` on stderr for each of the texts."""
+    for text in texts:
+        print(f"note: {text}", file=sys.stderr)
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:

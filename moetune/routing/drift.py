@@ -21,6 +21,7 @@ from moetune.config.schema import HardwareConfig, ParallelConfig
 from moetune.errors import UserError
 from moetune.exporting.finished_run import fill_trained, open_run
 from moetune.files import write_output
+from moetune.json_files import Answer
 from moetune.report.console import terminal
 from moetune.routing.data_sets import read_sources
 from moetune.routing.recorder import Recorder
@@ -53,7 +54,7 @@ class LayerDrift:
 
 
 @dataclass(frozen=True)
-class Drift:
+class Drift(Answer):
     """How the routing of a model changed in a run.
 
     Attributes:
@@ -70,7 +71,7 @@ class Drift:
     layers: dict[int, LayerDrift]
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self), "layers": {str(index): asdict(one) for index, one in self.layers.items()}}
+        return {**super().to_json(), "layers": {str(index): asdict(one) for index, one in self.layers.items()}}
 
 
 def drift(

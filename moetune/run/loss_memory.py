@@ -40,12 +40,11 @@ def backward_bytes(
         keeps: whether the layer keeps the rows of gate_up.
     """
     shape, rows = layer.shape, tokens * layer.top_k
-    columns = shape.intermediate * (2 if shape.has_gate else 1)
-    matrix = shape.hidden * columns
+    matrix = shape.hidden * shape.gate_up_rows
     most = max(1, at_once // (matrix * width))
     group = experts // -(-experts // most)
     elements = group * matrix if dequantizes else 0
-    elements += rows * group // experts * (shape.hidden + (0 if keeps else columns + shape.intermediate))
+    elements += rows * group // experts * (shape.hidden + (0 if keeps else shape.gate_up_rows + shape.intermediate))
     if group > 1 and layer.top_k > 1 and train.checkpointing in ("full", "offload"):
         elements += rows * shape.hidden
     return width * elements

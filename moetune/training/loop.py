@@ -242,8 +242,8 @@ class Loop:
         smaller = {"micro_batch": train.micro_batch, "accumulate": train.accumulate}
         self.folder.append_metrics({"step": where.step, "out_of_memory": found, **smaller})
         self._say(
-            f"step {where.step}: out of memory in {where.phase}, micro-step {where.micro_step}; training continues with "
-            f"smaller micro-batches: train.micro_batch {train.micro_batch}, train.accumulate {train.accumulate}"
+            f"step {where.step}: out of memory in {where.phase}, micro-step {where.micro_step}; the step is run again "
+            f"with train.micro_batch {train.micro_batch}, train.accumulate {train.accumulate}"
         )
 
     def smaller_run(self) -> ResolvedRun:

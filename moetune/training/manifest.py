@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from typing_extensions import TypedDict
 
 from moetune.errors import UserError, one_line
 from moetune.json_files import Amount, read_sealed, sealed
+from moetune.models.hub.fingerprint import digest
 
 MANIFEST = "manifest.json"
 
@@ -26,7 +26,7 @@ class _Manifest(TypedDict):
 def write_manifest(folder: Path, step: int) -> None:
     """Write `manifest.json` of the complete checkpoint of `step`, with a seal (a digest of the manifest itself)."""
     files = {
-        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": _digest(file)}
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": digest(file)}
         for file in files_in(folder)
         if file.name != MANIFEST
     }
@@ -72,14 +72,9 @@ def _damage(folder: Path, manifest: _Manifest) -> str | None:
             return f"{name} is missing"
         if file.stat().st_size != expected["bytes"]:
             return f"{name} has {file.stat().st_size:,} bytes, not {expected['bytes']:,}"
-        if _digest(file) != expected["sha256"]:
+        if digest(file) != expected["sha256"]:
             return f"{name} was changed after it was written"
     # File managers and file systems add hidden files, such as .DS_Store and .nfs0001, which do no harm.
     there = {str(file.relative_to(folder)) for file in files_in(folder) if not file.name.startswith(".")}
     unknown = sorted(there - manifest["files"].keys() - {MANIFEST})
     return f"{unknown[0]} does not belong there; remove it" if unknown else None
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -23,6 +23,7 @@ from moetune.compat.deepspeed import keep_quiet
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
 from moetune.files import expanded
+from moetune.json_files import Answer
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.deepspeed import require_deepspeed
 from moetune.parallel.ranks import Ranks, local_tensor
@@ -55,7 +56,7 @@ MANY_EPOCHS = 10
 
 
 @dataclass(frozen=True)
-class TrainResult:
+class TrainResult(Answer):
     """The result of a run, or of a dry run, which has 0 steps and tokens and no losses.
 
     Attributes:
@@ -73,10 +74,6 @@ class TrainResult:
     train_tokens: int
     eval_loss_before: float | None
     eval_loss_after: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the attributes as a dict, with `schema`, the version of this format."""
-        return {"schema": 1, **self.__dict__}
 
 
 def train(

@@ -144,5 +144,5 @@ def test_interrupted_from_the_keyboard(run_file: Path) -> None:
     out, err = out_file.read_text(), err_file.read_text()
     assert process.exitcode == 130, err
     assert out == ""
-    assert err.endswith("interrupted; --resume auto goes on from the last checkpoint\n")
+    assert err.endswith("interrupted; --resume auto continues from the last checkpoint\n")
     assert "Traceback" not in err

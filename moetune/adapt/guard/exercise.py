@@ -206,8 +206,7 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
     top_k = 1 if ep > 1 else layer.top_k  # each row that another rank sends has one expert
     counts, ids = [len(with_lora), len(trained), len(frozen) - len(with_lora)], tuple(with_lora)
     if ep > 1 or not with_lora or with_lora[-1] - with_lora[0] < len(with_lora):
-        widened = layer.shape.intermediate * (2 if layer.shape.has_gate else 1)
-        most = max(1, run.expert_memory // (layer.shape.hidden * widened * run.dtype.itemsize))
+        most = max(1, run.expert_memory // (layer.shape.hidden * layer.shape.gate_up_rows * run.dtype.itemsize))
         counts = [_few(count // ep, most, top_k) for count in counts]
         ids = tuple(range(counts[0]))
     return BankSizes(

@@ -247,7 +247,7 @@ class Stepper:
             others = f" and of {len(broken) - 1} others" if len(broken) > 1 else ""
             raise UserError(
                 f"the gradient of {broken[0] if broken else 'some parameter'}{others} is not finite. No weight was "
-                "updated with it. Lower optimizer.lr or train.max_grad_norm; --resume PATH goes on from a checkpoint "
+                "updated with it. Lower optimizer.lr or train.max_grad_norm; --resume PATH continues from a checkpoint "
                 "before it went wrong. train.on_nonfinite: skip leaves such steps out"
             )
 
