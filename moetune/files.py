@@ -113,6 +113,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def refuse_existing(path: Path) -> None:
+    """Raise `FileExistsError` if there is anything at a path, even a broken link."""
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+
 def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, new: bool = False) -> None:
     """Write a file atomically: to a temporary file, which is synced and then renamed to `path`; text as UTF-8.
 
@@ -134,8 +140,8 @@ def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, 
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(content.encode() if isinstance(content, str) else content)
         sync(aside)
-        if new and os.path.lexists(path):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        if new:
+            refuse_existing(path)
         aside.rename(path)
     finally:
         with suppress(OSError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 gc.disable()  # until all is imported and collected
 
@@ -100,6 +102,22 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)  # a test ends before what it leaves is worth a search
     gc.enable()
+
+
+@pytest.fixture(scope="module")
+def bench(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The script of scripts/bench that the test module names in BENCH."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(request.path.parents[1] / "scripts/bench")
+        yield importlib.import_module(request.module.BENCH)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Model type -> folder of its toy with two layers."""
+    from tests.exporting.runs import write_base
+
+    return functools.cache(lambda name: write_base(tmp_path_factory.mktemp("base") / name, name, num_hidden_layers=2))
 
 
 @pytest.fixture(scope="module", autouse=True)

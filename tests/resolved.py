@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from moetune.config.schema import ModelConfig, RunConfig
-from moetune.run.dtypes import DeviceType, this_device
+from moetune.run.dtypes import device_kind, this_device
 from moetune.run.resolve import examine, resolve, resolve_model
 
 if TYPE_CHECKING:
@@ -20,17 +20,10 @@ if TYPE_CHECKING:
     from moetune.training.run import TrainResult
 
 
-def device_type(device: torch.device | str | None) -> DeviceType:
-    """What a run on a device is resolved for; on the meta device one is made for a GPU."""
-    if device is None:
-        return this_device()
-    return "cpu" if torch.device(device).type == "cpu" else "cuda"
-
-
 def build(config: RunConfig, device: torch.device | str, *more: Any, **options: Any) -> Adapted:
     from moetune.adapt import build
 
-    return build.build(resolve(config, device_type(device)), device, *more, **options)
+    return build.build(resolve(config, device_kind(device)), device, *more, **options)
 
 
 def train(
@@ -41,13 +34,13 @@ def train(
     from moetune.watch.train import train as watched
 
     with nullcontext() if predicts else patch.object(memory_record, "predicted", lambda *_: memory_record.Predicted()):
-        return watched(examine(config, device_type(device)), device=device, **options)
+        return watched(examine(config, device_kind(device)), device=device, **options)
 
 
 def measure(config: RunConfig, device: torch.device | str, *more: Any, **options: Any) -> Measured:
     from moetune.memory import measure
 
-    return measure.measure(resolve(config, device_type(device)), device, *more, **options)
+    return measure.measure(resolve(config, device_kind(device)), device, *more, **options)
 
 
 def verify(config: RunConfig, *more: Any, **options: Any) -> Outcome:

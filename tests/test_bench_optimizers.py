@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
@@ -14,17 +11,10 @@ import pytest
 from moetune.config.schema import OptimizerName
 
 pytestmark = pytest.mark.full
-SCRIPT = Path(__file__).parents[1] / "scripts/bench/optimizers.py"
+BENCH = "optimizers"
 HIDDEN, INTERMEDIATE, LAYERS, EXPERTS = 64, 96, 1, 4
 MATRIX = 4 * 2 * INTERMEDIATE * HIDDEN  # bytes of one expert's gate and up projections
 TRAINED = LAYERS * 2 * 3 * INTERMEDIATE * HIDDEN + LAYERS * EXPERTS * HIDDEN
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)
-        yield importlib.import_module(SCRIPT.stem)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +20,7 @@ from moetune.memory.predict import predict
 from moetune.run.resolve import resolve
 
 FOLDER = Path(__file__).parents[1] / "scripts/bench"
+BENCH = "predict_vs_measured"
 TOO_LARGE = "mixtral-8x7b-experts-of-16-layers"
 ROW: dict[str, Any] = {
     "case": "some",
@@ -30,13 +29,6 @@ ROW: dict[str, Any] = {
     "measured": {"allocated": 2**30, "reserved": 2**32, "process": 5 * 2**30},
 }
 FULL: dict[str, Any] = ROW | {"measured": None, "out_of_memory": {"loading": False, "message": ""}}
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(FOLDER)
-        yield importlib.import_module("predict_vs_measured")
 
 
 # --- On a CPU -----------------------------------------------------------------------------------------------------

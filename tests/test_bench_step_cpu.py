@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,14 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "scripts/bench/step_cpu.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)
-        yield importlib.import_module(SCRIPT.stem)
+BENCH = "step_cpu"
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,14 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[1] / "scripts/bench/throughput.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(SCRIPT.parent)
-        yield importlib.import_module(SCRIPT.stem)
+BENCH = "throughput"
 
 
 @pytest.fixture(scope="module")

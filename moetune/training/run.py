@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ from moetune.training.loop import Loop, Watcher
 from moetune.training.optim.saved import saved_bytes
 from moetune.training.optim.values import generator_states
 from moetune.training.reporters import check_reporters
-from moetune.training.run_folder import BASE_FILE, is_stopped, step_of
+from moetune.training.run_folder import BASE_FILE, OUT_OF_MEMORY_FILE, RUN_FILE, is_stopped, step_of
 from moetune.training.run_warnings import RunWarnings
 from moetune.training.run_writer import RunWriter
 from moetune.training.same_run import Inputs
@@ -184,7 +185,7 @@ def train(
             failed = error.with_traceback(None)  # the traceback would keep the step's tensors alive
         finally:
             if (without := note_dropped(adapted.run, device)) is not adapted.run:
-                folder.note_run(without.config)
+                folder.write_if_possible(RUN_FILE, without.config.to_yaml())
             if failed is None:
                 watcher.end()
         if failed is not None:
@@ -192,7 +193,7 @@ def train(
             watcher.end()
             if found is None:
                 raise failed
-            folder.write_out_of_memory(found.found)
+            folder.write_if_possible(OUT_OF_MEMORY_FILE, json.dumps(found.found, indent=2) + "\n")
             raise found
         warnings.at_end(loop.total_load)
         return TrainResult(output, loop.step, counts, loop.tokens, *_held_out(folder))

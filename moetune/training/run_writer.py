@@ -7,7 +7,6 @@ resume `metrics.jsonl` is replaced by the copy in the checkpoint, because later 
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -33,6 +32,7 @@ from moetune.files import (
     free_bytes,
     lock,
     nearest_existing,
+    refuse_existing,
     refuse_taken,
     refused,
     settle,
@@ -293,12 +293,6 @@ class RunWriter(RunFolder):
                 self._write(METRICS_FILE, metrics)
         self.ranks.barrier()
 
-    def note_run(self, config: RunConfig) -> None:
-        """Replace the run file; a disk error is ignored."""
-        if self.ranks.is_first:
-            with suppress(OSError):
-                self._write(RUN_FILE, config.to_yaml())
-
     def remove_leftovers(self) -> None:
         """Delete the temporary files, and the half-written and half-deleted checkpoints, of a killed run."""
         for leftover in self.checkpoints_path.glob(".step-*"):
@@ -348,17 +342,12 @@ class RunWriter(RunFolder):
                 self._own(BASE_FILE)
                 self._write(BASE_FILE, sealed(base.to_json()))
 
-    def write_memory(self, record: dict[str, Any]) -> None:
-        """Write `memory.json`, the predicted and the measured memory and the expert load; a disk error is ignored."""
-        if self.ranks.is_first:
-            with suppress(OSError):  # training does not need the file, and the next checkpoint reports a full disk
-                self._write(MEMORY_FILE, json.dumps(record) + "\n")
-
-    def write_out_of_memory(self, found: dict[str, Any]) -> None:
-        """Write `out_of_memory.json`, the memory that was allocated when memory ran out; a disk error is ignored."""
+    def write_if_possible(self, name: str, text: str) -> None:
+        """Write a file that training does not need, on the first rank; a disk error is ignored, because the next
+        checkpoint reports it."""
         if self.ranks.is_first:
             with suppress(OSError):
-                self._write(OUT_OF_MEMORY_FILE, json.dumps(found, indent=2) + "\n")
+                self._write(name, text)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Append a line to `metrics.jsonl`, on the first rank; raise `UserError` if the file cannot be written."""
@@ -397,7 +386,7 @@ class RunWriter(RunFolder):
             if first:
                 if self._is_our_aside(aside):
                     shutil.rmtree(aside, ignore_errors=True)
-                _refuse_existing(aside)
+                refuse_existing(aside)
                 self._own(f"checkpoints/{aside.name}")
                 aside.mkdir(parents=True)
             self.ranks.barrier()
@@ -410,7 +399,7 @@ class RunWriter(RunFolder):
                 write_manifest(aside, step)
                 sync(self.metrics_file)
                 settle(aside)
-                _refuse_existing(final)
+                refuse_existing(final)
                 self._own(*(f"checkpoints/{final.name}/{file.relative_to(aside)}" for file in files_in(aside)))
                 aside.rename(final)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
@@ -445,9 +434,3 @@ class RunWriter(RunFolder):
         self._own(f"checkpoints/{aside.name}")
         checkpoint.rename(aside)
         shutil.rmtree(aside)
-
-
-def _refuse_existing(path: Path) -> None:
-    """Raise `FileExistsError` if there is anything at a path, even a broken link."""
-    if os.path.lexists(path):
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))

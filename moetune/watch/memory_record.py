@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from moetune.run.resolve import ResolvedRun
 from moetune.training.loop import Loop
 from moetune.training.metrics import Pace
 from moetune.training.optim.values import generator_states, set_generator_states
+from moetune.training.run_folder import MEMORY_FILE
 
 MEASURED_STEPS = 2
 """Number of steps that are measured: optimizer states appear in the first, and the second is like all later ones."""
@@ -142,16 +144,15 @@ class MemoryRecord:
             load = tuple((layer, tuple(map(float, rows))) for layer, rows in sorted(self._fullest.items()))
             if self.predicted.peak is not None:
                 self._as_routed = self._predict(AssumedRouting("measured", None, load) if load else BALANCED).peak
-        self.loop.folder.write_memory(
-            {
-                "schema": 1,
-                "device": torch.cuda.get_device_name(self.device) if on_cuda else "cpu",
-                "steps": min(self._steps, MEASURED_STEPS),
-                "predicted": {"peak_allocated": self.predicted.peak, "as_routed": self._as_routed},
-                "measured": self._measured,
-                "expert_load": {str(layer): load.tolist() for layer, load in self.loop.total_load.items()},
-            }
-        )
+        record = {
+            "schema": 1,
+            "device": torch.cuda.get_device_name(self.device) if on_cuda else "cpu",
+            "steps": min(self._steps, MEASURED_STEPS),
+            "predicted": {"peak_allocated": self.predicted.peak, "as_routed": self._as_routed},
+            "measured": self._measured,
+            "expert_load": {str(layer): load.tolist() for layer, load in self.loop.total_load.items()},
+        }
+        self.loop.folder.write_if_possible(MEMORY_FILE, json.dumps(record) + "\n")
 
 
 class Predicted(NamedTuple):

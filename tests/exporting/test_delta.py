@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -21,12 +20,6 @@ from moetune.models.hub.fingerprint import take_fingerprint
 from tests.exporting.runs import ADAPT, FULL, LORA, tensors_of, write_base, write_run
 
 TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Model type -> folder of its toy."""
-    return functools.cache(lambda name: write_base(tmp_path_factory.mktemp("base") / name, name, num_hidden_layers=2))
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])

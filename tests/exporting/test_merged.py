@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 from collections.abc import Callable
@@ -31,12 +30,6 @@ EXPERT = {
     "qwen2_moe": "model.layers.1.mlp.experts.5.",
     "deepseek_v2": "model.layers.1.mlp.experts.5.",
 }
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Model type -> folder of its toy."""
-    return functools.cache(lambda name: write_base(tmp_path_factory.mktemp("base") / name, name, num_hidden_layers=2))
 
 
 def merge(run: ToyRun, out: Path, **options: Any) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +22,6 @@ from tests.reference import run_config
 from tests.resolved import build
 
 TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Model type -> folder of its toy."""
-    return functools.cache(lambda name: write_base(tmp_path_factory.mktemp("base") / name, name, num_hidden_layers=2))
 
 
 def exported(run: ToyRun, out: Path) -> Delta:
