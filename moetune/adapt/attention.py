@@ -277,9 +277,9 @@ def sdpa_with_sink(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention with sinks and any mask, with the signature of transformers' attention functions.
 
-    The sink becomes one more key, whose value is zero. To give it the score s for every query, the head size grows by 8
-    columns: in three of them the new key is 1, and queries are three numbers whose sum is s / scaling, because one
-    16-bit number would be too coarse.
+    The sink is one more key, whose value is zero, and whose score must be s for every query. So queries and keys get 8
+    more columns, of which three are used: the new key is 1 there, other keys are 0, and the three entries of each query
+    add up to s / scaling. One 16-bit entry would be too coarse.
 
     Args:
         query: [B, h, S, d]; key [B, h_kv, S_k, d]; value [B, h_kv, S_k, d_v].

@@ -28,14 +28,14 @@ the order is e¹⁰ times as likely as the other: n/2 times the logarithm of the
 
 @dataclass(frozen=True)
 class Sign:
-    """What the numbers say: the order, and the observation as a sentence."""
+    """An order of the experts that the numbers indicate, and the observation as a sentence."""
 
     verdict: Verdict
     because: str
 
 
 def sign_of(stacks: Iterable[tuple[Tensor, Tensor, int]]) -> Sign | None:
-    """Return what speaks for one order; None if nothing does, or if both orders read the same.
+    """Return the order that the numbers indicate; None if they indicate none, or if both orders read the same.
 
     Args:
         stacks: for each layer and projection, the two stored matrices [E·r, …] and […, r·E], and E.

@@ -45,7 +45,7 @@ class Factors:
         return self.scale * (self.B.float() @ self.A.float())
 
     def padded(self, rank: int) -> Factors:
-        """Return the same update with zeros up to this rank."""
+        """Return equal updates whose factors are filled with zeros up to `rank`."""
         missing = rank - self.rank
         if not missing:
             return self
@@ -53,13 +53,13 @@ class Factors:
         return replace(self, A=pad(self.A, (0, 0, 0, missing)), B=pad(self.B, (0, missing)))
 
     def trimmed(self, rank: int | None) -> Factors:
-        """Return the same update with this rank, if what is beyond it is zero; None to keep the rank."""
+        """Return equal updates of rank `rank` if the factors are zero beyond it; else, and for None, the factors."""
         if rank is None or self.A[..., rank:, :].any() or self.B[..., rank:].any():
             return self
         return replace(self, A=self.A[..., :rank, :], B=self.B[..., :rank])
 
     def scaled(self, scale: float) -> Factors:
-        """Return the same update with this scale: B is multiplied by the ratio of the scales, unless that is 1."""
+        """Return equal updates with `scale`: B is multiplied by the ratio of the two scales."""
         return self if scale == self.scale else replace(self, B=self.B * (self.scale / scale), scale=scale)
 
 

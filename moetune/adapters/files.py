@@ -64,7 +64,7 @@ class Scales(BaseModel):
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def rank(self, target: str) -> int:
-        """Return the rank that the settings say for a layer or parameter."""
+        """Return the rank that the settings give a layer or parameter."""
         ranks = {pattern.pattern: rank for pattern, rank in (self.rank_pattern or {}).items()}
         return ranks.get(get_pattern_key(list(ranks), self._parameter(target)), self.r)
 

@@ -13,7 +13,7 @@ def doctor(
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Check this machine, or a run on it, and say how to fix what is wrong. Exit code 1: a run would fail."""
+    """Check this machine, or a run on it, and print how to fix what is wrong. Exit code 1: a run would fail."""
     if run is None:
         refuse_set(set_, "give one")
     with heavy_imports():

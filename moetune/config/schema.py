@@ -1,6 +1,6 @@
 """`RunConfig` and its sections: every key of a run file with its type, default and checks.
 
-Nothing here imports torch.
+One file, which reads in the order of a run file, because sections check each other. Nothing here imports torch.
 """
 
 from __future__ import annotations

@@ -36,9 +36,11 @@ Kind = Literal["trained", "lora", "frozen"]
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """LoRA of one layer: the `ids` of the experts that get it, and its size, in W + (alpha / rank) · B·A.
+    """LoRA on experts of one layer: W + (alpha / rank) · B·A.
 
-    With `split`, gate and up have separate factors A and B; otherwise gate_up has one pair.
+    Attributes:
+        ids: the experts that get factors.
+        split: whether gate and up have a pair of factors each; otherwise gate_up has one pair.
     """
 
     ids: tuple[int, ...]

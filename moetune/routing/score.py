@@ -182,9 +182,13 @@ def record_batches(
     console: Console,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Run all batches that the recorder has not counted yet, and remove its hooks; call `on_batch` after each.
+    """Run all batches that the recorder has not counted yet, and remove its hooks.
 
     All ranks run the same number of batches: one that has a batch fewer runs the last one again, without recording it.
+
+    Args:
+        padding: id of the padding token.
+        on_batch: called after each batch with the number of batches that all ranks have read.
     """
     ranks, size = adapted.ranks, adapted.run.config.train.micro_batch
     done = max(ranks.gather(recorder.done))

@@ -70,7 +70,7 @@ class Mxfp4(Quantized):
     """
 
     def quantized(self, expert: int) -> dict[str, Tensor]:
-        """Return one expert's stored bytes, flat, in the order [out, in]: `data` [out · in / 2] and `scales`
+        """Return one expert's stored bytes, flat uint8 in the order [out, in]: `data` [out · in / 2] and `scales`
         [out · in / 32]."""
         blocks, scales = (self.parts[name].rows(expert, expert + 1) for name in ("blocks", "scales"))
         return {"data": blocks.flatten(), "scales": scales.flatten()}
