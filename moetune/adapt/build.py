@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,12 @@ from moetune.adapt.weights.random import fill_randomly
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import set_attention
 from moetune.config.schema import Part
+from moetune.experts.bank import ExpertLora
 from moetune.experts.context import ExpertContext
 from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
 from moetune.experts.kernels.registry import use_kernels
+from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
 from moetune.parallel.dispatch import TokenDispatcher
@@ -93,6 +96,11 @@ class Adapted:
         """Return the trained parameters that are in expert banks: whole experts and LoRA on experts."""
         banks = tuple(f"{layer.experts}." for layer in self.structure.moe_layers)
         return [p for name, p in self.trainable().items() if name.startswith(banks)]
+
+    def expert_lora(self) -> list[tuple[MoeLayer, ExpertLora]]:
+        """Return each layer that has LoRA on experts, with the factors in its bank."""
+        layers = [layer for layer in self.structure.moe_layers if layer.index in self.selection.lora_experts]
+        return [(layer, cast(ExpertLora, self.model.get_submodule(f"{layer.experts}.lora"))) for layer in layers]
 
 
 def build(

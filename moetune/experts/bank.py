@@ -118,7 +118,7 @@ class ExpertLora(nn.Module):
     Attributes:
         slots: expert id -> index of the expert's factors in dimension 0 of A and B.
         scale: alpha / rank.
-        gate_up_rows: for each part, the slice of gate_up rows that it produces.
+        rows_of_parts: projection (`gate_up`, `down`) -> for each of its parts, the output rows that the part produces.
         is_interleaved: gate and up rows alternate in gate_up.
     """
 
@@ -130,9 +130,10 @@ class ExpertLora(nn.Module):
         here = [plan.ids.index(expert) for expert in held]
         self.scale = plan.alpha / plan.rank
         count, rank = len(plan.ids), plan.rank
-        self.gate_up_rows = shape.gate_and_up if plan.split and shape.has_gate else (slice(None),)
+        whole: tuple[slice, ...] = (slice(None),)
+        self.rows_of_parts = {"gate_up": shape.gate_and_up if plan.split and shape.has_gate else whole, "down": whole}
         self.is_interleaved = not shape.is_concatenated
-        parts = len(self.gate_up_rows)
+        parts = len(self.rows_of_parts["gate_up"])
 
         def factor(*size: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(len(here), *size, dtype=torch.float32, device=device))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.start_from.bank_factors import lora_layers, lora_of, rows_of_parts
 from moetune.adapters.factors import DOWN, GATE_UP, Adapter, Factors, join_experts
 from moetune.config.schema import LoraConfig
-from moetune.models.structure import MoeLayer
+from moetune.experts.bank import ExpertLora
+from moetune.models.moe import MoeLayer
 from moetune.run.names import linear_factors
 
 
@@ -30,21 +30,15 @@ def trained_adapter(
         A, B = (trained[name] for name in linear_factors(path).values())
         linears[path] = Factors(A, B, lora.scale(ranks[path]))
     experts = {
-        layer.experts: {
-            projection: _of_experts(adapted, layer, projection, trained, lora.scale(ranks[layer.experts]))
-            for projection in (GATE_UP, DOWN)
-        }
-        for layer in lora_layers(adapted)
+        layer.experts: {projection: _of_experts(layer, of_layer, projection, trained) for projection in (GATE_UP, DOWN)}
+        for layer, of_layer in adapted.expert_lora()
     }
     return Adapter(linears, experts, saved=saved or {})
 
 
-def _of_experts(
-    adapted: Adapted, layer: MoeLayer, projection: str, trained: Mapping[str, Tensor], scale: float
-) -> Factors:
+def _of_experts(layer: MoeLayer, lora: ExpertLora, projection: str, trained: Mapping[str, Tensor]) -> Factors:
     """Return the factors of all experts of a layer; where gate and up have an A each, their ranks are joined."""
-    lora = lora_of(adapted, layer)
     names = (f"{layer.experts}.lora.{projection}_{factor}" for factor in "AB")
     A, B = (torch.stack([trained[f"{name}.{expert}"] for expert in lora.slots]) for name in names)
-    A, B = join_experts(A, B, lora.slots, layer.shape.num_experts, rows_of_parts(lora, projection))
-    return Factors(A, B, scale)
+    A, B = join_experts(A, B, lora.slots, layer.shape.num_experts, lora.rows_of_parts[projection])
+    return Factors(A, B, lora.scale)

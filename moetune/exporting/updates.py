@@ -90,8 +90,7 @@ def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLo
             if matrix.endswith("_bias"):
                 continue
             A, B = (trained[f"{layer.experts}.lora.{matrix}_{factor}.{expert}"] for factor in "AB")
-            parts = lora.gate_up_rows if matrix == "gate_up" else (slice(None),)
-            rows = partial(expert_with_lora, layer, stack, A, B, parts, lora.scale)
+            rows = partial(expert_with_lora, layer, stack, A, B, lora.rows_of_parts[matrix], lora.scale)
             yield Update(f"{layer.experts}.{stack}", expert, True, rows)
 
 

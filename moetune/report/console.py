@@ -1,4 +1,4 @@
-"""Consoles and standard streams that escape control characters, so that data cannot control a terminal."""
+"""Notes on stderr (`note: …`), and consoles and streams that escape the control characters in data."""
 
 import logging
 import os

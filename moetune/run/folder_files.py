@@ -1,4 +1,4 @@
-"""Types and readers of the files in a run folder: `metrics.jsonl`, `memory.json`, `drift.json`."""
+"""Types of `metrics.jsonl`, `memory.json` and `drift.json`, and readers of the first two (training/run_folder.py)."""
 
 from __future__ import annotations
 

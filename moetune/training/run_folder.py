@@ -1,4 +1,4 @@
-"""Reads a run folder: its checkpoints, its metrics, and the base and inputs that were recorded when it began.
+"""Reads a run folder: names of its files, checkpoints, metrics, recorded base and inputs, best step, early stopping.
 
     run.yaml, base.json, inputs.json     what the run was started with
     metrics.jsonl                        a line for each logged step and each evaluation
@@ -151,11 +151,7 @@ class RunFolder:
 
 
 def best_step(held_out: Mapping[int, float]) -> int | None:
-    """Return the step of the lowest loss, the first of equal ones; None if there is no loss.
-
-    Args:
-        held_out: step -> held-out loss.
-    """
+    """Return the step of the lowest loss in `held_out` (step -> loss), the first of equal ones; None if it is empty."""
     return min(sorted(held_out), key=held_out.__getitem__, default=None)
 
 

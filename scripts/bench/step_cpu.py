@@ -47,7 +47,7 @@ from moetune.adapt.build import build
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.experts.bank import ExpertBank
 from moetune.run.resolve import resolve
-from moetune.training.optim.optimizers import make_optimizer, optimizer_over
+from moetune.training.optim.optimizers import make_optimizer, optimizer_maker
 from moetune.training.step.batch import Batch
 from moetune.training.step.micro_step import count_loss_tokens, micro_step, token_loss
 from moetune.training.step.router_losses import RouterWatch
@@ -170,7 +170,7 @@ def peft_side(folder: Path, sizes: Sizes, batch: Batch, checkpointing: Checkpoin
 
     return Side(
         step=step,
-        optimizer=optimizer_over(trained, OptimizerConfig(name="adamw")),
+        optimizer=optimizer_maker(OptimizerConfig(name="adamw"))(trained),
         module=model,
         gradients=lambda: {key: view(factor.grad) for key, (factor, view) in peft_factors(model, sizes).items()},
     )

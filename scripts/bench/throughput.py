@@ -48,7 +48,7 @@ from moetune.memory.verify import catalog_name
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
-from moetune.training.optim.optimizers import make_optimizer, optimizer_over
+from moetune.training.optim.optimizers import make_optimizer, optimizer_maker
 from moetune.training.step.batch import Batch
 from moetune.training.step.micro_step import count_loss_tokens, micro_step, token_loss
 from moetune.training.step.router_losses import RouterWatch
@@ -175,7 +175,7 @@ def plain(model: Any, length: int) -> Side:
         loss.backward()
         return loss.detach()
 
-    return Side(model, step, updater(optimizer_over(trained, OptimizerConfig(name="adamw8bit"))), batch)
+    return Side(model, step, updater(optimizer_maker(OptimizerConfig(name="adamw8bit"))(trained)), batch)
 
 
 def random_ids(model: Any, tokens: int, length: int) -> Tensor:

@@ -17,7 +17,7 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.count import count_trainable
 from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
-from moetune.training.optim.optimizers import optimizer_over
+from moetune.training.optim.optimizers import optimizer_maker
 from tests.reference import (
     assert_close,
     excite_,
@@ -142,7 +142,7 @@ def test_frozen_bytes_are_identical_after_training_and_evaluation(name: str, bas
     adapted = built(checkpoints("qwen2_moe"), ADAPT[name], base=base, checkpointing="full")
     before = frozen_digest(adapted)
     trained = {key: parameter.detach().clone() for key, parameter in adapted.trainable().items()}
-    optimizer = optimizer_over(list(adapted.trainable().values()), OptimizerConfig(name="adamw", lr=1e-2))
+    optimizer = optimizer_maker(OptimizerConfig(name="adamw", lr=1e-2))(list(adapted.trainable().values()))
     losses = []
     for seed in (5, 5, 5):
         step(adapted, optimizer, seed)
@@ -241,8 +241,8 @@ def test_what_is_not_selected_has_neither_gradient_nor_optimizer_state(
     assert adapted.trainable().keys() == names
     before = frozen_digest(adapted)
     momentum = {"momentum": 0.9} if optimizer_name == "sgd" else {}  # without it SGD keeps no state
-    optimizer = optimizer_over(
-        list(adapted.trainable().values()), OptimizerConfig(name=optimizer_name, lr=1e-2, **momentum)
+    optimizer = optimizer_maker(OptimizerConfig(name=optimizer_name, lr=1e-2, **momentum))(
+        list(adapted.trainable().values())
     )
     step(adapted, optimizer, seed=7)
 

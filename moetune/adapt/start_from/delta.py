@@ -22,8 +22,6 @@ from moetune.models.hub.tensor_files import Stored
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks, trained_name, whole_name
 
-"""Maximum number of problems that a message lists."""
-
 Rows = Callable[[Stored, int, int | None], Tensor]
 """Function of (tensor, start, stop) that returns these rows of a tensor of the delta; a stop of None reads to the end.
 """

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.start_from.bank_factors import lora_layers, lora_of, rows_of_parts
 from moetune.adapters.base import base_of, stacks_of
 from moetune.adapters.factors import plain_number, split_parts
 from moetune.adapters.files import CONFIG_FILE, Scales, Stored, open_adapter
@@ -19,6 +18,7 @@ from moetune.adapters.read import read, sure
 from moetune.adapters.stacked import ORDERS
 from moetune.adapters.write import laid_out
 from moetune.errors import UserError, first_of, time_limit
+from moetune.experts.bank import ExpertLora
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors
 
@@ -59,7 +59,7 @@ def _in_pefts_layout(stored: Stored, adapted: Adapted) -> Stored:
     """Return an adapter in PEFT's layout, whichever it is stored in.
 
     Raises:
-        UserError: the layout cannot be told, or a part of the adapter belongs to nothing.
+        UserError: the layout cannot be detected, or a part of the adapter belongs to nothing.
     """
     model = adapted.run.model
     base = base_of(model.source, model.plain, model.structure, model.config.path)
@@ -95,8 +95,8 @@ class _Reading:
         values: dict[str, Tensor] = {}
         for path in self.adapted.selection.lora_linears:
             values |= self._linear(path)
-        for layer in lora_layers(self.adapted):
-            values |= self._experts(layer)
+        for layer, lora in self.adapted.expert_lora():
+            values |= self._experts(layer, lora)
         wanted = self.trainable.keys() - values.keys()
         values |= self._full({name for name in wanted if self.adapted.part_of(name) != "lora"})
         self._refuse_rest()
@@ -110,8 +110,8 @@ class _Reading:
         factors = self._factors(path, path, rank, into, lora.scale(rank), outputs=len(self.trainable[names["B"]]))
         return {} if factors is None else {names[factor]: factors[factor] for factor in "AB"}
 
-    def _experts(self, layer: MoeLayer) -> dict[str, Tensor]:
-        lora, shape = lora_of(self.adapted, layer), layer.shape
+    def _experts(self, layer: MoeLayer, lora: ExpertLora) -> dict[str, Tensor]:
+        shape = layer.shape
         values: dict[str, Tensor] = {}
         paths = {"gate_up": f"{layer.experts}.base_layer", "down": layer.experts}
         for projection, stack in stacks_of(layer).items():
@@ -125,7 +125,7 @@ class _Reading:
             A_all, B_all = ORDERS["peft"].read(found["A"], found["B"], shape.num_experts)
             self._check_ids(where, A_all, B_all, tuple(lora.slots))
             chosen = list(lora.slots)
-            B_parts, shared = split_parts(B_all[chosen], rank, rows_of_parts(lora, projection))
+            B_parts, shared = split_parts(B_all[chosen], rank, lora.rows_of_parts[projection])
             if shared:
                 self.problems.append(
                     f"{where}: gate and up share factors; set adapt.lora.gate_up: fused, rank: {parts * rank} and "

@@ -88,7 +88,7 @@ def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
     if not adapted.ranks.is_single and config.parallel.engine == "deepspeed":
         (one,) = set(config.optimizers.values())
         settings = deepspeed_json(config, sum(parameter.numel() for parameter in trained.values()))
-        updater = ZeroUpdater(adapted.model, [*trained.values()], _maker(one), settings, adapted.ranks)
+        updater = ZeroUpdater(adapted.model, [*trained.values()], optimizer_maker(one), settings, adapted.ranks)
         return CombinedOptimizer([updater], loss_scale)
     parts = {name: adapted.part_of(name) for name in trained}
     order, lora = list(dict.fromkeys(parts.values())), config.adapt.lora
@@ -101,7 +101,7 @@ def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
     updaters: list[Updater] = []
     copies = HostCopies(adapted.model.device)
     for optimizer, parameters in by_config.items():
-        make = _maker(optimizer)
+        make = optimizer_maker(optimizer)
         if optimizer.offload:
             updaters += [HostUpdater(parameter, make, copies) for parameter in parameters]
             continue
@@ -113,13 +113,8 @@ def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
     return CombinedOptimizer(updaters, loss_scale)
 
 
-def optimizer_over(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return an optimizer of torch, of bitsandbytes or of `lomo.py` over some parameters, by its settings."""
-    return _maker(config)(parameters)
-
-
-def _maker(config: OptimizerConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """Return a function that makes an optimizer with these settings over a list of parameters.
+def optimizer_maker(config: OptimizerConfig) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """Return a function that makes an optimizer of torch, bitsandbytes or `lomo.py` over a list of parameters.
 
     Weight decay applies to tensors of two or more dimensions, not to biases and norms. torch's fused kernels are used
     on CPU and GPU, because they need no temporary of a parameter's size. All 8-bit optimizers that one such function

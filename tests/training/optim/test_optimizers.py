@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
-from moetune.training.optim.optimizers import make_optimizer, optimizer_over
+from moetune.training.optim.optimizers import make_optimizer, optimizer_maker
 from moetune.training.step.batch import collate
 from moetune.training.step.micro_step import micro_step
 from moetune.training.step.router_losses import RouterWatch
@@ -36,21 +36,21 @@ def step(optimizer: torch.optim.Optimizer, trained: list[torch.nn.Parameter]) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_only_matrices_decay(name: Any) -> None:
     trained = parameters()
-    optimizer = optimizer_over(trained, OptimizerConfig(name=name, lr=0.1, weight_decay=0.5))
+    optimizer = optimizer_maker(OptimizerConfig(name=name, lr=0.1, weight_decay=0.5))(trained)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert [decay[id(parameter)] for parameter in trained] == [0.5, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_without_parameters_is_left_out(name: Any) -> None:
-    assert len(optimizer_over(parameters()[:1], OptimizerConfig(name=name)).param_groups) == 1
+    assert len(optimizer_maker(OptimizerConfig(name=name))(parameters()[:1]).param_groups) == 1
 
 
 def test_adamw_by_its_formula() -> None:
     """Two steps of AdamW (arXiv 1711.05101, algorithm 2), betas and eps of the run file included."""
     trained = parameters()
     config = OptimizerConfig(name="adamw", lr=0.1, weight_decay=0.5, betas=(0.8, 0.9), eps=1e-3)
-    optimizer = optimizer_over(trained, config)
+    optimizer = optimizer_maker(config)(trained)
     expected = [parameter.detach().double().clone() for parameter in trained]
     m, v = [torch.zeros_like(x) for x in expected], [torch.zeros_like(x) for x in expected]
     for t in (1, 2):
@@ -66,7 +66,7 @@ def test_adamw_by_its_formula() -> None:
 
 def test_sgd_by_its_formula() -> None:
     trained = parameters()
-    optimizer = optimizer_over(trained, OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.5, momentum=0.9))
+    optimizer = optimizer_maker(OptimizerConfig(name="sgd", lr=0.1, weight_decay=0.5, momentum=0.9))(trained)
     expected = [parameter.detach().double().clone() for parameter in trained]
     momentum = [torch.zeros_like(x) for x in expected]
     for _ in (1, 2):
@@ -80,8 +80,8 @@ def test_sgd_by_its_formula() -> None:
 def test_adamw8bit_is_adamw_with_states_in_a_byte() -> None:
     settings = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-3}
     trained, reference = parameters(), parameters()
-    quantized = optimizer_over(trained, OptimizerConfig(name="adamw8bit", **settings))
-    exact = optimizer_over(reference, OptimizerConfig(name="adamw", **settings))
+    quantized = optimizer_maker(OptimizerConfig(name="adamw8bit", **settings))(trained)
+    exact = optimizer_maker(OptimizerConfig(name="adamw", **settings))(reference)
     for _ in range(3):
         step(quantized, trained)
         step(exact, reference)
