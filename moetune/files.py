@@ -221,12 +221,12 @@ class Ledger:
                 self._read(self.file.read_text(encoding="utf-8"))
 
     def _read(self, text: str) -> None:
-        said = []
+        entries = []
         for line in text.split("\n")[:-1]:
             with suppress(ValueError, RecursionError):  # the line is cut short or damaged
-                said.append(json.loads(line))
-        if said and isinstance(said[0], dict) and isinstance(kind := said[0].get("written by moetune"), str):
-            self.kind, self.paths = kind, {path for path in said[1:] if isinstance(path, str)}
+                entries.append(json.loads(line))
+        if entries and isinstance(entries[0], dict) and isinstance(kind := entries[0].get("written by moetune"), str):
+            self.kind, self.paths = kind, {path for path in entries[1:] if isinstance(path, str)}
 
     def add(self, kind: str, *paths: str) -> None:
         """Append paths that are about to be written, and sync the ledger to disk.
@@ -370,8 +370,8 @@ class WriterLock:
             with suppress(OSError):
                 holder = _writer(self.file.read_bytes()) or holder
             raise UserError(f"{what} is being written by {holder}; wait for it to end, or choose another")
-        said = self._held.read()
-        if said and _writer(said) is None:
+        text = self._held.read()
+        if text and _writer(text) is None:
             self._held.close()
             self._held = None
             raise UserError(f"{str(self.file)!r} exists and is not a lock file of moetune; move it away")
@@ -392,7 +392,7 @@ class WriterLock:
 def _writer(text: bytes) -> str | None:
     """Return "process PID on HOST" from the text of a lock file; None if the text is something else."""
     try:
-        said = json.loads(text)
-        return f"process {int(said['process'])} on {str(said['host'])[:80]}"
+        writer = json.loads(text)
+        return f"process {int(writer['process'])} on {str(writer['host'])[:80]}"
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

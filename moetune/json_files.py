@@ -85,8 +85,8 @@ def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "")
 
 def sealed(body: Mapping[str, Any]) -> str:
     """Return `body` as a sealed document: indented JSON with `schema: 1` first and the seal last."""
-    said = {"schema": 1, **body}
-    return json.dumps({**said, "seal": hashlib.sha256(json.dumps(said).encode()).hexdigest()}, indent=2) + "\n"
+    document = {"schema": 1, **body}
+    return json.dumps({**document, "seal": hashlib.sha256(json.dumps(document).encode()).hexdigest()}, indent=2) + "\n"
 
 
 def read_sealed(file: Path, kind: Callable[..., T], what: str = "", remedy: str = "") -> T:
@@ -108,10 +108,10 @@ def first_problem(error: ValidationError) -> str:
     """Return the first problem of a pydantic `ValidationError` in one line: the key, its value, and what is valid."""
     item = error.errors(include_url=False)[0]
     where = ".".join(str(part)[:80] for part in item["loc"])
-    said = item["msg"].removeprefix("Value error, ")[:300]
+    message = item["msg"].removeprefix("Value error, ")[:300]
     if item["type"] in ("json_invalid", "missing", "value_error"):
-        return f"{where}: {said}" if where else said
-    return f"{where}{where and ': '}{shown(item['input'])}: {said}"
+        return f"{where}: {message}" if where else message
+    return f"{where}{where and ': '}{shown(item['input'])}: {message}"
 
 
 @cache

@@ -109,8 +109,8 @@ def _mistakes(other: Factors, shape: ExpertShape | None) -> Iterator[tuple[str, 
         return
     peft, grouped = Order(False, False), Order(True, False)
     experts = len(other.A)
-    for told, meant in ((peft, grouped), (grouped, peft)):
-        A, B = meant.read(*told.write(other.A, other.B), experts)
+    for written, intended in ((peft, grouped), (grouped, peft)):
+        A, B = intended.read(*written.write(other.A, other.B), experts)
         yield "the order of the experts in lora_B: one of the two is read in the wrong one", replace(other, A=A, B=B)
     if shape.has_gate and other.B.shape[1] == 2 * shape.intermediate:
         gate, up = shape.gate_and_up

@@ -398,8 +398,8 @@ def _ranks(stored: Stored) -> Mapping[str, int]:
 
 def _check_rank(found: Read, stored: Stored, target: str, rank: int) -> None:
     """Report a rank in the settings that is not that of the factors, with which other programs take another scale."""
-    if (said := stored.scales.rank(target)) != rank:
-        found.problems.append(f"{target}: its factors have rank {rank}, and adapter_config.json says {said}")
+    if (noted := stored.scales.rank(target)) != rank:
+        found.problems.append(f"{target}: its factors have rank {rank}, and adapter_config.json says {noted}")
 
 
 def _nonzero_ids(factors: Factors) -> frozenset[int]:

@@ -161,16 +161,16 @@ def _of_system(error: BaseException) -> UserError | None:
     deeply is refused by its reader; a `RecursionError` that arrives here is an internal error.
     """
     if isinstance(error, MemoryError) or any(name in str(error) for name in _OF_MEMORY.get(type(error), ())):
-        said = "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
+        reason = "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
     elif isinstance(error, UnicodeError):
-        said = f"a text is not UTF-8: {one_line(error)}"
+        reason = f"a text is not UTF-8: {one_line(error)}"
     elif isinstance(error, OSError) and error.filename is not None:
-        said = f"{shown(str(error.filename), 300)}: {one_line(error)}"
+        reason = f"{shown(str(error.filename), 300)}: {one_line(error)}"
     elif isinstance(error, OSError) and error.errno in _LACKS:
-        said = f"a resource of the system is exhausted: {one_line(error)}"
+        reason = f"a resource of the system is exhausted: {one_line(error)}"
     else:
         return None
-    return UserError(f"{said}; moetune --debug shows where")
+    return UserError(f"{reason}; moetune --debug shows where")
 
 
 def _note_failure(message: str) -> bool:

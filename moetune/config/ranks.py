@@ -82,8 +82,8 @@ def ranks_as_text(ranks: int | Ranks) -> str:
     0-5)`."""
     if isinstance(ranks, int):
         return str(ranks)
-    said = []
+    parts = []
     for key, rank in ranks.items():
         inside = {key: rank} if isinstance(rank, int) else {f"{key} {layers}": one for layers, one in rank.items()}
-        said += [f"{one} ({where})" for where, one in inside.items()]
-    return ", ".join(said)
+        parts += [f"{one} ({where})" for where, one in inside.items()]
+    return ", ".join(parts)

@@ -169,7 +169,7 @@ class Projection:
     """The projection out = W·x + b + scale·B·(A·x) of each of C experts.
 
     Attributes:
-        weights: returns all W [C, out, in] in the compute dtype, dequantized or cast anew on each call.
+        weights: returns all W [C, out, in] in the compute dtype, dequantized or cast again on each call.
         bias: [C, out], or None.
         trained: the weight and bias modules of the C experts if they train in full, else empty.
         low_rank: LoRA factors, or None.

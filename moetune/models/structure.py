@@ -142,7 +142,7 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
     if found is not None:
         raise UserError(
             f"model type {model_type!r} is not supported: its experts ({found}) are not among those that "
-            "transformers marks with use_experts_implementation, so they cannot be told apart"
+            "transformers marks with use_experts_implementation, so they cannot be recognized"
         )
     moe_layers = _read_moe_layers(model)
     landmarks = Landmarks(model, _experts_and_routers(model, moe_layers))

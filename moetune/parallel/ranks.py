@@ -156,9 +156,9 @@ class Ranks:
         """Return the values that all ranks pass, in order of rank; values are pickled."""
         if self.is_single:
             return [value]
-        said: list[Any] = [None] * self.parallel.ranks
-        dist.all_gather_object(said, value)
-        return said
+        values: list[Any] = [None] * self.parallel.ranks
+        dist.all_gather_object(values, value)
+        return values
 
     def any(self, mine: bool) -> bool:
         """Return whether `mine` is true on any rank."""

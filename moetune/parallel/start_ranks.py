@@ -46,8 +46,8 @@ def note_failure(message: str) -> None:
     launcher (`TORCHELASTIC_ERROR_FILE` is not set) or if the file exists already."""
     file = os.environ.get(_ERROR_FILE)
     if file and not Path(file).exists():
-        said = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}, "at": time.time()}
-        Path(file).write_text(json.dumps({"message": said}), encoding="utf-8")
+        body = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}, "at": time.time()}
+        Path(file).write_text(json.dumps({"message": body}), encoding="utf-8")
 
 
 def is_quiet() -> bool:

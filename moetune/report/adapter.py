@@ -33,7 +33,7 @@ def report_view(report: AdapterReport) -> View:
         sections.append(ViewSection("Whole weights", first_of(report.saved, 10)))
     if report.missing:
         sections.append(ViewSection("Without factors, which other layers have", first_of(report.missing, 10)))
-    programs = [(name, "yes" if said is None else said) for name, said in report.programs.items()]
+    programs = [(name, "yes" if reason is None else reason) for name, reason in report.programs.items()]
     sections.append(ViewSection("Read as it is by", Table(("program", ""), programs)))
     return View("Adapter", verdict, "no" if ill else "yes", about=about, sections=sections)
 

@@ -68,8 +68,8 @@ def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
     head = [f"{name:9} {about[name]}" for name in ("run file", "card") if name in about]
     listed = f"--set {' '.join(settings)}"
     head += [listed if len(listed) <= width else f"{counted(len(settings), 'setting')} by --set"] * (settings != [])
-    said = (about.get(name) for name in ("trains", "batch", "optimizer", "base", "ranks"))
-    head.append(": ".join(filter(None, (report.model, "; ".join(filter(None, said))))))
+    parts = (about.get(name) for name in ("trains", "batch", "optimizer", "base", "ranks"))
+    head.append(": ".join(filter(None, (report.model, "; ".join(filter(None, parts))))))
     needs = [most(report), why_a_range(report), on_host(report)]
     free = height - above - 1 - 2 * len(wrapped([verdict(report)])) - len(wrapped([*needs, *head]))
     changes = [
@@ -166,13 +166,13 @@ def most(report: MemoryReport) -> str:
 
 def why_a_range(report: MemoryReport) -> str:
     """Return a sentence on what is not known, and how much each of it may take."""
-    said = []
+    causes = []
     for one in report.every_unknown:
         ends = f"+{gib(one.above)}" if one.above else ""
         ends = f"-{gib(one.below)}{ends and f' to {ends}'}" if one.below else ends
         if ends:
-            said.append(f"{one.cause} {ends}")
-    return f"Not known: {', '.join(said)}."
+            causes.append(f"{one.cause} {ends}")
+    return f"Not known: {', '.join(causes)}."
 
 
 def on_host(report: MemoryReport) -> str:
@@ -264,8 +264,8 @@ def _largest(moment: Moment) -> Table:
 def _terms(terms: tuple[Term, ...]) -> Table:
     rows = []
     for term in folded(terms):
-        said = "\n".join(filter(None, (term.name, term.formula, term.numbers)))
-        rows.append((f"{named(term.part)}\ndocs/{term.page}", said, gib(term.bytes)))
+        text = "\n".join(filter(None, (term.name, term.formula, term.numbers)))
+        rows.append((f"{named(term.part)}\ndocs/{term.page}", text, gib(term.bytes)))
     total = "sum", "", gib(sum(term.bytes for term in terms))
     return Table(("part, page", "term, formula, numbers", ">bytes"), rows, [total])
 

@@ -111,8 +111,8 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
             axes.text((start + stop) / 2, -0.02, label, transform=below, ha="center", va="top", fontsize=8)
     axes.plot([at], [top], marker="v", markersize=7, color=INK, markeredgecolor=PAPER, clip_on=False)
     side = "left" if at < 0.6 * last else "right"
-    said = f"  peak {gib(fullest.parts.total)}  "
-    axes.text(at, top, said, ha=side, va="bottom", fontweight="bold")
+    label = f"  peak {gib(fullest.parts.total)}  "
+    axes.text(at, top, label, ha=side, va="bottom", fontweight="bold")
     axes.set_title(f"Tensors during a training step, above {gib(still)} that do not change")
 
 

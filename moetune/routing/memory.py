@@ -42,9 +42,9 @@ def predict_score(
     tracing = partial(trace_score, sources=sources)
     report = predict(run.keeping_rows(0), method="trace", gpu=gpu, advise=False, tracing=tracing)
     train = run.config.train
-    said = dict(report.about) | {"batch": f"{train.micro_batch} × {train.sequence_length:,} tokens, forward alone"}
+    lines = dict(report.about) | {"batch": f"{train.micro_batch} × {train.sequence_length:,} tokens, forward alone"}
     left_out = ("trains", "optimizer")
-    about = (("scores", f"{sources} data sets" if sources > 1 else "one data set"), *said.items())
+    about = (("scores", f"{sources} data sets" if sources > 1 else "one data set"), *lines.items())
     return replace(report, rows=None, about=tuple(line for line in about if line[0] not in left_out))
 
 

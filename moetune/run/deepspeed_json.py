@@ -79,8 +79,8 @@ def reduce_bucket(parallel: ParallelConfig, trained: int = 0) -> int:
     fewer parameters train (0: unknown). Raise `UserError` if the file cannot be read.
     """
     of_zero = {} if parallel.deepspeed is None else _read(parallel.deepspeed).get("zero_optimization", {})
-    said = of_zero.get("reduce_bucket_size", "auto") if isinstance(of_zero, dict) else "auto"
-    return min(trained or _BUCKET, _BUCKET) if said == "auto" else int(said)
+    size = of_zero.get("reduce_bucket_size", "auto") if isinstance(of_zero, dict) else "auto"
+    return min(trained or _BUCKET, _BUCKET) if size == "auto" else int(size)
 
 
 def _decided(config: RunConfig) -> dict[str, Any]:
@@ -165,12 +165,12 @@ def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = ""
     `section` is the prefix of the keys in messages, such as `zero_optimization.`.
     """
     problems = []
-    for key, said in decided.items():
+    for key, ours in decided.items():
         value = given.get(key, "auto")
-        if isinstance(said, dict) and isinstance(value, dict):
-            problems += _conflicts(value, said, f"{section}{key}.")
-        elif value not in ("auto", said):
-            problems.append(f"{section}{key}: {json.dumps(value)}, and the run file makes it {json.dumps(said)}")
+        if isinstance(ours, dict) and isinstance(value, dict):
+            problems += _conflicts(value, ours, f"{section}{key}.")
+        elif value not in ("auto", ours):
+            problems.append(f"{section}{key}: {json.dumps(value)}, and the run file makes it {json.dumps(ours)}")
     return problems
 
 

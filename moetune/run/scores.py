@@ -161,7 +161,7 @@ def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) 
         there, here = (f"base {one[:12]}" if one else "random weights" for one in (scores.base, base))
         raise UserError(
             f"{where}: the scores are of {scores.model!r} ({there}), and model.path is {model!r} ({here}); record them "
-            "anew with moetune score"
+            "again with moetune score"
         )
 
 

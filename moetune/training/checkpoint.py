@@ -293,7 +293,7 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
         UserError: `optimizer.json` is damaged, or 8-bit states were written by ranks that divided a parameter in
             another way.
     """
-    said = read_part(folder, OPTIMIZER_FILE, _Optimizer)
+    saved = read_part(folder, OPTIMIZER_FILE, _Optimizer)
     path = folder / OPTIMIZER_FOLDER
     stored = _reader(path).read_metadata().state_dict_metadata if path.is_dir() else {}
     parts = parts_of(adapted)
@@ -311,7 +311,7 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
         for name, tensor in wanted.items():
             owner, _, state = name.rpartition(".")
             by_part.setdefault(owner, {})[state] = local_tensor(tensor)
-        return {parameter: _joined(parts[parameter], by_part, said["numbers"]) for parameter in parameters}
+        return {parameter: _joined(parts[parameter], by_part, saved["numbers"]) for parameter in parameters}
 
     others = [updater for updater in optimizer.updaters if not isinstance(updater, ZeroUpdater)]
     for updater in optimizer.updaters:
@@ -323,7 +323,7 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
     for updater in others:
         updater.restore(states)
     if optimizer.loss_scale is not None:
-        optimizer.loss_scale.restore(said["loss_scale"])
+        optimizer.loss_scale.restore(saved["loss_scale"])
 
 
 def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -365,9 +365,9 @@ def _joined(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbers
         return {}
     first = parts[0]
     values: dict[str, Any] = {}
-    for state, said in numbers.get(first.name, {}).items():
-        dtype = said.get("dtype")
-        values[state] = said["value"] if dtype is None else torch.tensor(said["value"], dtype=getattr(torch, dtype))
+    for state, number in numbers.get(first.name, {}).items():
+        dtype = number.get("dtype")
+        values[state] = number["value"] if dtype is None else torch.tensor(number["value"], dtype=getattr(torch, dtype))
     for state, tensor in tensors.get(first.name, {}).items():
         if first.row is None or state in _TABLES or "@" in state:
             values[state.partition("@")[0]] = tensor

@@ -309,7 +309,7 @@ def _inputs(
         return inputs
     where = f"the run in {str(folder.path)!r}"
     if (because := before.requantized(run.model)) is not None:
-        raise UserError(f"{where} cannot be resumed: {because}. Start anew in another output")
+        raise UserError(f"{where} cannot be resumed: {because}. Start a new run in another output")
     for note in before.refuse_others(inputs, where):
         say(note)
     return replace(inputs, run=before.run)

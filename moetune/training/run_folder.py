@@ -88,7 +88,7 @@ class RunFolder:
             raise UserError(
                 f"no checkpoint of the run in {str(self.path)!r} is undamaged:\n  "
                 + "\n  ".join(self.damaged)
-                + "\nStart anew with --overwrite, or choose another output"
+                + "\nStart a new run with --overwrite, or choose another output"
             )
         return None
 

@@ -114,7 +114,7 @@ class RunWarnings:
             self.say(
                 "equal logits",
                 f"the loss is ln {size}: every token is as likely as any other. Weights were destroyed, most likely by "
-                "the learning rate; lower optimizer.lr and start anew",
+                "the learning rate; lower optimizer.lr and start a new run",
             )
         self._about_collapse({layer: tokens for layer, tokens in load.items() if _is_enough(tokens)})
         idle = _idle_experts(self.adapted.run, received)

@@ -109,7 +109,7 @@ class Inputs:
         folder = source.local_folder()
         if source.quantized_base is not None or source.quantization.method or folder is None:
             return None
-        dtypes = Counter(said.split()[0] for said in headers(folder).values())
+        dtypes = Counter(header.split()[0] for header in headers(folder).values())
         if dtypes.most_common(1)[0][0] == NAMES[model.dtype]:
             return None
         return (
@@ -138,8 +138,8 @@ class Inputs:
         changed, lines = self._changed(files), list(harm)
         for key in _differing(self.config, config) if self.config and config else ():
             if key not in _SAYS_NOTHING:
-                said = (repr(one.get(key, "not there"))[:80] for one in (config, self.config))
-                lines.append("{} of the base: {} is {}, and was {}".format(CONFIG_FILE, key, *said))
+                pair = (repr(one.get(key, "not there"))[:80] for one in (config, self.config))
+                lines.append("{} of the base: {} is {}, and was {}".format(CONFIG_FILE, key, *pair))
         beside = "beside the base's weights has changed since the run began"
         makes_tokens = [name for name in changed if any(Path(name).match(pattern) for pattern in _MAKES_TOKENS)]
         lines += [f"{name} {beside}, and gives other tokens" for name in makes_tokens]
@@ -156,8 +156,8 @@ def beside_weights(base: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the config.json in the folder `base`, and name -> SHA-256 of its other small files; empty for None."""
     files = {} if base is None else {str(file.relative_to(base)): file for file in small_files(base)}
     config = files.pop(CONFIG_FILE, None)
-    said = {} if config is None else read_json(config, dict[str, Any])
-    return said, {name: digest(file) for name, file in files.items()}
+    content = {} if config is None else read_json(config, dict[str, Any])
+    return content, {name: digest(file) for name, file in files.items()}
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -84,7 +84,7 @@ class _Asked:
 
 
 @dataclass
-class _Said:
+class _Line:
     """A line that a child writes: the operator that it begins to compare, what failed, or how it ended.
 
     Attributes:
@@ -128,13 +128,13 @@ def _child(asked: _Asked, until: float = inf) -> _Ended:
                 child.stdin.close()
         errors.seek(0)
         last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
-    said = [parse_json(line, _Said, "the comparison of the kernels") for line in lines]
-    failed = {name: why for one in said for name, why in one.failed.items()}
-    if said and said[-1].stopped is not None:
-        return _Ended(failed, said[-1].stopped)  # also of a child that does not end afterwards
+    lines_read = [parse_json(line, _Line, "the comparison of the kernels") for line in lines]
+    failed = {name: why for one in lines_read for name, why in one.failed.items()}
+    if lines_read and lines_read[-1].stopped is not None:
+        return _Ended(failed, lines_read[-1].stopped)  # also of a child that does not end afterwards
     if time.monotonic() >= until:  # no fault of the operator whose turn it is
         return _Ended(failed, "it took longer than other ranks may wait", in_time)
-    name = said[-1].begins if said else ""
+    name = lines_read[-1].begins if lines_read else ""
     how = f"ended its process ({'; '.join(last) or f'code {child.returncode}'})"
     if not in_time:
         how = f"did not finish within {LIMIT:.0f} seconds"
@@ -159,7 +159,7 @@ def _lines_of(child: subprocess.Popen[bytes], until: float) -> tuple[list[bytes]
 
 def compare_here() -> None:
     """Run in a child: read an `_Asked` from the first line of stdin, compare kernels with references, and print a
-    `_Said` for each step. Ends its process, also when stdin is closed, because the process that asked has then ended.
+    `_Line` for each step. Ends its process, also when stdin is closed, because the process that asked has then ended.
     """
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no line of ours
@@ -167,8 +167,8 @@ def compare_here() -> None:
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
     device, failed, code = torch.device("cuda", asked.device), set(asked.without), 0
 
-    def say(said: _Said) -> None:
-        print(json.dumps(asdict(said)), file=out, flush=True)
+    def say(line: _Line) -> None:
+        print(json.dumps(asdict(line)), file=out, flush=True)
 
     try:
         torch.cuda.set_device(device)
@@ -180,18 +180,18 @@ def compare_here() -> None:
             torch.cuda.synchronize(device)
     except Exception as error:
         if is_out_of_memory(error):
-            say(_Said(stopped=f"out of memory: {one_line(error)}"))
+            say(_Line(stopped=f"out of memory: {one_line(error)}"))
         else:
             traceback.print_exc()
             code = 1
     else:
-        say(_Said(stopped=""))
+        say(_Line(stopped=""))
     sys.stderr.flush()
     os._exit(code)  # not an exit of the interpreter, which would wait for the lock of stdin that the thread holds
 
 
 def _compare_call(
-    operator: Operator, args: Sequence[Any], *, dtype: torch.dtype, failed: set[str], say: Callable[[_Said], None]
+    operator: Operator, args: Sequence[Any], *, dtype: torch.dtype, failed: set[str], say: Callable[[_Line], None]
 ) -> Any:
     """Compare one call's kernel with its reference, report the outcome by `say` and in `failed`, and return the
     reference's result.
@@ -202,15 +202,15 @@ def _compare_call(
     kernel = None if operator.name in failed else operator.kernel(*args)
     if kernel is None:
         return referred(operator, args)
-    say(_Said(begins=operator.name))
+    say(_Line(begins=operator.name))
     try:
         for off in differences(operator, args, kernel):
             if not is_alike(off, dtype):
                 failed.add(operator.name)
                 why = f"differs from torch's operations by {off:.1e} of the largest value"
-                say(_Said(failed={operator.name: why}))
+                say(_Line(failed={operator.name: why}))
                 break
-            say(_Said(begins=operator.name))  # each tile has the time of an operator
+            say(_Line(begins=operator.name))  # each tile has the time of an operator
     except Exception as error:  # of the compiler, the driver or the device
         if is_out_of_memory(error):
             raise
@@ -218,8 +218,8 @@ def _compare_call(
             "cannot be compiled or launched" if isinstance(error, KernelError) else f"raises {type(error).__name__}"
         )
         failed.add(operator.name)
-        say(_Said(failed={operator.name: f"{raised} ({one_line(error)})"}))
+        say(_Line(failed={operator.name: f"{raised} ({one_line(error)})"}))
         torch.cuda.synchronize()  # raises if the device is of no use any more
     result = referred(operator, args)
-    say(_Said())
+    say(_Line())
     return result

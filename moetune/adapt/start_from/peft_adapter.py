@@ -174,8 +174,8 @@ class _Reading:
         if len(A) != rank * experts:
             self.problems.append(f"{target}: rank {len(A) // experts}, and adapt.lora asks for {rank}")
             return None
-        if (said := self.scales.rank(target)) != rank:
-            self.problems.append(f"{target}: its factors have rank {rank}, and {CONFIG_FILE} says {said}")
+        if (noted := self.scales.rank(target)) != rank:
+            self.problems.append(f"{target}: its factors have rank {rank}, and {CONFIG_FILE} says {noted}")
         if not math.isclose(found_scale := self.scales.of(target, rank), scale, rel_tol=1e-9):
             self.problems.append(f"{target}: alpha / rank is {found_scale:g}, and adapt.lora asks for {scale:g}")
         return {"A": A, "B": B}

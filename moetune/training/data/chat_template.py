@@ -121,9 +121,9 @@ class ChatTemplate:
                 if here:
                     left = {key: value for key, value in message.items() if key not in here}
                     cases.append((f"{here[0]} of message {at + 1}", at, left))
-            thought, mark, said = (message["content"] or "").rpartition("</think>")
+            thought, mark, answer = (message["content"] or "").rpartition("</think>")
             if mark and thought.strip() and message["role"] == "assistant":
-                cases.append((f"the text before </think> in message {at + 1}", at, {**message, "content": said}))
+                cases.append((f"the text before </think> in message {at + 1}", at, {**message, "content": answer}))
         if tools:
             cases.insert(0, ("tools", len(messages) - 1, None))
         for what, at, without in cases:

@@ -125,15 +125,15 @@ class _Problems:
         self._alike: Counter[str] = Counter()
         self._first: dict[str, list[tuple[int, str]]] = {}
 
-    def add(self, number: int, said: str) -> None:
+    def add(self, number: int, problem: str) -> None:
         """Add the problem of the record with this line or row number."""
         self.count += 1
-        text = re.sub(r"\d+", "#", said)
+        text = re.sub(r"\d+", "#", problem)
         if text in self._first or len(self._first) < _MOST_PROBLEMS:
             self._alike[text] += 1
             first = self._first.setdefault(text, [])
             if len(first) < _MOST_NUMBERS:
-                first.append((number, said))
+                first.append((number, problem))
 
     def summary(self, source: Source) -> Iterator[str]:
         """Yield the lines of a message about all problems."""
@@ -142,14 +142,14 @@ class _Problems:
         for text, first in self._first.items():
             if rest := self._alike[text] - len(first):
                 numbers = ", ".join(f"{number}" for number, _ in first)
-                said = f"{source.unit}s {numbers} and {rest:,} more: {first[0][1]}"
-                lines.append((first[0][0], self._alike[text], said))
+                problem = f"{source.unit}s {numbers} and {rest:,} more: {first[0][1]}"
+                lines.append((first[0][0], self._alike[text], problem))
             else:
-                lines += [(number, 1, f"{source.unit} {number}: {said}") for number, said in first]
+                lines += [(number, 1, f"{source.unit} {number}: {problem}") for number, problem in first]
         lines = sorted(lines)[:_MOST_PROBLEMS]
-        yield from (f"  {said}" for _, _, said in lines)
-        if unsaid := self.count - sum(count for _, count, _ in lines):
-            yield f"  and {unsaid:,} more"
+        yield from (f"  {problem}" for _, _, problem in lines)
+        if rest := self.count - sum(count for _, count, _ in lines):
+            yield f"  and {rest:,} more"
 
 
 def _conversion(name: str, record: dict[str, Any]) -> Iterator[str]:
