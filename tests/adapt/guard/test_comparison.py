@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moetune.adapt.guard import comparison
-from moetune.adapt.guard.comparison import _Asked, _Said
+from moetune.adapt.guard.comparison import _Asked, _Line
 from moetune.adapt.guard.exercise import Sizes
 from moetune.adapt.guard.verdicts import Verdict, kept
 from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, use_kernels, without_kernel
@@ -116,11 +116,11 @@ def test_without_triton_no_kernel_works_and_that_is_not_kept(monkeypatch: pytest
 # --- One call -----------------------------------------------------------------------------------------------------
 
 
-def compared(kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list[_Said]]:
+def compared(kernel: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, list[_Line]]:
     """What the comparison of `add_rows_` says of a kernel, and what its target holds afterwards."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     known = OPERATORS["add_rows_"]
-    operator, said = Operator(known.name, known.reference, lambda *args: kernel, known.scratch), list[_Said]()
+    operator, said = Operator(known.name, known.reference, lambda *args: kernel, known.scratch), list[_Line]()
     out = torch.ones(3, 4)
     args = (out, torch.ones(2, 4), torch.tensor([0, 2]), 1, torch.tensor([2.0, 3.0, 4.0]))
     comparison._compare_call(operator, args, dtype=torch.float32, failed=set(), say=said.append)
