@@ -65,7 +65,9 @@ class Predictor:
 
     def traced(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run by a trace, or read its report from disk. Raises as `predict`."""
-        run, common = self.resolve(config), {"gpu": self.gpu, "routing": self.routing}
-        return kept(
-            run, *common.values(), lambda: predict(run, method="trace", depths=self._depths, advise=False, **common)
-        )
+        run, gpu, routing = self.resolve(config), self.gpu, self.routing
+
+        def traced() -> MemoryReport:
+            return predict(run, method="trace", gpu=gpu, routing=routing, depths=self._depths, advise=False)
+
+        return kept(run, gpu, routing, traced)
