@@ -1,4 +1,4 @@
-"""Rounding of weights to floating-point formats with blocks of scales: FP8 and MXFP4.
+"""Rounding of weights to floating-point formats with blocks of scales: FP8, NVFP4 and MXFP4.
 
 Weights are rounded to the nearest value, ties to even. Temporary tensors hold about `AT_ONCE` weights at a time.
 """
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moetune.config.schema import FP8_BLOCK
-from moetune.experts.kernels.operators import INT8_AT_ONCE, MX_BLOCK
+from moetune.config.schema import FP8_BLOCK, NV_BLOCK
+from moetune.experts.kernels.operators import E2M1, INT8_AT_ONCE, MX_BLOCK
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the 4-bit codes 0 to 7; those of 8 to 15 are their negatives."""
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+_SMALLEST_FP8 = torch.finfo(torch.float8_e4m3fn).smallest_normal / 8
 
 
 def round_to_fp8(weight: Tensor, data: Tensor, scales: Tensor) -> None:
@@ -37,6 +36,35 @@ def round_to_fp8(weight: Tensor, data: Tensor, scales: Tensor) -> None:
         codes = (blocks * factors[:, None, :, None]).clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
         codes = codes.view(torch.uint8).flatten(0, 1).flatten(1)
         data[first : first + high].copy_(codes[:count, :columns])
+
+
+def round_to_nvfp4(
+    weight: Tensor, data: Tensor, scales: Tensor, fraction: Tensor, *, largest: Tensor | None = None
+) -> None:
+    """Quantize a matrix [R, C] to NVFP4, by the formulas of compressed-tensors: the global scale 448 · 6 / `largest`
+    brings the largest scale to 448, and a block's scale its largest magnitude to 6.
+
+    Args:
+        data, scales, fraction: one matrix of each argument of `dequantize_nvfp4`; overwritten. The numerator is 1.
+        largest: a magnitude, at least that of every weight; by default the largest.
+    """
+    rows, columns = weight.shape
+    largest = _largest(weight) if largest is None else largest
+    factor = torch.where(largest > 0, _LARGEST_FP8 * E2M1[-1] / largest, 1)
+    fraction.copy_(torch.stack([torch.ones_like(factor), factor]))
+    high = max(1, INT8_AT_ONCE // columns)
+    for first in range(0, rows, high):
+        blocks = pad(weight[first : first + high].float(), (0, -columns % NV_BLOCK)).unflatten(1, (-1, NV_BLOCK))
+        wanted = factor * (blocks.abs().amax(-1) / E2M1[-1])
+        rounded = wanted.clamp_(_SMALLEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn)
+        scales[first : first + high].copy_(rounded.view(torch.uint8))
+        data[first : first + high].copy_(_e2m1_codes(blocks / (rounded.float() / factor)[..., None]).flatten(1))
+
+
+def _largest(weight: Tensor) -> Tensor:
+    """Return the largest magnitude of a tensor in float32, without a copy of its size."""
+    low, high = weight.aminmax()
+    return torch.maximum(low.abs(), high.abs()).float()
 
 
 def round_to_mxfp4(weights: Tensor, data: Tensor, scales: Tensor) -> None:

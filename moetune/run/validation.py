@@ -45,7 +45,8 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
     if not published.is_read and model.weights == "pretrained":
         yield (
             f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
-            "FP8 in blocks and 4 bits of bitsandbytes are read; give one of these, or a bf16 checkpoint of this model"
+            "NVFP4, FP8 in blocks and 4 bits of bitsandbytes are read; give one of these, or a bf16 checkpoint of this "
+            "model"
         )
     kept = model.base == "auto" and published.method == "bitsandbytes" and "double_quant" in model.model_fields_set
     if kept and model.double_quant != published.double_quant:

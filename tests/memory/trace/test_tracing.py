@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from moetune.config.schema import OptimizerName, RunConfig
+from moetune.config.schema import OptimizerName, QuantizedDtype, RunConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.closed_form.form import ClosedForm
@@ -64,7 +64,7 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """(architecture, adapt:, other sections)."""
     model_type = draw(st.sampled_from(sorted(LAYOUTS)))
     adapt = draw(st.sampled_from(sorted(ADAPT)))
-    base, optimizer = draw(st.sampled_from(["nf4", "int8", "fp8", "mxfp4", "bf16", "fp32"])), draw(optimizers())
+    base, optimizer = draw(st.sampled_from([*get_args(QuantizedDtype), "bf16", "fp32"])), draw(optimizers())
     fused = optimizer.get("fused_backward", optimizer["name"] in ("lomo", "adalomo") and "offload" not in optimizer)
     sections = {
         "model": {
