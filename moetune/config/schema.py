@@ -39,7 +39,7 @@ from moetune.config.fields import (
     Strength,
     Text,
 )
-from moetune.config.ranks import LoraRank, is_by_target
+from moetune.config.lora_rank import LoraRank, is_by_target
 from moetune.errors import counted, suggest
 
 

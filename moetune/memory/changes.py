@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from moetune.config.ranks import halved
+from moetune.config.lora_rank import halved
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import Change, MemoryReport, PartName

@@ -13,7 +13,7 @@ from typing import Any
 
 from moetune.config.fields import IdSet
 from moetune.config.load import load_run_config
-from moetune.config.ranks import ranks_as_text
+from moetune.config.lora_rank import ranks_as_text
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
 from moetune.memory.changes import changed, surely_left
