@@ -42,15 +42,16 @@ if TYPE_CHECKING:
     from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve
     from moetune.run.scores import Scores
     from moetune.training.run import TrainResult
+    from moetune.training.trl import trl_arguments, trl_model
     from moetune.watch.train import train
 
 __version__ = "0.1.0"
 __all__ = [
-    "Adapted", "Completions", "Count", "DoesNotFit", "Drift", "Evaluation", "ExportResult", "MemoryReport", "MoetuneConfig", "Opened",
-    "Outcome", "Plan", "Predictor", "ResolvedConfig", "ResolvedModel", "ResolvedRun", "RunConfig", "Scores", "Solved",
-    "TrainResult", "UserError", "apply_delta", "build", "complete", "count", "drift", "evaluate", "export", "generate",
-    "load_run_config", "open_model", "plan", "predict", "quantize", "resolve", "score", "solve", "train", "verify",
-    "within_budget",
+    "Adapted", "Completions", "Count", "DoesNotFit", "Drift", "Evaluation", "ExportResult", "MemoryReport",
+    "MoetuneConfig", "Opened", "Outcome", "Plan", "Predictor", "ResolvedConfig", "ResolvedModel", "ResolvedRun",
+    "RunConfig", "Scores", "Solved", "TrainResult", "UserError", "apply_delta", "build", "complete", "count", "drift",
+    "evaluate", "export", "generate", "load_run_config", "open_model", "plan", "predict", "quantize", "resolve",
+    "score", "solve", "train", "trl_arguments", "trl_model", "verify", "within_budget",
 ]  # fmt: skip
 
 _NAMES = {
@@ -80,6 +81,7 @@ _NAMES = {
     "run.resolve": "ResolvedModel ResolvedRun resolve",
     "run.scores": "Scores",
     "training.run": "TrainResult",
+    "training.trl": "trl_arguments trl_model",
     "watch.train": "train",
 }
 """Module below `moetune` -> the public names to import from this module, separated by spaces."""

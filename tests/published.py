@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,31 @@ def write_mxfp4(folder: Path, *, shards: bool = False, **sizes: Any) -> Path:
     return folder
 
 
-def write_fp8(folder: Path, model_type: str = "deepseek_v3", block: int = 32, **sizes: Any) -> Path:
+def write_fp8(
+    folder: Path, model_type: str = "deepseek_v3", block: int = 128, left_out: Sequence[str] = (), **sizes: Any
+) -> Path:
     """As deepseek-ai/DeepSeek-V3 is published: linear layers and experts in FP8 with a scale for each block, of which
-    the last ones may be cut off."""
+    the last ones may be cut off; layers whose paths end with one of `left_out` in bfloat16."""
     config = toy_config(model_type, **sizes)
     tensors: dict[str, Tensor] = {}
     for name, value in _checkpoint(config).items():
-        if value.ndim == 2 and "embed" not in name and "lm_head" not in name and "gate.weight" not in name:
+        plain = ("embed_tokens.weight", "lm_head.weight", "gate.weight", *(f"{one}.weight" for one in left_out))
+        if value.ndim == 2 and not name.endswith(plain):
             tensors[name] = (value * 20).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = torch.rand([-(-size // block) for size in value.shape]) / 10 + 0.01
         else:
             tensors[name] = value
-    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [block] * 2}
+    settings: dict[str, Any] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [block] * 2,
+    }
+    if left_out:
+        settings["modules_to_not_convert"] = [
+            "lm_head",
+            *(f"model.layers.{n}.{one}" for n in range(9) for one in left_out),
+        ]
     _write(folder, config, tensors, settings, shards=False)
     return folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,9 @@ def find_model_source(path: str) -> ModelSource:
 
 
 def _of(name: str, config: PretrainedConfig, folder: str | None) -> ModelSource:
-    manifest = None if folder is None else read_quantized_manifest(Path(folder))
-    how = quantization_of(config) if manifest is None else manifest.quantization
+    manifest, how = None if folder is None else read_quantized_manifest(Path(folder)), quantization_of(config)
+    if manifest is not None:  # its config.json is the original's
+        how = replace(manifest.quantization, left_out=how.left_out if how.base == manifest.base else ())
     return ModelSource(name, config, folder, how, manifest)
 
 

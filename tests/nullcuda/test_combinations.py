@@ -19,7 +19,7 @@ from tests.nullcuda import runs
 
 SAMPLE = 60
 REFUSED = {("bf16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16")}
-STORAGES, DTYPES = ("nf4", "int8", "mxfp4", "bf16", "fp32"), ("bf16", "fp16", "fp32")
+STORAGES, DTYPES = ("nf4", "int8", "fp8", "mxfp4", "bf16", "fp32"), ("bf16", "fp16", "fp32")
 CHECKPOINTING, RESIDENCES = ("none", "experts_only", "full", "offload"), ("gpu", "host")
 Case = tuple[str, str, str, str, str]
 

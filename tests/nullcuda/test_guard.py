@@ -228,7 +228,9 @@ def test_every_capability_starts(capability: str, run_file: Path) -> None:
 
 @pytest.mark.parametrize("operator", sorted(OPERATORS))
 def test_what_runs_without_a_kernel_is_predicted(operator: str, toy_model: Path) -> None:
-    model = {"base": {"dequantize_int8": "int8", "dequantize_mxfp4": "mxfp4"}.get(operator, "nf4")}
+    model = {
+        "base": {"dequantize_int8": "int8", "dequantize_fp8": "fp8", "dequantize_mxfp4": "mxfp4"}.get(operator, "nf4")
+    }
     config = runs.toy_run(toy_model, "lora", model=model, hardware={"without_kernels": [operator]})
     compared = runs.compare(config)
     assert abs(compared.off) <= 0.001 * compared.measured, compared

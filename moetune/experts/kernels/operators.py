@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moetune.compat.torch import is_observed
+from moetune.config.schema import FP8_BLOCK
 from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.grouped import library, product_of_groups
 from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, without_kernel
@@ -145,6 +146,24 @@ def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
     for rows in slices:
         part = out[rows]
         part.copy_(torch.mul(data[rows], absmax[rows, None], out=wide[: len(part)]).mul_(INT8_STEP))
+    return out
+
+
+@operator(lambda data, scales, dtype: torch.empty_like(data, dtype=dtype))
+def dequantize_fp8(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize matrices of 8-bit floats, E4M3 without infinities: [n, R, C] in `dtype`.
+
+    Weight and scale are multiplied in float32 and rounded once, bit for bit as by transformers' `Fp8Dequantize`.
+    torch's operations compute a row of blocks at a time.
+
+    Args:
+        data: [n, R, C] uint8, the bits of the weights.
+        scales: [n, ⌈R / 128⌉, ⌈C / 128⌉] float32, one for each block of 128 × 128 weights.
+    """
+    out = torch.empty_like(data, dtype=dtype)
+    for matrix, of_blocks, result in zip(data.view(torch.float8_e4m3fn), scales, out, strict=True):
+        for weights, of_row, rows in zip(matrix.split(FP8_BLOCK), of_blocks, result.split(FP8_BLOCK), strict=True):
+            rows.copy_(weights.float().mul_(of_row.repeat_interleave(FP8_BLOCK)[: weights.shape[1]]))
     return out
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from moetune.compat.bitsandbytes import QuantState, create_dynamic_map, dequantize_4bit, unpack_tensor_to_dict
+from moetune.config.schema import FP8_BLOCK
 from moetune.errors import reading
 from moetune.json_files import Amount, read_json
 from moetune.models.hub.tensor_files import NAMES, Stored, read_headers
@@ -89,7 +90,11 @@ class BlockFp8(Quantized):
     Weight and scale are multiplied in float32 and rounded once to `dtype`, as transformers does.
     """
 
-    block: tuple[int, int] = (128, 128)
+    block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
+
+    def quantized(self) -> dict[str, Tensor]:
+        """Return the stored tensors: `data` [out, in], the bits of the weights as uint8, and `scales` in float32."""
+        return {"data": self.parts[""].rows().view(torch.uint8), "scales": self.parts["scale_inv"].rows().float()}
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         high, wide = self.block

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -24,6 +24,7 @@ from moetune.experts.quantized import QuantizedExperts
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.hub.dequantize import Mxfp4, open_checkpoint
 from moetune.models.hub.tensor_files import Stored
+from moetune.run.dtypes import DTYPES
 from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
 from tests.memory.trace.test_loading import load
@@ -284,30 +285,86 @@ def test_mxfp4_of_other_layouts_is_refused(tmp_path: Path) -> None:
 # --- FP8 in blocks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", ["auto", "fp32"])
-def test_fp8_has_transformers_values_before_it_is_packed(base: str, tmp_path: Path) -> None:
-    folder = write_fp8(tmp_path, hidden_size=64, moe_intermediate_size=64)
-    stock_op = Fp8Dequantize(None)
+def fp8_value(folder: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """A weight as transformers itself dequantizes it."""
     tensors = load_file(folder / "model.safetensors")
+    return Fp8Dequantize(None)._dequantize_one(tensors[name], tensors[f"{name}_scale_inv"], dtype)
 
-    def value(name: str) -> torch.Tensor:
-        return stock_op._dequantize_one(tensors[name], tensors[f"{name}_scale_inv"], torch.float32)
 
+def fp8_experts(folder: Path, path: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gate and up, down)"""
+    gate, up, down = (fp8_value(folder, f"{path}.{name}_proj.weight", dtype) for name in ("gate", "up", "down"))
+    return torch.cat([gate, up]), down
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("size", "model_type"), [(64, "deepseek_v3"), (256, "qwen3_moe")])
+def test_fp8_is_kept_with_transformers_values_to_the_bit(
+    size: int, model_type: str, dtype: Literal["fp32", "bf16"], tmp_path: Path
+) -> None:
+    """Experts of which some train, and linear layers, but for those that are published in 16 bits."""
+    sizes = {"hidden_size": size, "moe_intermediate_size": size}
+    folder = write_fp8(tmp_path, model_type, left_out=["self_attn.o_proj"], **sizes)
+    with small_linears_are_packed():
+        adapted = built(folder, {"experts": {"layers": "1", "ids": [2]}}, dtype=dtype)
+        linears = adapted.run.quantized_linears
+    assert adapted.run.config.model.base == "fp8"
+    tensors = load_file(folder / "model.safetensors")
+    for layer in adapted.structure.moe_layers:
+        bank: Any = adapted.model.get_submodule(layer.experts)
+        assert bank.gate_up.pieces == 2
+        for expert in range(bank.num_experts):
+            both = fp8_experts(folder, f"{layer.experts}.{expert}", DTYPES[dtype])
+            for name, expected in zip(("gate_up", "down"), both, strict=True):
+                if expert in bank.frozen_slots:
+                    found = getattr(bank, name).matrix(bank.frozen_slots[expert], DTYPES[dtype])
+                else:
+                    found = getattr(bank.trained[str(expert)], name).weight
+                assert torch.equal(found, expected)
+    assert linears
+    for path in linears:
+        stack = adapted.model.get_submodule(path).stack
+        assert torch.equal(stack.data[0], tensors[f"{path}.weight"].view(torch.uint8))
+        assert torch.equal(stack.matrix(0, DTYPES[dtype]), fp8_value(folder, f"{path}.weight", DTYPES[dtype]))
+    left = [layer for path, layer in adapted.model.named_modules() if path.endswith("o_proj")]
+    assert left
+    assert all(type(layer) is torch.nn.Linear for layer in left)
+    with torch.no_grad():
+        assert adapted.model.eval()(token_ids()).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(("base", "block", "becomes"), [("auto", 32, "nf4"), ("fp32", 128, "fp32")])
+def test_fp8_quantized_otherwise_is_quantizing_what_it_stands_for(
+    base: str, block: int, becomes: str, tmp_path: Path
+) -> None:
+    """Blocks of other sizes among it."""
+    folder = write_fp8(tmp_path, block=block, hidden_size=64, moe_intermediate_size=64)
     adapted = built(folder, {"experts": {"layers": "1", "ids": [2]}}, base=base, dtype="fp32")
-    assert adapted.run.config.model.base == ("nf4" if base == "auto" else base)
+    assert adapted.run.config.model.base == becomes
     for layer in adapted.structure.moe_layers:
         bank: Any = adapted.model.get_submodule(layer.experts)
         for expert in range(bank.num_experts):
-            path = f"{layer.experts}.{expert}"
-            gate_up = torch.cat([value(f"{path}.{name}_proj.weight") for name in ("gate", "up")])
+            gate_up, down = fp8_experts(folder, f"{layer.experts}.{expert}", torch.float32)
             if expert not in bank.frozen_slots:
                 assert torch.equal(bank.trained[str(expert)].gate_up.weight, gate_up)
                 continue
-            for name, expected in (("gate_up", gate_up), ("down", value(f"{path}.down_proj.weight"))):
+            for name, expected in (("gate_up", gate_up), ("down", down)):
                 stack = QuantizedExperts(1, tuple(expected.shape), bank.down.storage)
                 stack.quantize_(0, expected)
                 found = getattr(bank, name).matrix(bank.frozen_slots[expert], torch.float32)
                 assert torch.equal(found, stack.matrix(0, torch.float32))
+
+
+def test_a_quantized_base_of_fp8_is_the_same(tmp_path: Path) -> None:
+    folder = write_fp8(tmp_path / "fp8", "qwen3_moe", left_out=["self_attn.o_proj"], hidden_size=64)
+    with small_linears_are_packed():
+        write_packed_base(str(folder), tmp_path / "packed", "auto", True)
+        expected = built(folder, {"router": "all"}).model.state_dict()
+        found = built(tmp_path / "packed", {"router": "all"}).model.state_dict()
+    assert found.keys() == expected.keys()
+    assert any(name.endswith("q_proj.stack.scales") for name in found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_fp8_blocks_may_be_cut_off(tmp_path: Path) -> None:

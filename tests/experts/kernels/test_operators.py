@@ -72,7 +72,7 @@ def shuffled(tokens: int, top_k: int, experts: int) -> tuple[Tensor, list[int]]:
 
 
 def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
-    """Of NF4 and int8, whole blocks and not; of MXFP4 every byte, at nine exponents of normal numbers."""
+    """Of NF4, int8 and FP8, whole blocks and not; of MXFP4 every byte, at nine exponents of normal numbers."""
     for shape, double_quant in product([(64, 512), (24, 20), (96, 32), (15, 9)], [True, False]):
         nf4 = QuantizedExperts(3, shape, "nf4", double_quant=double_quant)
         for number in range(3):
@@ -83,6 +83,10 @@ def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
         int8 = QuantizedExperts(1, shape, "int8")
         int8.quantize_(0, random(*shape))
         yield "dequantize_int8", [int8.data[0], int8.absmax[0], dtype]
+    for shape in [(2, 130, 260), (1, 128, 128), (3, 33, 7)]:
+        codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+        codes[(codes & 127) == 127] = 0  # NaN is not equal to itself
+        yield "dequantize_fp8", [codes, random(shape[0], -(-shape[1] // 128), -(-shape[2] // 128)), dtype]
     near = 120 if dtype == torch.float32 else 12
     exponents = torch.arange(127 - near, 128 + near, near // 4, dtype=torch.uint8)
     data, scales = torch.arange(256, dtype=torch.uint8).repeat(len(exponents)), exponents.repeat_interleave(16)
