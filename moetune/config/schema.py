@@ -29,6 +29,7 @@ from moetune.config.fields import (
     ExpertIds,
     ExpertMemory,
     FilePath,
+    HostSize,
     Ids,
     KeepRows,
     LossMemory,
@@ -583,6 +584,8 @@ class HardwareConfig(Section):
     Attributes:
         gpu: a name of the GPU catalog such as `l40s`, or a memory size such as `44GiB`; None to predict without a
             limit.
+        host_memory: bytes of memory that the machine of the GPUs has for the run, such as `64GiB`. None: not known, but
+            for a prediction for the GPU of this machine, of which it is what is free now.
         count: number of GPUs. `RunConfig` sets it to the number of ranks if it is not given, and refuses any other
             number.
         without_kernels: operators that run torch's operations instead of their kernel on a GPU, in training and in
@@ -590,6 +593,7 @@ class HardwareConfig(Section):
     """
 
     gpu: Text | None = None
+    host_memory: HostSize | None = None
     count: Size = 1
     without_kernels: tuple[Text, ...] = ()
 
