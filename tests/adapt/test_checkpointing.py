@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moetune.experts.mlp
 from moetune.adapt.build import Adapted
-from moetune.adapt.checkpointing import RoutersOf, _Choices
+from moetune.adapt.checkpointing import ChoicesOf, _Choices
 from moetune.errors import UserError
 from moetune.experts.context import ReadCounts
 from moetune.experts.projection import Projection
@@ -270,4 +270,4 @@ def test_who_switches_it_on_later_gets_the_same_kind(checkpointing: str, tmp_pat
         assert layer.gradient_checkpointing
         keywords = layer._gradient_checkpointing_func.keywords
         assert keywords["use_reentrant"] is False
-        assert isinstance(keywords["context_fn"].__self__, RoutersOf)
+        assert isinstance(keywords["context_fn"].__self__, ChoicesOf)

@@ -97,7 +97,7 @@ def _kind_of_shortened(form: ClosedForm) -> Hashable:
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
     lora = kind.pop("adapt")["lora"]
-    del kind["train"]["keeps_rows"]  # contained in the layers' kinds
+    del kind["train"]["keeps"]  # contained in the layers' kinds
     return (
         json.dumps([kind, {name: lora[name] for name in lora or () if name not in _WHERE}], default=str),
         form.gpu and form.gpu.capability,
