@@ -21,6 +21,11 @@ def recomputes_layers(train: TrainConfig) -> bool:
     return train.checkpointing not in ("none", "experts_only")
 
 
+def is_open(train: TrainConfig) -> bool:
+    """Return whether what layers keep depends on the GPU: `checkpointing: auto` or `keep_rows: auto`."""
+    return "auto" in (train.checkpointing, train.keep_rows)
+
+
 def kept_by_layer(train: TrainConfig, structure: ModelStructure) -> dict[int, Kept]:
     """Return decoder layer -> what it keeps, without layers that keep nothing.
 
