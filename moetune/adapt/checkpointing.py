@@ -69,8 +69,8 @@ class ChoicesOf:
     """Hooks that record or replay, in checkpointed calls, the routers' choices, and what the kernels of the modules
     `attention` return.
 
-    They are active from the start of an MoE block, where its router runs, to the start of its experts, and in the modules
-    `attention`. Elsewhere no dispatch mode is active, because it costs microseconds per operation.
+    They are active from the start of an MoE block, where its router runs, to the start of its experts, and in the
+    modules `attention`. Elsewhere no dispatch mode is active, because it costs microseconds per operation.
     """
 
     def __init__(self, model: PreTrainedModel, attention: Iterable[str] = ()) -> None:
@@ -141,8 +141,8 @@ class _Call:
 
 class _Choices(TorchDispatchMode):
     """Dispatch mode that records the indices of every `choose`, `topk` and `max` along a dimension, by which routers
-    choose, and the outputs of attention's kernels. With `again`, it returns the recorded indices instead, and the values
-    of the current input at these indices; and the kernels' outputs, once: a second recomputation runs the kernels.
+    choose, and the outputs of attention's kernels. With `again`, it returns the recorded indices instead, and the
+    values of the current input at these indices; and the kernels' outputs, once: a second recomputation runs them.
 
     Outputs are kept as the forward pass left them: what it changed in them in place is not changed again.
     """

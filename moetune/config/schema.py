@@ -364,7 +364,7 @@ class EarlyStoppingConfig(Section):
 
 
 class KeptConfig(Section):
-    """Layers that keep more than their input for backward (`train.checkpointing:` as a section, one list for each kind).
+    """Layers that keep more than their input for backward (`train.checkpointing:` as a section).
 
     Attributes:
         attention: layers that keep the outputs of attention's kernels.

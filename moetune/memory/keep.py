@@ -1,8 +1,8 @@
-"""`train.checkpointing: auto` and `train.keep_rows: auto`: what each layer keeps for backward, so that most time is saved.
+"""`train.checkpointing: auto` and `train.keep_rows: auto`: choose what layers keep, so that most time is saved.
 
 A step is recorded in which layers that are alike keep different things. It shows, for each thing, the bytes that are
 alive between the layer's passes, what the passes themselves need, and their work, from which a roofline estimates the
-seconds. One choice for each layer is then made exactly (knapsack.py). The prediction of the run decides whether it fits.
+seconds. One thing for each layer is then chosen exactly (knapsack.py). The run's prediction decides whether that fits.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Costs:
         costs = _measured(base, card, routing, alike, things)
         traced = trace(base, routing, gpu=card)
         forward, backward, end = _peaks(traced, list(decoder_layers(base.model.plain)))
-        options = []
+        options: list[list[Option]] = []
         for layer, kind in enumerate(alike):
             full = costs[kind, things[layer][0]]
             options.append([])
@@ -176,8 +176,8 @@ def _measured(
 ) -> dict[tuple[Hashable, Kept], _Cost]:
     """Return the cost of each thing that a layer of each kind may keep.
 
-    A few layers of each kind are recorded, each of which keeps another thing; several times where a kind has fewer layers
-    than things.
+    A few layers of each kind are recorded, each of which keeps another thing; several times where a kind has fewer
+    layers than things.
     """
     found: dict[tuple[Hashable, Kept], _Cost] = {}
     members = {kind: [layer for layer, its in enumerate(alike) if its == kind] for kind in alike}
@@ -195,7 +195,7 @@ def _measured(
         }
         layers = sorted(ends | keeps.keys())
         train = {"accumulate": 1, "eval_micro_batch": None}
-        probe = replace(base, config=base.config.but(train=train), keeps=base.keeps | keeps)
+        probe = replace(base, config=base.config.but(train=train), keeps={**base.keeps, **keeps})
         probe = probe.without_layers(set(range(len(alike))) - set(layers))
         traced = trace(probe, routing, gpu=card, shortened=False)
         for layer, cost in zip(layers, _costs(traced, card), strict=True):
@@ -217,13 +217,13 @@ def _costs(traced: Trace, card: Gpu) -> Iterator[_Cost]:
         work = sums(one for one in log.done for its in (forward, backward) if its.start <= one.at < its.stop)
         estimate = duration(work, 1, fast)
         seconds = 0.0 if estimate is None else (estimate.seconds.fast * estimate.seconds.slow) ** 0.5
-        most = [int(alive[its.start : its.stop + 1].max() - alive[its.start]) for its in (forward, backward)]
-        yield _Cost(int(alive[forward.stop] - alive[forward.start]), *most, round(seconds * 1e9))
+        up, down = (int(alive[its.start : its.stop + 1].max() - alive[its.start]) for its in (forward, backward))
+        yield _Cost(int(alive[forward.stop] - alive[forward.start]), up, down, round(seconds * 1e9))
 
 
 def _peaks(traced: Trace, paths: list[str]) -> tuple[list[int], list[int], int]:
-    """Return the most bytes alive in the forward pass of each layer, in its backward pass, and between the passes of the
-    last one, in the last micro-step."""
+    """Return the most bytes alive in the forward pass of each layer, in its backward pass, and between the passes of
+    the last one, in the last micro-step."""
     layers = {path: number for number, path in enumerate(paths)}
     passes = {"forward": [0] * len(paths), "backward": [0] * len(paths)}
     marks = [mark for mark in traced.marks if mark.phase in ("forward", "backward", "recompute")]
@@ -242,5 +242,3 @@ def _peaks(traced: Trace, paths: list[str]) -> tuple[list[int], list[int], int]:
         elif any(passes["forward"]) and not any(passes["backward"]):
             end = max(end, most)
     return passes["forward"], passes["backward"], end
-
-

@@ -12,7 +12,7 @@ class Option(NamedTuple):
     """What one layer may keep, and what that takes and saves.
 
     Attributes:
-        bytes: memory that is alive from the layer's forward pass to its backward pass.
+        bytes: memory that is alive from the layer's forward pass to its backward pass; not negative.
         peak: the most memory that the layer's own passes need, if no layer, this one included, kept any `bytes`.
         saves: what is to be maximized, such as nanoseconds; an integer, so that equal sums are equal.
     """
@@ -38,8 +38,8 @@ def best(layers: Sequence[Sequence[Option]], limit: int, end: int) -> list[int] 
     A layer's passes need its `peak` and the `bytes` of this and all earlier layers; after the last layer, `end` and the
     `bytes` of all. Both must be at most `limit`.
 
-    Choices for the first n layers are compared by the bytes that they keep and by what they save; one that is not better
-    in either than another cannot become better later, because everything else depends on the bytes alone.
+    Choices for the first n layers are compared by the bytes that they keep and by what they save. One that is not
+    better in either than another cannot become better later, because everything else depends on the bytes alone.
     """
     kept, saved = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     steps: list[tuple[np.ndarray, np.ndarray]] = []  # for each layer: [states] index of the state before, and option

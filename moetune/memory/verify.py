@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from moetune.memory.predict import allocator_here, predict, quick
 from moetune.memory.trace import NotTraceable, trace
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.dtypes import device_kind
-from moetune.run.kept import is_open
+from moetune.run.kept import Kept, is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 TOLERANCE = 0.05
@@ -94,18 +95,24 @@ def verify(
     )
 
 
-def settled_on(run: ResolvedRun, device: torch.device) -> ResolvedRun:
+def settled_on(run: ResolvedRun, device: torch.device, before: Mapping[int, Kept] | None = None) -> ResolvedRun:
     """Return a run with values in place of `train.checkpointing: auto` and `train.keep_rows: auto`, as fit on a GPU.
 
     The GPU is `hardware.gpu`, or `device` if that is not set. On a CPU, or if the model's code cannot be traced, layers
     keep nothing more than without. Raises `UserError` if the run cannot be predicted.
+
+    Args:
+        before: what each layer kept before the run was interrupted, which it keeps again where that surely fits.
     """
     if not is_open(run.config.train):
         return run
+    as_before = run.keeping(before or {})
     if device.type == "cpu":
-        return run.keeping({})
+        return as_before
     gpu = run.config.hardware.gpu or catalog_name(device)
     try:
+        if before and quick(as_before, gpu=gpu).verdict == "yes":
+            return as_before
         return settled(run, find_gpu(gpu), UNKNOWN, lambda one: quick(one, gpu=gpu))
     except NotTraceable:
         return run.keeping({})

@@ -1,4 +1,4 @@
-"""What each decoder layer keeps for backward, from `train.checkpointing` and `train.keep_rows`, and the other way round."""
+"""What each decoder layer keeps for backward, as `train.checkpointing` and `train.keep_rows` say it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def kept_by_layer(train: TrainConfig, structure: ModelStructure) -> dict[int, Ke
         layers["rest"] = list(range(structure.num_layers))
         layers["rows"] = of_experts if train.checkpointing == "none" else []
     if isinstance(train.keep_rows, int):
-        layers["rows"] = of_experts[-train.keep_rows :]
+        layers["rows"] = layers["rows"] or of_experts[-train.keep_rows :]
     every = sorted({layer for some in layers.values() for layer in some})
     return {layer: frozenset(name for name, some in layers.items() if layer in some) for layer in every}
 

@@ -193,8 +193,8 @@ class ResolvedRun:
         return replace(self, config=config, model=replace(self.model, config=config.model))
 
     def keeping(self, keeps: Mapping[int, Kept]) -> ResolvedRun:
-        """Return a copy of the run whose layers keep what `keeps` says: with `train.keep_rows: auto` a number of layers,
-        the last ones, else in `train.checkpointing`."""
+        """Return a copy of the run whose layers keep what `keeps` says, in `train.checkpointing`; but with
+        `train.keep_rows: auto` that many rows, of the last layers."""
         if self.config.train.keep_rows == "auto":
             rows = sum("rows" in kept for kept in keeps.values())
             config = self.config.but(train={"keep_rows": rows or "none"})

@@ -118,12 +118,12 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
             f"{counted(layers, 'layer')} with experts; set {layers or 'none'}"
         )
     yield from unknown_layers(train, run.structure)
-    if isinstance(train.checkpointing, KeptConfig) and train.checkpointing.attention != "none":
-        if run.config.model.attention == "eager":
-            yield (
-                "train.checkpointing.attention: eager attention has no kernel whose output could be kept; choose another "
-                "model.attention, or leave it out"
-            )
+    kept = train.checkpointing
+    if isinstance(kept, KeptConfig) and kept.attention != "none" and run.config.model.attention == "eager":
+        yield (
+            "train.checkpointing.attention: eager attention has no kernel whose output could be kept; leave it out, or "
+            "choose another model.attention"
+        )
     if recomputes_layers(train) and not plain.supports_gradient_checkpointing:
         yield (
             f"train.checkpointing: {type(plain).__name__} does not support activation checkpointing; set "
