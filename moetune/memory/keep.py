@@ -49,12 +49,11 @@ def settled(
         return run
     base = run.keeping({})
     report = predict(base)
-    room = _room(report)
-    if report.verdict != "yes" or not room:
+    if report.verdict != "yes":
         return base
     costs = Costs.of(base, run, card, routing)
     found, failed = base, None
-    budget, low, high = room, 0, None
+    budget, low, high = _room(report), -1, None
     for _ in range(_TRIES):
         now = run.keeping(costs.keeps(budget))
         if now.keeps == found.keeps or (failed is not None and now.keeps == failed.keeps):
