@@ -18,7 +18,7 @@ from moetune.memory.changes import fitting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.equal_ranks import by_kind
-from moetune.memory.keep import rows_of, settled
+from moetune.memory.keep.settle import rows_of, settled
 from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
 from moetune.memory.terms import terms_of

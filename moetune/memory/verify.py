@@ -11,7 +11,7 @@ import torch
 from moetune.adapt.guard import checked
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
-from moetune.memory.keep import settled
+from moetune.memory.keep.settle import settled
 from moetune.memory.measure import measure
 from moetune.memory.predict import allocator_here, predict, quick
 from moetune.memory.trace import NotTraceable, trace

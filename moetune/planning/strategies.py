@@ -88,7 +88,7 @@ _BASES: _Choices = [
 _AS_PUBLISHED: _Choices = [({"model.base": "mxfp4"}, ()), ({"model.base": "mxfp4", **_HOST}, (_SLOWER,))]
 """Storage of a model that is published in MXFP4; more bits would hold the same weights."""
 _CHECKPOINTING: _Choices = [
-    ({"train.checkpointing": "full"}, ()),
+    ({"train.checkpointing": "auto"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
 ]
 

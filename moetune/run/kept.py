@@ -30,7 +30,7 @@ def kept_by_layer(train: TrainConfig, structure: ModelStructure) -> dict[int, Ke
     """Return decoder layer -> what it keeps, without layers that keep nothing.
 
     `train.keep_rows` means the last layers with experts: they are the first in backward, so their rows are freed before
-    other layers are recomputed. `auto` keeps nothing until the GPU is known (memory/keep.py). Layers that do not exist
+    other layers are recomputed. `auto` keeps nothing until the GPU is known (memory/keep/). Layers that do not exist
     are left out (`unknown_layers`).
     """
     of_experts = [layer.index for layer in structure.moe_layers]
