@@ -32,7 +32,7 @@ from moetune.training.optim.saved import saved_bytes
 RANKS = (4, 8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a micro-batch, in rows, that a search tries; `RANKS` are the ranks of LoRA."""
-_BITS = {"nf4": 4, "mxfp4": 4, "int8": 8, "bf16": 16, "fp32": 32}
+_BITS = {"nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
 _TOLERANCE = 0.005
 """Share by which a number of experts that is estimated by a straight line may be too low, and by which another number
 must be greater to be worth a search."""

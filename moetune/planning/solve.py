@@ -13,7 +13,7 @@ from typing import Any
 
 from moetune.config.fields import IdSet
 from moetune.config.load import load_run_config
-from moetune.config.ranks import ranks_as_text
+from moetune.config.lora_rank import ranks_as_text
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
 from moetune.memory.changes import changed, surely_left
@@ -161,9 +161,11 @@ def last_that_fits(
 
 
 def headroom(report: MemoryReport) -> int:
-    """Return the bytes of the GPU that a run is expected to leave free; negative if it needs more than there is."""
+    """Return the bytes that a run is expected to leave free, of its GPU or its host, whichever is less; negative if it
+    needs more than there is."""
     assert report.headroom_bytes is not None
-    return report.headroom_bytes
+    on_host = None if report.host is None else report.host.left
+    return report.headroom_bytes if on_host is None else min(report.headroom_bytes, on_host)
 
 
 def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope: float) -> int:

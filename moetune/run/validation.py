@@ -15,7 +15,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from moetune.compat.transformers import has_sinks, supports_attention
 from moetune.config.resolved import ResolvedModelConfig
-from moetune.config.schema import ModelConfig, OptimizerConfig, RunConfig
+from moetune.config.schema import LINEAR_STORAGES, ModelConfig, OptimizerConfig, RunConfig
 from moetune.errors import UserError, counted
 from moetune.models.source_quantization import SourceQuantization
 from moetune.models.structure import ModelStructure
@@ -46,7 +46,8 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
     if not published.is_read and model.weights == "pretrained":
         yield (
             f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
-            "FP8 in blocks and 4 bits of bitsandbytes are read; give one of these, or a bf16 checkpoint of this model"
+            "NVFP4, FP8 in blocks and 4 bits of bitsandbytes are read; give one of these, or a bf16 checkpoint of this "
+            "model"
         )
     kept = model.base == "auto" and published.method == "bitsandbytes" and "double_quant" in model.model_fields_set
     if kept and model.double_quant != published.double_quant:
@@ -258,7 +259,7 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
     if run.config.parallel.tp == 1:
         return
     plan, structure, selection = tensor_plan(run.model.plain), run.structure, run.selection
-    quantized = run.quantized_linears if run.config.model.base in ("nf4", "int8") else ()
+    quantized = run.quantized_linears if run.config.model.base in LINEAR_STORAGES else ()
     for path in structure.linears("attention"):
         if style_of(path, plan) not in SPLIT:
             yield (

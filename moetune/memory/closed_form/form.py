@@ -273,7 +273,8 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     kind["train"]["dense_router_gradient"] = config.train.dense_router_gradient
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
     kind["data"] = {"packing": config.packs}
-    kind["published"] = run.model.source.quantization.method
+    published = run.model.source.quantization
+    kind["published"] = [published.method, run.model.gate_up_apart, published.left_out]
     kind["without_kernels"] = sorted(config.hardware.without_kernels)
     kind["settings"] = run.model.settings.to_dict()
     return kind

@@ -112,9 +112,10 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
             selection.experts.get(number, ()),
             selection.lora_experts.get(number, ()),
         )
+        quantized = frozenset(one.removeprefix(path) for one in run.quantized_linears if one.startswith(f"{path}."))
         stays = checkpointing == "offload" and number == 0  # its input, a frozen embedding's output, stays on the GPU
         keeps_rows = number in run.keeps_rows
-        kinds.append((arrive, stays, keeps_rows, trains, held.get(number, ()), made))
+        kinds.append((arrive, stays, keeps_rows, trains, quantized, held.get(number, ()), made))
         arrive = arrive or any(trains)
     return kinds
 
