@@ -28,7 +28,7 @@ from moetune.experts.host import AsyncCopy, CopyStream
 from moetune.experts.kernels import routing
 from moetune.models.stack import decoder_layers
 from moetune.models.structure import ModelStructure
-from moetune.run.kept import NOTHING, recomputes_layers
+from moetune.run.keeps import NOTHING, recomputes_layers
 from moetune.run.resolved import ResolvedRun
 
 aten = torch.ops.aten

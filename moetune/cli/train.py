@@ -55,7 +55,7 @@ def train(
         from moetune.memory.verify import settled_on
         from moetune.parallel.ranks import SINGLE_RANK
         from moetune.run.dtypes import this_device
-        from moetune.run.kept import is_open
+        from moetune.run.keeps import is_open
         from moetune.run.resolve import resolve
         from moetune.watch.ending import ending
         from moetune.watch.train import train as run_training

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from datetime import date
 
 from moetune.adapt.attention import Capability, attention_in_words
-from moetune.config.ranks import ranks_as_text
+from moetune.config.lora_rank import ranks_as_text
 from moetune.config.schema import KeptConfig, OptimizerConfig
 from moetune.errors import counted
 from moetune.models.selection import ranges
-from moetune.run.kept import Kept
+from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
 
 _VERSION: str = vars(sys.modules["moetune"])["__version__"]  # the package is always imported before this module

@@ -17,7 +17,7 @@ from moetune.memory.predict import allocator_here, predict, quick
 from moetune.memory.trace import NotTraceable, trace
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.dtypes import device_kind
-from moetune.run.kept import Kept, is_open
+from moetune.run.keeps import Kept, is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 TOLERANCE = 0.05

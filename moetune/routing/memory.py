@@ -20,7 +20,7 @@ from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.routing.recorder import Recorder, layer_of
 from moetune.routing.score import record_batch, refuse_dense
-from moetune.run.kept import is_open
+from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.batch import random_rows
 

@@ -21,7 +21,7 @@ from moetune.run import validation
 from moetune.run.choice import resolve_choices, scores_of
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
 from moetune.run.folder_files import read_expert_load
-from moetune.run.kept import kept_by_layer
+from moetune.run.keeps import kept_by_layer
 from moetune.run.linears import read_directly
 from moetune.run.names import parts_by_name
 from moetune.run.placement import balance_experts

@@ -23,7 +23,7 @@ from moetune.adapt.attention import wants_cu_seqlens
 from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit, UserError
 from moetune.parallel.ranks import local_tensor
-from moetune.run.kept import Kept
+from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
 from moetune.training import checkpoint, trainer_state
 from moetune.training.data.load import Datasets

@@ -31,7 +31,7 @@ from moetune.parallel.deepspeed import require_deepspeed
 from moetune.parallel.ranks import Ranks, local_tensor
 from moetune.run import validation
 from moetune.run.deepspeed_json import deepspeed_json
-from moetune.run.kept import Kept, is_open, kept_by_layer
+from moetune.run.keeps import Kept, is_open, kept_by_layer
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.training.data.load import (
     DataCounts,

@@ -17,7 +17,7 @@ from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
 from moetune.report.progress import ProgressBar, loading_progress
 from moetune.run.dtypes import device_kind
-from moetune.run.kept import Kept
+from moetune.run.keeps import Kept
 from moetune.run.resolve import AnyRun, ResolvedRun, examine
 from moetune.training import run as training
 from moetune.training.loop import Loop, Watcher

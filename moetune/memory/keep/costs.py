@@ -18,7 +18,7 @@ from moetune.memory.trace.repeat import Stretch, stretches
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.stack import decoder_layers
 from moetune.parallel.coordinates import Coordinates
-from moetune.run.kept import NOTHING, Kept
+from moetune.run.keeps import NOTHING, Kept
 from moetune.run.resolve import ResolvedRun
 
 

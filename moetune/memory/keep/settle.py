@@ -9,7 +9,7 @@ from moetune.memory.keep.costs import Costs
 from moetune.memory.report import MemoryReport, Rows
 from moetune.memory.unknowns import ERROR, FRAGMENTATION
 from moetune.models.catalog.gpus import Gpu
-from moetune.run.kept import is_open
+from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun
 
 _TRIES = 8

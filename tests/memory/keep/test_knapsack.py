@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from moetune.memory.knapsack import Option, best, fits
+from moetune.memory.keep.knapsack import Option, best, fits
 
 
 @pytest.mark.parametrize("number", range(60))

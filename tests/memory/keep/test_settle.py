@@ -13,7 +13,8 @@ import torch
 from moetune.config.schema import KeptConfig
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.closed_form.depth import Depths
-from moetune.memory.keep import Costs, rows_of, settled
+from moetune.memory.keep.costs import Costs
+from moetune.memory.keep.settle import rows_of, settled
 from moetune.memory.predict import predict, quick
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace import Trace, trace
@@ -21,7 +22,7 @@ from moetune.memory.verify import settled_on
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.planning.predictor import Predictor
 from moetune.report.memory import rows as sentence
-from moetune.run.kept import Kept, kept_by_layer
+from moetune.run.keeps import Kept, kept_by_layer
 from moetune.run.resolve import ResolvedRun, resolve
 from tests.memory.models import toy_run, write_toy
 
