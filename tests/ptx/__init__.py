@@ -23,7 +23,7 @@ Triton, as in scripts/test_cuda.sh --all: `pip install --no-deps --target FOLDER
 | odd sizes | 20 random calls: widths from 7, ranks 20 and 48 | 40 more, by turns |
 | real widths | none | Mixtral, Qwen3, gpt-oss, OLMoE |
 | shared memory of a block | of all that runs | Qwen3's widths to rank 256, float32 to 64 |
-| Triton | the installed one | 3.8 and 3.9, what a push runs |
+| Triton | the installed one | 3.8 and 3.9: every kernel on every capability |
 
 Grouped products are torch's on 9.0. On 10.0 they are compiled and not executed, because tcgen05 is not emulated.
 """

@@ -48,7 +48,7 @@ def choices(draw: Draw, tokens: int, experts: int, top_k: int) -> Iterator[Call]
     yield "sorted_positions", [ids.flatten(), experts]
 
 
-@pytest.mark.parametrize(("dtype", "capability"), CASES)
+@pytest.mark.parametrize(("dtype", "capability"), CASES, ids=lambda one: str(one).removeprefix("torch."))
 def test_kernels_agree(dtype: torch.dtype, capability: int) -> None:
     draw = Draw(0, dtype)
     calls = [

@@ -123,8 +123,8 @@ def test_real_widths_agree(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("capability", [86, 90, 120])
-@pytest.mark.parametrize(("dtype", "rank"), [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 64)])
+@pytest.mark.parametrize("capability", [86, 120])  # whose blocks may have the least
+@pytest.mark.parametrize(("dtype", "rank"), [(torch.bfloat16, 256), (torch.float32, 64)])
 def test_kernels_fit(dtype: torch.dtype, rank: int, capability: int) -> None:
     """Compiled to machine code for Qwen3-30B-A3B's width, none needs more shared memory than a block may have."""
     with torch.no_grad(), emulated(capability, executes=False):
