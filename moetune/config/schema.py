@@ -29,6 +29,7 @@ from moetune.config.fields import (
     ExpertIds,
     ExpertMemory,
     FilePath,
+    HostSize,
     Ids,
     KeepRows,
     LossMemory,
@@ -38,7 +39,7 @@ from moetune.config.fields import (
     Strength,
     Text,
 )
-from moetune.config.ranks import LoraRank, is_by_target
+from moetune.config.lora_rank import LoraRank, is_by_target
 from moetune.errors import counted, suggest
 
 
@@ -62,8 +63,14 @@ class Section(BaseModel):
         return self.model_copy(update=changes | nested)
 
 
-QuantizedDtype = Literal["nf4", "int8", "mxfp4"]
+QuantizedDtype = Literal["nf4", "int8", "fp8", "nvfp4", "mxfp4"]
 Storage = Literal[QuantizedDtype, "bf16", "fp32"]
+LINEAR_STORAGES: tuple[Storage, ...] = ("nf4", "int8", "fp8", "nvfp4")
+"""Quantized storages of linear layers as well as of experts; MXFP4 is one of experts only."""
+FP8_BLOCK = 128
+"""Rows, and columns, of a block of weights that share one scale in the storage `fp8`."""
+NV_BLOCK = 16
+"""Consecutive weights of a row that share one scale in the storage `nvfp4`."""
 
 
 class ModelConfig(Section):
@@ -72,8 +79,8 @@ class ModelConfig(Section):
     Attributes:
         path: a catalog name, a local folder in hub format, or a hub id.
         weights: read the published weights, or draw random ones.
-        base: precision in which frozen weights are stored; `auto` keeps the format of checkpoints in NF4 or MXFP4 and
-            of quantized bases, and is nf4 for all others.
+        base: precision in which frozen weights are stored; `auto` keeps the format of checkpoints in NF4, MXFP4,
+            NVFP4 or FP8 and of quantized bases, and is nf4 for all others.
         double_quant: with nf4, store the scales in 8 bits.
         dtype: dtype of compute and of trained weights; `auto` is bf16 on a GPU and fp32 on a CPU.
         attention: the attention implementation, by transformers' name; `auto` is sdpa if it computes the model's
@@ -577,6 +584,8 @@ class HardwareConfig(Section):
     Attributes:
         gpu: a name of the GPU catalog such as `l40s`, or a memory size such as `44GiB`; None to predict without a
             limit.
+        host_memory: bytes of memory that the machine of the GPUs has for the run, such as `64GiB`. None: not known, but
+            for a prediction for the GPU of this machine, of which it is what is free now.
         count: number of GPUs. `RunConfig` sets it to the number of ranks if it is not given, and refuses any other
             number.
         without_kernels: operators that run torch's operations instead of their kernel on a GPU, in training and in
@@ -584,6 +593,7 @@ class HardwareConfig(Section):
     """
 
     gpu: Text | None = None
+    host_memory: HostSize | None = None
     count: Size = 1
     without_kernels: tuple[Text, ...] = ()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from datetime import date
 
 from moetune.adapt.attention import Capability, attention_in_words
-from moetune.config.ranks import ranks_as_text
+from moetune.config.lora_rank import ranks_as_text
 from moetune.config.schema import OptimizerConfig
 from moetune.errors import counted
 from moetune.models.selection import ranges

@@ -18,6 +18,7 @@ from moetune.memory.changes import fitting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.equal_ranks import by_kind
+from moetune.memory.host import host_of
 from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
 from moetune.memory.rows import rows_of, settled
@@ -120,7 +121,7 @@ def predict(
         cards = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {cards}" if cards else ""
         report = _noting(report, f"no time estimate: a memory size does not determine a card's speed{named}")
-    if report.verdict in (None, "yes") or not advise:
+    if report.card_verdict in (None, "yes") or not advise:
         return report
     if config.parallel.ranks > 1:
         note = "another layout may fit: compare layouts with `moetune compare` (docs/guides/parallel.md)"
@@ -173,7 +174,9 @@ def _reported(
         ranks.append(replace(seen[id(one)], rank=rank))
     fullest = found[max(ranks, key=lambda rank: rank.peak_process).rank]
     assert fullest.load is not None
-    common |= {"ranks": tuple(ranks), "load": fullest.load, "unknowns": (of_context(card),)}
+    pinned = max(rank.host_bytes for rank in ranks)
+    host = host_of(run.config.hardware, card, max(fullest.load.host, pinned), pinned, len(ranks))
+    common |= {"ranks": tuple(ranks), "load": fullest.load, "unknowns": (of_context(card),), "host": host}
     if allocator is None:
         assumed = "reserved: allocated bytes rounded up to pages; only a trace simulates the allocator"
         moment = replace(fullest.moment(0), step=STEPS - 1, module="")

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
 from moetune.errors import counted
-from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term
+from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term, Verdict
 from moetune.memory.time.roofline import Duration
 from moetune.memory.time.work import Work
+from moetune.memory.unknowns import Span
 from moetune.models.selection import ranges
 from moetune.report.units import between, from_to, gib, hours, named, percent
 from moetune.report.view import Table, View, ViewSection
@@ -128,24 +129,41 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
 
 
 def verdict(report: MemoryReport) -> str:
-    """Return one line: whether the run fits, and how much memory is left or missing on the GPU."""
-    if report.gpu is None:
+    """Return one line: whether the run fits, and how much memory is left or missing on the GPU and on the host."""
+    if report.gpu is None and report.verdict is None:
         return f"needs {gib(report.required)}; no GPU named to compare with"
-    card = f"{report.gpu.name} ({gib(report.gpu.usable_bytes)} usable)"
-    if report.verdict == "no":
-        return f"does NOT fit: {left_in_words(report)} for {card}"
-    if report.verdict == "tight":
-        return f"tight: {left_in_words(report)} on {card}"
-    return f"fits: yes, {left_in_words(report)} on {card}"
+    heads = {"no": "does NOT fit: ", "tight": "tight: ", "yes": "fits: yes, ", None: ""}
+    sides = _sides(report)
+    joined = "; ".join(f"{left} {'for' if one == 'no' else 'on'} {where}" for one, left, where in sides)
+    return heads[report.verdict] + joined
 
 
 def left_in_words(report: MemoryReport) -> str:
-    """Return how much memory a run leaves on its GPU, or how much too much it needs: over its span, if it may fit."""
-    assert report.gpu is not None
-    assert report.headroom_bytes is not None
-    if report.verdict == "no":
-        return f"{gib(-report.headroom_bytes)} too much"
-    least, most = report.least_headroom, report.gpu.usable_bytes - report.span.low
+    """Return how much memory a run leaves on its GPU, or how much too much it needs: over its span, if it may fit. Of
+    the host only what is missing."""
+    return "; ".join(f"{left}{' on the host' * (where[:8] == 'the host')}" for _, left, where in _sides(report))
+
+
+def _sides(report: MemoryReport) -> list[tuple[Verdict, str, str]]:
+    """Return (verdict, what is left, of what) of the GPU and of the host: of those that decide the verdict of the
+    report, or of the GPU alone if both fit."""
+    found: list[tuple[Verdict, str, str]] = []
+    if report.gpu is not None and report.card_verdict is not None:
+        usable, span = report.gpu.usable_bytes, report.span
+        card = f"{report.gpu.name} ({gib(usable)} usable)"
+        found.append((report.card_verdict, _left(report.card_verdict, usable, span), card))
+    if report.host is not None and report.host.room is not None and report.host_verdict is not None:
+        room = report.host.room
+        host = f"the host ({gib(room.value)}, {room.source})"
+        found.append((report.host_verdict, _left(report.host_verdict, room.value, report.host.span), host))
+    return [one for one in found if one[0] == report.verdict][: 1 if report.verdict == "yes" else 2]
+
+
+def _left(verdict: Verdict, size: int, span: Span) -> str:
+    """Return what a span of bytes leaves of `size` bytes, in words."""
+    if verdict == "no":
+        return f"{gib(span.expected - size)} too much"
+    least, most = size - span.high, size - span.low
     return f"{gib(most)} left to {gib(-least)} too much" if least < 0 else f"{from_to(least, most)} left"
 
 
@@ -176,9 +194,14 @@ def why_a_range(report: MemoryReport) -> str:
 
 
 def on_host(report: MemoryReport) -> str:
-    """Return a sentence on tensors in pinned host memory; empty if there are none."""
-    most = max(rank.host_bytes for rank in report.ranks)
-    return f"In addition, {gib(most)} of tensors are in pinned host memory." if most else ""
+    """Return a sentence on the memory that the host needs and has; empty if it was not predicted."""
+    host = report.host
+    if host is None:
+        return ""
+    span = host.span
+    pinned = f", {gib(host.processes * host.pinned)} of it pinned" if host.pinned else ""
+    room = "" if host.room is None else f"; it has {gib(host.room.value)} ({host.room.source})"
+    return f"The host needs {from_to(span.low, span.high)} of RAM{pinned}{room}."
 
 
 def rows(report: MemoryReport) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -63,6 +63,11 @@ class ResolvedModel:
     def gate_up_apart(self) -> bool:
         """Whether each expert's gate and up projections stay quantized separately, as in the published checkpoint."""
         return self.source.quantization.keeps_gate_up_apart(self.config)
+
+    def linears_to_quantize(self, selection: Selection) -> list[str]:
+        """Return the paths of the frozen linear layers that are stored in `model.base`, given what trains."""
+        leaves_out = partial(self.source.quantization.leaves_out, config=self.config)
+        return linears_to_quantize(self.plain, self.structure, selection, leaves_out)
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ class ResolvedRun:
     @cached_property
     def quantized_linears(self) -> tuple[str, ...]:
         """Paths of the linear layers outside of experts that are stored in the precision `model.base`."""
-        return tuple(linears_to_quantize(self.model.plain, self.structure, self.selection))
+        return tuple(self.model.linears_to_quantize(self.selection))
 
     def device(self, device: torch.device | str | None = None) -> torch.device:
         """Return the device to run on; by default the first of the kind that the run was resolved for.

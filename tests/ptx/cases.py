@@ -17,7 +17,7 @@ Call = tuple[str, list[Any]]
 GATES = ((False, 1.0, 0.0), (True, 1.0, 0.0), (True, 1.702, 1.5), (False, 1.702, 1.5))
 OPERATORS = (
     "low_rank", "low_rank_gradients_", "gated", "gated_backward_", "gather_rows", "sum_rows_", "add_rows_",
-    "dequantize_nf4", "dequantize_int8", "dequantize_mxfp4",
+    "dequantize_nf4", "dequantize_int8", "dequantize_fp8", "dequantize_nvfp4", "dequantize_mxfp4",
 )  # fmt: skip
 
 
@@ -117,6 +117,21 @@ def int8(draw: Draw, rows: int, columns: int) -> Call:
     return "dequantize_int8", [stack.data[0], stack.absmax[0], draw.dtype]
 
 
+def fp8(draw: Draw, matrices: int, rows: int, columns: int) -> Call:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(-(-matrices * rows * columns // 256))
+    codes[(codes & 127) == 127] = 0  # not a number
+    scales = draw.normal(matrices, -(-rows // 128), -(-columns // 128), dtype=torch.float32)
+    return "dequantize_fp8", [codes[: matrices * rows * columns].view(matrices, rows, columns), scales, draw.dtype]
+
+
+def nvfp4(draw: Draw, matrices: int, rows: int, columns: int) -> Call:
+    wide = -(-columns // 16)
+    codes = torch.arange(matrices * rows * wide * 8).to(torch.uint8).view(matrices, rows, wide * 8)
+    scales = torch.arange(matrices * rows * wide).remainder(127).to(torch.uint8).view(matrices, rows, wide)
+    fractions = draw.normal(matrices, 2, dtype=torch.float32).abs() / 1000
+    return "dequantize_nvfp4", [codes, scales, fractions, columns, draw.dtype]
+
+
 def mxfp4(draw: Draw) -> Call:
     """Every byte, with every exponent whose results are normal numbers."""
     near = {torch.float32: 120, torch.bfloat16: 100, torch.float16: 12}[draw.dtype]
@@ -149,6 +164,10 @@ def case(seed: int) -> Call:
         return nf4(draw, one_of((1, 3)), shape, one_of((False, True)))
     if name == "dequantize_int8":
         return int8(draw, *one_of(((24, 20), (15, 9), (3, 160), (7, 4100))))
+    if name == "dequantize_fp8":
+        return fp8(draw, *one_of(((1, 24, 20), (2, 33, 130), (1, 130, 256))))
+    if name == "dequantize_nvfp4":
+        return nvfp4(draw, *one_of(((2, 24, 32), (1, 33, 7), (3, 5, 272))))
     if name == "dequantize_mxfp4":
         return mxfp4(draw)
     return rows(draw, name, min(count, 64), one_of((8, 40, 100, 1024, 1030, 2880, 4096)), one_of((1, 2, 4, 8)))
