@@ -23,8 +23,9 @@ from typing import Any
 from _common import ROOT, commit, versions, write_json
 
 from moetune.config.schema import RunConfig
+from moetune.memory.assumed_routing import UNKNOWN
+from moetune.memory.keep.settle import settled
 from moetune.memory.predict import quick, time_of
-from moetune.memory.rows import settled
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.time.work import Work
 from moetune.memory.trace import trace
@@ -176,7 +177,7 @@ def after(model: str, gpu: str, rows: int, memory: str | None, train: dict[str, 
     run = resolve(RunConfig.model_validate(settings(model, LORA, rows, 2048, **train)), "cuda")
     card = find_gpu(gpu)
     room = card if memory is None else replace(card, memory=find_gpu(memory).memory)
-    run = settled(run, lambda one: quick(one, gpu=room))
+    run = settled(run, room, UNKNOWN, lambda one: quick(one, gpu=room))
     traced = trace(run, gpu=card)
     time = time_of(run.config, traced, card)
     assert time is not None
