@@ -64,7 +64,9 @@ if [ -n "$all" ]; then
   for version in 3.8.0 3.9.0; do
     echo "==> the kernels' PTX by Triton $version"
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder/$version" "triton==$version"
-    PYTHONPATH=$folder/$version:$PWD "$python" -m pytest -n "$workers" --dist worksteal -m ptx tests/ptx "$@"
+    # every kernel on every capability
+    PYTHONPATH=$folder/$version:$PWD "$python" -m pytest -n "$workers" --dist worksteal --all -m ptx \
+      -k "self_check or bfloat16 or 37-29" tests/ptx "$@"
   done
   echo "==> pytest on the CPU"
   "$python" -m pytest -n "$workers" --dist worksteal -m "not ptx" "$@"

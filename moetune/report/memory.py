@@ -217,7 +217,7 @@ def rows(report: MemoryReport) -> str:
     if report.rows is None or (report.rows_that_fit or 0) <= report.rows.kept:
         return ""
     fit = report.rows_that_fit
-    return f"For a faster backward, {fit} of {report.rows.layers} layers can keep their rows: train.keep_rows={fit}."
+    return f"For a faster backward, {fit} of {report.rows.layers} layers can keep their rows: train.checkpointing=auto."
 
 
 def peak(report: MemoryReport) -> str:

@@ -137,7 +137,7 @@ class Trace:
         return np.cumsum(self.events.signs * bytes_of[self.events.storages])
 
     @cached_property
-    def _device(self) -> np.ndarray:
+    def device(self) -> np.ndarray:
         """Bytes alive on the device after each event: [events]."""
         return self._alive(np.where(self._on_host, 0, self.bytes))
 
@@ -152,7 +152,7 @@ class Trace:
     @cached_property
     def peak(self) -> int:
         """Index of the first event, from `begin` on, after which the most bytes are alive on the device."""
-        return self.begin + int(np.argmax(self._device[self.begin :]))
+        return self.begin + int(np.argmax(self.device[self.begin :]))
 
     @cached_property
     def host_peak(self) -> int:
@@ -236,7 +236,7 @@ class Trace:
         # Sections have equal lengths but for the starts of phases; the moment before a section counts as part of it.
         regular = range(begin + 1, self.end + 1, stretch)
         starts = sorted({begin, *regular, *(at for at in labels if at <= self.end)})
-        alive = np.concatenate([[0], self._device])  # alive[n]: bytes before event n
+        alive = np.concatenate([[0], self.device])  # alive[n]: bytes before event n
         fullest = [start + int(np.argmax(alive[start : stop + 1])) for start, stop in pairwise((*starts, self.end + 1))]
         parts = [np.concatenate([[0], self._alive(self._of_part(part))])[fullest] for part in PART_NAMES]
         return tuple(
