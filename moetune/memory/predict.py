@@ -189,6 +189,7 @@ def _reported(
         method="trace",
         moment=fullest.moment(),
         timeline=fullest.timeline(),
+        phases=fullest.phases(),
         collectives=fullest.collectives,
         time=None if common["gpu"] is None else time_of(run.config, fullest, card),
     )
