@@ -66,4 +66,8 @@ class Predictor:
     def traced(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run by a trace, or read its report from disk. Raises as `predict`."""
         run, gpu, routing = self.resolve(config), self.gpu, self.routing
-        return kept(run, gpu, routing, lambda: predict(run, method="trace", gpu=gpu, routing=routing, advise=False))
+
+        def traced() -> MemoryReport:
+            return predict(run, method="trace", gpu=gpu, routing=routing, depths=self._depths, advise=False)
+
+        return kept(run, gpu, routing, traced)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -226,12 +227,13 @@ def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
     """Yield `parallel:` sizes that do not divide the model: pp its layers, tp its key/value heads, ep its experts."""
     pp, ep, tp = run.config.parallel.pp, run.config.parallel.ep, run.config.parallel.tp
     layers = run.structure.num_layers
-    kv_heads = getattr(run.model.settings.get_text_config(), "num_key_value_heads", None)
+    kv_heads = _kv_heads(run)
     counts = sorted({layer.shape.num_experts for layer in run.structure.moe_layers})
     if pp > layers:
         yield f"parallel.pp: {pp} stages and only {counted(layers, 'layer')}; set pp to {layers}"
-    if kv_heads is not None and kv_heads % tp:
-        yield f"parallel.tp: {tp} ranks cannot split {kv_heads} key/value heads evenly; set tp to {_divisors(kv_heads)}"
+    if any(heads % tp for heads in kv_heads):
+        named, most = " and ".join(map(str, kv_heads)), gcd(*kv_heads)
+        yield f"parallel.tp: {tp} ranks cannot split {named} key/value heads evenly; set tp to {_divisors(most)}"
     if ep > 1 and not counts:
         yield f"parallel.ep: {ep} ranks to divide experts over, and the model has no experts; leave ep out"
     elif ep > 1 and ep > counts[0]:
@@ -345,3 +347,10 @@ def missing_packages(config: RunConfig, device_type: DeviceType) -> Iterator[str
 
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _kv_heads(run: ResolvedRun) -> list[int]:
+    """Return the numbers of key/value heads that layers of the model have, each once; empty if it names none."""
+    text: Any = run.model.settings.get_text_config()
+    layers = text.per_layer_config if text.is_heterogeneous else [text]
+    return sorted({heads for layer in layers if (heads := getattr(layer, "num_key_value_heads", None)) is not None})

@@ -96,8 +96,23 @@ class ClosedForm:
 
     @cached_property
     def key(self) -> str:
-        """Name of the records' file: a digest of kind, rank, compute capability, library versions and source code."""
-        return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
+        """Name of the records' file: a digest of what the recorded step depends on apart from sizes (settings, recorded
+        layers, rank, compute capability, versions of libraries, source code). Runs with the same shortened model share
+        it, such as two that train the experts of the first 6 and of the first 12 layers."""
+        run, kind = self.run, kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}
+        if can_be_shortened(run.config):
+            lora = kind.pop("adapt")["lora"] or {}
+            del kind["train"]["keeps_rows"]  # contained in the layers' kinds
+            outside = {part.name for part in run.structure.parameters if part.layer is None}
+            linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
+            starts = {unit.layers[0]: len(unit.layers) for unit in self.short.units}
+            kind["shortened"] = [
+                {name: lora[name] for name in lora if name not in ("targets", "layers", "ids")},
+                sorted(run.selection.full & outside),
+                sorted(linears.intersection(run.selection.lora_linears)),
+                [(self.kinds[layer], starts.get(layer, 0)) for layer in self.short.kept],
+            ]
+        return store.key_of(kind, self.rank)
 
     @overload
     def at(

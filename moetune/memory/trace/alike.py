@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -94,8 +95,8 @@ def _times(kinds: Sequence[Hashable], at: int, size: int) -> int:
 
 
 def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
-    """Return, for each decoder layer, all properties that its memory depends on; equal for identical layers. `ep` is
-    the rank's position on the `ep` axis, which decides the experts that it holds."""
+    """Return, for each decoder layer, all properties that its memory depends on; equal for identical layers, and equal
+    in every process. `ep` is the rank's position on the `ep` axis, which decides the experts that it holds."""
     selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
     outside = {part.name for part in run.structure.parameters if part.layer is None}
     checkpointing = run.config.train.checkpointing
@@ -105,9 +106,13 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
     kinds: list[Hashable] = []
     for number, (path, made) in enumerate(_layers(run.model.plain).items()):
         trains = (
-            frozenset(name.removeprefix(path) for name in selection.full if name.startswith(f"{path}.")),
-            frozenset(
-                (name.removeprefix(path), rank) for name, rank in selection.ranks.items() if name.startswith(f"{path}.")
+            tuple(sorted(name.removeprefix(path) for name in selection.full if name.startswith(f"{path}."))),
+            tuple(
+                sorted(
+                    (name.removeprefix(path), rank)
+                    for name, rank in selection.ranks.items()
+                    if name.startswith(f"{path}.")
+                )
             ),
             selection.experts.get(number, ()),
             selection.lora_experts.get(number, ()),
@@ -120,15 +125,14 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
     return kinds
 
 
-_KNOWN: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
-_MADE: dict[Hashable, int] = {}
+_KNOWN: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
-def _layers(model: PreTrainedModel) -> dict[str, int]:
-    """Return path -> number of each decoder layer; layers with equal `_make` have equal numbers, also across models."""
+def _layers(model: PreTrainedModel) -> dict[str, str]:
+    """Return path -> digest of `_make` of each decoder layer."""
     if model not in _KNOWN:  # a plain model is never modified
         layers = decoder_layers(model).items()
-        _KNOWN[model] = {path: _MADE.setdefault(tuple(_make(layer)), len(_MADE)) for path, layer in layers}
+        _KNOWN[model] = {path: sha256(repr([*_make(layer)]).encode()).hexdigest() for path, layer in layers}
     return _KNOWN[model]
 
 
