@@ -370,6 +370,30 @@ class EarlyStoppingConfig(Section):
     patience: Positive = 3
 
 
+class KeptConfig(Section):
+    """Layers that keep more than their input for backward (`train.checkpointing:` as a section).
+
+    Attributes:
+        attention: layers that keep the outputs of attention's kernels.
+        rows: layers with experts that keep the rows of gate_up.
+        rest: layers that keep everything but the rows of gate_up, so that they are not recomputed.
+    """
+
+    attention: Ids = "none"
+    rows: Ids = "none"
+    rest: Ids = "none"
+
+
+def _word_or_section(raw: Any) -> str:
+    return "by layer" if isinstance(raw, (dict, KeptConfig)) else "word"
+
+
+CheckpointingWord = Literal["auto", "none", "experts_only", "full", "offload"]
+Checkpointing = Annotated[
+    Annotated[CheckpointingWord, Tag("word")] | Annotated[KeptConfig, Tag("by layer")], Discriminator(_word_or_section)
+]
+
+
 class TrainConfig(Section):
     """The training loop (`train:`). A step is one optimizer update; docs/reference/run-file.md describes every key.
 
@@ -380,7 +404,8 @@ class TrainConfig(Section):
         steps: length of the training in steps.
         epochs: length of the training in passes over the data, instead of `steps`; None if `steps` sets it.
         checkpointing: activations that are recomputed in the backward pass: none, those of experts, or all but each
-            layer's input, which `offload` keeps in host memory.
+            layer's input, which `offload` keeps in host memory. A section names the layers that keep more than that;
+            `auto` chooses them, as many as fit the GPU.
         keep_rows: number of layers, the last ones, whose gate_up rows are kept for backward instead of being computed
             again; `auto` is as many as fit the GPU, `none` none. `checkpointing: none` keeps those of all layers.
         log_every: steps between two lines of metrics.
@@ -412,7 +437,7 @@ class TrainConfig(Section):
     sequence_length: Annotated[int, Field(ge=2, le=2**24)] = 2048
     steps: Positive = 200
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    checkpointing: Literal["none", "experts_only", "full", "offload"] = "full"
+    checkpointing: Checkpointing = "full"
     keep_rows: KeepRows = "none"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     log_every: Positive = 1
@@ -454,11 +479,17 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _rows_kept_once(self) -> TrainConfig:
-        """Raise `ValueError` if `keep_rows` is a number although `checkpointing: none` keeps the rows of all layers."""
+        """Raise `ValueError` if `keep_rows` is set although `checkpointing` says which layers keep their rows."""
         if self.checkpointing == "none" and isinstance(self.keep_rows, int):
             raise ValueError(
                 f"keep_rows: {self.keep_rows}, and checkpointing: none keeps the rows of all layers; leave keep_rows "
                 "out, or set checkpointing: experts_only"
+            )
+        if self.keep_rows != "none" and (self.checkpointing == "auto" or isinstance(self.checkpointing, KeptConfig)):
+            which = "auto chooses" if self.checkpointing == "auto" else "rows: names"
+            raise ValueError(
+                f"keep_rows: {self.keep_rows}, and checkpointing: {which} the layers that keep their rows; leave "
+                "keep_rows out"
             )
         return self
 

@@ -19,9 +19,9 @@ from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.equal_ranks import by_kind
 from moetune.memory.host import host_of
+from moetune.memory.keep.settle import rows_of, settled
 from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
-from moetune.memory.rows import rows_of, settled
 from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.trace import NotTraceable, Trace, trace
@@ -29,6 +29,7 @@ from moetune.memory.trace.steps import STEPS
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import Coordinates, data_ranks
+from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
 
@@ -80,7 +81,9 @@ def predict(
     card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
     run = as_known(run, None if name is None else card)
     if name is not None:
-        run = settled(run, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
+        run = settled(run, card, routing, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
+    elif is_open(run.config.train):
+        run = run.keeping({})
     config = run.config
     common = {
         "model": config.model.path,
@@ -186,6 +189,7 @@ def _reported(
         method="trace",
         moment=fullest.moment(),
         timeline=fullest.timeline(),
+        phases=fullest.phases(),
         collectives=fullest.collectives,
         time=None if common["gpu"] is None else time_of(run.config, fullest, card),
     )

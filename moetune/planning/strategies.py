@@ -93,7 +93,7 @@ _AS_PUBLISHED: dict[Storage, _Choices] = {
 """Storages of a model that is published quantized: first the published one, as more bits would hold the same weights;
 then those of fewer bits."""
 _CHECKPOINTING: _Choices = [
-    ({"train.checkpointing": "full"}, ()),
+    ({"train.checkpointing": "auto"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
 ]
 

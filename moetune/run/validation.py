@@ -15,12 +15,13 @@ from transformers.utils import is_flash_attn_2_available
 
 from moetune.compat.transformers import has_sinks, supports_attention
 from moetune.config.resolved import ResolvedModelConfig
-from moetune.config.schema import LINEAR_STORAGES, ModelConfig, OptimizerConfig, RunConfig
+from moetune.config.schema import LINEAR_STORAGES, KeptConfig, ModelConfig, OptimizerConfig, RunConfig
 from moetune.errors import UserError, counted
 from moetune.models.source_quantization import SourceQuantization
 from moetune.models.structure import ModelStructure
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
+from moetune.run.keeps import recomputes_layers, unknown_layers
 from moetune.run.linears import read_directly
 from moetune.run.resolved import ResolvedRun, raise_problems
 from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
@@ -118,7 +119,14 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
             f"train.keep_rows: {train.keep_rows}, and {run.structure.model_type!r} has "
             f"{counted(layers, 'layer')} with experts; set {layers or 'none'}"
         )
-    if train.checkpointing in ("full", "offload") and not plain.supports_gradient_checkpointing:
+    yield from unknown_layers(train, run.structure)
+    kept = train.checkpointing
+    if isinstance(kept, KeptConfig) and kept.attention != "none" and run.config.model.attention == "eager":
+        yield (
+            "train.checkpointing.attention: eager attention has no kernel whose output could be kept; leave it out, or "
+            "choose another model.attention"
+        )
+    if recomputes_layers(train) and not plain.supports_gradient_checkpointing:
         yield (
             f"train.checkpointing: {type(plain).__name__} does not support activation checkpointing; set "
             "train.checkpointing: none"

@@ -89,9 +89,9 @@ def test_a_run_without_a_kernel(
     monkeypatch.setenv(fault, kernel)
     settled = list[tuple[str, ...]]()
 
-    def settled_on(run: ResolvedRun, card: torch.device) -> ResolvedRun:
+    def settled_on(run: ResolvedRun, card: torch.device, before: None) -> ResolvedRun:
         settled.append(run.config.hardware.without_kernels)
-        return verify.settled_on(run, card)
+        return verify.settled_on(run, card, before)
 
     monkeypatch.setattr(watch_train, "settled_on", settled_on)
     trained = moetune("train", run_file)

@@ -59,16 +59,16 @@ def _divided(rows: Tensor, parts: int, interleaved: bool) -> Tensor:
 
 
 def low_rank(
-    draw: Draw, name: str, rows: int, experts: int, rank: int, parts: int, wide_in: int, wide_out: int
+    draw: Draw, name: str, rows: int, experts: int, rank: int, parts: int, wide_in: int, wide_out: int, kind: str = ""
 ) -> Call:
-    """Return one of three products, or the gradients: `wide_out` is the width of one part."""
+    """Return one of three products (`kind`, or a random one), or the gradients: `wide_out` is the width of one part."""
     groups, interleaved = draw.groups(rows, experts), draw.one_of((False, True))
     factors = draw.one_of((torch.float32, torch.float32, draw.dtype))
     A = draw.normal(experts, parts, rank, wide_in, dtype=factors) / wide_in**0.5
     B = draw.normal(experts, parts, wide_out, rank, dtype=factors) / rank**0.5
     x, dout = draw.normal(rows, wide_in), _divided(draw.normal(rows, parts * wide_out), parts, interleaved)
     if name == "low_rank":
-        kind = draw.one_of(("forward", "backward", "narrow"))
+        kind = kind or draw.one_of(("forward", "backward", "narrow"))
         if kind == "forward":
             return name, [x, A, B, dout, torch.zeros_like(dout), *groups, 0.5]
         if kind == "backward":

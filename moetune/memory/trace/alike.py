@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from moetune.models.stack import decoder_layers
 from moetune.parallel.ranks import Ranks
+from moetune.run.keeps import recomputes_layers
 from moetune.run.resolve import ResolvedRun
 
 _LONGEST = 8
@@ -99,10 +100,9 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
     in every process. `ep` is the rank's position on the `ep` axis, which decides the experts that it holds."""
     selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
     outside = {part.name for part in run.structure.parameters if part.layer is None}
-    checkpointing = run.config.train.checkpointing
     # Whether gradients pass through the layer even if nothing in it trains: always under checkpointing, else if an
     # earlier layer or a weight outside of the layers trains.
-    arrive = checkpointing in ("full", "offload") or bool(selection.full & outside)
+    arrive = recomputes_layers(run.config.train) or bool(selection.full & outside)
     kinds: list[Hashable] = []
     for number, (path, made) in enumerate(_layers(run.model.plain).items()):
         trains = (
@@ -118,9 +118,10 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
             selection.lora_experts.get(number, ()),
         )
         quantized = frozenset(one.removeprefix(path) for one in run.quantized_linears if one.startswith(f"{path}."))
-        stays = checkpointing == "offload" and number == 0  # its input, a frozen embedding's output, stays on the GPU
-        keeps_rows = number in run.keeps_rows
-        kinds.append((arrive, stays, keeps_rows, trains, quantized, held.get(number, ()), made))
+        on_host = run.config.train.checkpointing == "offload"
+        stays = on_host and number == 0  # its input, a frozen embedding's output, stays on the GPU
+        kept = tuple(sorted(run.keeps.get(number, ())))
+        kinds.append((arrive, stays, kept, trains, quantized, held.get(number, ()), made))
         arrive = arrive or any(trains)
     return kinds
 
