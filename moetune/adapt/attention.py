@@ -7,7 +7,8 @@ names of transformers' FlashAttentionKwargs, and reach each layer's attention fu
 
 For models with attention sinks (gpt-oss and its like) transformers has eager attention only. Here they have the
 variable-length attention for packed documents, on a GPU and on a CPU (flash.py); and `sdpa_with_sink` for unpacked
-rows, text generation, and masks that no window describes.
+rows, text generation, and masks that no window describes. Hybrids, too, have variable-length attention on both: the
+mask of some (Granite 4) does not separate documents.
 
 Shapes: B rows of S tokens, T = B·S tokens; h heads of queries, h_kv heads of keys and values; head size d of queries
 and keys, d_v of values; n documents.
@@ -27,7 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
-from moetune.adapt.documents import document_lengths, is_split_by_documents, split_by_documents
+from moetune.adapt.documents import document_lengths, is_split_by_documents, layers_with_state, split_by_documents
 from moetune.adapt.flash import within_documents
 from moetune.compat.transformers import attention_name, fix_rotary_length, has_flash_interface, has_sinks, set_attention
 from moetune.config.schema import RunConfig
@@ -40,7 +41,7 @@ VARLEN = "varlen"
 No mask function has this name, so transformers creates no mask.
 """
 VARLEN_CPU = "varlen_cpu"
-"""The name of `varlen_attention` with the CPU's kernel, for models with sinks."""
+"""The name of `varlen_attention` with the CPU's kernel, for models with sinks and hybrids."""
 MASKED_SINKS = "sdpa_with_sink"
 """The name of `sdpa_with_sink`, for which transformers makes the mask that it makes for eager attention."""
 
@@ -61,9 +62,12 @@ def attention_for(
     if wanted != "sdpa":
         return wanted
     by_mask = MASKED_SINKS if has_sinks(plain) else "sdpa"
-    if not config.packs or (capability is None and by_mask == "sdpa") or not takes_cu_seqlens(plain, capability):
+    on_cpu = capability is None
+    if not config.packs or (on_cpu and by_mask == "sdpa" and not layers_with_state(plain)):
         return by_mask
-    return VARLEN_CPU if capability is None else VARLEN
+    if not takes_cu_seqlens(plain, capability):
+        return by_mask
+    return VARLEN_CPU if on_cpu else VARLEN
 
 
 _IN_WORDS = {
@@ -150,7 +154,7 @@ def _largest_head(plain: PreTrainedModel) -> int:
         with torch.no_grad():
             decoder_stack(model)(
                 input_ids=ids,
-                attention_mask=torch.ones_like(ids),
+                attention_mask=torch.ones(1, _ROW, dtype=torch.long),  # not on meta: read where a layer has a state
                 use_cache=False,
                 **cu_seqlens([_ROW]),
                 **document_lengths([_ROW]),
@@ -158,7 +162,8 @@ def _largest_head(plain: PreTrainedModel) -> int:
     except Exception:  # the model's code needs values, which meta tensors lack
         return _NO
     called = {module for module, _, _ in calls}
-    all_fit = all(fits for _, _, fits in calls) and all(called & {*layer.modules()} or is_split_by_documents(layer) for layer in ran)
+    attends = (bool(called & {*layer.modules()}) or is_split_by_documents(layer) for layer in ran)
+    all_fit = all(fits for _, _, fits in calls) and all(attends)
     return max((size for _, size, _ in calls), default=_NO) if all_fit else _NO
 
 

@@ -2,8 +2,7 @@
 
 Attention hides one document from another by a mask or by `cu_seqlens`. A module with a state takes neither, so it runs
 on each document alone, one after the other, and the state begins anew with each: exact, and slower the more documents a
-row has. Such modules are found by what their code does, not by a model's name. Where the packages that transformers
-uses for them are installed and take the borders of documents, the module runs once, on all documents.
+row has. Such modules are found by what their code does, not by a model's name.
 
 The lengths of the documents are part of the batch. They reach each decoder layer as a keyword argument, which
 activation checkpointing keeps, so that a layer recomputes what it computed.
@@ -64,6 +63,11 @@ def split_by_documents(model: nn.Module) -> None:
             layer.current = current
             for module in modules:
                 module.forward = partial(_forward, current, module)
+
+
+def layers_with_state(model: nn.Module) -> int:
+    """Return how many decoder layers have modules that carry a state."""
+    return sum(bool(_with_state(layer)) for layer in decoder_layers(model).values())
 
 
 def is_split_by_documents(layer: nn.Module) -> bool:

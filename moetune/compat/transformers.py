@@ -58,11 +58,11 @@ def set_attention(config: Any, name: str) -> None:
 
 
 def has_flash_interface(model: PreTrainedModel) -> bool:
-    """Return whether a model declares that it supports flash attention through transformers' attention interface.
+    """Return whether a model declares that it supports flash attention.
 
     True also of models that transformers lets run with particular kernels only, as it does for attention sinks.
     """
-    return bool(model._supports_flash_attn and model._supports_attention_backend)
+    return bool(model._supports_flash_attn)
 
 
 def has_sinks(model: PreTrainedModel) -> bool:

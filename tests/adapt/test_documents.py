@@ -5,7 +5,7 @@ Tolerance: relative, of the norm of each gradient, in float32; rounding, as prod
 
 from __future__ import annotations
 
-import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +13,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.adapt.attention import VARLEN, VARLEN_CPU, cu_seqlens, document_inputs, takes_cu_seqlens
+from moetune.adapt.attention import VARLEN_CPU, document_inputs, takes_cu_seqlens
 from moetune.adapt.checkpointing import checkpoint_layers
-from moetune.adapt.documents import document_lengths, is_split_by_documents, split_by_documents
+from moetune.adapt.documents import is_split_by_documents, split_by_documents
 from moetune.compat.transformers import carries_state, set_attention
+from moetune.config.schema import RunConfig
+from moetune.memory.trace import trace
 from moetune.models.stack import decoder_layers
 from moetune.models.structure import meta_model
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.step.batch import Row, collate
 from moetune.training.step.loss import IGNORED
 from moetune.training.step.micro_step import token_loss
+from tests.resolved import build, measure
 from tests.thinned import thinned
-from tests.toys import LAYERS, VOCAB, causal_lm_types, toy_config, toy_model
+from tests.toys import VOCAB, causal_lm_types, toy_config, toy_model
 
 TOLERANCE = 1e-5
 ROWS = ((27, 5, 32), (64,), (1, 40, 23))
@@ -39,7 +42,6 @@ HYBRIDS = (
 RECURRENT = {"falcon_mamba", "mamba", "mamba2"}
 """Models of such layers alone. rwkv and xlstm are too; they keep their state outside of transformers' caches."""
 SIZES: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "ple_layer_ids": [1],
@@ -57,7 +59,9 @@ def hybrid(model_type: str) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, nn.Conv1d):  # some begin at zero
             module.weight.data.normal_(std=0.3, generator=generator)
+    plain = meta_model(model.config)
     split_by_documents(model)
+    set_attention(model.config, VARLEN_CPU if takes_cu_seqlens(plain, None) else "sdpa")
     return model
 
 
@@ -97,6 +101,7 @@ def assert_equal(packed: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert (packed[name] - gradient).norm() <= TOLERANCE * gradient.norm().clamp(min=1e-3 * largest), name
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("model_type", thinned(HYBRIDS, 11, ("zaya",)))
 def test_losses_and_gradients_are_those_of_the_documents_alone(model_type: str, checkpointing: str) -> None:
@@ -128,3 +133,23 @@ def _has_state(model_type: str) -> bool:
     except Exception:  # types that no toy is built of
         return False
     return any(carries_state(module) for layer in decoder_layers(model).values() for module in layer.modules())
+
+
+@pytest.mark.parametrize("model_type", thinned(("lfm2_moe", "qwen3_next", "granitemoehybrid", "zaya", "minimax"), 9))
+def test_fake_steps_run_document_by_document_too_and_take_byte_for_byte_what_real_ones_take(
+    model_type: str, tmp_path: Path
+) -> None:
+    toy_config(model_type).save_pretrained(tmp_path)
+    run = RunConfig.model_validate(
+        {
+            "model": {"path": str(tmp_path), "weights": "random", "base": "fp32", "dtype": "fp32"},
+            "adapt": {"router": "all", "lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}},
+            "train": {"micro_batch": 2, "sequence_length": 40, "accumulate": 2},
+        }
+    )
+    measured = measure(run, "cpu", steps=2)
+    counts = iter(measured.counts)
+    fake = trace(run, lambda *_: next(counts), micro_steps=2)
+    assert measured.trace is not None
+    assert fake.parts() == measured.trace.parts()
+    assert any(is_split_by_documents(layer) for layer in decoder_layers(build(run, "meta").model).values())
