@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moetune.errors import DoesNotFit, UserError
     from moetune.exporting.apply import apply_delta
     from moetune.exporting.export import ExportResult, export
+    from moetune.inference.completions import Completions, complete
     from moetune.inference.evaluate import Evaluation, evaluate
     from moetune.inference.generate import generate
     from moetune.inference.opened import Opened, open_model
@@ -41,15 +42,16 @@ if TYPE_CHECKING:
     from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve
     from moetune.run.scores import Scores
     from moetune.training.run import TrainResult
+    from moetune.training.trl import trl_arguments, trl_model
     from moetune.watch.train import train
 
 __version__ = "0.1.0"
 __all__ = [
-    "Adapted", "Count", "DoesNotFit", "Drift", "Evaluation", "ExportResult", "MemoryReport", "MoetuneConfig", "Opened",
-    "Outcome", "Plan", "Predictor", "ResolvedConfig", "ResolvedModel", "ResolvedRun", "RunConfig", "Scores", "Solved",
-    "TrainResult", "UserError", "apply_delta", "build", "count", "drift", "evaluate", "export", "generate",
-    "load_run_config", "open_model", "plan", "predict", "quantize", "resolve", "score", "solve", "train", "verify",
-    "within_budget",
+    "Adapted", "Completions", "Count", "DoesNotFit", "Drift", "Evaluation", "ExportResult", "MemoryReport",
+    "MoetuneConfig", "Opened", "Outcome", "Plan", "Predictor", "ResolvedConfig", "ResolvedModel", "ResolvedRun",
+    "RunConfig", "Scores", "Solved", "TrainResult", "UserError", "apply_delta", "build", "complete", "count", "drift",
+    "evaluate", "export", "generate", "load_run_config", "open_model", "plan", "predict", "quantize", "resolve",
+    "score", "solve", "train", "trl_arguments", "trl_model", "verify", "within_budget",
 ]  # fmt: skip
 
 _NAMES = {
@@ -63,6 +65,7 @@ _NAMES = {
     "errors": "DoesNotFit UserError",
     "exporting.apply": "apply_delta",
     "exporting.export": "ExportResult export",
+    "inference.completions": "Completions complete",
     "inference.evaluate": "Evaluation evaluate",
     "inference.generate": "generate",
     "inference.opened": "Opened open_model",
@@ -78,6 +81,7 @@ _NAMES = {
     "run.resolve": "ResolvedModel ResolvedRun resolve",
     "run.scores": "Scores",
     "training.run": "TrainResult",
+    "training.trl": "trl_arguments trl_model",
     "watch.train": "train",
 }
 """Module below `moetune` -> the public names to import from this module, separated by spaces."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,67 @@ def write_mxfp4(folder: Path, *, shards: bool = False, **sizes: Any) -> Path:
     return folder
 
 
-def write_fp8(folder: Path, model_type: str = "deepseek_v3", block: int = 32, **sizes: Any) -> Path:
+def write_fp8(
+    folder: Path, model_type: str = "deepseek_v3", block: int = 128, left_out: Sequence[str] = (), **sizes: Any
+) -> Path:
     """As deepseek-ai/DeepSeek-V3 is published: linear layers and experts in FP8 with a scale for each block, of which
-    the last ones may be cut off."""
+    the last ones may be cut off; layers whose paths end with one of `left_out` in bfloat16."""
     config = toy_config(model_type, **sizes)
     tensors: dict[str, Tensor] = {}
     for name, value in _checkpoint(config).items():
-        if value.ndim == 2 and "embed" not in name and "lm_head" not in name and "gate.weight" not in name:
+        plain = ("embed_tokens.weight", "lm_head.weight", "gate.weight", *(f"{one}.weight" for one in left_out))
+        if value.ndim == 2 and not name.endswith(plain):
             tensors[name] = (value * 20).to(torch.float8_e4m3fn)
             tensors[f"{name}_scale_inv"] = torch.rand([-(-size // block) for size in value.shape]) / 10 + 0.01
         else:
             tensors[name] = value
-    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [block] * 2}
+    settings: dict[str, Any] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [block] * 2,
+    }
+    if left_out:
+        settings["modules_to_not_convert"] = [
+            "lm_head",
+            *(f"model.layers.{n}.{one}" for n in range(9) for one in left_out),
+        ]
+    _write(folder, config, tensors, settings, shards=False)
+    return folder
+
+
+def write_nvfp4(
+    folder: Path, model_type: str, producer: str = "modelopt", left_out: Sequence[str] = (), **sizes: Any
+) -> Path:
+    """As nvidia/Qwen3-30B-A3B-NVFP4 (`modelopt`) or RedHatAI/Qwen3-30B-A3B-NVFP4 (`compressed-tensors`) are published:
+    linear layers and experts in NVFP4, with scales of activations; layers whose paths end with one of `left_out` in
+    bfloat16."""
+    config = toy_config(model_type, **sizes)
+    tensors: dict[str, Tensor] = {}
+    for name, value in _checkpoint(config).items():
+        plain = ("embed_tokens.weight", "lm_head.weight", "gate.weight", *(f"{one}.weight" for one in left_out))
+        if value.ndim != 2 or name.endswith(plain):
+            tensors[name] = value
+            continue
+        rows, columns = value.shape
+        codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+        scale, path = 1e-4 * (1 + torch.rand(())), name.removesuffix(".weight")
+        tensors[f"{name}_scale"] = (torch.rand(rows, columns // 16) * 400).to(torch.float8_e4m3fn)
+        if producer == "modelopt":
+            tensors |= {name: codes, f"{name}_scale_2": scale, f"{path}.input_scale": torch.rand(())}
+            if name.endswith("k_proj.weight"):
+                tensors[f"{path}.k_scale"] = torch.rand(())
+        else:
+            tensors |= {f"{name}_packed": codes, f"{name}_global_scale": 1 / scale.view(1)}
+            tensors[f"{path}.input_global_scale"] = torch.rand(1)
+    weights = {"num_bits": 4, "type": "float", "group_size": 16}
+    settings: dict[str, Any] = {"quant_method": producer, "config_groups": {"group_0": {"weights": weights}}}
+    settings["ignore"] = ["lm_head", *(f"model.layers.*.{one}*" for one in left_out)]
+    if producer == "modelopt":
+        settings |= {"quant_algo": "NVFP4", "producer": {"name": "modelopt", "version": "0.47.0"}}
+    else:
+        settings["ignore"] = ["lm_head", *(f"re:.*{one}$" for one in left_out)]
+        settings["format"] = "nvfp4-pack-quantized"
     _write(folder, config, tensors, settings, shards=False)
     return folder
 

@@ -181,7 +181,7 @@ def build(
         model.get_submodule(layer.experts).requires_grad_()
     refuse_unquantized(model, run)
     refuse_misplaced(model, config.model, device)
-    checkpoint_layers(model, config.train.checkpointing, device)
+    checkpoint_layers(model, run, device)
     for layer in structure.moe_layers:
         if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would lose small updates
             path, _, key = name.rpartition(".")

@@ -17,13 +17,9 @@ from moetune.config.schema import LoraConfig
 from moetune.errors import UserError
 
 
-class Dropout(nn.Module):
+class Dropout(nn.Dropout):
     """Dropout that keeps a mask of one byte per element on every device, so that a trace on a CPU shows a GPU's memory.
     torch's own keeps a mask of floats on a CPU."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.native_dropout(x, self.p, True)[0] if self.training else x

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moetune.adapters.base import AdapterBase
-from moetune.adapters.files import Stored
+from moetune.adapters.files import StoredAdapter
 from moetune.adapters.read import Read, read, rest
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
@@ -59,7 +59,9 @@ class AdapterReport(Answer):
     programs: dict[str, str | None]
 
 
-def check(stored: Stored, base: AdapterBase, layout: str | None = None, program: str | None = None) -> AdapterReport:
+def check(
+    stored: StoredAdapter, base: AdapterBase, layout: str | None = None, program: str | None = None
+) -> AdapterReport:
     """Return what of an adapter reaches its base.
 
     Args:
@@ -103,7 +105,7 @@ def _covered(found: Read, base: AdapterBase) -> list[Covered]:
     return covered
 
 
-def _as_it_is(found: Read, stored: Stored, base: AdapterBase, program: str) -> str | None:
+def _as_it_is(found: Read, stored: StoredAdapter, base: AdapterBase, program: str) -> str | None:
     """Return None if the files hold what would be written for a program; else the first difference."""
     try:
         laid = laid_out(found.adapter, base, program)

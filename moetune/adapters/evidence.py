@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moetune.adapters.stacked import Order
 
-Verdict = Literal["grouped", "interleaved"]
+RowOrder = Literal["grouped", "interleaved"]
 """`grouped`: the expert is the slowest index of the columns; `interleaved`: the fastest, as in PEFT."""
 _CLEAR, _LIKELIER, _GROUPS = 4.0, 10.0, 15
 """The second sign counts with at least 15 degrees of freedom between experts, from F = 4 (chance: 1 ± 0.4), and where
@@ -30,7 +30,7 @@ the order is e¹⁰ times as likely as the other: n/2 times the logarithm of the
 class Sign:
     """An order of the experts that the numbers indicate, and the observation as a sentence."""
 
-    verdict: Verdict
+    verdict: RowOrder
     because: str
 
 
@@ -40,7 +40,7 @@ def sign_of(stacks: Iterable[tuple[Tensor, Tensor, int]]) -> Sign | None:
     Args:
         stacks: for each layer and projection, the two stored matrices [E·r, …] and […, r·E], and E.
     """
-    orders: dict[Verdict, bool] = {"grouped": True, "interleaved": False}
+    orders: dict[RowOrder, bool] = {"grouped": True, "interleaved": False}
     whole, torn = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
     spread = {verdict: _Spread() for verdict in orders}
     for first, second, experts in stacks:

@@ -75,7 +75,7 @@ class Scales(BaseModel):
         return target
 
 
-class Record(TypedDict, total=False):
+class AdapterRecord(TypedDict, total=False):
     """What moetune notes in an adapter's file, in the metadata of safetensors.
 
     Attributes:
@@ -91,7 +91,7 @@ class Record(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAdapter:
     """An adapter as it is in its folder.
 
     Attributes:
@@ -104,7 +104,7 @@ class Stored:
     settings: Mapping[str, Any]
     tensors: Tensors
     scales: Scales
-    record: Record
+    record: AdapterRecord
 
     def __str__(self) -> str:
         return f"adapter {str(self.folder)!r}"
@@ -159,7 +159,7 @@ def beyond_plain(settings: Mapping[str, Any]) -> list[str]:
     return others
 
 
-def open_adapter(folder: Path) -> Stored:
+def open_adapter(folder: Path) -> StoredAdapter:
     """Read an adapter folder. Raise `UserError` as `read_adapter`, or if it is not plain LoRA."""
     settings, tensors = read_adapter(folder)
     if others := beyond_plain(settings):
@@ -171,24 +171,24 @@ def open_adapter(folder: Path) -> Stored:
         key = ".".join(map(str, first["loc"]))
         raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE}: {key}: {first['msg']}") from None
     named = {_OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
-    return Stored(folder, settings, named, scales, _record(folder))
+    return StoredAdapter(folder, settings, named, scales, _record(folder))
 
 
-def _record(folder: Path) -> Record:
+def _record(folder: Path) -> AdapterRecord:
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         text = (file.metadata() or {}).get(_RECORD)
     if text is None:
         return {}
-    return parse_json(text.encode(), Record, f"{str(folder / WEIGHTS_FILE)!r}: {_RECORD} in its metadata")
+    return parse_json(text.encode(), AdapterRecord, f"{str(folder / WEIGHTS_FILE)!r}: {_RECORD} in its metadata")
 
 
-def write_adapter(folder: Path, tensors: Tensors, settings: Mapping[str, Any], record: Record) -> int:
+def write_adapter(folder: Path, tensors: Tensors, settings: Mapping[str, Any], record: AdapterRecord) -> int:
     """Write the weights and the configuration of an adapter, and return the bytes of its tensors.
 
     Args:
         tensors: the adapter's tensors by name, without PEFT's prefix.
         settings: the content of `adapter_config.json`.
-        record: as `Stored.record`.
+        record: as `StoredAdapter.record`.
     """
     kinds = {f"{PREFIX}{name}": (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)  # tensors that were read from it stay mapped

@@ -20,7 +20,7 @@ from torch import Tensor
 from moetune.adapters.base import AdapterBase, sizes_of, stacks_of
 from moetune.adapters.evidence import sign_of
 from moetune.adapters.factors import GATE_UP, Adapter, Factors, fused
-from moetune.adapters.files import Stored
+from moetune.adapters.files import StoredAdapter
 from moetune.adapters.sketch import differing
 from moetune.adapters.stacked import ORDERS, Order, named_order
 from moetune.errors import UserError
@@ -79,7 +79,7 @@ class _Pairs:
     unread: list[str] = field(default_factory=list)
 
 
-def read(stored: Stored, base: AdapterBase, layout: str | None = None) -> Read:
+def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) -> Read:
     """Read an adapter of a base in the layout with this name; None to detect it.
 
     What does not fit is in `Read.problems`.
@@ -133,7 +133,7 @@ def read(stored: Stored, base: AdapterBase, layout: str | None = None) -> Read:
     return found
 
 
-def sure(found: Read, stored: Stored) -> Read:
+def sure(found: Read, stored: StoredAdapter) -> Read:
     """Return what was read; raise `UserError` if the numbers contradict the layout, so that the user must decide."""
     if found.is_unsure or found.altered:
         reason = (found.altered or [line for line in found.problems if "looks like" in line])[0]
@@ -143,7 +143,7 @@ def sure(found: Read, stored: Stored) -> Read:
     return found
 
 
-def _sort(stored: Stored, base: AdapterBase) -> _Pairs:
+def _sort(stored: StoredAdapter, base: AdapterBase) -> _Pairs:
     pairs = _Pairs()
     parameters = {**dict(base.plain.named_parameters(remove_duplicate=False)), **dict(base.plain.named_buffers())}
     halves: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -198,7 +198,7 @@ def _factor_of(name: str) -> tuple[str, str, str]:
 
 
 def _order(
-    stored: Stored, base: AdapterBase, pairs: _Pairs, layout: str | None, found: Read
+    stored: StoredAdapter, base: AdapterBase, pairs: _Pairs, layout: str | None, found: Read
 ) -> tuple[Order, dict[str, dict[int, str]]]:
     """Return the order of all factors, and path of experts -> slot -> projection, from shapes, marks and numbers."""
     is_swapped, names = _by_shape(stored, base, pairs, layout)
@@ -226,7 +226,7 @@ def _order(
     return order, names
 
 
-def _grouping(stored: Stored, layout: str | None, is_swapped: bool) -> tuple[bool, str]:
+def _grouping(stored: StoredAdapter, layout: str | None, is_swapped: bool) -> tuple[bool, str]:
     """Return whether the experts are grouped in the second matrix, and from what this was concluded."""
     if layout is not None:
         return ORDERS[layout].is_grouped, f"--from {layout}"
@@ -248,7 +248,7 @@ def _grouping(stored: Stored, layout: str | None, is_swapped: bool) -> tuple[boo
 
 
 def _by_shape(
-    stored: Stored, base: AdapterBase, pairs: _Pairs, layout: str | None
+    stored: StoredAdapter, base: AdapterBase, pairs: _Pairs, layout: str | None
 ) -> tuple[bool, dict[str, dict[int, str]]]:
     """Return whether first and second factors are exchanged, and path of experts -> slot -> projection.
 
@@ -309,7 +309,7 @@ def _by_shape(
 
 
 def _from_slots(
-    stored: Stored,
+    stored: StoredAdapter,
     layer: MoeLayer,
     slots: Mapping[int, tuple[str, Tensor, Tensor]],
     order: Order,
@@ -328,7 +328,7 @@ def _from_slots(
 
 
 def _from_roles(
-    stored: Stored, layer: MoeLayer, pairs: _Pairs, found: Read
+    stored: StoredAdapter, layer: MoeLayer, pairs: _Pairs, found: Read
 ) -> tuple[dict[str, Factors], dict[str, frozenset[int]]]:
     """Return projection -> factors, and projection -> ids of the experts that have any."""
     roles: dict[str, Factors] = {}
@@ -359,7 +359,7 @@ def _from_roles(
 
 
 def _stack(
-    stored: Stored, layer: MoeLayer, role: str, factor: str, pairs: _Pairs, found: Read
+    stored: StoredAdapter, layer: MoeLayer, role: str, factor: str, pairs: _Pairs, found: Read
 ) -> tuple[Tensor, frozenset[int]] | None:
     """Return one factor of all experts, [E, r, in] or [E, out, r], and the ids that have it; None if it misfits."""
     shape, count = layer.shape, layer.shape.num_experts
@@ -392,11 +392,11 @@ def _stack(
     return torch.stack([parts.get(expert, zero) for expert in range(count)]), every
 
 
-def _ranks(stored: Stored) -> Mapping[str, int]:
+def _ranks(stored: StoredAdapter) -> Mapping[str, int]:
     return stored.record.get("ranks", {})
 
 
-def _check_rank(found: Read, stored: Stored, target: str, rank: int) -> None:
+def _check_rank(found: Read, stored: StoredAdapter, target: str, rank: int) -> None:
     """Report a rank in the settings that is not that of the factors, with which other programs take another scale."""
     if (noted := stored.scales.rank(target)) != rank:
         found.problems.append(f"{target}: its factors have rank {rank}, and adapter_config.json says {noted}")
@@ -407,7 +407,7 @@ def _nonzero_ids(factors: Factors) -> frozenset[int]:
     return frozenset(e for e in range(len(factors.A)) if factors.A[e].any() or factors.B[e].any())
 
 
-def _compare_sketch(stored: Stored, found: Read) -> None:
+def _compare_sketch(stored: StoredAdapter, found: Read) -> None:
     """Report updates that are not those that moetune noted when it wrote the file."""
     noted = stored.record.get("sketch")
     for name in () if noted is None else differing(found.adapter, noted):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moetune.adapters.base import AdapterBase, sizes_of
 from moetune.adapters.factors import DOWN, GATE_UP, Adapter, Factors, parted
-from moetune.adapters.files import Record
+from moetune.adapters.files import AdapterRecord
 from moetune.adapters.settings import peft_settings, uniform_settings
 from moetune.adapters.sketch import sketch
 from moetune.adapters.stacked import ORDERS, Order
@@ -54,7 +54,7 @@ class LaidOut:
     notes: tuple[str, ...] = ()
     padded: Mapping[str, int] = field(default_factory=dict)
 
-    def record(self) -> Record:
+    def record(self) -> AdapterRecord:
         """Return what the file shall note about itself: its layout, lower ranks, and the sketch of its updates."""
         return {"schema": 1, "layout": self.layout, "ranks": dict(self.padded), "sketch": sketch(self.adapter)}
 

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
-from moetune.cli.options import Json, KeepQuantized, Opens, answer, flag, heavy_imports, number, opened, option, utf8
+from moetune.cli.options import (
+    Json,
+    KeepQuantized,
+    Opens,
+    answer,
+    flag,
+    heavy_imports,
+    in_a_folder,
+    number,
+    opened,
+    option,
+    utf8,
+)
 from moetune.errors import UserError
 
 
@@ -25,22 +38,39 @@ Seed = Annotated[int, number("Seed of the sampling.", 0, 2**63 - 1)]
 
 def generate(
     model: Opens,
-    prompt: Annotated[str, option("TEXT", "Text to continue.", check=utf8)],
+    prompt: Annotated[str | None, option("TEXT", "Text to continue.", check=utf8)] = None,
     chat: Annotated[bool, flag("--chat", "Take the prompt as a message for the chat template.")] = False,
+    prompts: Annotated[
+        str | None, option("FILE", "Records with a prompt, text or messages: generate a text for each.")
+    ] = None,
+    out: Annotated[
+        Path | None, option("FILE.jsonl", "With --prompts: the records with their texts.", check=in_a_folder)
+    ] = None,
+    batch: Annotated[int, number("With --prompts: prompts in a batch.", metavar="N")] = 8,
+    samples: Annotated[int, number("With --prompts: texts for each record.", metavar="N")] = 1,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     base: KeepQuantized = None,
     json_: Json = False,
 ) -> None:
-    """Continue a prompt with a run, an adapter, a merged checkpoint or a base. A run need not be merged first."""
+    """Continue a prompt, or those of a file, with a run, an adapter, a merged checkpoint or a base. A run need not be
+    merged first. With --prompts, the same command continues after an interruption."""
+    if (prompt is None) == (prompts is None):
+        raise UserError("give --prompt TEXT, or --prompts FILE with --out FILE.jsonl")
+    if (prompts is None) != (out is None):
+        raise UserError("--prompts FILE and --out FILE.jsonl belong together: give both, or neither")
     with heavy_imports():
+        from moetune.inference.completions import complete
         from moetune.inference.generate import generate as go_on
 
-    asked = [{"role": "user", "content": prompt}] if chat else prompt
-    text = go_on(
-        opened(model, base), asked, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=not json_
-    )
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    if prompts is not None and out is not None:
+        done = complete(opened(model, base), prompts, out, batch=batch, samples=samples, **how)
+        answer(json_, done.to_json(), f"{done.texts:,} texts for {done.records:,} records written to {done.out}")
+        return
+    asked = [{"role": "user", "content": prompt or ""}] if chat else prompt or ""
+    text = go_on(opened(model, base), asked, **how, stream=not json_)
     answer(json_, {"model": model, "prompt": prompt, "text": text})
 
 

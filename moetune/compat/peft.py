@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -51,3 +53,16 @@ def _forward(layer: Any, at_once: AtOnce, x: Tensor) -> Tensor:
     if out is None:
         out = base(x) + B(A(dropout(x)) * scale)  # not in place: under tensor parallelism either term may be a view
     return out
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Switch off the adapters of all PEFT layers of a model within the `with` block."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)

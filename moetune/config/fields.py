@@ -140,6 +140,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Coefficient = Annotated[float | str, BeforeValidator(_check_coefficient)]
 LossMemory = Annotated[str, _size_or(f"a size above zero nor none nor auto. {HOW_TO_WRITE_A_SIZE}", "none", "auto")]
 ExpertMemory = Annotated[str, _size_or(f"a size nor 0 nor auto. {HOW_TO_WRITE_A_SIZE}", "0", "auto")]
+HostSize = Annotated[str, _size_or(f"a size above zero. {HOW_TO_WRITE_A_SIZE}")]
 KeepRows = Annotated[int | Literal["none", "auto"], BeforeValidator(_check_keep_rows)]
 Budget = Annotated[
     str | float, _size_or("memory, such as 44GiB, nor a share of each layer's experts, such as 0.25", share=1)

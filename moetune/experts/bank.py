@@ -302,7 +302,7 @@ class ExpertBank(nn.Module):
             return _trained([full.gate_up for full in fulls], dtype), _trained([full.down for full in fulls], dtype)
         which = slice(slots.start, slots.stop)
         gate_up_lora = down_lora = None
-        if kind == "lora" and self.lora is not None:
+        if kind == "lora" and self.lora is not None and not self.hooks.without_lora:
             capability = self.context.capability
             gate_up_lora, down_lora = self.lora.of(
                 experts, joined=capability is not None and is_in_triton(capability, dtype)

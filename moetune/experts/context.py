@@ -80,6 +80,7 @@ class ExpertHooks:
         norms: called after a forward pass with the layer's index and the L2 norms of the experts' outputs before
             weighting, [T, K] in float32; to be set only without gradients. None for no calls.
         recomputes: whether the forward pass is the recomputation of a checkpointed layer, which keeps no rows.
+        without_lora: run experts as if they had no LoRA; without gradients only.
     """
 
     count_rows: CountRows = read_rows
@@ -88,6 +89,7 @@ class ExpertHooks:
     group: Callable[[Sequence[int]], None] | None = None
     norms: Callable[[int, Tensor], None] | None = None
     recomputes: bool = False
+    without_lora: bool = False
 
     @contextmanager
     def using(self, **hooks: Any) -> Iterator[None]:

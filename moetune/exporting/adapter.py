@@ -12,12 +12,12 @@ from moetune.adapters.base import AdapterBase, base_of, stacks_of
 from moetune.adapters.check import AdapterReport
 from moetune.adapters.difference import AdapterDifference, difference
 from moetune.adapters.factors import Adapter
-from moetune.adapters.files import Stored, open_adapter, write_adapter
+from moetune.adapters.files import StoredAdapter, open_adapter, write_adapter
 from moetune.adapters.read import Read, read, sure
 from moetune.adapters.write import laid_out
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of
-from moetune.exporting.folder import keep_apart, new_folder, write_manifest
+from moetune.exporting.folder import keep_apart, new_folder, write_export_manifest
 from moetune.exporting.merged import copy_checkpoint
 from moetune.exporting.updates import Update, expert_with_lora, linear_with_lora, new_rows, placed, whole
 from moetune.files import expanded
@@ -114,7 +114,7 @@ def merge_adapter(
                 places[key].write(rows, start)
                 changed.add(key)
         of = Base(model.source.name, fingerprint).to_json()
-        write_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": of})
+        write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": of})
     size = sum(tensors[key].nbytes for key in changed)
     return AdapterWritten(str(out), found.layout, found.reasons, len(changed), size, [])
 
@@ -140,7 +140,7 @@ def diff_adapters(
     return difference(of_base, read_both[0].adapter, read_both[1].adapter, (str(a), str(b)))
 
 
-def _open(adapter: Path | str) -> Stored:
+def _open(adapter: Path | str) -> StoredAdapter:
     folder = expanded(adapter)
     if not folder.is_dir():
         raise UserError(f"adapter {str(folder)!r} does not exist")
@@ -152,7 +152,7 @@ def _open_base(base: str) -> tuple[ResolvedModel, AdapterBase]:
     return model, base_of(model.source, model.plain, model.structure, base)
 
 
-def _read_whole(stored: Stored, base: AdapterBase, layout: str | None) -> Read:
+def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) -> Read:
     """Read an adapter. Raise `UserError` if a part of it belongs to nothing, or if its layout is in doubt."""
     found = read(stored, base, layout)
     if layout is None:

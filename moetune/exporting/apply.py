@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moetune.errors import UserError
-from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_manifest
+from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_export_manifest
 from moetune.exporting.merged import copy_checkpoint
 from moetune.files import expanded
 from moetune.json_files import Answer
@@ -103,7 +103,7 @@ def apply_delta(
             for start, stop in tensor.blocks() if rows is None else ((slot, slot + 1) for slot in range(len(rows))):
                 copies[key].write(tensor.rows(start, stop), start if rows is None else rows[start])
         of_base = Base(name, fingerprint).to_json()
-        write_manifest(folder, {"format": "applied", **read.about, "base": of_base, "forced": difference})
+        write_export_manifest(folder, {"format": "applied", **read.about, "base": of_base, "forced": difference})
     changed_bytes = sum(places[key].nbytes for key in read.tensors)
     return Applied(str(out), len(read.tensors), changed_bytes, difference, tuple(_notes(difference, force, name)))
 

@@ -12,7 +12,7 @@ import torch
 
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
-from moetune.exporting.folder import Written, write_manifest
+from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.updates import new_rows, placed, updates
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT
 from moetune.models.hub.dequantize import open_checkpoint
@@ -56,6 +56,6 @@ def write_delta(run: FinishedRun, out: Path) -> Written:
         for key, start, rows in new_rows(update, mapping, base):
             written[key].write(rows, slices[key].index(start) if key in slices else start)
     manifest = {"format": FORMAT, "base": of_base.to_json(), "sha256": digest(out / DELTA_FILE), "slices": slices}
-    write_manifest(out, manifest_entries(run) | manifest)
+    write_export_manifest(out, manifest_entries(run) | manifest)
     notes = () if len(full) == len(every) else ("LoRA factors are not in the delta; --format peft or merged has them",)
     return Written(len(written), sum(tensor.nbytes for tensor in written.values()), notes)

@@ -71,7 +71,7 @@ def open_run(path: Path) -> FinishedRun:
         UserError: `path` is no run folder; it has no undamaged checkpoint, or no record of its base; the model has
             changed; or the checkpoint holds NaN, infinity, or other tensors than the run file trains.
     """
-    config = read_run_config(path)
+    config = read_own_config(path)
     folder = RunFolder(path)
     path = folder.path
     checkpoint = folder.newest_whole(best=config.train.early_stopping is not None, hold=True)
@@ -87,7 +87,7 @@ def open_run(path: Path) -> FinishedRun:
     # The checkpoint is whole: the settings by which ranks divided the work do not matter any more.
     alone = config.but(parallel=ParallelConfig(), hardware=HardwareConfig())
     adapted = build(resolve(alone, "cuda"), "meta")
-    notes = refuse_other_model(folder, adapted.run.model)
+    notes = refuse_changed_model(folder, adapted.run.model)
     expected = {
         part.name: tuple(parameter.shape if part.row is None else parameter.shape[1:])
         for parameter, parts in parts_of(adapted).items()
@@ -110,7 +110,7 @@ def open_run(path: Path) -> FinishedRun:
     return FinishedRun(path, config, step_of(checkpoint), adapted, trained, base, tuple(notes), folder)
 
 
-def read_run_config(path: Path) -> RunConfig:
+def read_own_config(path: Path) -> RunConfig:
     """Read the run file in the run folder `path`; raise `UserError` if it has no valid one."""
     path = expanded(path)
     if not path.is_dir():
@@ -120,7 +120,7 @@ def read_run_config(path: Path) -> RunConfig:
     return load_run_config(path / RUN_FILE)
 
 
-def refuse_other_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
+def refuse_changed_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
     """Compare the configuration and tokenizer now in `model.path` with those that the run recorded, if it did.
 
     Returns:

@@ -81,7 +81,7 @@ def new_folder(out: Path, overwrite: bool, needed: int = 0) -> Iterator[Path]:
         _clear(ours, out)
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+def write_export_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write `manifest.json` into an export's folder, with the schema number before the given entries."""
     text = json.dumps({"schema": 1, **manifest}, indent=2, ensure_ascii=False)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
-from moetune.exporting.folder import Written, write_manifest
+from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.updates import new_rows, placed, updates
 from moetune.json_files import read_json
 from moetune.models.hub.dequantize import Quantized, open_checkpoint
@@ -43,7 +43,7 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     if any(isinstance(tensor, Quantized) for tensor in base.values()):
         method = run.adapted.run.model.source.quantization.method
         notes = (f"the base is published quantized ({method}); all weights are in 16 bits here",)
-    write_manifest(out, manifest_entries(run) | {"format": "merged", "base": of_base.to_json()})
+    write_export_manifest(out, manifest_entries(run) | {"format": "merged", "base": of_base.to_json()})
     return Written(len(changed), sum(base[key].nbytes for key in changed), notes)
 
 

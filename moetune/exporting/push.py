@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
 from moetune.config.load import load_run_config
-from moetune.config.ranks import ranks_as_text
+from moetune.config.lora_rank import ranks_as_text
 from moetune.errors import UserError, one_line
 from moetune.files import Ledger, expanded
 from moetune.models.hub.delta_folder import MANIFEST

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 from torch import Tensor
-from transformers import GenerationConfig, TextStreamer
+from transformers import GenerationConfig, PreTrainedModel, TextStreamer
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
 from moetune.errors import UserError, shown
 from moetune.inference.opened import Opened, open_model
@@ -42,35 +44,66 @@ def generate(
             value; or the model computes NaN.
     """
     opened = opened if isinstance(opened, Opened) else open_model(str(opened))
+    prompts = [token_ids(opened, prompt)]
+    return continued(opened, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=stream)[
+        0
+    ]
+
+
+def token_ids(opened: Opened, prompt: str | list[Message]) -> list[int]:
+    """Return the token ids of a prompt; the prompt and the errors are those of `generate`."""
     tokenizer: Any = opened.tokenizer
     if isinstance(prompt, str):
-        inputs = tokenizer(prompt, return_tensors="pt")
+        ids = tokenizer(prompt)["input_ids"]
     elif not tokenizer.chat_template:
         raise UserError(
             f"the tokenizer of {opened.name!r} has no chat template; give a prompt as text, or train with "
             "data.chat_template"
         )
     else:
-        inputs = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    ids = inputs["input_ids"].to(opened.model.device)
-    if not ids.numel():
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    if not ids:
         raise UserError("the prompt is empty: it has no tokens")
-    model: Any = opened.model
-    pad = pad_token_id(tokenizer)
-    known = model.config.get_text_config().vocab_size
-    if (largest := max(int(ids.max()), pad)) >= known:
+    text_config = opened.model.config.get_text_config()
+    if (largest := max(*ids, pad_token_id(tokenizer))) >= text_config.vocab_size:
         raise UserError(
-            f"the tokenizer of {opened.name!r} has token {largest}; the model has embeddings for {known} only. Its "
-            "tokenizer_config.json says which tokens there are"
+            f"the tokenizer of {opened.name!r} has token {largest}; the model has embeddings for "
+            f"{text_config.vocab_size} only. Its tokenizer_config.json says which tokens there are"
         )
-    model.generation_config = _sampling(opened)
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions is not None and len(ids) >= positions:
+        raise UserError(f"the prompt has {len(ids):,} tokens, and the model has positions for {positions:,}")
+    return list(ids)
+
+
+def continued(
+    opened: Opened,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stream: bool = False,
+) -> list[str]:
+    """Return the text that continues each prompt, generated in one batch.
+
+    The prompts are padded on the left to the longest. Keys and values of all positions are allocated once (a static
+    cache), for B prompts of at most S tokens B·(S + max_new_tokens) positions; layers with a sliding window keep no
+    more than the window. Models without a static cache grow theirs.
+
+    Args:
+        prompts: token ids of each prompt, from `token_ids`.
+        stream: also print the text on stdout while it is generated; for one prompt only.
+    """
+    model: Any = opened.model
+    tokenizer: Any = opened.tokenizer
+    pad, length = pad_token_id(tokenizer), max(map(len, prompts))
+    ids = torch.tensor([[pad] * (length - len(row)) + row for row in prompts], device=model.device)
+    is_token = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts], device=model.device)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None:
-        if ids.shape[1] >= positions:
-            raise UserError(f"the prompt has {ids.shape[1]:,} tokens, and the model has positions for {positions:,}")
-        max_new_tokens = min(max_new_tokens, positions - ids.shape[1])
+        max_new_tokens = min(max_new_tokens, positions - length)
+    model.generation_config = _sampling(opened)
     torch.manual_seed(seed)
 
     def numbers(_: Tensor, logits: Tensor) -> Tensor:
@@ -80,17 +113,26 @@ def generate(
 
     written = model.generate(
         input_ids=ids,
-        attention_mask=torch.ones_like(ids),
+        attention_mask=is_token,
         max_new_tokens=max_new_tokens,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=pad,
         use_cache=True,
+        cache_implementation="static" if has_static_cache(model) else "dynamic",
+        disable_compile=True,
         logits_processor=[numbers],
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
         do_sample=temperature > 0,
         **({"temperature": temperature} if temperature else {}),
     )
-    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+    return list(tokenizer.batch_decode(written[:, length:], skip_special_tokens=True))
+
+
+def has_static_cache(model: PreTrainedModel) -> bool:
+    """Return whether transformers has a static cache for every kind of the model's layers; it has none for compressed
+    attention (DeepSeek-V4)."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return {*kinds} <= STATIC_LAYER_TYPE_MAPPING.keys()
 
 
 class _Sampling(BaseModel):

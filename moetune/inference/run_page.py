@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from moetune.adapt.count import count
 from moetune.errors import counted
-from moetune.exporting.finished_run import read_run_config, refuse_other_model
+from moetune.exporting.finished_run import read_own_config, refuse_changed_model
 from moetune.json_files import read_json
 from moetune.report.charts import COLOURS, Chart
 from moetune.report.console import note
@@ -34,8 +34,8 @@ def run_of(path: Path) -> ResolvedRun:
     Raises:
         UserError: `path` is no run folder, or its model is missing or has changed.
     """
-    run = resolve(read_run_config(path), this_device())
-    note(*refuse_other_model(RunFolder(path), run.model))
+    run = resolve(read_own_config(path), this_device())
+    note(*refuse_changed_model(RunFolder(path), run.model))
     return run
 
 

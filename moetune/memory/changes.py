@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from moetune.config.ranks import halved
+from moetune.config.lora_rank import halved
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import Change, MemoryReport, PartName
@@ -58,13 +58,20 @@ class Remedy:
 
 
 def surely_left(report: MemoryReport) -> int:
+    """Return the bytes that a run leaves free if it needs the most that it may: of its GPU or its host, whichever is
+    less."""
+    on_host = None if report.host is None else report.host.surely_left
+    return report.least_headroom if on_host is None else min(report.least_headroom, on_host)
+
+
+def on_card(report: MemoryReport) -> int:
     """Return the bytes of the GPU that a run leaves free if it needs the most that it may."""
     return report.least_headroom
 
 
-def fitting(config: RunConfig, report: MemoryReport, predict: Predict, left: Left = surely_left) -> Iterator[Remedy]:
-    """Yield each single saving with which a run surely fits, in the order of `savings`; if none does, a minimal
-    combination.
+def fitting(config: RunConfig, report: MemoryReport, predict: Predict, left: Left = on_card) -> Iterator[Remedy]:
+    """Yield each single saving with which a run surely fits its GPU, and its host too, in the order of `savings`; if
+    none does, a minimal combination.
 
     Yields nothing if `report` has no GPU, or if the memory outside torch's allocator alone fills that GPU.
 
@@ -79,7 +86,7 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict, left: Lef
     for one in savings(config):
         if _alive(one, report) + report.fullest.parts.transient_peak < _lacking(report, left):
             continue  # would not fit even if these parts took no memory
-        if (found := _with(config, [one], predict)) is not None and left(found.report) >= 0:
+        if (found := _with(config, [one], predict)) is not None and left(found.report) >= 0 and _host_holds(found):
             is_single = True
             yield found
     if not is_single and (combined := _combined(config, report, predict, left)) is not None:
@@ -102,13 +109,18 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict, left: L
             return None
         tried.append(one)
         after = _with(config, [*taken, one], predict)
-        if after is not None and after.report.required < now.report.required:
+        if after is not None and after.report.required < now.report.required and _host_holds(after):
             taken, now = [*taken, one], after
     for one in taken[-2::-1]:
         rest = [other for other in taken if other is not one]
         if (without := _with(config, rest, predict)) is not None and left(without.report) >= 0:
             taken, now = rest, without
     return now
+
+
+def _host_holds(found: Remedy) -> bool:
+    """Return whether the host has room for what a remedy moves there; True if it is not known how much it has."""
+    return found.report.host_verdict in (None, "yes")
 
 
 def _with(config: RunConfig, chosen: Sequence[Saving], predict: Predict) -> Remedy | None:
@@ -151,7 +163,7 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         yield Saving({"train.eval_micro_batch": train.micro_batch}, why, ("transient_peak",))
     if isinstance(train.keep_rows, int):
         yield Saving({"train.keep_rows": "none"}, "computes gate_up's rows again in backward", _ACTIVATIONS)
-    if train.checkpointing in ("none", "experts_only"):
+    if train.checkpointing not in ("auto", "full", "offload"):
         why = "keeps each layer's input, and computes the layer again in backward"
         yield Saving({"train.checkpointing": "full"}, why, _ACTIVATIONS)
     if single and not single.offload and not single.fused_backward:

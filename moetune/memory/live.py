@@ -29,7 +29,7 @@ from moetune.parallel.ranks import local_tensor
 from moetune.training.optim.optimizers import CombinedOptimizer
 
 
-class Storage(NamedTuple):
+class LiveStorage(NamedTuple):
     """A live storage. `made_by` describes it, empty if unknown: on a CPU the operation and module that allocated it,
     such as `mm.default in <module path>`; on CUDA shape and dtype of a tensor that uses it."""
 
@@ -53,7 +53,7 @@ class Refused:
     wanted: int
     allocated: int
     available: int
-    storages: dict[int, Storage]
+    storages: dict[int, LiveStorage]
     key: Callable[[Tensor], int | None] = field(repr=False)
 
     @property
@@ -74,7 +74,7 @@ def refused_by_tracker(tracker: Tracker) -> Refused | None:
     if limit is None or not wanted:
         return None
     alive = {
-        number: Storage(block.bytes, f"{block.op} in {block.module}" if block.module else block.op)
+        number: LiveStorage(block.bytes, f"{block.op} in {block.module}" if block.module else block.op)
         for number, block in enumerate(log.blocks)
         if block.born < at and (block.died is None or block.died >= at) and not block.on_host
     }
@@ -92,7 +92,7 @@ def watch_cuda() -> dict[int, Refused]:
 
     def note(device: int, wanted: int, total: int, free: int) -> None:
         alive = {
-            block["address"]: Storage(block["size"], "")
+            block["address"]: LiveStorage(block["size"], "")
             for segment in torch.cuda.memory_snapshot()
             if segment["device"] == device
             for block in segment["blocks"]
@@ -103,7 +103,7 @@ def watch_cuda() -> dict[int, Refused]:
             key = _address(tensor)
             if key in alive and not alive[key].made_by:
                 shape = " × ".join(map(str, tensor.shape))
-                alive[key] = Storage(alive[key].bytes, f"{shape} {str(tensor.dtype).removeprefix('torch.')}")
+                alive[key] = LiveStorage(alive[key].bytes, f"{shape} {str(tensor.dtype).removeprefix('torch.')}")
         seen[device] = Refused(wanted, allocated, reserved + free, alive, _address)
 
     watch_out_of_memory(note)

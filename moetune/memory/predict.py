@@ -20,9 +20,10 @@ from moetune.memory.changes import fitting
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.equal_ranks import by_kind
+from moetune.memory.host import host_of
+from moetune.memory.keep.settle import rows_of, settled
 from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
-from moetune.memory.rows import rows_of, settled
 from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.trace import NotTraceable, Trace, trace
@@ -30,6 +31,7 @@ from moetune.memory.trace.steps import STEPS
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import Coordinates, data_ranks
+from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
 
@@ -81,7 +83,9 @@ def predict(
     card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
     run = as_known(run, None if name is None else card)
     if name is not None:
-        run = settled(run, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
+        run = settled(run, card, routing, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
+    elif is_open(run.config.train):
+        run = run.keeping({})
     config = run.config
     common = {
         "model": config.model.path,
@@ -123,7 +127,7 @@ def predict(
         cards = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {cards}" if cards else ""
         report = _noting(report, f"no time estimate: a memory size does not determine a card's speed{named}")
-    if report.verdict in (None, "yes") or not advise:
+    if report.card_verdict in (None, "yes") or not advise:
         return report
     if config.parallel.ranks > 1:
         note = "another layout may fit: compare layouts with `moetune compare` (docs/guides/parallel.md)"
@@ -183,7 +187,9 @@ def _reported(
         ranks.append(replace(seen[id(one)], rank=rank))
     fullest = found[max(ranks, key=lambda rank: rank.peak_process).rank]
     assert fullest.load is not None
-    common |= {"ranks": tuple(ranks), "load": fullest.load, "unknowns": (of_context(card),)}
+    pinned = max(rank.host_bytes for rank in ranks)
+    host = host_of(run.config.hardware, card, max(fullest.load.host, pinned), pinned, len(ranks))
+    common |= {"ranks": tuple(ranks), "load": fullest.load, "unknowns": (of_context(card),), "host": host}
     if allocator is None:
         assumed = "reserved: allocated bytes rounded up to pages; only a trace simulates the allocator"
         moment = replace(fullest.moment(0), step=STEPS - 1, module="")
@@ -193,6 +199,7 @@ def _reported(
         method="trace",
         moment=fullest.moment(),
         timeline=fullest.timeline(),
+        phases=fullest.phases(),
         collectives=fullest.collectives,
         time=None if common["gpu"] is None else time_of(run.config, fullest, card),
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
+from moetune.memory.host import HostMemory
 from moetune.memory.time.roofline import Duration
 from moetune.memory.unknowns import ERROR, FRAGMENTATION, Span, Unknown, always, span
 
@@ -19,10 +20,11 @@ PartName = Literal[
     "transient_peak",
 ]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
-Phase = Literal["load", "forward", "recompute", "backward", "optimizer", "evaluation"]
-"""Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward."""
+Phase = Literal["load", "reference", "forward", "recompute", "backward", "optimizer", "evaluation"]
+"""Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward, `reference` is a
+forward pass of the model as it was before training, for preferences."""
 Verdict = Literal["yes", "tight", "no"]
-"""Whether a run fits its GPU: `yes` if the most that it may need does, `no` if the least does not, else `tight`."""
+"""Whether GPU and host can hold a run: `yes` if the most that it may need fits, `no` if the least does not."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,9 @@ class MemoryReport:
         time: estimated time of a step; None by closed form or if the GPU's speed is unknown.
         rows: rows of gate_up that are kept; None where their number cannot be chosen.
         unknowns: what the prediction does not know of routing and context; what it never knows is added in `span`.
+        phases: most live bytes of the fullest rank in each phase that was traced, in order; empty by closed form.
+        trainer: name of TRL's trainer that was traced; None for moetune's own steps.
+        host: memory of the machine; None if it was not predicted.
     """
 
     model: str
@@ -265,6 +270,9 @@ class MemoryReport:
     time: Duration | None = None
     rows: Rows | None = None
     unknowns: tuple[Unknown, ...] = ()
+    phases: tuple[tuple[Phase, int], ...] = ()
+    trainer: str | None = None
+    host: HostMemory | None = None
 
     @property
     def fullest(self) -> RankMemory:
@@ -311,8 +319,15 @@ class MemoryReport:
 
     @property
     def verdict(self) -> Verdict | None:
-        """`yes` if the high end of `span` fits, `no` if the low end does not, else `tight`; None without a GPU. Trace
-        and closed form give the same verdict, because both count the same storages."""
+        """`yes` if the high ends of `span` and of the host's fit, `no` if a low end does not, else `tight`; None if it
+        is not known how much memory there is on GPU or host. Trace and closed form give the same verdict, because both
+        count the same storages."""
+        known = [one for one in (self.card_verdict, self.host_verdict) if one is not None]
+        return max(known, key=get_args(Verdict).index, default=None)
+
+    @property
+    def card_verdict(self) -> Verdict | None:
+        """The verdict of the GPU alone; None without a GPU."""
         if self.gpu is None:
             return None
         if self.span.low > self.gpu.usable_bytes:
@@ -320,15 +335,24 @@ class MemoryReport:
         return "tight" if self.least_headroom < 0 else "yes"
 
     @property
+    def host_verdict(self) -> Verdict | None:
+        """The verdict of the host alone; None if it is not known how much memory it has."""
+        if self.host is None or self.host.room is None:
+            return None
+        if self.host.span.low > self.host.room.value:
+            return "no"
+        return "tight" if self.host.span.high > self.host.room.value else "yes"
+
+    @property
     def fits(self) -> bool | None:
-        """Whether the run fits; a tight fit counts. None without a GPU."""
+        """Whether the run fits; a tight fit counts. None without a verdict."""
         return None if self.verdict is None else self.verdict != "no"
 
     @property
     def rows_that_fit(self) -> int | None:
         """Lower bound of the number of layers that could keep their rows so that the verdict still is `yes`. None
         without a GPU, if the run does not fit, and where the number of layers cannot be chosen."""
-        if self.rows is None or self.gpu is None or not self.fits:
+        if self.rows is None or self.gpu is None or self.card_verdict == "no":
             return None
         each = int(self.rows.bytes * (1 + FRAGMENTATION + ERROR)) + 1
         return min(self.rows.layers, self.rows.kept + max(0, self.least_headroom) // each)
@@ -343,6 +367,7 @@ class MemoryReport:
             "headroom_bytes": self.headroom_bytes,
             "peak_process": self.peak_process,
             "host_bytes": self.fullest.host_bytes,
+            "host": None if self.host is None else self.host.to_json(),
             "rows_that_fit": self.rows_that_fit,
         }
 
@@ -358,12 +383,15 @@ class MemoryReport:
             "verdict": self.verdict,
             "headroom_bytes": self.headroom_bytes,
             "required_bytes": self.span.to_json(),
+            "host": None if self.host is None else {**self.host.to_json(), "verdict": self.host_verdict},
             "unknowns": [asdict(one) for one in self.every_unknown],
             "assumptions": list(self.assumptions),
             "ranks": [rank.to_json() for rank in self.ranks],
             "terms": [asdict(term) for term in self.terms],
             "load": asdict(self.load),
             "peak": None if self.moment is None else asdict(self.moment),
+            "trainer": self.trainer,
+            "phases": dict(self.phases),
             "collectives": [asdict(collective) for collective in self.collectives],
             "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),

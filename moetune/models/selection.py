@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from moetune.config.fields import IdsByLayer, IdSet
-from moetune.config.ranks import layers_named, rank_of
+from moetune.config.lora_rank import layers_named, rank_of
 from moetune.config.resolved import ResolvedAdapt, ResolvedLora
 from moetune.config.schema import ExpertsConfig, LoraConfig
 from moetune.errors import first_of, suggest

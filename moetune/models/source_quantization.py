@@ -1,19 +1,21 @@
-"""The storage format of a published checkpoint (16 bits, NF4, MXFP4, FP8), which decides `model.base: auto`.
+"""The storage format of a published checkpoint (16 bits, NF4, MXFP4, NVFP4, FP8), which decides `model.base: auto`.
 
 Only the configuration and the manifest are read here; hub/dequantize.py reads the quantized tensors.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 from transformers import PretrainedConfig
 
-from moetune.config.schema import ModelConfig, QuantizedDtype, Storage
+from moetune.config.schema import FP8_BLOCK, ModelConfig, QuantizedDtype, Storage
 from moetune.errors import UserError
 from moetune.files import check_path
 from moetune.json_files import Amount, read_json
@@ -37,6 +39,8 @@ class SourceQuantization:
         double_quant: whether NF4 scales are stored in 8 bits; meaningful only if `base` is nf4.
         gate_up_apart: whether an expert's gate and up projections are quantized separately.
         is_read: whether moetune can read this format.
+        left_out: patterns of the paths of modules that are published in 16 bits, beside others that are quantized: with
+            wildcards, or regular expressions after `re:`.
     """
 
     method: str = ""
@@ -44,6 +48,7 @@ class SourceQuantization:
     double_quant: bool = True
     gate_up_apart: bool = False
     is_read: bool = True
+    left_out: tuple[str, ...] = ()
 
     def settle(self, config: ModelConfig) -> ModelConfig:
         """Return the `model:` section with `base: auto` replaced by a storage, and `double_quant` by the checkpoint's.
@@ -58,7 +63,17 @@ class SourceQuantization:
 
     def keeps_gate_up_apart(self, config: ModelConfig) -> bool:
         """Return whether `config` keeps a published format in which gate and up are quantized separately."""
-        return self.gate_up_apart and (config.base, config.double_quant) == (self.base, self.double_quant)
+        alike = config.double_quant == self.double_quant or config.base != "nf4"
+        return self.gate_up_apart and config.base == self.base and alike
+
+    def leaves_out(self, path: str, config: ModelConfig) -> bool:
+        """Return whether `config` keeps the published format, and the module at `path` is published in 16 bits."""
+        return config.base == self.base and any(
+            re.match(pattern.removeprefix("re:"), path)
+            if pattern.startswith("re:")
+            else fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") or path.endswith(f".{pattern}")
+            for pattern in self.left_out
+        )
 
 
 def _check_name(name: str) -> str:
@@ -116,7 +131,10 @@ def read_quantized_manifest(folder: Path) -> QuantizedManifest | None:
 
 
 def quantization_of(config: PretrainedConfig) -> SourceQuantization:
-    """Return the format of a checkpoint from the `quantization_config` in its configuration."""
+    """Return the format of a checkpoint from the `quantization_config` in its configuration.
+
+    ModelOpt's settings may also be in a file of their own (`models/source.py`).
+    """
     raw: Any = getattr(config, "quantization_config", None)
     if raw is None:
         return SourceQuantization()
@@ -126,7 +144,15 @@ def quantization_of(config: PretrainedConfig) -> SourceQuantization:
         case "mxfp4":
             return SourceQuantization(method, "mxfp4")
         case "fp8" if settings.get("weight_block_size"):
-            return SourceQuantization(method)
+            is_kept = [*settings["weight_block_size"]] == [FP8_BLOCK, FP8_BLOCK]
+            left_out = tuple(settings.get("modules_to_not_convert") or ())
+            return SourceQuantization(method, "fp8" if is_kept else None, gate_up_apart=is_kept, left_out=left_out)
+        case "modelopt" if settings.get("quant_algo") in ("NVFP4", "W4A16_NVFP4"):
+            left_out = tuple(settings.get("ignore") or settings.get("exclude_modules") or ())
+            return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out)
+        case "compressed-tensors" if settings.get("format") == "nvfp4-pack-quantized":
+            left_out = tuple(settings.get("ignore") or ())
+            return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out)
         case "bitsandbytes" if settings.get("load_in_4bit", settings.get("_load_in_4bit")):
             is_nf4 = settings.get("bnb_4bit_quant_type") == "nf4"
             double_quant = bool(settings.get("bnb_4bit_use_double_quant"))

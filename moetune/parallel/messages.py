@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moetune.compat.torch import process_group
 
-Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast"]
+Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast"]
 NAMESPACES = ("c10d", "_c10d_functional")
 _SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan"}
 
@@ -20,7 +20,7 @@ class Message:
     """The bytes that this rank sends in one collective operation.
 
     Attributes:
-        kind: a `Kind`, or the schema name of an operation that this file does not cover.
+        kind: a `Collective`, or the schema name of an operation that this file does not cover.
         group: torch's name of the process group; empty for an unknown operation.
         ranks: number of ranks n in the group.
         bytes: bytes that this rank sends with a ring algorithm: (n - 1)/n of the whole tensor, twice that for
@@ -28,15 +28,15 @@ class Message:
             last rank of the ring. 0 for an unknown operation.
     """
 
-    kind: Kind | str
+    kind: Collective | str
     group: str
     ranks: int
     bytes: int
 
     @property
     def is_known(self) -> bool:
-        """Whether `kind` is one of `Kind`, so that `bytes` is known."""
-        return self.kind in typing.get_args(Kind)
+        """Whether `kind` is one of `Collective`, so that `bytes` is known."""
+        return self.kind in typing.get_args(Collective)
 
 
 def message(func: Any, args: Any) -> Message | None:
@@ -70,14 +70,14 @@ def message(func: Any, args: Any) -> Message | None:
             return None if func._opname in _SENDS_NOTHING else Message(name, "", 2, 0)
 
 
-def _chain(kind: Kind, tensors: Any, group: Any, end: int) -> Message:
+def _chain(kind: Collective, tensors: Any, group: Any, end: int) -> Message:
     """Return the message of a reduce or broadcast, in which each rank but `end` sends all of the tensors once."""
     members = _group(group)
     size = 0 if members.rank() == end % members.size() else sum(tensor.nbytes for tensor in tensors)
     return Message(kind, members.group_name, members.size(), size)
 
 
-def _ring(kind: Kind, size: int, group: Any) -> Message:
+def _ring(kind: Collective, size: int, group: Any) -> Message:
     """Return the message of a ring collective over a whole tensor of `size` bytes."""
     members = _group(group)
     ranks = members.size()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moetune.errors import counted
+from moetune.memory.host import this_machine
 from moetune.memory.verify import catalog_name
 from moetune.models.catalog.gpus import Figure, Gpu, find_gpu
 from moetune.report.units import gib
@@ -17,7 +18,8 @@ class AtHand:
     """A GPU of this machine.
 
     Attributes:
-        gpu: its catalog entry, or one of its size; `memory` is what a new process may use of it now.
+        gpu: its catalog entry, or one of its size; `memory` is what a new process may use of it now, `host` what of
+            this machine.
         words: what was found, for the user.
     """
 
@@ -44,4 +46,4 @@ def card_at_hand(count: int = 1) -> AtHand | None:
     several = f", the fullest of {counted(there, 'GPU')}" if there > 1 else ""
     words = f"the card of this machine, {name}{several}: {gib(free)} of {gib(total)} free now"
     memory = Figure(free, "free now on this machine", measured_here=True)
-    return AtHand(replace(card, full_name=name, memory=memory), words)
+    return AtHand(replace(card, full_name=name, memory=memory, host=this_machine()), words)

@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from moetune.adapt.guard.exercise import Sizes, samples, sizes_of
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
 from moetune.files import free_bytes
+from moetune.memory.host import process_here, this_machine
 from moetune.memory.live import processes_on
 from moetune.memory.predict import allocator_here, predict
 from moetune.memory.verify import catalog_name
@@ -69,8 +70,8 @@ def examine_machine() -> Iterator[Check]:
         "unset PYTORCH_ALLOC_CONF, or write expandable_segments:True in it: plain segments leave holes on a full card"
     )
     yield _check(allocator_here() == "expandable", "allocator settings", settings, remedy, "note")
-    memory = host_memory()
-    yield Check("host memory", "ok", "unknown" if memory is None else f"{gib(memory)} available")
+    memory = this_machine()
+    yield Check("host memory", "ok", "unknown" if memory is None else f"{gib(memory.value)} {memory.source}")
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield Check("locked memory", "ok", "no limit" if locked == resource.RLIM_INFINITY else f"limit {gib(locked)}")
     yield Check("disk", "ok", f"{gib(free_bytes(Path()))} free in {Path().absolute()}")
@@ -98,25 +99,17 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
         found = f"{counted(gpus, 'GPU')} for {ranks} ranks"
         yield Check("GPUs", "problem", found, "divide the run over fewer ranks in parallel:")
     needs = report.required - report.fullest.outside_allocator
-    host = report.fullest.host_bytes + (needs if device == "cpu" else 0)
-    room = host_memory()
+    assert report.host is not None
+    host = replace(report.host, process=process_here()).required + (ranks * needs if device == "cpu" else 0)
+    room = this_machine()
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]  # free memory: this process's CUDA context is already taken
         remedy = "moetune predict lists changes that save memory; nvidia-smi lists other processes on the GPU"
         yield _check(needs <= free, "GPU memory", f"{gib(needs)} needed, {gib(free)} free", remedy)
-    if host and room is not None:
+    if room is not None:
         remedy = "end other programs, or use fewer settings that move tensors to host memory"
-        yield _check(host <= room, "host memory of the run", f"{gib(host)} needed, {gib(room)} available", remedy)
-
-
-def host_memory() -> int | None:
-    """Return the available bytes of host memory (`MemAvailable` in /proc/meminfo); None if the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    sizes = dict(line.split(":") for line in lines)
-    return int(sizes["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in sizes else None
+        found = f"{gib(host)} needed, {gib(room.value)} {room.source}"
+        yield _check(host <= room.value, "host memory of the run", found, remedy)
 
 
 def _packages() -> Iterator[Check]:

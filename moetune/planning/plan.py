@@ -157,7 +157,8 @@ def plan(
         goals: what to train: `router`, `experts` or `lora`.
         count: the number of GPUs that a run is divided over.
         length: tokens of a sequence.
-        host: bytes of host memory that a run may take; None for no limit.
+        host: bytes of host memory that a run may take; None: what the machine of `gpu` has, if it is the one at hand,
+            else no limit.
         data: the value of `data.train` in the run files; None to leave it out.
         tokens: the number of tokens to train on, from which `train.steps` follows; None to leave the steps alone.
         tight: also take runs that are expected to fit, but may need more memory than the GPU has.
@@ -175,6 +176,8 @@ def plan(
         "train": {"sequence_length": length},
         "hardware": {"gpu": gpu if isinstance(gpu, str) else gpu.name},
     }
+    if host is not None:
+        raw["hardware"]["host_memory"] = f"{host}B"
     start = read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan")
     options = (card if isinstance(gpu, Gpu) else None, tight, routing)
     search = Search.of(start, options[0], tight=tight, routing=routing)
@@ -193,7 +196,7 @@ def plan(
     try:
         with Workers(search, processes, options) as workers:
             for of_goal in of_goals:
-                found += _largest(workers, of_goal, host, refused, progress, show)
+                found += _largest(workers, of_goal, refused, progress, show)
             _confirm(workers, _ranked(found), candidates, late, progress, show)
             is_whole = True
     except KeyboardInterrupt:
@@ -239,7 +242,6 @@ def _confirm(
 def _largest(
     workers: Workers,
     of_goal: list[Strategy],
-    host: int | None,
     refused: dict[tuple[Goal, str], list[str]],
     progress: Progress,
     show: Callable[[Progress], None],
@@ -249,7 +251,7 @@ def _largest(
     Args:
         of_goal: the strategies, best first.
         refused: receives the strategies that were left out, by goal and reason.
-        host, show: as in `plan`.
+        show: as in `plan`.
         progress: is kept up to date.
     """
     has_found, search = False, workers.search
@@ -258,11 +260,8 @@ def _largest(
         progress.now = f"{one.goal}: {one.words}"
         show(progress)
 
-    def within(one: Candidate) -> bool:
-        return host is None or one.report.fullest.host_bytes <= host
-
     def more_than(before: list[Candidate | UserError | None]) -> tuple[int]:
-        return (max((one.amount for one in before if isinstance(one, Candidate) and within(one)), default=0),)
+        return (max((one.amount for one in before if isinstance(one, Candidate)), default=0),)
 
     for is_slow in (False, True):
         some = [one for one in of_goal if one.is_slow is is_slow and search.may_fit(one)]
@@ -274,9 +273,8 @@ def _largest(
             progress.searched += 1
             if one is None:
                 continue
-            why = one_line(one) if isinstance(one, UserError) else f"needs more than {host or 0:,} bytes of host memory"
-            if isinstance(one, UserError) or not within(one):
-                refused.setdefault((strategy.goal, why), []).append(strategy.words)
+            if isinstance(one, UserError):
+                refused.setdefault((strategy.goal, one_line(one)), []).append(strategy.words)
                 continue
             has_found, progress.best = True, one
             show(progress)

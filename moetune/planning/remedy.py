@@ -10,8 +10,8 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.changes import Remedy, changed, fitting
+from moetune.memory.host import this_machine
 from moetune.models.catalog.gpus import Figure, Gpu
-from moetune.planning.doctor import host_memory
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import headroom, solve
 from moetune.run.resolve import ResolvedRun
@@ -37,11 +37,11 @@ def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     predictor = replace(predictor, gpu=replace(card, memory=available))
     largest = list(_largest(run.config, predictor))
     keys = {key for one in largest for key in one.settings}
-    report, room = predictor.of(run.config), host_memory()
+    report, room = predictor.of(run.config), this_machine()
 
     def has_room(one: Remedy) -> bool:
         moved = (one.report.fullest.host_bytes - report.fullest.host_bytes) * run.config.parallel.ranks
-        return room is None or moved <= room
+        return room is None or moved <= room.value
 
     found = filter(has_room, fitting(run.config, report, predictor.of, headroom))
     return [*islice((one for one in found if not keys & one.settings.keys()), 3), *largest]

@@ -85,10 +85,15 @@ _BASES: _Choices = [
     ({"model.base": "nf4"}, ("the base in 4 bits",)),
     ({"model.base": "nf4", **_HOST}, ("the base in 4 bits", _SLOWER)),
 ]
-_AS_PUBLISHED: _Choices = [({"model.base": "mxfp4"}, ()), ({"model.base": "mxfp4", **_HOST}, (_SLOWER,))]
-"""Storage of a model that is published in MXFP4; more bits would hold the same weights."""
+_AS_PUBLISHED: dict[Storage, _Choices] = {
+    "mxfp4": [({"model.base": "mxfp4"}, ()), ({"model.base": "mxfp4", **_HOST}, (_SLOWER,))],
+    "nvfp4": [({"model.base": "nvfp4"}, ()), ({"model.base": "nvfp4", **_HOST}, (_SLOWER,))],
+    "fp8": [({"model.base": "fp8"}, ()), *_BASES[2:]],
+}
+"""Storages of a model that is published quantized: first the published one, as more bits would hold the same weights;
+then those of fewer bits."""
 _CHECKPOINTING: _Choices = [
-    ({"train.checkpointing": "full"}, ()),
+    ({"train.checkpointing": "auto"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
 ]
 
@@ -98,12 +103,12 @@ def strategies(
 ) -> Iterator[Strategy]:
     """Yield the strategies for a goal on `count` GPUs, best first.
 
-    `published` is the storage type in which the model is published, if it is quantized; only `mxfp4` matters.
+    `published` is the storage type in which the model is published, if it is quantized.
     """
     order = 0
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
     for layout in layouts(structure, count):
-        for base, lost in _AS_PUBLISHED if published == "mxfp4" else _BASES:
+        for base, lost in _AS_PUBLISHED.get(published, _BASES) if published else _BASES:
             for optimizer, lost_too in optimizers:
                 for checkpointing, lost_as_well in _CHECKPOINTING:
                     settings = {"train.accumulate": _MICRO_STEPS, **layout, **base, **optimizer, **checkpointing}

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
 from moetune.errors import counted
-from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term
+from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term, Verdict
 from moetune.memory.time.roofline import Duration
 from moetune.memory.time.work import Work
+from moetune.memory.unknowns import Span
 from moetune.models.selection import ranges
 from moetune.report.units import between, from_to, gib, hours, named, percent
 from moetune.report.view import Table, View, ViewSection
@@ -24,6 +25,7 @@ METHODS = {
 }
 _PHASES = {
     "load": "while loading",
+    "reference": "in the reference's pass",
     "forward": "in the forward pass",
     "recompute": "in the recomputation",
     "backward": "in the backward pass",
@@ -41,7 +43,7 @@ def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0)
         above: the number of lines that are printed above it on the same screen.
     """
     time = "" if report.time is None else pace(report.time, tokens)
-    lines = [most(report), why_a_range(report), on_host(report), rows(report), time]
+    lines = [most(report), why_a_range(report), on_host(report), phases(report), rows(report), time]
     return View(
         report.model,
         verdict(report),
@@ -70,7 +72,7 @@ def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
     head += [listed if len(listed) <= width else f"{counted(len(settings), 'setting')} by --set"] * (settings != [])
     parts = (about.get(name) for name in ("trains", "batch", "optimizer", "base", "ranks"))
     head.append(": ".join(filter(None, (report.model, "; ".join(filter(None, parts))))))
-    needs = [most(report), why_a_range(report), on_host(report)]
+    needs = [most(report), why_a_range(report), on_host(report), phases(report)]
     free = height - above - 1 - 2 * len(wrapped([verdict(report)])) - len(wrapped([*needs, *head]))
     changes = [
         (f"  {flags(change)}: then needs {gib(change.peak_process)}", change.why)
@@ -124,28 +126,52 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
     yield ViewSection("notes", report.notes)
 
 
+def phases(report: MemoryReport) -> str:
+    """Return what the phases of a TRL trainer take at most; empty for moetune's own steps."""
+    if report.trainer is None:
+        return ""
+    return "live at most: " + ", ".join(f"{phase} {gib(most)}" for phase, most in report.phases)
+
+
 # --- Words --------------------------------------------------------------------------------------------------------
 
 
 def verdict(report: MemoryReport) -> str:
-    """Return one line: whether the run fits, and how much memory is left or missing on the GPU."""
-    if report.gpu is None:
+    """Return one line: whether the run fits, and how much memory is left or missing on the GPU and on the host."""
+    if report.gpu is None and report.verdict is None:
         return f"needs {gib(report.required)}; no GPU named to compare with"
-    card = f"{report.gpu.name} ({gib(report.gpu.usable_bytes)} usable)"
-    if report.verdict == "no":
-        return f"does NOT fit: {left_in_words(report)} for {card}"
-    if report.verdict == "tight":
-        return f"tight: {left_in_words(report)} on {card}"
-    return f"fits: yes, {left_in_words(report)} on {card}"
+    heads = {"no": "does NOT fit: ", "tight": "tight: ", "yes": "fits: yes, ", None: ""}
+    sides = _sides(report)
+    joined = "; ".join(f"{left} {'for' if one == 'no' else 'on'} {where}" for one, left, where in sides)
+    return heads[report.verdict] + joined
 
 
 def left_in_words(report: MemoryReport) -> str:
-    """Return how much memory a run leaves on its GPU, or how much too much it needs: over its span, if it may fit."""
-    assert report.gpu is not None
-    assert report.headroom_bytes is not None
-    if report.verdict == "no":
-        return f"{gib(-report.headroom_bytes)} too much"
-    least, most = report.least_headroom, report.gpu.usable_bytes - report.span.low
+    """Return how much memory a run leaves on its GPU, or how much too much it needs: over its span, if it may fit. Of
+    the host only what is missing."""
+    return "; ".join(f"{left}{' on the host' * (where[:8] == 'the host')}" for _, left, where in _sides(report))
+
+
+def _sides(report: MemoryReport) -> list[tuple[Verdict, str, str]]:
+    """Return (verdict, what is left, of what) of the GPU and of the host: of those that decide the verdict of the
+    report, or of the GPU alone if both fit."""
+    found: list[tuple[Verdict, str, str]] = []
+    if report.gpu is not None and report.card_verdict is not None:
+        usable, span = report.gpu.usable_bytes, report.span
+        card = f"{report.gpu.name} ({gib(usable)} usable)"
+        found.append((report.card_verdict, _left(report.card_verdict, usable, span), card))
+    if report.host is not None and report.host.room is not None and report.host_verdict is not None:
+        room = report.host.room
+        host = f"the host ({gib(room.value)}, {room.source})"
+        found.append((report.host_verdict, _left(report.host_verdict, room.value, report.host.span), host))
+    return [one for one in found if one[0] == report.verdict][: 1 if report.verdict == "yes" else 2]
+
+
+def _left(verdict: Verdict, size: int, span: Span) -> str:
+    """Return what a span of bytes leaves of `size` bytes, in words."""
+    if verdict == "no":
+        return f"{gib(span.expected - size)} too much"
+    least, most = size - span.high, size - span.low
     return f"{gib(most)} left to {gib(-least)} too much" if least < 0 else f"{from_to(least, most)} left"
 
 
@@ -176,9 +202,14 @@ def why_a_range(report: MemoryReport) -> str:
 
 
 def on_host(report: MemoryReport) -> str:
-    """Return a sentence on tensors in pinned host memory; empty if there are none."""
-    most = max(rank.host_bytes for rank in report.ranks)
-    return f"In addition, {gib(most)} of tensors are in pinned host memory." if most else ""
+    """Return a sentence on the memory that the host needs and has; empty if it was not predicted."""
+    host = report.host
+    if host is None:
+        return ""
+    span = host.span
+    pinned = f", {gib(host.processes * host.pinned)} of it pinned" if host.pinned else ""
+    room = "" if host.room is None else f"; it has {gib(host.room.value)} ({host.room.source})"
+    return f"The host needs {from_to(span.low, span.high)} of RAM{pinned}{room}."
 
 
 def rows(report: MemoryReport) -> str:
@@ -186,7 +217,7 @@ def rows(report: MemoryReport) -> str:
     if report.rows is None or (report.rows_that_fit or 0) <= report.rows.kept:
         return ""
     fit = report.rows_that_fit
-    return f"For a faster backward, {fit} of {report.rows.layers} layers can keep their rows: train.keep_rows={fit}."
+    return f"For a faster backward, {fit} of {report.rows.layers} layers can keep their rows: train.checkpointing=auto."
 
 
 def peak(report: MemoryReport) -> str:

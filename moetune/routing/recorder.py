@@ -27,7 +27,7 @@ from moetune.training.step.loss import IGNORED
 
 REPLICATES = 200
 _DONE = "done"
-Sums = dict[str, Tensor]
+RoutingSums = dict[str, Tensor]
 """Sums by name: `<source>.<layer>.<scope>.<statistic>`; the tokens of a scope as `<source>.<scope>.count`; `done`,
 the number of batches that all sums contain. A scope is `loss`, tokens that carry loss, or `all`, all tokens but
 padding."""
@@ -47,12 +47,12 @@ class Recorder:
         layers: the MoE layers by their number.
     """
 
-    def __init__(self, adapted: Adapted, sums: Sums | None = None) -> None:
-        self.sums: Sums = {} if sums is None else sums
+    def __init__(self, adapted: Adapted, sums: RoutingSums | None = None) -> None:
+        self.sums: RoutingSums = {} if sums is None else sums
         self.choices: dict[int, list[Tensor]] | None = None
         self.layers = {layer.index: layer for layer in adapted.structure.moe_layers}
         self._batch: _Tokens | None = None
-        self._of_batch: Sums = {}
+        self._of_batch: RoutingSums = {}
         self._logits: dict[int, Tensor] = {}
         self._chosen: dict[int, tuple[Tensor, Tensor]] = {}  # ids and weights [T, K]
         self._expert_hooks = adapted.expert_context.hooks
@@ -112,10 +112,10 @@ class Recorder:
             self._logits.clear()
             self._chosen.clear()
 
-    def total(self, ranks: Ranks) -> Sums:
+    def total(self, ranks: Ranks) -> RoutingSums:
         """Return the sums over all ranks; every rank gets them. Ranks that read the same data are counted once."""
         mine = {} if ranks.coordinates.tp else {name: value.cpu() for name, value in self.sums.items()}
-        total: Sums = {}
+        total: RoutingSums = {}
         for one in ranks.gather(mine):
             for name, value in one.items():
                 if name not in total:

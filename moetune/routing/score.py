@@ -35,7 +35,7 @@ from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
 from moetune.report.progress import counting, loading_progress
 from moetune.routing.data_sets import RoutedData, read_sources
-from moetune.routing.recorder import Recorder, Sums, documents_of
+from moetune.routing.recorder import Recorder, RoutingSums, documents_of
 from moetune.run import validation
 from moetune.run.dtypes import device_kind
 from moetune.run.resolve import AnyRun, ResolvedRun, raise_problems, resolve
@@ -301,7 +301,7 @@ class _PartialSums:
         self.file = None if out is None else out.with_name(f".{out.name}.begun")
         self._of = json.dumps(of, sort_keys=True)
 
-    def read(self, device: torch.device) -> Sums:
+    def read(self, device: torch.device) -> RoutingSums:
         """Return the saved sums; empty if there are none, or if they are of another pass.
 
         Raises `UserError` if a file of this name exists and cannot be read.
@@ -318,7 +318,7 @@ class _PartialSums:
                 f"{str(self.file)!r} is no file of partial scores, which are saved under this name; move it away"
             ) from None
 
-    def write(self, sums: Sums) -> None:
+    def write(self, sums: RoutingSums) -> None:
         if self.file is not None:
             held = {name: value.contiguous().cpu() for name, value in sums.items()}
             write_output(self.file, as_safetensors(held, {"of": self._of}), replace=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moetune.config.fields import IdsByLayer
-from moetune.config.ranks import rank_of
+from moetune.config.lora_rank import rank_of
 from moetune.config.resolved import ResolvedAdapt, ResolvedLora, resolved
 from moetune.config.schema import AdaptConfig, ChoiceConfig, ExpertsConfig, LoraConfig
 from moetune.errors import UserError

@@ -6,9 +6,9 @@ Nothing here imports torch or deepspeed, so a run file can be refused before any
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
-from moetune.config.schema import ParallelConfig, RunConfig
+from moetune.config.schema import ParallelConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.json_files import read_json
@@ -116,7 +116,7 @@ def _problems(config: RunConfig) -> list[str]:
         problems.append("parallel.fsdp 1: there is nothing to share; leave parallel: out, and use optimizer.offload")
     if not parallel.reshard:
         problems.append("parallel.reshard: false is FSDP2's; set parallel.zero: 2")
-    if parallel.zero == 3 and model.base in ("nf4", "int8", "mxfp4"):
+    if parallel.zero == 3 and model.base in get_args(QuantizedDtype):
         problems.append(
             f"parallel.zero 3 and model.base {model.base}: DeepSpeed cannot shard quantized experts and linears; set "
             "parallel.zero: 2, or use engine: fsdp2"

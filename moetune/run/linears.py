@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transformers import PreTrainedModel
 
 from moetune.compat.transformers import reads_weight
@@ -14,11 +16,17 @@ QUANTIZED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared
 _SMALLEST = 64  # rows and columns: smaller layers, such as a scalar gate, save no memory worth the lost precision
 
 
-def linears_to_quantize(model: PreTrainedModel, structure: ModelStructure, selection: Selection) -> list[str]:
+def linears_to_quantize(
+    model: PreTrainedModel,
+    structure: ModelStructure,
+    selection: Selection,
+    leaves_out: Callable[[str], bool] = lambda _: False,
+) -> list[str]:
     """Return the paths of the linear layers to store in the precision `model.base`.
 
-    They belong to a quantized component, stay frozen, and have at least 64 rows and columns; and the model only calls
-    them, so that it does not see that they are replaced. `model` may be on the meta device.
+    They belong to a quantized component, stay frozen, and have at least 64 rows and columns; the model only calls
+    them, so that it does not see that they are replaced; and `leaves_out(path)` is False. `model` may be on the meta
+    device.
     """
     return [
         path
@@ -26,6 +34,7 @@ def linears_to_quantize(model: PreTrainedModel, structure: ModelStructure, selec
         if linear.component in QUANTIZED_COMPONENTS
         and min(linear.in_features, linear.out_features) >= _SMALLEST
         and f"{path}.weight" not in selection.full
+        and not leaves_out(path)
         and not read_directly(model, path, or_its_dtype=True)
     ]
 

@@ -51,7 +51,7 @@ _BLOCKWISE, _BLOCK = ("absmax1", "absmax2"), 256  # states of bitsandbytes: one 
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """A unit of a checkpoint: a whole parameter, or one expert's row of stacked LoRA factors, under the name `name`.
 
     Attributes:
@@ -84,10 +84,10 @@ class Part:
         return tensor
 
 
-def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
+def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[SavedPart]]:
     """Return each parameter that trains on this rank -> its `Part`s: one for each local expert of a stack, else one."""
     banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.structure.moe_layers}
-    parts: dict[nn.Parameter, list[Part]] = {}
+    parts: dict[nn.Parameter, list[SavedPart]] = {}
     for name, parameter in adapted.trainable().items():
         bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.lora.")), None)
         if isinstance(bank, ExpertBank) and bank.lora is not None:
@@ -96,12 +96,12 @@ def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[Part]]:
                 (first, *_), (count, *_) = shard_place(parameter)
                 rows = range(first, first + count)
             parts[parameter] = [
-                Part(f"{name}.{expert}", parameter, slot - rows.start)
+                SavedPart(f"{name}.{expert}", parameter, slot - rows.start)
                 for expert, slot in bank.lora.slots.items()
                 if slot in rows
             ]
         else:
-            parts[parameter] = [Part(name, parameter)]
+            parts[parameter] = [SavedPart(name, parameter)]
     return parts
 
 
@@ -160,7 +160,7 @@ def _save(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
 
 
 def _contents(
-    parts: Mapping[nn.Parameter, list[Part]], optimizer: CombinedOptimizer
+    parts: Mapping[nn.Parameter, list[SavedPart]], optimizer: CombinedOptimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Return what this rank saves: trained weights, optimizer states that are tensors, and those that are numbers.
 
@@ -185,7 +185,7 @@ def _contents(
     return trained, tensors, numbers
 
 
-def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
+def _saved(part: SavedPart, state: str, value: Tensor) -> tuple[str, Tensor]:
     """Return the name under which an optimizer state of a `Part` is saved, and its tensor, a view if possible.
 
     The name ends in `_cut(part)` if only a rank with the same shard can read the state.
@@ -205,7 +205,7 @@ def _saved(part: Part, state: str, value: Tensor) -> tuple[str, Tensor]:
     return f"{part.name}.{state}", part.of(value, like=is_like)
 
 
-def _axis(part: Part, state: str, dims: int) -> int:
+def _axis(part: SavedPart, state: str, dims: int) -> int:
     """Return which axis of a stack's state indexes the experts, for a state of `dims` dimensions.
 
     This is the first axis, or the second of AdEMAMix's states [2, …], which hold two averages.
@@ -213,7 +213,7 @@ def _axis(part: Part, state: str, dims: int) -> int:
     return dims - 2 if state in _BLOCKWISE else int(dims > part.parameter.dim())
 
 
-def _cut(part: Part) -> str:
+def _cut(part: SavedPart) -> str:
     """Return the name suffix of a state that cannot be re-sharded, because blocks of 256 weights share a scale.
 
     The suffix is `@` and, for each dimension, `offset+size` of this rank's shard, or for an unsharded stack its number
@@ -326,7 +326,7 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
         optimizer.loss_scale.restore(saved["loss_scale"])
 
 
-def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[str, Tensor]:
+def _room_for(part: SavedPart, states: list[str], stored: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return empty tensors, by name in the checkpoint, into which the states of a `Part` can be read.
 
     Args:
@@ -356,7 +356,7 @@ def _room_for(part: Part, states: list[str], stored: Mapping[str, Any]) -> dict[
     return room
 
 
-def _joined(parts: list[Part], tensors: Mapping[str, dict[str, Tensor]], numbers: Any) -> dict[str, Any]:
+def _joined(parts: list[SavedPart], tensors: Mapping[str, dict[str, Tensor]], numbers: Any) -> dict[str, Any]:
     """Return a parameter's optimizer states, assembled from those of its `parts`; empty if this rank holds no part.
 
     `tensors` is name of a `Part` -> state -> tensor; `numbers` is the section of `optimizer.json`.

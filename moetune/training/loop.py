@@ -23,6 +23,7 @@ from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit, UserError
 from moetune.parallel.ranks import local_tensor
+from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
 from moetune.training import checkpoint, trainer_state
 from moetune.training.data.load import Datasets
@@ -358,12 +359,13 @@ class Watcher:
 
     pace = Pace()
 
-    def settled(self, run: ResolvedRun) -> ResolvedRun:
-        """Return the run with a number of layers in place of `train.keep_rows: auto`.
+    def settled(self, run: ResolvedRun, before: Mapping[int, Kept] | None) -> ResolvedRun:
+        """Return the run with what each layer keeps in place of `train.checkpointing: auto` or `keep_rows: auto`.
 
-        Called on a single rank before the model is built, once it is known which kernels work.
+        Called on a single rank before the model is built, once it is known which kernels work. `before` is what each
+        layer kept before the run was interrupted; None for a new run.
         """
-        return run
+        return run.keeping(before or {})
 
     def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:
         """Return a context manager to enter while weights are read from `folder`; None for random weights.

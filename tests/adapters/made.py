@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from moetune.adapters.base import AdapterBase, sizes_of
 from moetune.adapters.factors import DOWN, GATE_UP, Adapter, Factors, fused, parted
-from moetune.adapters.files import Record, Stored, open_adapter, write_adapter
+from moetune.adapters.files import AdapterRecord, StoredAdapter, open_adapter, write_adapter
 from moetune.adapters.read import LAYOUTS
 from moetune.adapters.settings import peft_settings, uniform_settings
 from moetune.adapters.stacked import ORDERS
@@ -98,8 +98,8 @@ def write(
     base: AdapterBase,
     layout: str,
     change: Callable[[dict[str, Tensor], dict[str, Any]], object] | None = None,
-    record: Record | None = None,
-) -> Stored:
+    record: AdapterRecord | None = None,
+) -> StoredAdapter:
     """Write an adapter as another program would, open it again; `change` may first spoil tensors and settings."""
     assert layout in LAYOUTS
     tensors, settings = stored_as(adapter, base, layout)

@@ -53,7 +53,7 @@ sheduler: cosine
     expected = [
         "model.path: missing, and required",
         "model.pth: unknown key. Did you mean 'path'?",
-        "model.base: 'nf5' is not valid; it may be 'auto', 'nf4', 'int8', 'mxfp4', 'bf16' or 'fp32'. "
+        "model.base: 'nf5' is not valid; it may be 'auto', 'nf4', 'int8', 'fp8', 'nvfp4', 'mxfp4', 'bf16' or 'fp32'. "
         "Did you mean 'nf4'?",
         "adapt.experts.layer: unknown key. Did you mean 'layers'?",
         "adapt.experts.ids: range '5-2' runs backwards; write \"2-5\"",
@@ -67,7 +67,7 @@ sheduler: cosine
         "train.report_to: 5 is not a list; write [5]",
         "data: 5 is not a section; write keys under it. Keys: train, eval, format, packing, chat_template, "
         "too_long, validation",
-        "hardware: None is not a section; write keys under it. Keys: gpu, count, without_kernels",
+        "hardware: None is not a section; write keys under it. Keys: gpu, host_memory, count, without_kernels",
         "sheduler: unknown key. Known keys: model, adapt, optimizer, train, data, parallel, hardware, output.",
     ]
     assert sorted(line.strip() for line in lines) == sorted(expected)

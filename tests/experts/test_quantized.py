@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import bitsandbytes.functional as bnb
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from moetune.experts import rounding
 from moetune.experts.kernels import operators as kernels
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear, Storage
 from moetune.run.dtypes import DTYPES
@@ -19,6 +24,8 @@ STORAGES: list[tuple[Storage, bool]] = [
     ("nf4", False),
     ("nf4", True),
     ("int8", False),
+    ("fp8", False),
+    ("nvfp4", False),
     ("mxfp4", False),
     ("bf16", False),
     ("fp32", False),
@@ -52,6 +59,10 @@ def matrix_bytes(storage: Storage, double_quant: bool, shape: tuple[int, int]) -
             return -(-weights // 2) + scales
         case "int8":
             return weights + 4 * shape[0]
+        case "fp8":
+            return weights + 4 * -(-shape[0] // 128) * -(-shape[1] // 128)
+        case "nvfp4":
+            return 9 * shape[0] * -(-shape[1] // 16) + 8
         case "mxfp4":
             return 17 * -(-weights // 32)
         case _:
@@ -126,6 +137,88 @@ def test_mxfp4_rounds_to_the_nearest_and_loses_nothing_of_its_own() -> None:
     assert torch.equal(quantized("mxfp4", False, values).matrix(0, torch.float32), values[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fp8_is_dequantized_as_transformers_does(dtype: torch.dtype) -> None:
+    """Of every byte, two blocks high and three wide, to the bit."""
+    codes = torch.arange(256, dtype=torch.uint8)[torch.randperm(256 * 384) % 256].view(1, 256, 384)
+    scales = torch.randn(1, 2, 3)
+    stack = QuantizedExperts(1, (256, 384), "fp8")
+    stack.put_quantized_(0, {"data": codes[0], "scales": scales[0]})
+    expected = Fp8Dequantize(None)._dequantize_one(codes.view(torch.float8_e4m3fn), scales, dtype)
+    torch.testing.assert_close(stack.matrix(0, dtype), expected[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("at_once", [kernels.INT8_AT_ONCE, 1])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_fp8_is_quantized_as_transformers_does(pieces: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up together or apart; and blocks that are cut off as whole ones whose other weights are zero."""
+    monkeypatch.setattr(rounding, "INT8_AT_ONCE", at_once)
+    stock: Any = Fp8Quantize(SimpleNamespace(quantization_config=FineGrainedFP8Config()))
+    weight = matrices((512, 384), 1)[0].to(torch.bfloat16)
+    weight[:128, :128] = 0
+    stack = QuantizedExperts(1, (512, 384), "fp8", pieces=pieces)
+    stack.quantize_(0, weight)
+    expected = stock._quantize_one("weight", weight)
+    assert torch.equal(stack.data.view(512, 384), expected["weight"].view(torch.uint8))
+    assert torch.equal(stack.scales.view(4, 3), expected["weight_scale_inv"])
+
+    cut = QuantizedExperts(1, (300, 200), "fp8")
+    cut.quantize_(0, weight[200:500, :200])
+    whole = torch.zeros(384, 256, dtype=torch.bfloat16)
+    whole[:300, :200] = weight[200:500, :200]
+    expected = stock._quantize_one("weight", whole)
+    assert torch.equal(cut.data[0], expected["weight"].view(torch.uint8)[:300, :200])
+    assert torch.equal(cut.scales[0], expected["weight_scale_inv"])
+
+
+LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@pytest.mark.parametrize("at_once", [kernels.INT8_AT_ONCE, 1])
+@pytest.mark.parametrize("producer", ["modelopt", "compressed-tensors"])
+def test_nvfp4_is_dequantized_as_its_producers_do(producer: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte with every positive scale, by the formulas of modelopt/torch/quantization/qtensor/nvfp4_tensor.py
+    (0.47) and compressed_tensors/quantization/lifecycle/forward_helpers.py (0.20)."""
+    monkeypatch.setattr(kernels, "INT8_AT_ONCE", at_once)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(127).view(127, 256)
+    scales = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 32).contiguous()
+    values = LEVELS[torch.stack([codes & 15, codes >> 4], -1).int()].view(127, 32, 16)
+    of_matrix = torch.tensor(0.00123)
+    of_blocks = scales.view(torch.float8_e4m3fn)
+    if producer == "modelopt":
+        of_blocks, fraction = of_blocks.float() * of_matrix, [of_matrix, 1.0]
+    else:
+        of_blocks, fraction = of_blocks.bfloat16() / (1 / of_matrix.view(1)), [1.0, 1 / of_matrix]
+    stack = QuantizedExperts(1, (127, 512), "nvfp4")
+    stack.put_quantized_(0, {"data": codes, "scales": scales, "fractions": torch.tensor(fraction)})
+    expected = (values * of_blocks[..., None]).flatten(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(stack.matrix(0, dtype), expected.to(dtype))
+
+
+@pytest.mark.parametrize("at_once", [kernels.INT8_AT_ONCE, 1])
+def test_nvfp4_rounds_to_the_nearest(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a largest magnitude of 2,688 the global scale is 1; a row that is cut off is one with zeros."""
+    monkeypatch.setattr(rounding, "INT8_AT_ONCE", at_once)
+    weights = torch.linspace(-6, 6, 1600).view(100, 16) * 448
+    weights[:, 0] = 6.0 * 448
+    found = quantized("nvfp4", False, weights[None])
+    assert found.fractions.tolist() == [[1.0, 1.0]]
+    nearest = (weights.abs()[..., None] - LEVELS[:8] * 448).abs().amin(-1)
+    assert torch.equal((found.matrix(0, torch.float32) - weights).abs(), nearest)
+    ties = torch.tensor([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, *[0.0] * 8]]) * 448
+    assert (quantized("nvfp4", False, ties[None]).matrix(0, torch.float32)[0, :8] / 448).tolist() == [
+        6, 0, 1, 1, 2, 2, 4, 4,
+    ]  # fmt: skip
+
+    small = matrices((33, 20), 1)
+    cut, whole = quantized("nvfp4", False, small), quantized("nvfp4", False, nn.functional.pad(small, (0, 12)))
+    assert torch.equal(cut.matrix(0, torch.float32), whole.matrix(0, torch.float32)[:, :20])
+    assert (cut.matrix(0, torch.float32) - small[0]).norm() < 0.12 * small[0].norm()
+    zeros = quantized("nvfp4", False, torch.zeros(1, 3, 16))
+    assert not zeros.matrix(0, torch.float32).any()
+
+
 @every_shape
 @pytest.mark.parametrize("storage", ["bf16", "fp32"])
 def test_a_plain_slice_is_a_cast(shape: tuple[int, int], storage: Storage) -> None:
@@ -162,7 +255,8 @@ def test_a_matrix_is_stored_alone_and_comes_back_from_a_state_dict(storage: Stor
 
 
 @pytest.mark.parametrize(
-    ("storage", "double_quant"), [*product(["nf4"], [True, False]), ("int8", True), ("mxfp4", True), ("bf16", True)]
+    ("storage", "double_quant"),
+    [*product(["nf4"], [True, False]), ("int8", True), ("fp8", True), ("nvfp4", True), ("mxfp4", True), ("bf16", True)],
 )
 @pytest.mark.parametrize("shape", [(256, 64), (64, 256), (96, 32), (24, 20), (256, 192)])  # whole blocks, and not
 def test_matrices_dequantized_together_are_those_dequantized_apart(
@@ -186,7 +280,7 @@ def test_a_meta_stack_stores_nothing_and_another_shape_is_refused() -> None:
         QuantizedExperts(1, (6, 20), "fp32").quantize_(0, torch.zeros(20, 6))
 
 
-@pytest.mark.parametrize("storage", ["nf4", "int8", "mxfp4", "bf16", "fp32"])
+@pytest.mark.parametrize("storage", ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "bf16", "fp32"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_quantized_linear_computes_with_its_weight_and_keeps_nothing(storage: Storage, bias: bool) -> None:
     plain = nn.Linear(20, 6, bias=bias)

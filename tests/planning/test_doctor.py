@@ -12,6 +12,7 @@ import torch
 
 from moetune.adapt.guard.exercise import samples
 from moetune.adapt.guard.verdicts import Verdict
+from moetune.models.catalog.gpus import Figure
 from moetune.planning import doctor
 
 Run = Callable[..., Any]
@@ -74,7 +75,7 @@ def test_a_run_that_needs_more_than_there_is(
     run.write_text(f"model: {{path: {small_model}}}\nadapt: {{router: all}}\ntrain: {{sequence_length: 64}}\n")
     monkeypatch.setattr(doctor, "this_device", lambda: "cpu")
     assert outcomes(moetune("doctor", run, "--json"))["host memory of the run"]["outcome"] == "ok"
-    monkeypatch.setattr(doctor, "host_memory", lambda: 1000)
+    monkeypatch.setattr(doctor, "this_machine", lambda: Figure(1000, "there"))
     ended = moetune("doctor", run, "--json")
     assert ended.code == 1
     assert outcomes(ended)["host memory of the run"]["outcome"] == "problem"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moetune.memory.changes import is_setting_of_host
-from moetune.models.catalog.gpus import find_gpu
+from moetune.models.catalog.gpus import Figure, find_gpu
 from moetune.planning import remedy
 from moetune.run.resolve import resolve
 from tests import small
@@ -20,7 +20,7 @@ from tests import small
 def test_offload_needs_room_on_the_host(
     room: int | None, is_named: bool, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remedy, "host_memory", lambda: room)
+    monkeypatch.setattr(remedy, "this_machine", lambda: None if room is None else Figure(room, "there"))
     monkeypatch.setattr(remedy, "_largest", lambda *_: iter(()))
     run = resolve(small.run_config(small_model, tmp_path / "data.jsonl", tmp_path / "out", "experts"), "cuda")
     found = remedy.remedies(run, find_gpu("l40s"), 2**16)

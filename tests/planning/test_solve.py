@@ -31,7 +31,7 @@ def test_the_last_that_fits_is_found_wherever_it_is(shape: str) -> None:
 
         def predicted(number: int, room: int = room, asked: list[int] = asked) -> Any:
             asked.append(number)
-            return SimpleNamespace(headroom_bytes=room - heights[shape](number))
+            return SimpleNamespace(headroom_bytes=room - heights[shape](number), host=None)
 
         fits = [number for number in range(count) if heights[shape](number) <= room]
         last, reports = last_that_fits(count, predicted, draw.randrange(count))

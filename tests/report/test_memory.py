@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from moetune.memory.host import HostMemory
 from moetune.memory.report import LoadPeaks, MemoryReport, Moment, Parts
+from moetune.models.catalog.gpus import Figure
 from moetune.report.memory import alike, balance, memory_view, verdict, when
 from moetune.report.terminal import show
 from moetune.report.units import gib, percent
@@ -84,8 +86,30 @@ def test_the_verdict_comes_first_and_last_and_the_rest_fits_a_screen(make: Calla
 
 def test_host_memory_is_named_where_there_is_any() -> None:
     assert "host memory" not in printed(sample())
-    with_host = replace(sample().fullest, host_bytes=65 * GIB)
-    assert "65.00 GiB of tensors are in pinned host memory." in printed(sample(ranks=(with_host,)))
+    host = HostMemory(process=GIB, driver=GIB, tensors=66 * GIB, pinned=65 * GIB, processes=2)
+    said = printed(sample(host=host), width=200)
+    assert "The host needs 134.00 to 136.00 GiB of RAM, 130.00 GiB of it pinned." in said
+
+
+@pytest.mark.parametrize(
+    ("room", "verdict_", "said"),
+    [
+        (2, "no", "does NOT fit: 1.00 GiB too much for the host (2.00 GiB, there)"),
+        (4, "tight", "tight: 1.00 GiB left to 1.00 GiB too much on the host (4.00 GiB, there)"),
+        (5, "yes", "fits: yes, 10.67 to 11.51 GiB left on L40S (44.99 GiB usable)"),
+    ],
+)
+def test_the_host_is_part_of_the_verdict(room: int, verdict_: str, said: str) -> None:
+    host = HostMemory(process=GIB, driver=2 * GIB, tensors=2 * GIB, room=Figure(room * GIB, "there"))
+    report = sample(host=host)
+    assert (report.verdict, report.fits) == (verdict_, verdict_ != "no")
+    assert (report.card_verdict, report.host_verdict) == ("yes", verdict_)
+    assert verdict(report) == said
+    assert report.to_json()["required_bytes"] == sample().to_json()["required_bytes"]  # those of the card
+    alone = replace(report, gpu=None)
+    assert alone.verdict == verdict_
+    assert "the host" in verdict(alone)
+    assert replace(too_big(), host=host).verdict == "no"
 
 
 def test_parts_and_their_sum_are_printed() -> None:

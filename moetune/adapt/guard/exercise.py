@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moetune.adapt.low_rank import adapted
 from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit
 from moetune.compat.transformers import activation_of, calls_rotary, norms_heads, softmax_router
-from moetune.config.schema import Storage
+from moetune.config.schema import LINEAR_STORAGES, Storage
 from moetune.experts.activation import SwiGLU, recognize
 from moetune.experts.kernels import rotary, routing
 from moetune.experts.kernels.self_check import TOKENS, BankSizes
@@ -73,8 +73,8 @@ class LinearSizes:
     def _base(self, device: torch.device) -> nn.Module:
         dtype, double = DTYPES[self.dtype], self.double_quant
         plain = nn.Linear(self.inputs, self.outputs, bias=False, dtype=dtype, device=device)
-        if self.storage == "int8":
-            return QuantizedLinear(plain.weight.data, None, "int8")
+        if self.storage in ("int8", "fp8", "nvfp4"):
+            return QuantizedLinear(plain.weight.data, None, self.storage)
         if self.storage != "nf4":
             return plain.requires_grad_(False)
         options: Any = {"compress_statistics": double, "quant_type": "nf4"}
@@ -241,15 +241,15 @@ def _gate_of(run: ResolvedRun, layer: MoeLayer) -> tuple[float, float] | None:
 
 
 def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
-    """Yield the sizes of the linear layers with LoRA, and of those stored in int8, which moetune's operators
-    dequantize."""
+    """Yield the sizes of the linear layers with LoRA, and of those that moetune's operators dequantize even without
+    it."""
     model, selection = run.config.model, run.selection
     quantized, with_lora = set(run.quantized_linears), set(selection.lora_linears)
     if run.config.parallel.tp > 1:
         with_lora = set()  # base and factors run as layers of their own
     for path, linear in run.structure.linears().items():
-        storage = model.base if path in quantized and model.base in ("nf4", "int8") else model.dtype
-        if path in with_lora or storage == "int8":
+        storage = model.base if path in quantized and model.base in LINEAR_STORAGES else model.dtype
+        if path in with_lora or storage in ("int8", "fp8", "nvfp4"):
             rank = selection.ranks[path] if path in with_lora else 0
             sizes = linear.in_features, linear.out_features
             yield LinearSizes(*sizes, storage, model.double_quant, model.dtype, rank)

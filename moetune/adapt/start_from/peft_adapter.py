@@ -13,7 +13,7 @@ from torch import Tensor
 from moetune.adapt.build import Adapted
 from moetune.adapters.base import base_of, stacks_of
 from moetune.adapters.factors import plain_number, split_parts
-from moetune.adapters.files import CONFIG_FILE, Scales, Stored, open_adapter
+from moetune.adapters.files import CONFIG_FILE, Scales, StoredAdapter, open_adapter
 from moetune.adapters.read import read, sure
 from moetune.adapters.stacked import ORDERS
 from moetune.adapters.write import laid_out
@@ -55,7 +55,7 @@ def _values(adapted: Adapted, folder: Path) -> dict[str, Tensor]:
     return values
 
 
-def _in_pefts_layout(stored: Stored, adapted: Adapted) -> Stored:
+def _in_pefts_layout(stored: StoredAdapter, adapted: Adapted) -> StoredAdapter:
     """Return an adapter in PEFT's layout, whichever it is stored in.
 
     Raises:

@@ -14,8 +14,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from moetune.adapt.weights.random import realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import unmatched_keys
+from moetune.config.schema import FP8_BLOCK
 from moetune.errors import UserError, first_of, reading
-from moetune.models.hub.dequantize import BitsAndBytes, Mxfp4, Quantized, open_checkpoint
+from moetune.models.hub.dequantize import BitsAndBytes, BlockFp8, Mxfp4, Nvfp4, Quantized, open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import NAMES, Stored
 from moetune.models.moe import MoeLayer
@@ -89,8 +90,11 @@ class CheckpointReader:
             if path not in self._target.linears or path == name:
                 self._target.put(name, self._converted(mapping))
             elif mapping.conversion is None and self._is_kept(stored, stored.shape):
-                state = stored.stored()
-                self._target.put_4bit(path, state.pop(""), state)
+                if isinstance(stored, BitsAndBytes):
+                    state = stored.stored()
+                    self._target.put_4bit(path, state.pop(""), state)
+                else:
+                    self._target.put_quantized_linear(path, stored.quantized())
             else:
                 self._target.put_linear(path, mapping.to_model(self._read))
         model.tie_weights(missing_keys=set(self._missing), recompute_mapping=False)
@@ -98,7 +102,7 @@ class CheckpointReader:
 
     def _read_apart(self, path: str, stack: str, mapping: KeyMapping) -> None:
         """Read the experts of a layer whose checkpoint has separate tensors for each expert. Frozen experts that are
-        already NF4 with the run's settings are stored as they are."""
+        already quantized as `model.base` says are stored as they are."""
         for expert in self._target.bank(path).held:
             one = mapping.of_expert(expert)
             pieces = [self._stored[key] for key in one.every_key()]
@@ -121,15 +125,16 @@ class CheckpointReader:
                 rows = _narrowed(stored.rows(expert, expert + 1, self._target.device))
                 self._target.put_expert(path, stack, expert, rows[0])
 
-    def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes]:
-        """Return whether a matrix has this shape and is NF4 with the run's settings, and so is stored as it is."""
+    def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes | BlockFp8 | Nvfp4]:
+        """Return whether a matrix has this shape and is quantized as `model.base` says, and so is stored as it is."""
         config = self._target.config
-        return (
-            isinstance(stored, BitsAndBytes)
-            and config.base == "nf4"
-            and stored.shape == shape
-            and stored.is_nf4(double_quant=config.double_quant)
-        )
+        if isinstance(stored, BitsAndBytes):
+            fits = config.base == "nf4" and stored.is_nf4(double_quant=config.double_quant)
+        elif isinstance(stored, BlockFp8):
+            fits = config.base == "fp8" and stored.block == (FP8_BLOCK, FP8_BLOCK)
+        else:
+            fits = isinstance(stored, Nvfp4) and config.base == "nvfp4"
+        return fits and stored.shape == shape
 
     def _read(self, key: str) -> Tensor:
         return _narrowed(self._stored[key].whole(self._target.device))

@@ -22,7 +22,6 @@ from moetune.models.hub.fingerprint import taking_fingerprint
 from moetune.models.hub.tensor_files import weight_files
 from moetune.models.selection import NOTHING
 from moetune.run.dtypes import this_device
-from moetune.run.linears import linears_to_quantize
 from moetune.run.resolve import ResolvedModel, resolve_model
 
 
@@ -75,7 +74,7 @@ def _quantize(
 ) -> dict[str, Any]:
     device = torch.device(this_device())
     loaded = copy.deepcopy(model.plain)
-    linears = linears_to_quantize(model.plain, model.structure, NOTHING)
+    linears = model.linears_to_quantize(NOTHING)
     context = ExpertContext(split_gate_up=model.gate_up_apart)
     target = LoadTarget(
         loaded, model.structure, NOTHING, model.config, linears, device, context=context, on_read=on_read

@@ -165,6 +165,15 @@ class LoadTarget:
             quantized = QuantizedLinear(weight, linear.bias, self.config.base)
         self.model.set_submodule(path, quantized.requires_grad_(False))
 
+    def put_quantized_linear(self, path: str, quantized: Mapping[str, Tensor]) -> None:
+        """Store the weight of a linear layer that a checkpoint has already quantized in the precision `model.base`,
+        other than NF4 (`put_4bit`), and replace the layer. `quantized` maps names to tensors, as for experts."""
+        linear = cast(nn.Linear, self.model.get_submodule(path))
+        layer = QuantizedLinear(linear.weight, linear.bias, self.config.base, self.device)
+        layer.stack.put_quantized_(0, quantized)
+        self.model.set_submodule(path, layer.requires_grad_(False))
+        self._note(linear.weight.numel())
+
     def put_4bit(self, path: str, data: Tensor, state: dict[str, Tensor]) -> None:
         """Store the weight of a linear layer that is already quantized in 4 bits: `data` has two values per byte,
         `state` the quantization state under bitsandbytes' names. The layer is replaced by a `Linear4bit` unless it is

@@ -85,7 +85,7 @@ class BankSizes:
         there are enough others.
         """
         bank = self._bank(device)
-        _draw(bank)
+        _draw(bank, self.storage)
         dtype, count = DTYPES[self.dtype], self.shape.num_experts
         idle = int(count > self.top_k)
         ids = torch.rand(tokens, count - idle).topk(self.top_k).indices + idle  # on the host, which counts them
@@ -120,13 +120,19 @@ class BankSizes:
         )  # fmt: skip
 
 
-def _draw(bank: nn.Module) -> None:
+def _draw(bank: nn.Module, storage: Storage) -> None:
     """Fill a bank's parameters and quantized buffers with random values of the magnitude of a model's weights."""
     with torch.no_grad():
         for name, tensor in (*bank.named_parameters(), *bank.named_buffers()):
             match name.rpartition(".")[2]:
                 case "nested_code" | "pairs":
                     pass  # tables
+                case "data" if storage == "fp8":
+                    tensor.random_(0, 256).sub_(((tensor & 127) == 127).byte())  # two codes are NaN
+                case "fractions":
+                    tensor.copy_(torch.tensor([1.0, 20_000.0]))
+                case "scales" if tensor.is_floating_point():
+                    tensor.uniform_(0.5e-4, 1e-4)
                 case "scales":
                     tensor.copy_(torch.randint(118, 124, tensor.shape))
                 case "absmax" | "nested_absmax" | "offset" if tensor.is_floating_point():
@@ -151,6 +157,8 @@ def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, r
     clamped = replace(plain, shape=apart, split_gate_up=False, gate=(1.702, 1.5))
     yield replace(clamped, storage="mxfp4")
     yield replace(clamped, storage="int8", split=False, expert_memory=0)
+    yield replace(plain, storage="fp8")
+    yield replace(plain, storage="nvfp4")
 
 
 def calls(

@@ -14,11 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from moetune.config.schema import FP8_BLOCK
 from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
 from moetune.experts.kernels.triton_low_rank import low_rank, low_rank_gradients_  # noqa: F401
 
-BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program
+BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program, half as many as NVFP4 blocks of 16
+ROWS_OF_FP8 = 32  # rows of an FP8 block of 128 × 128 weights per program
 COLUMNS = 1024  # columns of a program's block, times 2 or 4 in some kernels
 
 
@@ -86,7 +88,7 @@ def dequantize_nf4(data, absmax, nested, code, offset, weights, dtype):
     return out
 
 
-# --- int8 and MXFP4 -----------------------------------------------------------------------------------------------
+# --- int8, FP8, MXFP4 and NVFP4 -----------------------------------------------------------------------------------
 
 
 @kernel()
@@ -105,6 +107,41 @@ def dequantize_int8(data, absmax, dtype):
     columns = min(4 * COLUMNS, next_power_of_2(size))
     if rows:
         _dequantize_int8[(rows, ceil_div(size, columns))](data, absmax, out, size, INT8_STEP, COLUMNS=columns)
+    return out
+
+
+@triton.jit
+def _e4m3(code):
+    """Return the value of an 8-bit float E4M3 without infinities: 1 sign, 4 exponent, 3 mantissa bits (OCP 8-bit
+    Floating Point Specification, 5.1).
+
+    The bits are moved to where float32 has them; its exponent's bias is greater by 120. No instruction on 8-bit floats
+    is used, which compute capability 8.6 lacks.
+    """
+    value = (((code & 127) << 20) | ((code & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((code & 127) == 127, float("nan"), value)
+
+
+@kernel()
+def _dequantize_fp8(data, scales, out, rows, size, high, wide, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    matrix, block = tl.program_id(2).to(tl.int64), tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < size)[None, :]
+    at = (matrix * rows + row)[:, None] * size + column[None, :]
+    scale = tl.load(scales + (matrix * high + tl.program_id(1) * ROWS // BLOCK) * wide + block)
+    value = _e4m3(tl.load(data + at, mask=inside, other=0).to(tl.int32)) * scale
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def dequantize_fp8(data, scales, dtype):
+    out = torch.empty_like(data, dtype=dtype)
+    count, rows, size = data.shape
+    if data.numel():
+        grid = (ceil_div(size, FP8_BLOCK), ceil_div(rows, ROWS_OF_FP8), count)
+        _dequantize_fp8[grid](
+            data, scales, out, rows, size, scales.shape[1], scales.shape[2], BLOCK=FP8_BLOCK, ROWS=ROWS_OF_FP8
+        )
     return out
 
 
@@ -141,6 +178,31 @@ def dequantize_mxfp4(data, scales, pairs, dtype):
     out = data.new_empty(2 * len(data), dtype=dtype)
     if len(data):
         _dequantize_mxfp4[(ceil_div(len(data), 2 * COLUMNS),)](data, scales, out, len(data), BYTES=2 * COLUMNS)
+    return out
+
+
+@kernel()
+def _dequantize_nvfp4(data, scales, fractions, out, blocks, columns, wide, BLOCKS: tl.constexpr):
+    matrix = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    pairs = tl.load(data + matrix * blocks * 8 + byte, mask=block[:, None] < blocks, other=0).to(tl.int32)
+    scale = _e4m3(tl.load(scales + matrix * blocks + block, mask=block < blocks, other=0).to(tl.int32))
+    scale = tl.div_rn(scale * tl.load(fractions + 2 * matrix), tl.load(fractions + 2 * matrix + 1))
+    high, low = tl.split(_looked_up(_e2m1(tl.arange(0, 16)), pairs))
+    levels = tl.reshape(tl.join(low, high), (BLOCKS, 16))
+    column = (block % wide)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    value = (levels * scale[:, None]).to(out.dtype.element_ty)
+    at = matrix * (blocks // wide) * columns + (block // wide)[:, None] * columns + column
+    tl.store(out + at, value, mask=(block[:, None] < blocks) & (column < columns))
+
+
+def dequantize_nvfp4(data, scales, fractions, columns, dtype):
+    count, rows, wide = scales.shape
+    out = data.new_empty(count, rows, columns, dtype=dtype)
+    if out.numel():
+        grid = (ceil_div(rows * wide, 2 * BLOCKS_OF_64), count)
+        _dequantize_nvfp4[grid](data, scales, fractions, out, rows * wide, columns, wide, BLOCKS=2 * BLOCKS_OF_64)
     return out
 
 

@@ -36,6 +36,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     - Weights are read in the dtype that `config.json` names. If it names none, or the checkpoint is quantized, they are
       read in the compute dtype. The largest of the other weights is also held in both dtypes while it is converted.
     - An MXFP4 checkpoint (17/32 bytes a weight): kept as it is, unless the base has another storage or experts train.
+    - An FP8 or NVFP4 checkpoint (1 or 9/16 bytes a weight): likewise.
 
     The host's peak is what stays in host memory plus the tensor that is being read, an expert's or the embedding.
 
@@ -66,9 +67,13 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     if shapes:
         shape = shapes[0]
         matrix = _gate_up(shape)
-        if run.model.source.quantization.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
+        published = run.model.source.quantization
+        is_kept = model.base == published.base and run.config.adapt.experts is None
+        if is_kept and published.base in ("fp8", "nvfp4"):
+            host = max(host, matrix if published.base == "fp8" else matrix * 9 // 16)
+        elif published.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
             host = max(host, matrix * 17 // 32)
-            if model.base != "mxfp4" or run.config.adapt.experts is not None:
+            if not is_kept:
                 # transformers dequantizes half of the weights at a time by a lookup with indices of 8 bytes
                 looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + dtype.itemsize + dtype.itemsize // 2) * matrix
                 on_the_way = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, model, dtype))

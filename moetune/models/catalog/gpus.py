@@ -67,6 +67,7 @@ class Gpu:
         host_link: bytes/s from or to the host.
         interconnect: bytes/s between two GPUs, both directions together.
         channels: number of channels that NCCL opens between two GPUs.
+        host: bytes of memory that the machine has for a run, for the GPU of this machine.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Gpu:
     host_link: Figure | None = None
     interconnect: Figure | None = None
     channels: Figure = PCIE_CHANNELS
+    host: Figure | None = None
 
     @property
     def context_range(self) -> tuple[int, int]:

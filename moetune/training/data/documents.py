@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from moetune.errors import UserError
 from moetune.training.step.loss import IGNORED
 
-Block = Mapping[str, np.ndarray | Sequence[np.ndarray]]
+Columns = Mapping[str, np.ndarray | Sequence[np.ndarray]]
 """Some rows, by column: an array [rows, length] or a sequence of one array per row."""
 
 
@@ -121,7 +121,7 @@ class Chosen(Sequence[Document]):
         return self.documents[self.numbers[index]]
 
 
-def rows_on_disk(names: Sequence[str], blocks: Iterable[Block]) -> datasets.Dataset:
+def rows_on_disk(names: Sequence[str], blocks: Iterable[Columns]) -> datasets.Dataset:
     """Write rows to a temporary file; return them as a memory-mapped data set.
 
     Args:

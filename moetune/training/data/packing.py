@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import datasets
 import numpy as np
 
-from moetune.training.data.documents import Block, Document, rows_on_disk
+from moetune.training.data.documents import Columns, Document, rows_on_disk
 from moetune.training.step.loss import IGNORED
 
 _SHORTEST = 2
@@ -85,7 +85,7 @@ class _Segments:
 
 def _packed_blocks(
     documents: Sequence[Document], segments: _Segments, length: int, pad_token_id: int
-) -> Iterator[Block]:
+) -> Iterator[Columns]:
     most = max(1, _BLOCK_TOKENS // length)
     sequences = segments.by_sequence()
     for first in range(0, segments.sequences, most):
@@ -107,7 +107,7 @@ def _packed_blocks(
         yield {"input_ids": ids, "labels": labels, "position_ids": positions, "is_token": is_token}
 
 
-def _separate_blocks(documents: Sequence[Document], length: int) -> Iterator[Block]:
+def _separate_blocks(documents: Sequence[Document], length: int) -> Iterator[Columns]:
     ids: list[np.ndarray] = []
     labels: list[np.ndarray] = []
     tokens = 0

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from moetune.models.stack import decoder_stack
 
 
-class HeadSizes(Protocol):
+class LMHeadSizes(Protocol):
     """The sizes of an LM head from which `Chunks.of` computes the chunks of the loss; attributes as in `LMHead`."""
 
     @property

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from moetune.training.step.lm_head import HeadSizes, LMHead
+from moetune.training.step.lm_head import LMHead, LMHeadSizes
 
 IGNORED = -100
 """The label of a token that has no loss."""
@@ -51,7 +51,7 @@ class Chunks:
     block: int
 
     @classmethod
-    def of(cls, memory: int | None, head: HeadSizes, tokens: int) -> Chunks:
+    def of(cls, memory: int | None, head: LMHeadSizes, tokens: int) -> Chunks:
         """Return the largest chunks whose logits fit in `memory` bytes (None: all tokens in one chunk)."""
         size = chunk_tokens(memory, head.vocabulary, head.width, head.row_bytes, tokens)
         return cls(tokens, size, size if head.width == 4 else min(size, block_tokens(memory, head.vocabulary)))

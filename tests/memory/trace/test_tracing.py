@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from moetune.config.schema import OptimizerName, RunConfig
+from moetune.config.schema import OptimizerName, QuantizedDtype, RunConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.closed_form.form import ClosedForm
@@ -17,7 +17,7 @@ from moetune.memory.trace import Trace, trace
 from moetune.models.source import find_model_source
 from moetune.run.resolve import resolve
 from tests.memory.models import LAYOUTS, toy_run, write_toy
-from tests.published import write_4bit, write_mxfp4
+from tests.published import write_4bit, write_fp8, write_mxfp4
 from tests.resolved import measure
 
 GiB = 2**30
@@ -64,7 +64,7 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """(architecture, adapt:, other sections)."""
     model_type = draw(st.sampled_from(sorted(LAYOUTS)))
     adapt = draw(st.sampled_from(sorted(ADAPT)))
-    base, optimizer = draw(st.sampled_from(["nf4", "int8", "mxfp4", "bf16", "fp32"])), draw(optimizers())
+    base, optimizer = draw(st.sampled_from([*get_args(QuantizedDtype), "bf16", "fp32"])), draw(optimizers())
     fused = optimizer.get("fused_backward", optimizer["name"] in ("lomo", "adalomo") and "offload" not in optimizer)
     sections = {
         "model": {
@@ -118,10 +118,12 @@ def test_a_prediction_is_what_is_measured(
         pytest.param("deepseek_v3", "none", 0, "host", marks=pytest.mark.full),
         pytest.param("llama", "offload", 0, "gpu", marks=pytest.mark.full),
         ("llama", "none", 0, "gpu"),
+        ("deepseek_v3", {"attention": "all", "rows": 1, "rest": 1}, 0, "host"),
+        pytest.param("mixtral", {"attention": 0, "rows": "all", "rest": 1}, 0, "gpu", marks=pytest.mark.full),
     ],
 )
 def test_fake_steps_take_byte_for_byte_what_real_ones_take(
-    toys: dict[str, Path], model_type: str, checkpointing: str, kept: int, experts_on: str
+    toys: dict[str, Path], model_type: str, checkpointing: Any, kept: int, experts_on: str
 ) -> None:
     adapt = DENSE["everything"] if model_type == "llama" else MIXED
     sections = {
@@ -132,12 +134,15 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen3_moe"])
 def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path) -> None:
-    """In MXFP4, and in NF4 with gate and up apart. And the closed form is the trace."""
+    """In MXFP4; in NF4 and in FP8 with gate and up apart. And the closed form is the trace."""
     sizes = {"vocab_size": 256, "num_hidden_layers": 2, "num_local_experts": 4}
     if model_type == "gpt_oss":
         folder = write_mxfp4(tmp_path, **sizes)
+    elif model_type == "qwen3_moe":
+        left_out = ["self_attn.o_proj"]
+        folder = write_fp8(tmp_path, model_type, left_out=left_out, hidden_size=192, moe_intermediate_size=64, **sizes)
     else:
         folder = write_4bit(tmp_path, model_type, hidden_size=64, head_dim=16, **sizes)
     config = toy_run(folder, model_type, MIXED, model={"weights": "pretrained"}, train={"checkpointing": "full"})

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Tag
 
 from moetune.config.fields import Size, layer_range
 
-Ranks = dict[str, int | dict[str, int]]
+LoraRanks = dict[str, int | dict[str, int]]
 """Target or layers (`0-5`) -> rank, or target -> layers -> rank."""
 
 
@@ -42,12 +42,12 @@ LoraRank = Annotated[
 ]
 
 
-def is_by_target(ranks: int | Ranks) -> bool:
+def is_by_target(ranks: int | LoraRanks) -> bool:
     """Return whether the keys of `ranks` are targets."""
     return isinstance(ranks, dict) and layer_range(next(iter(ranks))) is None
 
 
-def rank_of(ranks: int | Ranks, target: str, layer: int | None) -> int | None:
+def rank_of(ranks: int | LoraRanks, target: str, layer: int | None) -> int | None:
     """Return the rank of a layer's factors; None if `ranks` does not name the layer.
 
     Args:
@@ -63,7 +63,7 @@ def rank_of(ranks: int | Ranks, target: str, layer: int | None) -> int | None:
     return None
 
 
-def layers_named(ranks: int | Ranks) -> set[int]:
+def layers_named(ranks: int | LoraRanks) -> set[int]:
     """Return the layers that the keys of `ranks` name."""
     inside = ranks.items() if isinstance(ranks, dict) else ()
     return {layer for key, rank in inside for layer in layer_range(key) or layers_named(rank)}  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def halved(ranks: Any) -> tuple[Any, int]:
     return {key: half for key, (half, _) in parts.items()}, min(least for _, least in parts.values())
 
 
-def ranks_as_text(ranks: int | Ranks) -> str:
+def ranks_as_text(ranks: int | LoraRanks) -> str:
     """Format ranks as text: `16`, or `64 (attention), 8 (experts)`; those of layers of a target as `8 (experts
     0-5)`."""
     if isinstance(ranks, int):

@@ -1,0 +1,148 @@
+"""Adapted models in TRL's trainers: the model with its reference, and the arguments that keep what a run file sets."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from moetune.adapt.build import Adapted
+from moetune.adapt.reference import Reference
+from moetune.compat.trl import SelfReferencing
+from moetune.config.schema import OptimizerConfig
+from moetune.errors import UserError, suggest
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
+
+TrlTrainer = Literal["sft", "dpo", "kto", "orpo", "grpo"]
+TRAINERS: tuple[TrlTrainer, ...] = get_args(TrlTrainer)
+
+_OPTIMIZERS = {
+    "adamw": "adamw_torch_fused",
+    "adamw8bit": "adamw_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "paged_adamw8bit": "paged_adamw_8bit",
+    "lion8bit": "lion_8bit",
+    "ademamix8bit": "ademamix_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+"""Optimizer of a run file -> its name in transformers, whose Trainer makes it."""
+
+REASONS = {
+    "bf16": "the model computes in `model.dtype`; autocast would keep 16-bit copies of float32 weights, and make "
+    "float32 copies of outputs",
+    "fp16": "as `bf16`",
+    "gradient_checkpointing": "`train.checkpointing` has set it, in moetune's kind, which keeps the routers' choices",
+    "router_aux_loss_coef": "`train.router_aux_loss`, 0 by default; TRL's is the architecture's own, whose loss "
+    "holds 8 bytes for every layer, token, expert and choice",
+    "precompute_ref_log_probs": "the reference runs once, before the first step: no step has a reference pass, and "
+    "nothing is copied",
+    "optim": "`optimizer.name`; TRL's is AdamW with float32 states",
+    "save_strategy": "a checkpoint would hold the quantized model; `moetune.export` writes what others read",
+    "max_length": "`train.sequence_length`, to which memory is predicted",
+    "per_device_train_batch_size": "`train.micro_batch`; of pairs, so DPO and ORPO run twice as many rows",
+    "gradient_accumulation_steps": "`train.accumulate`",
+    "num_generations": "8 as in TRL, or the largest number below that divides the completions of a step, "
+    "`train.micro_batch` · `train.accumulate`",
+}
+"""Arguments of `trl_arguments` that keep memory down or the model whole -> why. The others repeat the run file."""
+
+
+def trl_model(adapted: Adapted) -> SelfReferencing:
+    """Return the model for TRL's trainers whose reference is the model itself, as it is now.
+
+    Pass it as `model`, without `ref_model`. TRL's reference passes then run with LoRA switched off, and with whole
+    experts, routers and other trained weights as they are now, from copies in host memory (`adapt/reference.py`). The
+    model is needed for GRPO with a `beta`, and for DPO and KTO without `precompute_ref_log_probs`; elsewhere
+    `adapted.model` does, without copies.
+
+    Raises:
+        UserError: the model is distributed over ranks, or its LM head is not a plain linear layer, whose weight TRL
+            multiplies with.
+    """
+    if not adapted.ranks.is_single:
+        raise UserError("TRL trains a model of one rank; set parallel: to 1 rank, or train with moetune train")
+    head = adapted.model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise UserError(
+            f"TRL multiplies with the weight of the LM head, which is a {type(head).__name__}; leave lm_head out of "
+            "adapt.lora.targets"
+        )
+    return SelfReferencing(adapted.model, Reference(adapted).active)
+
+
+def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:
+    """Return the arguments of a TRL configuration, such as `DPOConfig`, with which a run trains as its run file says.
+
+    They are those of the run file that TRL has, and those whose defaults in TRL would waste memory or break a quantized
+    model (`REASONS`). What a run file does not have, such as `beta`, is left to TRL.
+
+    Args:
+        run: a resolved run, the values of a run file, or its path.
+        trainer: `sft`, `dpo`, `kto`, `orpo` or `grpo`.
+
+    Raises:
+        UserError: TRL has no such trainer here, or the run's optimizer does not exist in transformers' Trainer.
+    """
+    if trainer not in TRAINERS:
+        raise UserError(f"no arguments for the trainer {trainer!r}: {', '.join(TRAINERS)}.{suggest(trainer, TRAINERS)}")
+    run = resolve(run)
+    config, train = run.config, run.config.train
+    arguments = {
+        "per_device_train_batch_size": train.micro_batch,
+        "per_device_eval_batch_size": train.eval_micro_batch or train.micro_batch,
+        "gradient_accumulation_steps": train.accumulate,
+        **({"max_steps": train.steps} if train.epochs is None else {"num_train_epochs": train.epochs}),
+        **_optimizer_arguments(run),
+        "lr_scheduler_type": "constant_with_warmup" if train.schedule == "constant" else train.schedule,
+        "warmup_steps": train.warmup,
+        "max_grad_norm": train.max_grad_norm,
+        "seed": train.seed,
+        "logging_steps": train.log_every,
+        "save_strategy": "no",
+        "report_to": list(train.report_to) or "none",
+        "use_cpu": run.device_type == "cpu",
+        "bf16": False,
+        "fp16": False,
+        "gradient_checkpointing": False,
+    }
+    if config.output is not None:
+        arguments["output_dir"] = config.output
+    if trainer == "grpo":
+        completions = train.micro_batch * train.accumulate
+        arguments["num_generations"] = next((n for n in range(8, 1, -1) if completions % n == 0), completions)
+    else:
+        arguments["max_length"] = train.sequence_length
+    if trainer != "orpo":
+        arguments["router_aux_loss_coef"] = train.router_aux_loss
+    if trainer in ("dpo", "kto"):
+        arguments["precompute_ref_log_probs"] = True
+    return arguments
+
+
+def _optimizer_arguments(run: ResolvedRun) -> dict[str, Any]:
+    """Return the arguments of the run's optimizer; raise `UserError` if transformers' Trainer has none like it."""
+    several = set(run.optimizers.values())
+    if len(several) != 1:
+        raise UserError("TRL's trainers have one optimizer; give optimizer: one name, for all parts")
+    (one,) = several
+    plain = one.but(fused_backward=False, offload=False, master_weights="none", momentum=one.momentum and 0.0)
+    if one.name not in _OPTIMIZERS or one != plain:
+        raise UserError(
+            f"TRL's trainers have no optimizer like {_named(one, plain)}; use one of {', '.join(_OPTIMIZERS)}, without "
+            "fused_backward, offload, master_weights and momentum"
+        )
+    arguments: dict[str, Any] = {
+        "optim": _OPTIMIZERS[one.name],
+        "learning_rate": one.lr,
+        "weight_decay": one.weight_decay,
+    }
+    if one.betas is not None and len(one.betas) == 2:
+        arguments |= {"adam_beta1": one.betas[0], "adam_beta2": one.betas[1]}
+    if one.eps is not None:
+        arguments["adam_epsilon"] = one.eps
+    return arguments
+
+
+def _named(one: OptimizerConfig, plain: OptimizerConfig) -> str:
+    return " with ".join([one.name, *(key for key, value in one if value != getattr(plain, key))])
