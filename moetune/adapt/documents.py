@@ -59,8 +59,8 @@ def split_by_documents(model: nn.Module) -> None:
     current = _Current()
     for layer in decoder_layers(model).values():
         if modules := _with_state(layer):
-            layer.__class__ = _layer_class(type(layer))
-            layer.current = current
+            layer.__class__ = _layer_class(type(layer))  # type: ignore[arg-type]  # a class is hashable
+            vars(layer)["current"] = current
             for module in modules:
                 module.forward = partial(_forward, current, module)
 

@@ -25,7 +25,7 @@ def collate(
     pad_token_id: int,
     *,
     at_least: int = 0,
-    document_inputs: Callable[[Sequence[int]], Mapping[str, Any]] = lambda lengths: {},
+    document_inputs: Callable[[Sequence[int]], dict[str, Any]] = lambda lengths: {},
 ) -> dict[str, Any]:
     """Return a micro-batch of B rows as int64 tensors [B, S] by name.
 
