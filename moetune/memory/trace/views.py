@@ -215,7 +215,7 @@ class Trace:
         begins = [at for at, *_ in self.events.marks]
         for (at, mark, *_), until in zip(self.events.marks, [*begins[1:], self.end + 1], strict=True):
             phase: Phase = "backward" if mark.phase == "recompute" else mark.phase
-            alive = self._device[max(0, at - 1) : until]  # what is alive when the phase begins counts
+            alive = self.device[max(0, at - 1) : until]  # what is alive when the phase begins counts
             if phase != "load":
                 most[phase] = max(most.get(phase, 0), int(alive.max(initial=0)))
         return tuple(most.items())
