@@ -14,7 +14,7 @@ def quantize(
     model: Annotated[str, argument("MODEL", "A catalog name, a folder or a hub id.")],
     out: Annotated[Path, option(None, "Output folder. An incomplete one is continued.")],
     base: Annotated[
-        str, choice("auto|nf4|int8|fp8|mxfp4", "Format of the quantized weights; auto: as published, or nf4.")
+        str, choice("auto|nf4|int8|fp8|nvfp4|mxfp4", "Format of the quantized weights; auto: as published, or nf4.")
     ] = "auto",
     double_quant: Annotated[bool | None, option(None, "8-bit scales for nf4. Default: yes.")] = None,
     overwrite: Overwrite = False,

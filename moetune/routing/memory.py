@@ -20,6 +20,7 @@ from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.routing.recorder import Recorder, layer_of
 from moetune.routing.score import record_batch, refuse_dense
+from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.batch import random_rows
 
@@ -40,7 +41,8 @@ def predict_score(
     """
     refuse_dense(run)
     tracing = partial(trace_score, sources=sources)
-    report = predict(run.keeping_rows(0), method="trace", gpu=gpu, advise=False, tracing=tracing)
+    run = run.keeping({}) if is_open(run.config.train) else run
+    report = predict(run, method="trace", gpu=gpu, advise=False, tracing=tracing)
     train = run.config.train
     lines = dict(report.about) | {"batch": f"{train.micro_batch} × {train.sequence_length:,} tokens, forward alone"}
     left_out = ("trains", "optimizer")

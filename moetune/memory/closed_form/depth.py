@@ -7,23 +7,18 @@ only in the layers that each group stands for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form.banks import Bank, banks_of, probes_of
 from moetune.memory.closed_form.experts import Choices, Unlike
-from moetune.memory.closed_form.form import ClosedForm, kind_of
+from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.closed_form.store import Recorded
 from moetune.memory.trace.tracing import can_be_shortened
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
-from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
-
-_WHERE = ("targets", "layers", "ids")
-"""Keys of `adapt.lora` that say which weights have LoRA; the layers' kinds contain that already."""
 
 
 @dataclass
@@ -31,7 +26,7 @@ class Depths:
     """In-memory cache of closed forms, in which runs with the same shortened model share one record. Records are also
     kept on disk (store.py)."""
 
-    _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
+    _known: dict[str, ClosedForm] = field(default_factory=dict)
     _choices: dict[Hashable, Choices | None] = field(default_factory=dict)
     _rewritten: dict[Hashable, Recorded] = field(default_factory=dict)
 
@@ -53,7 +48,7 @@ class Depths:
 
     def _like(self, form: ClosedForm) -> ClosedForm:
         """Return the cached closed form of the same shortened model; if there is none, cache and return `form`."""
-        return self._known.setdefault(_kind_of_shortened(form), form)
+        return self._known.setdefault(form.key, form)
 
     def _of_experts(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
         """Derive a run's record from those of two runs with few trained experts (experts.py); None if impossible."""
@@ -87,22 +82,3 @@ def _banks(run: ResolvedRun, layers: Sequence[int]) -> tuple[Bank | None, ...]:
     """Return the bank of each of these decoder layers; None for a layer without experts."""
     banks = banks_of(run)
     return tuple(banks.get(layer) for layer in layers)
-
-
-def _kind_of_shortened(form: ClosedForm) -> Hashable:
-    """Return a key that is equal for closed forms whose shortened models take the same step, apart from sizes."""
-    run, kind = form.run, kind_of(form.run)
-    at = Coordinates.of(run.config.parallel, form.rank)
-    starts = {unit.layers[0]: len(unit.layers) for unit in form.short.units}
-    outside = {part.name for part in run.structure.parameters if part.layer is None}
-    linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
-    lora = kind.pop("adapt")["lora"]
-    del kind["train"]["keeps_rows"]  # contained in the layers' kinds
-    return (
-        json.dumps([kind, {name: lora[name] for name in lora or () if name not in _WHERE}], default=str),
-        form.gpu and form.gpu.capability,
-        at,
-        run.selection.full & outside,
-        frozenset(linears.intersection(run.selection.lora_linears)),
-        tuple((form.kinds[layer], starts.get(layer, 0)) for layer in form.short.kept),
-    )
