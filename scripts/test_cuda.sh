@@ -39,7 +39,7 @@ if [ -z "${CUDA_VENV:-}" ]; then
     # torch for CUDA asks for a Triton of its own
     sed 's/^torch==.*/torch==2.11.0/; /^triton==/d' scripts/constraints.txt >"$venv/constraints.txt"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt" \
-      --editable . pytest pytest-xdist hypothesis lomo-optim tensorboard
+      --editable . pytest pytest-xdist hypothesis lomo-optim tensorboard trl
     echo "$wanted" >"$stamp"
   fi
 fi

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from moetune.cli.options import Json, NewFolder, Overwrite, RunFolder, answer, choice, heavy_imports, number, option
 from moetune.errors import UserError, counted
 from moetune.files import expanded, is_occupied
 from moetune.report.console import note
+
+if TYPE_CHECKING:
+    from moetune.exporting.rounded import Survival
+
+_HALF = 0.5
+"""Share of the change that must survive for a rounded checkpoint to be no worse an export than the adapter."""
 
 
 def export(
@@ -19,6 +26,9 @@ def export(
     out: NewFolder,
     overwrite: Overwrite = False,
     check: Annotated[int, number("Compare the loss on N held-out records with the trained model's.", 0, 1000, "N")] = 0,
+    into: Annotated[
+        Any, choice("fp8|nvfp4|mxfp4", "Round a merged checkpoint, and say how much of the change survives.", "--into")
+    ] = None,
     push: Annotated[str | None, option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")] = None,
     json_: Json = False,
 ) -> None:
@@ -28,22 +38,25 @@ def export(
             f"--check computes with stock transformers and PEFT, which do not read --format {format_}; use it with "
             "merged or peft"
         )
+    if into is not None and (check or format_ != "merged"):
+        raise UserError(f"--into {into} is for --format merged, and prints losses without --check")
     is_occupied(expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.export import export as export_trained
         from moetune.exporting.push import check_push
         from moetune.exporting.push import push as push_to_hub
-        from moetune.inference.check import check_export
+        from moetune.inference.check import check_export, check_rounded
 
     if push is not None:
         check_push(push)
-    result = export_trained(run, format_, out, overwrite=overwrite)
+    result = export_trained(run, format_, out, overwrite=overwrite, into=into)
     note(*result.notes)
     shown = [
         f"{result.format} of step {result.step}: {counted(result.tensors, 'tensor')}, {result.bytes:,} bytes, in "
         f"{result.out}"
     ]
-    checked = check_export(run, out, check) if check else None
+    checked = check_export(run, out, check) if check else None if into is None else check_rounded(run, out)
+    shown += _of_survival(result.survival)
     if checked is not None:
         if checked.unread is not None:
             note(f"--check: random tokens take the place of the run's data: {checked.unread}")
@@ -55,3 +68,17 @@ def export(
     if address is not None:
         shown.append(f"pushed to {address}")
     answer(json_, {**result.to_json(), "check": checked and checked.to_json(), "pushed": address}, *shown)
+
+
+def _of_survival(survival: Sequence[Survival]) -> Iterator[str]:
+    """Yield the lines that say how much of the change rounding keeps in each layer, and in all, the last of
+    `survival`."""
+    if not survival:
+        return
+    every = survival[-1]
+    yield "of the change Δ, rounding keeps ⟨Q(W + Δ) − Q(W), Δ⟩ / ⟨Δ, Δ⟩, and errs by ‖Q(W + Δ) − Q(W) − Δ‖ / ‖Δ‖:"
+    for one in survival:
+        name = "all" if one is every else "others" if one.layer is None else f"layer {one.layer}"
+        yield f"  {name:<9} kept {one.kept:6.2f}   error {one.error:6.2f}"
+    if every.kept < _HALF:
+        yield "less than half of the change survives: the adapter (--format peft) is the better export"

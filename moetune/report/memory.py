@@ -25,6 +25,7 @@ METHODS = {
 }
 _PHASES = {
     "load": "while loading",
+    "reference": "in the reference's pass",
     "forward": "in the forward pass",
     "recompute": "in the recomputation",
     "backward": "in the backward pass",
@@ -42,7 +43,7 @@ def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0)
         above: the number of lines that are printed above it on the same screen.
     """
     time = "" if report.time is None else pace(report.time, tokens)
-    lines = [most(report), why_a_range(report), on_host(report), rows(report), time]
+    lines = [most(report), why_a_range(report), on_host(report), phases(report), rows(report), time]
     return View(
         report.model,
         verdict(report),
@@ -71,7 +72,7 @@ def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
     head += [listed if len(listed) <= width else f"{counted(len(settings), 'setting')} by --set"] * (settings != [])
     parts = (about.get(name) for name in ("trains", "batch", "optimizer", "base", "ranks"))
     head.append(": ".join(filter(None, (report.model, "; ".join(filter(None, parts))))))
-    needs = [most(report), why_a_range(report), on_host(report)]
+    needs = [most(report), why_a_range(report), on_host(report), phases(report)]
     free = height - above - 1 - 2 * len(wrapped([verdict(report)])) - len(wrapped([*needs, *head]))
     changes = [
         (f"  {flags(change)}: then needs {gib(change.peak_process)}", change.why)
@@ -123,6 +124,13 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
     if report.time is not None:
         yield ViewSection("time of a step, each part by itself", _times(report.time), True)
     yield ViewSection("notes", report.notes)
+
+
+def phases(report: MemoryReport) -> str:
+    """Return what the phases of a TRL trainer take at most; empty for moetune's own steps."""
+    if report.trainer is None:
+        return ""
+    return "live at most: " + ", ".join(f"{phase} {gib(most)}" for phase, most in report.phases)
 
 
 # --- Words --------------------------------------------------------------------------------------------------------
@@ -234,8 +242,9 @@ def pace(time: Duration, tokens: int | None = None) -> str:
         return (
             f"Measured in a similar run: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
         )
+    how = "Estimated from speeds that were measured on this card" if time.of_card else "Estimated, not measured"
     return (
-        f"Estimated, not measured: {between(speed)} tokens/s, {between(seconds)} s a step"
+        f"{how}: {between(speed)} tokens/s, {between(seconds)} s a step"
         f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of the card's 16-bit FLOP/s."
     )
 

@@ -344,7 +344,7 @@ class Tracker(TorchDispatchMode):
         `layer` is the layer's number, or `OUTSIDE`. An end of forward is ignored while the layer is recomputed in
         backward.
         """
-        if backward or self.phase in ("forward", "evaluation"):  # not in a recomputation
+        if backward or self.phase in ("forward", "reference", "evaluation"):  # not in a recomputation
             self.log.cuts.append(Cut(len(self.log.entries), layer, backward))
 
     def _enter_backward(self, module: str) -> None:

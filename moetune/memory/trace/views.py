@@ -208,6 +208,18 @@ class Trace:
         module = layer_named(mark.module, unit, copy)
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
 
+    def phases(self) -> tuple[tuple[Phase, int], ...]:
+        """Return the most bytes that are alive on the device in each phase, in the order in which phases begin. What is
+        recomputed counts as the backward pass."""
+        most: dict[Phase, int] = {}
+        begins = [at for at, *_ in self.events.marks]
+        for (at, mark, *_), until in zip(self.events.marks, [*begins[1:], self.end + 1], strict=True):
+            phase: Phase = "backward" if mark.phase == "recompute" else mark.phase
+            alive = self.device[max(0, at - 1) : until]  # what is alive when the phase begins counts
+            if phase != "load":
+                most[phase] = max(most.get(phase, 0), int(alive.max(initial=0)))
+        return tuple(most.items())
+
     def timeline(self, points: int = 600) -> tuple[Sample, ...]:
         """Return about `points` samples of the last step's bytes by part, each the fullest moment of its section of the
         step. The sample with which a phase begins is labelled, such as "forward 0"; others have an empty label."""
