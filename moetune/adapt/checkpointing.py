@@ -42,7 +42,7 @@ def checkpoint_layers(model: PreTrainedModel, run: ResolvedRun, device: torch.de
     in every layer.
     """
     train, paths = run.config.train, decoder_layers(model)
-    numbers = {path: int(path.rpartition(".")[2]) for path in paths}
+    numbers = {path: int(path.rpartition(".")[2]) for path in paths if path[-1].isdigit()}  # not layers within layers
     by_kernels = {path for path, number in numbers.items() if "attention" in run.keeps.get(number, NOTHING)}
     contexts = ChoicesOf(model, _attention_in(by_kernels, run.structure)).contexts
     keeping = partial(torch_checkpoint, use_reentrant=False, context_fn=contexts)

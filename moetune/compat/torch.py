@@ -175,7 +175,7 @@ class _Made(NamedTuple):
 
     @classmethod
     def of(cls, tensor: FakeTensor) -> _Made:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor._fake_device)
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
 
 
 @functools.cache
@@ -299,9 +299,9 @@ class QuickFakeMode(FakeTensorMode):
                     continue
                 if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self or tensor.constant is not None:
                     return None
-                if device is not None and device != tensor._fake_device:
+                if device is not None and device != tensor.fake_device:
                     return None
-                device = tensor._fake_device
+                device = tensor.fake_device
         return device
 
 

@@ -9,8 +9,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
+from moetune.adapt.documents import layers_with_state
 from moetune.adapt.guard import as_known
 from moetune.config.schema import RunConfig
+from moetune.errors import counted
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
@@ -93,7 +95,8 @@ def predict(
         "assumptions": (
             f"routing: {routing.name}" + (f", at most {routing.highest.name}" if routing.highest else ""),
             f"every sequence has train.sequence_length = {config.train.sequence_length} tokens"
-            + (", documents packed" if config.packs else ", some padded"),
+            + (", of two packed documents" if config.packs else ", some padded"),
+            *_by_documents(run),
             *card.assumptions,
         ),
         "notes": tuple(
@@ -138,6 +141,13 @@ def predict(
     if not changes:
         return _noting(report, "no change of the run file is known that makes it fit")
     return replace(report, changes=changes)
+
+
+def _by_documents(run: ResolvedRun) -> list[str]:
+    """Return the assumption about layers that run document by document, if a run has such layers and packs."""
+    layers = layers_with_state(run.model.plain) if run.config.packs else 0
+    by_one = f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run document by document"
+    return [f"{by_one}: many short ones take longer, and more memory than two"] * bool(layers)
 
 
 def quick(run: ResolvedRun, **options: Any) -> MemoryReport:

@@ -242,8 +242,9 @@ def pace(time: Duration, tokens: int | None = None) -> str:
         return (
             f"Measured in a similar run: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
         )
+    how = "Estimated from speeds that were measured on this card" if time.of_card else "Estimated, not measured"
     return (
-        f"Estimated, not measured: {between(speed)} tokens/s, {between(seconds)} s a step"
+        f"{how}: {between(speed)} tokens/s, {between(seconds)} s a step"
         f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of the card's 16-bit FLOP/s."
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from moetune.adapt.attention import wants_cu_seqlens
+from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit, UserError
 from moetune.parallel.ranks import local_tensor
@@ -77,9 +77,7 @@ class Loop:
         self.adapted, self.config, self.ranks = adapted, adapted.run.config, adapted.ranks
         self.data, self.folder, self.device = data, folder, adapted.model.device
         self.console, self.warnings, self.watcher = console, warnings, watcher
-        self.collate = partial(
-            collate, pad_token_id=pad_token_id, documents_by_cu_seqlens=wants_cu_seqlens(adapted.model)
-        )
+        self.collate = partial(collate, pad_token_id=pad_token_id, document_inputs=document_inputs(adapted.model))
         self.where = Where()
         self.step, self.tokens, self.micro_batch = 0, 0, self.config.train.micro_batch
         self.total_load: dict[int, Tensor] = {}

@@ -26,7 +26,8 @@ def chosen(model: str, gpu: str, train: dict[str, Any], **sections: Any) -> Reso
     """The run with what its layers keep on this card."""
     settings = {"sequence_length": 2048, "accumulate": 2, "checkpointing": "auto", **train}
     sections = {"optimizer": {"name": "adamw8bit"}, "data": {"train": "unread", "packing": True}, **sections}
-    run = resolve(catalog_run(model, LORA, train=settings, **sections), "cuda")
+    adapt = {"lora": {**LORA["lora"], "targets": ["attention"]}} if model.startswith("llama") else LORA
+    run = resolve(catalog_run(model, adapt, train=settings, **sections), "cuda")
     return settled(run, find_gpu(gpu), UNKNOWN, lambda one: quick(one, gpu=gpu))
 
 
