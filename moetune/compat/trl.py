@@ -93,13 +93,17 @@ class Answers(TorchDispatchMode):
     A number read from a fake tensor is 1, a truth value False; a mask selects everything; every value is unlike zero.
     """
 
+    def lacks_values(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has no values to read."""
+        return isinstance(tensor, FakeTensor)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS and isinstance(args[0], FakeTensor):
+        if func in _READS and self.lacks_values(args[0]):
             dtype = args[0].dtype
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
-        if func is _NONZERO and isinstance(args[0], FakeTensor):
+        if func is _NONZERO and self.lacks_values(args[0]):
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
-        if func is _INDEX and isinstance(args[0], FakeTensor) and _is_mask(args[1]):
+        if func is _INDEX and self.lacks_values(args[0]) and _is_mask(args[1]):
             values, mask = args[0], args[1][0]
             found = mask.new_empty((mask.dim(), mask.numel()), dtype=torch.long)  # where the mask is set
             return values.new_empty((found.shape[1], *values.shape[mask.dim() :]))
