@@ -117,7 +117,7 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
             selection.experts.get(number, ()),
             selection.lora_experts.get(number, ()),
         )
-        quantized = frozenset(one.removeprefix(path) for one in run.quantized_linears if one.startswith(f"{path}."))
+        quantized = tuple(sorted(one.removeprefix(path) for one in run.quantized_linears if one.startswith(f"{path}.")))
         on_host = run.config.train.checkpointing == "offload"
         stays = on_host and number == 0  # its input, a frozen embedding's output, stays on the GPU
         kept = tuple(sorted(run.keeps.get(number, ())))
