@@ -112,7 +112,7 @@ _NO = 1 << 30
 _UNSUPPORTED = ("softcap", "dropout", "indices")
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _largest_head(plain: PreTrainedModel) -> int:
     """Return the largest head size of a model, or `_NO` if an attention layer cannot use variable-length attention.
 

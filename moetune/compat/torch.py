@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -223,9 +223,10 @@ class QuickFakeMode(FakeTensorMode):
     and other arguments. torch's own cache has a slower key and leaves out operators of other libraries.
     """
 
+    _known: ClassVar[dict[Hashable, tuple[type, list[_Made]] | None]] = {}
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._known: dict[Hashable, tuple[type, list[_Made]] | None] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of any fake tensor on a device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

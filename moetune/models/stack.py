@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import Any
 from weakref import ref
@@ -48,6 +49,9 @@ class LeftOut(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LeftOut:
+        return LeftOut(self._layer, copy.deepcopy(self._last, memo))
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         others = self._last.others

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -20,7 +21,7 @@ from moetune.errors import UserError
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
 from moetune.models.source import ModelSource
-from moetune.models.stack import leave_out
+from moetune.models.stack import decoder_layers, leave_out
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES, DeviceType
 from moetune.run.keeps import NOTHING, Kept, kept_by_layer, section_of
@@ -210,11 +211,9 @@ class ResolvedRun:
     def without_layers(self, layers: Collection[int]) -> ResolvedRun:
         """Return a copy of the run, with its own meta model, that lacks the decoder layers with these indices."""
         structure, selection = self.structure.without(layers), self.selection.without(layers, self.structure)
-        plain = copy.deepcopy(self.model.plain)
-        leave_out(plain, layers)
         return replace(
             self,
-            model=replace(self.model, plain=plain, structure=structure),
+            model=replace(self.model, plain=_without_layers(self.model.plain, frozenset(layers)), structure=structure),
             selection=selection,
             parts=parts_by_name(structure, selection),
             placement={layer: held for layer, held in self.placement.items() if layer not in layers},
@@ -225,6 +224,20 @@ class ResolvedRun:
         not `base`."""
         for where, scores in self.scored:
             refuse_other_base(scores, self.config.model.path, base, where)
+
+
+_SHORTER: WeakKeyDictionary[PreTrainedModel, dict[frozenset[int], PreTrainedModel]] = WeakKeyDictionary()
+
+
+def _without_layers(plain: PreTrainedModel, layers: frozenset[int]) -> PreTrainedModel:
+    """Return a copy of a model that lacks the decoder layers with these indices, the same one in each call."""
+    shorter = _SHORTER.setdefault(plain, {})
+    if layers not in shorter:
+        left_out = [layer for number, layer in enumerate(decoder_layers(plain).values()) if number in layers]
+        model = copy.deepcopy(plain, {id(layer): layer for layer in left_out})  # these are not copied
+        leave_out(model, layers)
+        shorter[layers] = model
+    return shorter[layers]
 
 
 def raise_problems(problems: Iterable[str]) -> None:

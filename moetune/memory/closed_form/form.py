@@ -21,7 +21,7 @@ from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form import store
-from moetune.memory.closed_form.record import NoClosedForm, record
+from moetune.memory.closed_form.record import NoClosedForm, Record, record
 from moetune.memory.closed_form.sizes import ExpertRows, Shape, Sizes, alignment, exchanged, sizes_of
 from moetune.memory.closed_form.store import KnownHead, Recorded
 from moetune.memory.equal_ranks import by_kind
@@ -170,16 +170,18 @@ class ClosedForm:
         self.recorded = self.recorded or store.read(self.key)
         return self.recorded is not None and self.shape(config, routing) in self.recorded.records
 
-    def with_records(
-        self, config: ResolvedConfig, routing: AssumedRouting = BALANCED, head: KnownHead | None = None
-    ) -> Recorded:
-        """Return all records, after making the one for the shape of a run if it is missing; else as `at`. `head` are
-        the sizes of the LM head, if they are known from another record of the model."""
+    def like(self, other: Record, shape: Shape) -> Record:
+        """Record the run's step once, to be compared with the record of another number of trained experts, `other`."""
+        with self._steps() as steps:
+            return record(steps, shape, self.run.config.train.sequence_length, self.limits, other)
+
+    def with_records(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Recorded:
+        """Return all records, after making the one for the shape of a run if it is missing; else as `at`."""
         if not self._knows(config, routing):
             known = self.recorded
             with self._steps() as steps:
                 if known is None:
-                    known = self.recorded = Recorded(head or _head_of(steps))
+                    known = self.recorded = Recorded(_head_of(steps))
                 shape = self.shape(config, routing)
                 known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
             store.write(self.key, known)
