@@ -16,7 +16,7 @@ def decoder_stack(model: PreTrainedModel) -> nn.Module:
     """Return the submodule whose first output is the last hidden states [batch, tokens, hidden]."""
     stack = model.get_decoder()
     if isinstance(stack, PreTrainedModel) and stack is not model:
-        return stack
+        return stack if stack.get_output_embeddings() is None else decoder_stack(stack)  # Llama 4: a model with a head
     return next(child for child in model.children() if isinstance(child, PreTrainedModel))
 
 
