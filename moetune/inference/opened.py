@@ -23,7 +23,15 @@ from moetune.adapt.weights.stock import load_stock
 from moetune.adapters.base import base_of
 from moetune.adapters.files import CONFIG_FILE, beyond_plain, open_adapter, read_adapter
 from moetune.adapters.read import read, sure
-from moetune.config.schema import AdaptConfig, HardwareConfig, ModelConfig, ParallelConfig, QuantizedDtype, RunConfig
+from moetune.config.schema import (
+    AdaptConfig,
+    DataConfig,
+    HardwareConfig,
+    ModelConfig,
+    ParallelConfig,
+    QuantizedDtype,
+    RunConfig,
+)
 from moetune.errors import UserError, reading, time_limit
 from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run
 from moetune.files import expanded
@@ -142,7 +150,8 @@ def _built(
     alone = config.but(
         model=settings,
         train={"checkpointing": "none", "neftune_alpha": 0.0},
-        data=config.data and config.data.but(packing=False),
+        # a run file without data packs, and the attention of packed documents has no cache of keys
+        data=(config.data or DataConfig(train="none")).but(packing=False),
         parallel=ParallelConfig(),
         hardware=HardwareConfig(),
     )

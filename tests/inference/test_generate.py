@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 
 from moetune.inference import generate
 from moetune.inference.completions import _batches
-from moetune.inference.opened import Opened
+from moetune.inference.opened import Opened, open_model
 from tests import toys
 from tests.reference import build_toy
 
@@ -66,3 +68,13 @@ def test_batches_change_nothing(model_type: str, tmp_path: Path, monkeypatch: py
         found = generate.continued(opened, [rows[number] for number in numbers], max_new_tokens=NEW)
         texts.update(zip(numbers, found, strict=True))
     assert [texts[number] for number in range(4)] == [str(list(without_cache(opened.model, row))) for row in rows]
+
+
+def test_a_checkpoint_whose_training_packs_documents_generates(small_model: Path, tmp_path: Path) -> None:
+    """The attention of packed documents with sinks, which gpt-oss trains with on a CPU too, has no cache of keys."""
+    shutil.copytree(
+        small_model, tmp_path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"), dirs_exist_ok=True
+    )
+    vocabulary = json.loads((small_model / "config.json").read_text())["vocab_size"]
+    toys.toy_model("gpt_oss", vocab_size=vocabulary).save_pretrained(tmp_path)
+    assert generate.generate(open_model(str(tmp_path), device="cpu"), "a router", max_new_tokens=4)
