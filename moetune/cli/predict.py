@@ -123,9 +123,6 @@ def _arguments(settings: Sequence[str]) -> dict[str, Any]:
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator or not key:
-            raise UserError(f"--trl {setting!r}: give KEY=VALUE, such as beta=0.1")
-        try:
-            found[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise UserError(f"--trl {setting!r}: the value is not YAML; quote it") from None
+            raise UserError(f"--trl {shown(setting)}: give KEY=VALUE, such as beta=0.1")
+        found[key] = parse(value, f"--trl {shown(setting)}: the value {shown(value)}")
     return found
