@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-import yaml
-
 from moetune.cli.options import (
     Card,
     Json,
@@ -26,7 +24,7 @@ from moetune.cli.options import (
     option,
     within_memory,
 )
-from moetune.errors import UserError
+from moetune.errors import UserError, shown
 from moetune.report.console import note
 
 
@@ -119,6 +117,8 @@ def predict(
 
 def _arguments(settings: Sequence[str]) -> dict[str, Any]:
     """Return the arguments in `KEY=VALUE` strings, with values as in YAML; raise `UserError` for any other string."""
+    from moetune.config.load import parse
+
     found = {}
     for setting in settings:
         key, separator, value = setting.partition("=")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.routing.recorder import Recorder, documents_of
