@@ -143,6 +143,8 @@ def test_paged_states_are_outside_of_the_allocator(method: Any, tmp_path: Path) 
     assert plain.parts.optimizer_states - paged.parts.optimizer_states == moved
     assert paged.outside_allocator - plain.outside_allocator == moved
     assert paged.host_bytes - plain.host_bytes == moved
+    offloaded = toy_run(model, "mixtral", adapt, optimizer={"name": "paged_adamw8bit", "offload": True})
+    assert predict(offloaded, method=method, gpu="l40s").fullest.outside_allocator == plain.outside_allocator
 
 
 @pytest.mark.full
