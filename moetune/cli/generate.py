@@ -5,8 +5,25 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-from moetune.cli.options import Json, KeepQuantized, Opens, answer, flag, heavy_imports, number, opened, option, utf8
+from moetune.cli.options import (
+    Json,
+    KeepQuantized,
+    OnCard,
+    Opens,
+    Predict,
+    answer,
+    flag,
+    found_model,
+    heavy_imports,
+    number,
+    opened,
+    option,
+    refuse_card,
+    target,
+    utf8,
+)
 from moetune.errors import UserError
+from moetune.report.console import note
 
 
 def temperature_in_range(value: float) -> float:
@@ -31,15 +48,40 @@ def generate(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     base: KeepQuantized = None,
+    predict: Predict = False,
+    gpu: OnCard = None,
     json_: Json = False,
 ) -> None:
-    """Continue a prompt with a run, an adapter, a merged checkpoint or a base. A run need not be merged first."""
+    """Continue a prompt with a run, an adapter, a merged checkpoint or a base. A run need not be merged first. Exit
+    code 1: it needs more memory than there is."""
+    refuse_card(gpu, predict)
     with heavy_imports():
+        from moetune.inference.generate import asked as tokens_of
         from moetune.inference.generate import generate as go_on
+        from moetune.inference.memory import predict_generate
+        from moetune.planning.at_hand import refuse_unfit, surely_below
+        from moetune.report.memory import memory_view
 
     asked = [{"role": "user", "content": prompt}] if chat else prompt
+    device, card = target(gpu) if predict else (None, None)
+    found = found_model(model, base, device)
+    if predict:
+        try:
+            ids, new_tokens = tokens_of(found, asked, max_new_tokens)
+            length = ids.shape[1]
+        except UserError as error:
+            length, new_tokens = len(prompt.encode()) or 1, max_new_tokens
+            note(f"a token is assumed for each byte of the prompt: {error}")
+        report = predict_generate(found, length, new_tokens, temperature, gpu=card)
+        answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
+        return
+    if found.run is not None:
+        ids, new_tokens = tokens_of(found, asked, max_new_tokens)
+        length = ids.shape[1]
+        rough = surely_below(found.model.structure, length + new_tokens)
+        refuse_unfit("generate", rough, lambda here: predict_generate(found, length, new_tokens, temperature, gpu=here))
     text = go_on(
-        opened(model, base), asked, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=not json_
+        found.open(), asked, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=not json_
     )
     answer(json_, {"model": model, "prompt": prompt, "text": text})
 

@@ -7,7 +7,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
@@ -202,6 +202,11 @@ def unguarded(mode: _Mode) -> _Mode:
     """
     mode.__torch_dispatch__ = inspect.unwrap(mode.__torch_dispatch__)  # type: ignore[method-assign]
     return mode
+
+
+def answering_no() -> AbstractContextManager[Any]:
+    """Return a context in which a fake tensor that is asked whether it is true says no, instead of raising an error."""
+    return patch.object(FakeTensor, "__bool__", lambda self: False)
 
 
 @unguarded

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 from torch import Tensor
-from transformers import GenerationConfig, TextStreamer
+from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 
 from moetune.errors import UserError, shown
-from moetune.inference.opened import Opened, open_model
+from moetune.inference.opened import Found, Opened, open_model
 from moetune.training.data.load import pad_token_id
 
 Message = dict[str, str]
@@ -42,6 +42,31 @@ def generate(
             value; or the model computes NaN.
     """
     opened = opened if isinstance(opened, Opened) else open_model(str(opened))
+    ids, max_new_tokens = asked(opened, prompt, max_new_tokens)
+    tokenizer: Any = opened.tokenizer
+    torch.manual_seed(seed)
+
+    def numbers(_: Tensor, logits: Tensor) -> Tensor:
+        if logits.isnan().any():
+            raise UserError(f"{opened.name!r} computes NaN: its weights are damaged")
+        return logits
+
+    opened.model.generation_config = sampling(opened.name, opened.model.generation_config)
+    written = continued(
+        opened.model,
+        ids.to(opened.model.device),
+        max_new_tokens,
+        temperature,
+        ends=tokenizer.eos_token_id,
+        pad=pad_token_id(tokenizer),
+        logits_processor=[numbers],
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
+    )
+    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def asked(opened: Opened | Found, prompt: str | list[Message], max_new_tokens: int) -> tuple[Tensor, int]:
+    """Return the tokens of a prompt [1, S], and the number of tokens to generate after them. Raises as `generate`."""
     tokenizer: Any = opened.tokenizer
     if isinstance(prompt, str):
         inputs = tokenizer(prompt, return_tensors="pt")
@@ -54,43 +79,51 @@ def generate(
         inputs = tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-    ids = inputs["input_ids"].to(opened.model.device)
+    ids = inputs["input_ids"]
     if not ids.numel():
         raise UserError("the prompt is empty: it has no tokens")
-    model: Any = opened.model
-    pad = pad_token_id(tokenizer)
-    known = model.config.get_text_config().vocab_size
-    if (largest := max(int(ids.max()), pad)) >= known:
+    known = opened.settings.get_text_config().vocab_size
+    if (largest := max(int(ids.max()), pad_token_id(tokenizer))) >= known:
         raise UserError(
             f"the tokenizer of {opened.name!r} has token {largest}; the model has embeddings for {known} only. Its "
             "tokenizer_config.json says which tokens there are"
         )
-    model.generation_config = _sampling(opened)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(opened.settings.get_text_config(), "max_position_embeddings", None)
     if positions is not None:
         if ids.shape[1] >= positions:
             raise UserError(f"the prompt has {ids.shape[1]:,} tokens, and the model has positions for {positions:,}")
         max_new_tokens = min(max_new_tokens, positions - ids.shape[1])
-    torch.manual_seed(seed)
+    return ids, max_new_tokens
 
-    def numbers(_: Tensor, logits: Tensor) -> Tensor:
-        if logits.isnan().any():
-            raise UserError(f"{opened.name!r} computes NaN: its weights are damaged")
-        return logits
 
-    written = model.generate(
+def continued(
+    model: PreTrainedModel,
+    ids: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    *,
+    ends: int | None,
+    pad: int,
+    **more: Any,
+) -> Tensor:
+    """Return tokens `ids` [1, S] with those that a model generates after them.
+
+    Args:
+        ends, pad: ids of the token that ends a text, and of the one that pads.
+        more: further arguments of transformers' `generate`.
+    """
+    generate: Any = model.generate
+    return generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=ends,
         pad_token_id=pad,
         use_cache=True,
-        logits_processor=[numbers],
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
         do_sample=temperature > 0,
         **({"temperature": temperature} if temperature else {}),
+        **more,
     )
-    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 class _Sampling(BaseModel):
@@ -103,14 +136,12 @@ class _Sampling(BaseModel):
     repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] | None = None
 
 
-def _sampling(opened: Opened) -> GenerationConfig:
-    """Return the sampling settings of the model's `generation_config.json`; raise `UserError` for an invalid value."""
+def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
+    """Return the sampling settings of a model's `generation_config.json`; raise `UserError` for an invalid value."""
     try:
-        found = _Sampling.model_validate(opened.model.generation_config)
+        found = _Sampling.model_validate(settings)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"generation_config.json of {opened.name!r}: {key}: {shown(first['input'])}: {first['msg']}"
-        ) from None
+        raise UserError(f"generation_config.json of {name!r}: {key}: {shown(first['input'])}: {first['msg']}") from None
     return GenerationConfig(**found.model_dump(exclude_none=True))

@@ -250,6 +250,7 @@ class MemoryReport:
         rows: rows of gate_up that are kept; None where their number cannot be chosen.
         unknowns: what the prediction does not know of routing and context; what it never knows is added in `span`.
         host: memory of the machine; None if it was not predicted.
+        device: where the model is. On a CPU all tensors are host memory.
     """
 
     model: str
@@ -268,6 +269,7 @@ class MemoryReport:
     rows: Rows | None = None
     unknowns: tuple[Unknown, ...] = ()
     host: HostMemory | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
 
     @property
     def fullest(self) -> RankMemory:
@@ -373,6 +375,7 @@ class MemoryReport:
             "model": self.model,
             "about": dict(self.about),
             "method": self.method,
+            "device": self.device,
             "gpu": None if self.gpu is None else asdict(self.gpu),
             "fits": self.fits,
             "verdict": self.verdict,
