@@ -1,4 +1,4 @@
-"""The machine at hand: its GPU, what is free on it (`card_at_hand`), and the refusal of commands that it cannot hold."""
+"""The machine at hand: its GPU and the memory that is free (`card_at_hand`); commands that it cannot hold."""
 
 from __future__ import annotations
 
