@@ -41,7 +41,7 @@ def predict_quantize(model: ResolvedModel, gpu: str | Gpu | None = None) -> Memo
     tiny = QuantizedExperts(1, (BLOCK, BLOCK), model.config.base, double_quant=model.config.double_quant)
     tiny.quantize_(0, torch.zeros(BLOCK, BLOCK))  # creates the real lookup tables that bitsandbytes caches
     add_missing_fakes()
-    tracker, device = Tracker({}), torch.device("cpu")
+    tracker, device = Tracker({}, on_cpu=gpu is None), torch.device("cpu")
     reading = Reading(tracker, device, gpu is not None)
     stored = unread(tensors, reading)
     target, on_meta = target_of(model, device, kind=_FakeTarget), target_of(model, torch.device("meta"))
