@@ -107,7 +107,7 @@ def _on_cpu(run: ResolvedRun, traced: Trace) -> MemoryReport:
     """Return the report of a trace for this machine's CPU, where all tensors are in host memory."""
     parts, load, config = traced.parts(), traced.load, run.config
     assert load is not None
-    tensors = max(load.gpu + load.host, parts.total + traced.host_peak)
+    tensors = max(load.gpu + traced.loaded(on_host=True), parts.total + traced.host_peak)
     return MemoryReport(
         model=config.model.path,
         method="trace",
