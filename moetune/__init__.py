@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moetune.errors import DoesNotFit, UserError
     from moetune.exporting.apply import apply_delta
     from moetune.exporting.export import ExportResult, export
+    from moetune.inference.completions import Completions, complete
     from moetune.inference.evaluate import Evaluation, evaluate
     from moetune.inference.generate import generate
     from moetune.inference.opened import Opened, open_model
@@ -46,11 +47,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Adapted", "Count", "DoesNotFit", "Drift", "Evaluation", "ExportResult", "MemoryReport", "MoetuneConfig", "Opened",
-    "Outcome", "Plan", "Predictor", "ResolvedConfig", "ResolvedModel", "ResolvedRun", "RunConfig", "Scores", "Solved",
-    "TrainResult", "UserError", "apply_delta", "build", "count", "drift", "evaluate", "export", "generate",
-    "load_run_config", "open_model", "plan", "predict", "quantize", "resolve", "score", "solve", "train",
-    "trl_arguments", "trl_model", "verify", "within_budget",
+    "Adapted", "Completions", "Count", "DoesNotFit", "Drift", "Evaluation", "ExportResult", "MemoryReport",
+    "MoetuneConfig", "Opened", "Outcome", "Plan", "Predictor", "ResolvedConfig", "ResolvedModel", "ResolvedRun",
+    "RunConfig", "Scores", "Solved", "TrainResult", "UserError", "apply_delta", "build", "complete", "count", "drift",
+    "evaluate", "export", "generate", "load_run_config", "open_model", "plan", "predict", "quantize", "resolve",
+    "score", "solve", "train", "trl_arguments", "trl_model", "verify", "within_budget",
 ]  # fmt: skip
 
 _NAMES = {
@@ -64,6 +65,7 @@ _NAMES = {
     "errors": "DoesNotFit UserError",
     "exporting.apply": "apply_delta",
     "exporting.export": "ExportResult export",
+    "inference.completions": "Completions complete",
     "inference.evaluate": "Evaluation evaluate",
     "inference.generate": "generate",
     "inference.opened": "Opened open_model",

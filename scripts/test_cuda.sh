@@ -39,7 +39,7 @@ if [ -z "${CUDA_VENV:-}" ]; then
     # torch for CUDA asks for a Triton of its own
     sed 's/^torch==.*/torch==2.11.0/; /^triton==/d' scripts/constraints.txt >"$venv/constraints.txt"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$venv/constraints.txt" \
-      --editable . pytest pytest-xdist hypothesis lomo-optim tensorboard
+      --editable . pytest pytest-xdist hypothesis lomo-optim tensorboard trl
     echo "$wanted" >"$stamp"
   fi
 fi
@@ -64,7 +64,9 @@ if [ -n "$all" ]; then
   for version in 3.8.0 3.9.0; do
     echo "==> the kernels' PTX by Triton $version"
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder/$version" "triton==$version"
-    PYTHONPATH=$folder/$version:$PWD "$python" -m pytest -n "$workers" --dist worksteal -m ptx tests/ptx "$@"
+    # every kernel on every capability
+    PYTHONPATH=$folder/$version:$PWD "$python" -m pytest -n "$workers" --dist worksteal --all -m ptx \
+      -k "self_check or bfloat16 or 37-29" tests/ptx "$@"
   done
   echo "==> pytest on the CPU"
   "$python" -m pytest -n "$workers" --dist worksteal -m "not ptx" "$@"

@@ -65,6 +65,42 @@ def write_fp8(
     return folder
 
 
+def write_nvfp4(
+    folder: Path, model_type: str, producer: str = "modelopt", left_out: Sequence[str] = (), **sizes: Any
+) -> Path:
+    """As nvidia/Qwen3-30B-A3B-NVFP4 (`modelopt`) or RedHatAI/Qwen3-30B-A3B-NVFP4 (`compressed-tensors`) are published:
+    linear layers and experts in NVFP4, with scales of activations; layers whose paths end with one of `left_out` in
+    bfloat16."""
+    config = toy_config(model_type, **sizes)
+    tensors: dict[str, Tensor] = {}
+    for name, value in _checkpoint(config).items():
+        plain = ("embed_tokens.weight", "lm_head.weight", "gate.weight", *(f"{one}.weight" for one in left_out))
+        if value.ndim != 2 or name.endswith(plain):
+            tensors[name] = value
+            continue
+        rows, columns = value.shape
+        codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+        scale, path = 1e-4 * (1 + torch.rand(())), name.removesuffix(".weight")
+        tensors[f"{name}_scale"] = (torch.rand(rows, columns // 16) * 400).to(torch.float8_e4m3fn)
+        if producer == "modelopt":
+            tensors |= {name: codes, f"{name}_scale_2": scale, f"{path}.input_scale": torch.rand(())}
+            if name.endswith("k_proj.weight"):
+                tensors[f"{path}.k_scale"] = torch.rand(())
+        else:
+            tensors |= {f"{name}_packed": codes, f"{name}_global_scale": 1 / scale.view(1)}
+            tensors[f"{path}.input_global_scale"] = torch.rand(1)
+    weights = {"num_bits": 4, "type": "float", "group_size": 16}
+    settings: dict[str, Any] = {"quant_method": producer, "config_groups": {"group_0": {"weights": weights}}}
+    settings["ignore"] = ["lm_head", *(f"model.layers.*.{one}*" for one in left_out)]
+    if producer == "modelopt":
+        settings |= {"quant_algo": "NVFP4", "producer": {"name": "modelopt", "version": "0.47.0"}}
+    else:
+        settings["ignore"] = ["lm_head", *(f"re:.*{one}$" for one in left_out)]
+        settings["format"] = "nvfp4-pack-quantized"
+    _write(folder, config, tensors, settings, shards=False)
+    return folder
+
+
 def write_4bit(
     folder: Path,
     model_type: str,

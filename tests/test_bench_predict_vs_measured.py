@@ -16,7 +16,7 @@ import torch
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.measure import Measured
-from moetune.memory.predict import predict
+from moetune.memory.predict import quick
 from moetune.run.resolve import resolve
 
 FOLDER = Path(__file__).parents[1] / "scripts/bench"
@@ -93,7 +93,7 @@ def test_an_unknown_case_is_refused(
 def test_cases_for_cuda_fit_44_gib_but_for_one(bench: ModuleType) -> None:
     for name, config in bench.CUDA_CASES.items():
         assert config().model.weights == "random", name
-        assert predict(config(), method="formula", gpu="44GiB").fits is (name != TOO_LARGE), name
+        assert quick(resolve(config(), "cuda"), gpu="44GiB").fits is (name != TOO_LARGE), name
 
 
 def claimed(device: torch.device, cap: int | None) -> dict[str, Any]:

@@ -84,7 +84,9 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "gemma4": {"vision_config": {"model_type": "gemma4_vision", "hidden_size": HIDDEN, "num_hidden_layers": 1}},
     "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
+    "granitemoehybrid": {"layers_block_type": ["linear_attention", "full_attention"] * 2},
     "kimi_linear": {"linear_head_dim": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "nemotron_h": {

@@ -7,7 +7,8 @@ names of transformers' FlashAttentionKwargs, and reach each layer's attention fu
 
 For models with attention sinks (gpt-oss and its like) transformers has eager attention only. Here they have the
 variable-length attention for packed documents, on a GPU and on a CPU (flash.py); and `sdpa_with_sink` for unpacked
-rows, text generation, and masks that no window describes.
+rows, text generation, and masks that no window describes. Hybrids, too, have variable-length attention on both: the
+mask of some (Granite 4) does not separate documents.
 
 Shapes: B rows of S tokens, T = B·S tokens; h heads of queries, h_kv heads of keys and values; head size d of queries
 and keys, d_v of values; n documents.
@@ -16,7 +17,7 @@ and keys, d_v of values; n documents.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
+from moetune.adapt.documents import document_lengths, is_split_by_documents, layers_with_state, split_by_documents
 from moetune.adapt.flash import within_documents
 from moetune.compat.transformers import attention_name, fix_rotary_length, has_flash_interface, has_sinks, set_attention
 from moetune.config.schema import RunConfig
@@ -39,7 +41,7 @@ VARLEN = "varlen"
 No mask function has this name, so transformers creates no mask.
 """
 VARLEN_CPU = "varlen_cpu"
-"""The name of `varlen_attention` with the CPU's kernel, for models with sinks."""
+"""The name of `varlen_attention` with the CPU's kernel, for models with sinks and hybrids."""
 MASKED_SINKS = "sdpa_with_sink"
 """The name of `sdpa_with_sink`, for which transformers makes the mask that it makes for eager attention."""
 
@@ -60,9 +62,12 @@ def attention_for(
     if wanted != "sdpa":
         return wanted
     by_mask = MASKED_SINKS if has_sinks(plain) else "sdpa"
-    if not config.packs or (capability is None and by_mask == "sdpa") or not takes_cu_seqlens(plain, capability):
+    on_cpu = capability is None
+    if not config.packs or (on_cpu and by_mask == "sdpa" and not layers_with_state(plain)):
         return by_mask
-    return VARLEN_CPU if capability is None else VARLEN
+    if not takes_cu_seqlens(plain, capability):
+        return by_mask
+    return VARLEN_CPU if on_cpu else VARLEN
 
 
 _IN_WORDS = {
@@ -107,14 +112,16 @@ _NO = 1 << 30
 _UNSUPPORTED = ("softcap", "dropout", "indices")
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _largest_head(plain: PreTrainedModel) -> int:
     """Return the largest head size of a model, or `_NO` if an attention layer cannot use variable-length attention.
 
     Every attention layer must receive `cu_seqlens`, and the sliding window that its mask has, by keyword. To find out,
-    a copy of the model runs on the meta device with attention and mask functions that record their arguments.
+    a copy of the model runs on the meta device with attention and mask functions that record their arguments. A layer
+    without attention must be one that runs document by document (documents.py).
     """
     model = copy.deepcopy(plain).train()  # attention receives its dropout in training mode only
+    split_by_documents(model)
     windows: dict[int, int | None] = {}
     calls: list[tuple[nn.Module, int, bool]] = []
 
@@ -146,12 +153,17 @@ def _largest_head(plain: PreTrainedModel) -> int:
     try:
         with torch.no_grad():
             decoder_stack(model)(
-                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **cu_seqlens([_ROW])
+                input_ids=ids,
+                attention_mask=torch.ones(1, _ROW, dtype=torch.long),  # not on meta: read where a layer has a state
+                use_cache=False,
+                **cu_seqlens([_ROW]),
+                **document_lengths([_ROW]),
             )
     except Exception:  # the model's code needs values, which meta tensors lack
         return _NO
     called = {module for module, _, _ in calls}
-    all_fit = all(fits for _, _, fits in calls) and all(called & {*layer.modules()} for layer in ran)
+    attends = (bool(called & {*layer.modules()}) or is_split_by_documents(layer) for layer in ran)
+    all_fit = all(fits for _, _, fits in calls) and all(attends)
     return max((size for _, size, _ in calls), default=_NO) if all_fit else _NO
 
 
@@ -194,6 +206,20 @@ def has_little_shared_memory(capability: Capability) -> bool:
 def wants_cu_seqlens(model: PreTrainedModel) -> bool:
     """Return whether a model's attention separates packed documents by `cu_seqlens` and not by a mask."""
     return attention_name(model) in (VARLEN, VARLEN_CPU, "flash_attention_2")
+
+
+def document_inputs(model: PreTrainedModel) -> Callable[[Sequence[int]], dict[str, Any]]:
+    """Return a function from the lengths of a batch's documents to the inputs by which the model is told of them.
+
+    A model that separates documents by a mask alone, which transformers makes from `position_ids`, needs none.
+    """
+    by_offsets = wants_cu_seqlens(model)
+    by_lengths = any(map(is_split_by_documents, decoder_layers(model).values()))
+
+    def inputs(lengths: Sequence[int]) -> dict[str, Any]:
+        return (cu_seqlens(lengths) if by_offsets else {}) | (document_lengths(lengths) if by_lengths else {})
+
+    return inputs
 
 
 def cu_seqlens(lengths: Sequence[int]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from transformers.integrations.neftune import activate_neftune
 
 from moetune.adapt.attention import Capability, attention_for
 from moetune.adapt.checkpointing import checkpoint_layers
+from moetune.adapt.documents import split_by_documents
 from moetune.adapt.guard import checked
 from moetune.adapt.lora import add_lora
 from moetune.adapt.norms import fuse_norms
@@ -161,6 +162,8 @@ def build(
         read_quantized_base(target, run, ranks, on_read)
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # its signature is that of the function it wraps
+    if config.packs:
+        split_by_documents(model)
     fuse_norms(model)
     fuse_rotary(model)
     fuse_routers(model)
@@ -178,7 +181,7 @@ def build(
         model.get_submodule(layer.experts).requires_grad_()
     refuse_unquantized(model, run)
     refuse_misplaced(model, config.model, device)
-    checkpoint_layers(model, config.train.checkpointing, device)
+    checkpoint_layers(model, run, device)
     for layer in structure.moe_layers:
         if (name := run.router_biases.get(layer.index)) is not None:  # 16 bits would lose small updates
             path, _, key = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Activation checkpointing that replays the routers' choices, and optionally keeps layer inputs in host memory.
+"""Activation checkpointing that replays the routers' choices, keeps more of some layers, or keeps inputs on the host.
 
 A checkpointed layer runs its forward pass again during the backward pass. If its router chose again, a tie or a
 nondeterministic kernel could send a token to another expert than before: the gradient would be that of another
@@ -9,7 +9,7 @@ per token), and all else is recomputed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 
@@ -25,42 +26,69 @@ from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ReadCounts
 from moetune.experts.host import AsyncCopy, CopyStream
 from moetune.experts.kernels import routing
+from moetune.models.stack import decoder_layers
+from moetune.models.structure import ModelStructure
+from moetune.run.keeps import NOTHING, recomputes_layers
+from moetune.run.resolved import ResolvedRun
 
 aten = torch.ops.aten
 
 
-def checkpoint_layers(model: PreTrainedModel, how: str, device: torch.device) -> None:
-    """Set activation checkpointing of every decoder layer, in place: a layer keeps its input and its router's choices.
+def checkpoint_layers(model: PreTrainedModel, run: ResolvedRun, device: torch.device) -> None:
+    """Set activation checkpointing of every decoder layer, in place: a layer keeps its input, its routers' choices, and
+    what `run.keeps` says; with `train.checkpointing: offload` inputs are in host memory until the backward pass.
 
-    `how` is `full`, or `offload`, which keeps the layers' inputs in host memory until the backward pass. With `none`
-    and `experts_only` checkpointing stays off; if other code, such as a trainer, enables it later, it works as `full`.
+    With `none` and `experts_only` checkpointing stays off. If other code, such as a trainer, enables it later, it is on
+    in every layer.
     """
-    contexts = RoutersOf(model).contexts
+    train, paths = run.config.train, decoder_layers(model)
+    numbers = {path: int(path.rpartition(".")[2]) for path in paths if path[-1].isdigit()}  # not layers within layers
+    by_kernels = {path for path, number in numbers.items() if "attention" in run.keeps.get(number, NOTHING)}
+    contexts = ChoicesOf(model, _attention_in(by_kernels, run.structure)).contexts
     keeping = partial(torch_checkpoint, use_reentrant=False, context_fn=contexts)
-    checkpoint_by(model, InputsOnHost(device, contexts).checkpoint if how == "offload" else keeping)
-    if how in ("full", "offload"):
+    checkpoint_by(model, InputsOnHost(device, contexts).checkpoint if train.checkpointing == "offload" else keeping)
+    if recomputes_layers(train):
         model.activation_checkpointing_enable()
+        for path, number in numbers.items():
+            if "rest" in run.keeps.get(number, NOTHING):
+                paths[path].gradient_checkpointing = False  # type: ignore[assignment]
 
 
-class RoutersOf:
-    """Hooks that record or replay the routers' choices in checkpointed calls.
+def _attention_in(layers: Collection[str], structure: ModelStructure) -> list[str]:
+    """Return the paths of the modules directly below these decoder layers that have attention's parameters."""
+    found = {
+        ".".join((layer, name[len(layer) + 1 :].partition(".")[0])): None
+        for name in (part.name for part in structure.parameters_of("attention"))
+        for layer in layers
+        if name.startswith(f"{layer}.")
+    }
+    return list(found)
 
-    They are active from the start of an MoE block, where its router runs, to the start of its experts. Elsewhere no
-    dispatch mode is active, because it costs microseconds per operation.
+
+class ChoicesOf:
+    """Hooks that record or replay, in checkpointed calls, the routers' choices, and what the kernels of the modules
+    `attention` return.
+
+    They are active from the start of an MoE block, where its router runs, to the start of its experts, and in the
+    modules `attention`. Elsewhere no dispatch mode is active, because it costs microseconds per operation.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, attention: Iterable[str] = ()) -> None:
         self.call: _Call | None = None
         self.banks = {path: module for path, module in model.named_modules() if isinstance(module, ExpertBank)}
         for path, bank in self.banks.items():
             block = model.get_submodule(path.rpartition(".")[0])
             block.register_forward_pre_hook(lambda *_: self.call and self.call.begin())
             bank.register_forward_pre_hook(lambda *_: self.call and self.call.end())
+        for path in attention:
+            module = model.get_submodule(path)
+            module.register_forward_pre_hook(lambda *_: self.call and self.call.begin())
+            module.register_forward_hook(lambda *_: self.call and self.call.end())
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the context managers for the forward pass and for the recomputation of one checkpointed call, as
-        `context_fn` of `torch.utils.checkpoint` does. Choices are recorded in the first and replayed in the second."""
-        kept: list[Tensor] = []
+        `context_fn` of `torch.utils.checkpoint` does. What the first records the second replays."""
+        kept: list[Any] = []
         rows: list[list[int]] = []
         return _Call(self, _Choices(kept, again=False), rows), _Call(self, _Choices(kept, again=True), rows)
 
@@ -69,12 +97,12 @@ class _Call:
     """Context of one checkpointed call: its forward pass, or its recomputation.
 
     Args:
-        mode: the dispatch mode that records or replays choices; active while a router computes.
+        mode: the dispatch mode that records or replays; active while a router or a module of attention computes.
         rows: number of rows of each expert, for each bank of the call; filled in the forward pass, read in the
             recomputation.
     """
 
-    def __init__(self, routers: RoutersOf, mode: _Choices, rows: list[list[int]]) -> None:
+    def __init__(self, routers: ChoicesOf, mode: _Choices, rows: list[list[int]]) -> None:
         self._routers, self._mode, self._rows, self._is_on = routers, mode, rows, False
 
     def __enter__(self) -> None:
@@ -113,27 +141,69 @@ class _Call:
 
 class _Choices(TorchDispatchMode):
     """Dispatch mode that records the indices of every `choose`, `topk` and `max` along a dimension, by which routers
-    choose. With `again`, it returns the recorded indices instead, and the values of the current input at these
-    indices."""
+    choose, and the outputs of attention's kernels. With `again`, it returns the recorded indices instead, and the
+    values of the current input at these indices; and the kernels' outputs, once: a second recomputation runs them.
 
-    def __init__(self, kept: list[Tensor], *, again: bool) -> None:
+    Outputs are kept as the forward pass left them: what it changed in them in place is not changed again.
+    """
+
+    def __init__(self, kept: list[Any], *, again: bool) -> None:
         super().__init__()
         self.kept, self.again = kept, again
 
     def restart(self) -> None:
-        """Go back to the first choice, at the start of a forward pass or of a recomputation."""
-        if self.again:
-            self.left = iter(self.kept)
-        else:
+        """Go back to the first record, at the start of a forward pass or of a recomputation."""
+        self.at, self.returned = 0, set[int]()
+        if not self.again:
             self.kept.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func in _REPLAY and self.again:
-            return _REPLAY[func](next(self.left), *args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
+            self.at += 1
+            return _REPLAY[func](self.kept[self.at - 1], *args, **kwargs)
+        if func.name() in _KERNELS and not _has_dropout(func, args, kwargs):
+            return self._kernel(func, args, kwargs)
+        if self.returned and _is_in_place(func) and id(args[0].untyped_storage()) in self.returned:
+            return args[0]
+        out = func(*args, **kwargs)
         if func in _REPLAY:
             self.kept.append(out[1])
         return out
+
+    def _kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a kernel and keep its outputs, or return those that the forward pass kept."""
+        if self.again:
+            self.at += 1
+            if (out := self.kept[self.at - 1]) is not None:
+                self.kept[self.at - 1] = None
+                self.returned |= {id(leaf.untyped_storage()) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+                return out
+        out = func(*args, **kwargs)
+        if not self.again:  # detached: autograd makes the outputs themselves part of the graph, which holds the record
+            self.kept.append(tree_map_only(Tensor, Tensor.detach, out))
+        return out
+
+
+_KERNELS = frozenset((
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_flash_attention_forward", "moetune::documents_attention", "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward", "aten::logaddexp",
+))  # fmt: skip
+"""Operators of attention whose outputs are kept; `logaddexp` adds the sinks (flash.py)."""
+
+
+def _is_in_place(func: Any) -> bool:
+    """Return whether an operator changes its first argument, and returns it."""
+    first = func._schema.arguments[:1]
+    return bool(first and first[0].alias_info is not None and first[0].alias_info.is_write)
+
+
+def _has_dropout(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operator drops elements at random: replaying it would leave the random generator behind."""
+    names = [argument.name for argument in func._schema.arguments]
+    return bool((dict(zip(names, args, strict=False)) | kwargs).get("dropout_p"))
 
 
 def _replay_topk(

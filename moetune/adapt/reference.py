@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
@@ -21,8 +22,8 @@ class Reference:
     reference costs one trained tensor, the largest, while weights are exchanged.
 
     Attributes:
-        nbytes: bytes of the copies in host memory: the trained parameters in their own dtype, without LoRA that is
-            switched off.
+        copies: (parameter, its values in host memory, in its dtype) of all that trains, without LoRA that is switched
+            off.
     """
 
     def __init__(self, adapted: Adapted) -> None:
@@ -32,12 +33,11 @@ class Reference:
         seconds = [p for name, p in lora.items() if is_second_factor(name)]
         started = adapted.run.config.adapt.start_from is not None
         self._switches_lora = bool(lora) and not started and not any(bool(p.detach().any()) for p in seconds)
-        self._copies: list[tuple[nn.Parameter, Tensor]] = []
+        self.copies: list[tuple[nn.Parameter, Tensor]] = []
         for name, parameter in trained.items():
             if name not in lora or not self._switches_lora:
                 copy = empty_on_host(parameter.shape, parameter.dtype, parameter.device)
-                self._copies.append((parameter, copy.copy_(parameter.detach())))
-        self.nbytes = sum(copy.nbytes for _, copy in self._copies)
+                self.copies.append((parameter, copy.copy_(parameter.detach())))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Reference:
             if self._switches_lora:
                 stack.enter_context(hooks.using(without_lora=True))
                 stack.enter_context(without_adapters(model))
-            for parameter, copy in self._copies:
+            for parameter, copy in self.copies:
                 _exchange(parameter, copy)
                 stack.callback(_exchange, parameter, copy)
             yield
@@ -72,6 +72,6 @@ class Reference:
 def _exchange(parameter: nn.Parameter, on_host: Tensor) -> None:
     """Exchange the values of a parameter and of a tensor in host memory; autograd does not see it."""
     values = parameter.data
-    other = on_host.to(values.device, copy=True)
+    other = torch.empty_like(values).copy_(on_host)
     on_host.copy_(values)
     values.copy_(other)

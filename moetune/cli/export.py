@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from moetune.cli.options import (
     Json,
@@ -20,6 +21,12 @@ from moetune.errors import UserError, counted
 from moetune.files import expanded, is_occupied
 from moetune.report.console import note
 
+if TYPE_CHECKING:
+    from moetune.exporting.rounded import Survival
+
+_HALF = 0.5
+"""Share of the change that must survive for a rounded checkpoint to be no worse an export than the adapter."""
+
 
 def export(
     run: RunFolder,
@@ -30,14 +37,17 @@ def export(
     out: Annotated[Path | None, option("DIR", "Output folder, new or empty. Only --predict needs none.")] = None,
     overwrite: Overwrite = False,
     check: Annotated[int, number("Compare the loss on N held-out records with the trained model's.", 0, 1000, "N")] = 0,
+    into: Annotated[
+        Any, choice("fp8|nvfp4|mxfp4", "Round a merged checkpoint, and say how much of the change survives.", "--into")
+    ] = None,
     push: Annotated[str | None, option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")] = None,
     predict: Predict = False,
     json_: Json = False,
 ) -> None:
     """Export a run's newest checkpoint, or its best with early stopping: a delta, an adapter or a merged checkpoint.
     Exit code 1: a merged checkpoint needs more memory than there is."""
-    if predict and format_ != "merged":
-        raise UserError("--predict is for --format merged; every other format holds what was trained alone")
+    if predict and (format_ != "merged" or into is not None):
+        raise UserError("--predict is for --format merged without --into; other exports are not predicted")
     if out is None and not predict:
         raise UserError("export needs --out, the folder to write to")
     if check and format_ in ("delta", "vllm"):
@@ -45,6 +55,8 @@ def export(
             f"--check computes with stock transformers and PEFT, which do not read --format {format_}; use it with "
             "merged or peft"
         )
+    if into is not None and (check or format_ != "merged"):
+        raise UserError(f"--into {into} is for --format merged, and prints losses without --check")
     if out is not None:
         is_occupied(expanded(out), overwrite)
     with heavy_imports():
@@ -53,7 +65,7 @@ def export(
         from moetune.exporting.memory import predict_merged
         from moetune.exporting.push import check_push
         from moetune.exporting.push import push as push_to_hub
-        from moetune.inference.check import check_export
+        from moetune.inference.check import check_export, check_rounded
         from moetune.memory.host import process_here
         from moetune.planning.at_hand import refuse_unfit
         from moetune.report.memory import memory_view
@@ -67,17 +79,18 @@ def export(
     if push is not None:
         check_push(push)
     trained: Any = run
-    if format_ == "merged":
+    if format_ == "merged" and into is None:
         trained = opened = open_run(run)
         largest = max(part.numel for part in opened.adapted.structure.parameters)
         refuse_unfit("export", 64 * largest, lambda here: predict_merged(opened))
-    result = export_trained(trained, format_, out, overwrite=overwrite)
+    result = export_trained(trained, format_, out, overwrite=overwrite, into=into)
     note(*result.notes)
     shown = [
         f"{result.format} of step {result.step}: {counted(result.tensors, 'tensor')}, {result.bytes:,} bytes, in "
         f"{result.out}"
     ]
-    checked = check_export(run, out, check) if check else None
+    checked = check_export(run, out, check) if check else None if into is None else check_rounded(run, out)
+    shown += _of_survival(result.survival)
     if checked is not None:
         if checked.unread is not None:
             note(f"--check: random tokens take the place of the run's data: {checked.unread}")
@@ -89,3 +102,17 @@ def export(
     if address is not None:
         shown.append(f"pushed to {address}")
     answer(json_, {**result.to_json(), "check": checked and checked.to_json(), "pushed": address}, *shown)
+
+
+def _of_survival(survival: Sequence[Survival]) -> Iterator[str]:
+    """Yield the lines that say how much of the change rounding keeps in each layer, and in all, the last of
+    `survival`."""
+    if not survival:
+        return
+    every = survival[-1]
+    yield "of the change Δ, rounding keeps ⟨Q(W + Δ) − Q(W), Δ⟩ / ⟨Δ, Δ⟩, and errs by ‖Q(W + Δ) − Q(W) − Δ‖ / ‖Δ‖:"
+    for one in survival:
+        name = "all" if one is every else "others" if one.layer is None else f"layer {one.layer}"
+        yield f"  {name:<9} kept {one.kept:6.2f}   error {one.error:6.2f}"
+    if every.kept < _HALF:
+        yield "less than half of the change survives: the adapter (--format peft) is the better export"

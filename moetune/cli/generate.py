@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 from moetune.cli.options import (
     Json,
@@ -15,6 +16,7 @@ from moetune.cli.options import (
     flag,
     found_model,
     heavy_imports,
+    in_a_folder,
     number,
     opened,
     option,
@@ -42,8 +44,16 @@ Seed = Annotated[int, number("Seed of the sampling.", 0, 2**63 - 1)]
 
 def generate(
     model: Opens,
-    prompt: Annotated[str, option("TEXT", "Text to continue.", check=utf8)],
+    prompt: Annotated[str | None, option("TEXT", "Text to continue.", check=utf8)] = None,
     chat: Annotated[bool, flag("--chat", "Take the prompt as a message for the chat template.")] = False,
+    prompts: Annotated[
+        str | None, option("FILE", "Records with a prompt, text or messages: generate a text for each.")
+    ] = None,
+    out: Annotated[
+        Path | None, option("FILE.jsonl", "With --prompts: the records with their texts.", check=in_a_folder)
+    ] = None,
+    batch: Annotated[int, number("With --prompts: prompts in a batch.", metavar="N")] = 8,
+    samples: Annotated[int, number("With --prompts: texts for each record.", metavar="N")] = 1,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
@@ -52,37 +62,57 @@ def generate(
     gpu: OnCard = None,
     json_: Json = False,
 ) -> None:
-    """Continue a prompt with a run, an adapter, a merged checkpoint or a base. A run need not be merged first. Exit
-    code 1: it needs more memory than there is."""
+    """Continue a prompt, or those of a file, with a run, an adapter, a merged checkpoint or a base. A run need not be
+    merged first. With --prompts, the same command continues after an interruption. Exit code 1: it needs more memory
+    than there is."""
     refuse_card(gpu, predict)
+    if (prompt is None) == (prompts is None):
+        raise UserError("give --prompt TEXT, or --prompts FILE with --out FILE.jsonl")
+    if (prompts is None) != (out is None) and not (predict and out is None):
+        raise UserError("--prompts FILE and --out FILE.jsonl belong together: give both, or neither")
     with heavy_imports():
-        from moetune.inference.generate import asked as tokens_of
+        from moetune.inference.completions import complete, fullest_batch
         from moetune.inference.generate import generate as go_on
+        from moetune.inference.generate import token_ids
         from moetune.inference.memory import predict_generate
         from moetune.planning.at_hand import refuse_unfit, surely_below
         from moetune.report.memory import memory_view
 
-    asked = [{"role": "user", "content": prompt}] if chat else prompt
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    asked = [{"role": "user", "content": prompt or ""}] if chat else prompt or ""
     device, card = target(gpu) if predict else (None, None)
     found = found_model(model, base, device)
+
+    def size() -> tuple[int, int]:
+        """Return the number of prompts that are continued at once, and the tokens of the longest."""
+        if prompts is not None:
+            return fullest_batch(found, prompts, batch=batch, samples=samples)
+        return 1, len(token_ids(found, asked))
+
     if predict:
         try:
-            ids, new_tokens = tokens_of(found, asked, max_new_tokens)
-            length = ids.shape[1]
+            rows, length = size()
         except UserError as error:
-            length, new_tokens = len(prompt.encode()) or 1, max_new_tokens
+            if prompt is None:
+                raise
+            rows, length = 1, len(prompt.encode()) or 1
             note(f"a token is assumed for each byte of the prompt: {error}")
-        report = predict_generate(found, length, new_tokens, temperature, gpu=card)
+        report = predict_generate(found, length, max_new_tokens, temperature, batch=rows, gpu=card)
         answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
         return
     if found.run is not None:
-        ids, new_tokens = tokens_of(found, asked, max_new_tokens)
-        length = ids.shape[1]
-        rough = surely_below(found.model.structure, length + new_tokens)
-        refuse_unfit("generate", rough, lambda here: predict_generate(found, length, new_tokens, temperature, gpu=here))
-    text = go_on(
-        found.open(), asked, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=not json_
-    )
+        # the prompts of a file are read only after the weights: one short prompt needs no more
+        length, most = (size()[1], max_new_tokens) if prompts is None else (1, 1)
+        refuse_unfit(
+            "generate",
+            surely_below(found.model.structure, length + most),
+            lambda here: predict_generate(found, length, most, temperature, gpu=here),
+        )
+    if prompts is not None and out is not None:
+        done = complete(found.open(), prompts, out, batch=batch, samples=samples, **how)
+        answer(json_, done.to_json(), f"{done.texts:,} texts for {done.records:,} records written to {done.out}")
+        return
+    text = go_on(found.open(), asked, **how, stream=not json_)
     answer(json_, {"model": model, "prompt": prompt, "text": text})
 
 

@@ -189,7 +189,7 @@ Routed = Annotated[
 Tokens = Annotated[int | None, number("Tokens to train on: also estimate the hours.", most=2**60)]
 Scored = Annotated[int, number("Tokens to read from each data set.")]
 KeepQuantized = Annotated[
-    str | None, choice("nf4|int8|fp8|mxfp4", "Quantize a model. A run is loaded as in training.", "--base")
+    str | None, choice("nf4|int8|fp8|nvfp4|mxfp4", "Quantize a model. A run is loaded as in training.", "--base")
 ]
 DataFormat = Annotated[
     str | None,

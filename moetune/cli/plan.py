@@ -28,7 +28,7 @@ from moetune.cli.options import (
     read_run,
     refuse_set,
 )
-from moetune.errors import UserError, one_line
+from moetune.errors import UserError, one_line, shown
 from moetune.report.console import note, terminal
 from moetune.report.search_progress import SearchProgress
 from moetune.report.view import View
@@ -97,7 +97,7 @@ def plan(
         raise UserError(f"--host {host!r} is not a memory size. {HOW_TO_WRITE_A_SIZE}")
     refuse_missing([] if data is None else [data])
     goals = ("router", "experts", "lora") if goal == "any" else (goal,)
-    searching = SearchProgress(progress, f"planning {what} on {gpu or 'this machine'}: {', '.join(goals)}")
+    searching = SearchProgress(progress, f"planning {shown(what)} on {gpu or 'this machine'}: {', '.join(goals)}")
     with heavy_imports():
         import torch
 
@@ -144,9 +144,9 @@ def plan(
     if figure is not None:
         plan_chart(found).save(figure)
         note(f"{figure} written")
-    shown = (view, *(f"{file} written" for file in written))
+    parts = (view, *(f"{file} written" for file in written))
     fails = not found.candidates and not found.interrupted
-    answer(json_, {**found.to_json(), "files": written}, *shown, verbose=explain, fails=fails)
+    answer(json_, {**found.to_json(), "files": written}, *parts, verbose=explain, fails=fails)
     if found.interrupted:
         raise typer.Exit(130)
 

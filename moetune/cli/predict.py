@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
+
+import yaml
 
 from moetune.cli.options import (
     Card,
@@ -46,6 +49,12 @@ def predict(
     measured: Annotated[
         str | None, option("RUN", "Estimate time by the tokens/s of a similar run: its folder or metrics.jsonl.")
     ] = None,
+    trainer: Annotated[
+        str | None, choice("sft|dpo|kto|orpo", "Predict for a trainer of TRL instead of moetune's own.")
+    ] = None,
+    trl: Annotated[
+        list[str] | None, option("KEY=VALUE", "With --trainer: an argument of its configuration; repeatable.", "--trl")
+    ] = None,
     html: Page = None,
     figure: Picture = None,
     set_: Overrides = None,
@@ -59,7 +68,11 @@ def predict(
     from moetune.planning.from_options import as_yaml, config_of
 
     config, stands_for = config_of(run, set_ or (), router=router, experts=experts, lora=lora, gpu=gpu)
-    config = within_memory(config)
+    config, arguments = within_memory(config), _arguments(trl or ())
+    if trl and trainer is None:
+        raise UserError("--trl is an argument of a trainer of TRL; add --trainer, such as --trainer dpo")
+    if trainer is not None and (method == "formula" or measured is not None or tokens is not None):
+        raise UserError("--trainer predicts memory, by a trace; leave --method formula, --measured and --tokens out")
     speed = None if measured is None else speed_of(measured)
     with heavy_imports():
         from moetune.memory.assumed_routing import parse_routing
@@ -68,7 +81,14 @@ def predict(
 
     chosen: Any = {"method": method, "allocator": allocator}
     here = at_hand(gpu, config.hardware.gpu, config.hardware.count)
-    report = predict_run(config, gpu=here.gpu if here else gpu, routing=parse_routing(routing), **chosen)
+    card, routed = here.gpu if here else gpu, parse_routing(routing)
+    if trainer is None:
+        report = predict_run(config, gpu=card, routing=routed, **chosen)
+    else:
+        from moetune.memory.trl import predict_trl
+
+        which: Any = trainer
+        report = predict_trl(config, which, arguments, gpu=card, routing=routed, allocator=chosen["allocator"])
     if speed is not None:
         if report.time is None:
             raise UserError("--measured needs a card whose speed is known, such as --gpu l40s, and --method trace")
@@ -95,3 +115,17 @@ def predict(
     hours = None if report.time is None or tokens is None else report.time.hours(tokens).to_json()
     found = {**report.to_json(), "hours": hours, "run": config.model_dump(mode="json")}
     answer(json_, found, *shown, view, verbose=verbose, fails=report.fits is False)
+
+
+def _arguments(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments in `KEY=VALUE` strings, with values as in YAML; raise `UserError` for any other string."""
+    found = {}
+    for setting in settings:
+        key, separator, value = setting.partition("=")
+        if not separator or not key:
+            raise UserError(f"--trl {setting!r}: give KEY=VALUE, such as beta=0.1")
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError(f"--trl {setting!r}: the value is not YAML; quote it") from None
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -24,16 +24,17 @@ def starts_ranks(parallel: ParallelConfig) -> bool:
 
 
 @contextmanager
-def on_ranks(parallel: ParallelConfig, remedy: str) -> Iterator[Ranks]:
+def on_ranks(parallel: ParallelConfig, remedy: str, more: Sequence[str] = ()) -> Iterator[Ranks]:
     """Run the body on every rank of a run, each in a process of its own, and yield the ranks, of which this is one.
 
     The launching process never runs the body: it starts this command line again once for each rank, waits for them, and
     exits with their exit code (`typer.Exit`). A run with one rank runs the body in this process. On an interruption it
-    prints `remedy`, how to continue, and exits with 128 + the signal's number.
+    prints `remedy`, how to continue, and exits with 128 + the signal's number. `more` are arguments that the ranks get
+    beside those of this command line.
     """
     try:
         if starts_ranks(parallel):
-            raise typer.Exit(start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:]], parallel.ranks))
+            raise typer.Exit(start_ranks([sys.executable, "-m", "moetune", *sys.argv[1:], *more], parallel.ranks))
         with heavy_imports():
             from moetune.parallel.join import joined
             from moetune.run.dtypes import this_device

@@ -49,18 +49,29 @@ def train(
     if config.output is not None and resume == "never" and not overwrite and not was_launched():
         refuse_existing_run(Path(config.output))
     with heavy_imports():
+        import torch
+
         from moetune.memory.closed_form.form import record_ahead
+        from moetune.memory.verify import settled_on
         from moetune.parallel.ranks import SINGLE_RANK
         from moetune.run.dtypes import this_device
+        from moetune.run.keeps import is_open
         from moetune.run.resolve import resolve
         from moetune.watch.ending import ending
         from moetune.watch.train import train as run_training
 
+    more: list[str] = []
     if starts_ranks(config.parallel) and not dry_run:
-        record_ahead(resolve(config, this_device()))
+        whole = resolve(config, this_device())
+        continues = resume != "never" and (Path(str(config.output)) / "run.yaml").exists()
+        if is_open(config.train) and config.hardware.gpu is not None and not continues:
+            whole = settled_on(whole, torch.device(this_device()))
+            chosen = whole.config.train.model_dump(mode="json", include={"checkpointing", "keep_rows"})
+            more = [f"--set=train.{key}={json.dumps(value)}" for key, value in chosen.items()]
+        record_ahead(whole)
     resumes = "--resume auto continues from the last checkpoint"
     try:
-        with nullcontext(SINGLE_RANK) if dry_run else on_ranks(config.parallel, resumes) as ranks:
+        with nullcontext(SINGLE_RANK) if dry_run else on_ranks(config.parallel, resumes, more) as ranks:
             result = run_training(config, resume=resume, overwrite=overwrite, dry_run=dry_run, ranks=ranks)
     except DoesNotFit as error:
         if json_:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
-    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 from torch.autograd.graph import _engine_run_backward
@@ -146,18 +145,24 @@ def _operations(names: str) -> frozenset[Any]:
     return frozenset(operator.attrgetter(name)(torch.ops.aten) for name in names.split())
 
 
-_IN_PLACE = _operations("add_.Tensor addmm_.default copy_.default index_add_.default index_copy_.default mul_.Tensor")
+_IN_PLACE = _operations(
+    "add_.Tensor addmm_.default bitwise_and_.Scalar copy_.default index_add_.default index_copy_.default mul_.Tensor "
+    "pow_.Scalar"
+)
 _ON_META = _IN_PLACE | _operations(
     "_to_copy.default _unsafe_view.default add.Tensor alias.default as_strided.default bmm.default cat.default "
     "detach.default div.Scalar div.Tensor expand.default gather.default linalg_vector_norm.default mean.dim mm.default "
     "mul.Scalar mul.Tensor neg.default permute.default pow.Tensor_Scalar rsqrt.default select.int silu.default "
     "silu_backward.default slice.Tensor split.Tensor split_with_sizes.default squeeze.dim sum.dim_IntList t.default "
-    "transpose.int unsqueeze.default view.default view.dtype"
+    "transpose.int unbind.int unsqueeze.default view.default view.dtype"
 )
 
 
 _ONLY_VALUES = ("moetune", "bitsandbytes")
 """Namespaces whose operators change no shape, stride or storage of their arguments."""
+
+
+_META = torch.device("meta")
 
 
 class _Made(NamedTuple):
@@ -172,11 +177,6 @@ class _Made(NamedTuple):
     def of(cls, tensor: FakeTensor) -> _Made:
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
 
-    def again(self, mode: FakeTensorMode) -> FakeTensor:
-        """Return a fake tensor with this description."""
-        made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-        return FakeTensor(mode, made, self.device)
-
 
 @functools.cache
 def _makes_anew(func: Any) -> bool:
@@ -189,10 +189,19 @@ def _makes_anew(func: Any) -> bool:
     return not mutates and all(made.alias_info is None for made in schema.returns)
 
 
+_Way = Literal["nothing", "passed on", "in place", "anew", "on meta", "by torch"]
+
+
 @functools.cache
-def _only_mutates(func: Any) -> bool:
-    """Return whether an operator of moetune or bitsandbytes returns nothing, and so has no effect on fake tensors."""
-    return func.namespace in _ONLY_VALUES and not func._schema.returns
+def _way_of(func: Any) -> _Way:
+    """Return how `QuickFakeMode` runs an operation."""
+    if func.namespace in _ONLY_VALUES and not func._schema.returns:
+        return "nothing"  # has no effect on fake tensors
+    if func.namespace == "profiler":
+        return "passed on"
+    if func in _IN_PLACE:
+        return "in place"
+    return "anew" if _makes_anew(func) else "on meta" if func in _ON_META else "by torch"
 
 
 def unguarded(mode: _Mode) -> _Mode:
@@ -214,20 +223,24 @@ class QuickFakeMode(FakeTensorMode):
     """A `FakeTensorMode` whose operations take a third of the time of torch's.
 
     The most common operations (`_ON_META`) run their shape function directly on the meta tensor inside a fake tensor,
-    without torch's search for an implementation. Operators of moetune and bitsandbytes that return nothing do nothing.
-    Results of all operations that return new tensors are cached by shapes, strides, dtypes and other arguments. torch's
-    own cache has a slower key and leaves out operators of other libraries.
+    without torch's search for an implementation. Operations in place, and operators of moetune and bitsandbytes that
+    return nothing, do nothing. Results of all operations that return new tensors are cached by shapes, strides, dtypes
+    and other arguments. torch's own cache has a slower key and leaves out operators of other libraries.
     """
+
+    _known: ClassVar[dict[Hashable, tuple[type, list[_Made]] | None]] = {}
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._known: dict[Hashable, tuple[type, list[_Made]] | None] = {}
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of any fake tensor on a device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _only_mutates(func):
+        way, kwargs = _way_of(func), kwargs or {}
+        if way == "nothing":
             return None
-        kwargs = kwargs or {}
-        key = self._key((func, *args, *kwargs.items())) if _makes_anew(func) else None
+        if way == "passed on":
+            return func(*args, **kwargs)
+        key = self._key((func, *args, *kwargs.items())) if way == "anew" else None
         if key is None:
             return self._make(func, types, args, kwargs)
         if key not in self._known:
@@ -237,7 +250,10 @@ class QuickFakeMode(FakeTensorMode):
         if (known := self._known[key]) is None:
             return self._make(func, types, args, kwargs)
         kind, made = known
-        tensors = [one.again(self) for one in made]
+        tensors = [
+            self._fake(torch.empty_strided(size, stride, dtype=dtype, device=_META), device)
+            for size, stride, dtype, device in made
+        ]
         if kind is list:
             return tensors
         return tensors[0] if kind is FakeTensor else tuple(tensors)
@@ -246,11 +262,29 @@ class QuickFakeMode(FakeTensorMode):
         device = self._device_of(args) if func in _ON_META and "device" not in kwargs else None
         if device is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        with in_kernel_invocation_manager(self):
-            out = func(*args, **kwargs)
         if func in _IN_PLACE:
             return args[0]
-        return FakeTensor(self, out, device) if isinstance(out, Tensor) else [FakeTensor(self, o, device) for o in out]
+        # as torch's `in_kernel_invocation_manager`, which takes longer than most operations
+        with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+            torch._C._set_meta_in_tls_dispatch_include(True)
+            self.in_kernel_invocation = True
+            try:
+                out = func(*args, **kwargs)
+            finally:
+                self.in_kernel_invocation = False
+        return self._fake(out, device) if isinstance(out, Tensor) else [self._fake(o, device) for o in out]
+
+    def _fake(self, meta: Tensor, device: torch.device) -> FakeTensor:
+        """Return what `FakeTensor(self, meta, device)` does, without its checks."""
+        if (attributes := self._attributes.get(device)) is None:
+            fake = FakeTensor(self, meta, device)
+            self._attributes[device] = dict(vars(fake))
+            return fake
+        fake = Tensor._make_subclass(
+            FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        vars(fake).update(attributes)
+        return fake
 
     def _key(self, value: Any) -> Hashable | None:
         """Return a cache key of an operation's arguments; None if results may depend on tensor values."""
@@ -271,7 +305,7 @@ class QuickFakeMode(FakeTensorMode):
                     continue
                 if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self or tensor.constant is not None:
                     return None
-                if device not in (None, tensor.fake_device):
+                if device is not None and device != tensor.fake_device:
                     return None
                 device = tensor.fake_device
         return device

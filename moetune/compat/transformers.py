@@ -58,11 +58,11 @@ def set_attention(config: Any, name: str) -> None:
 
 
 def has_flash_interface(model: PreTrainedModel) -> bool:
-    """Return whether a model declares that it supports flash attention through transformers' attention interface.
+    """Return whether a model declares that it supports flash attention.
 
     True also of models that transformers lets run with particular kernels only, as it does for attention sinks.
     """
-    return bool(model._supports_flash_attn and model._supports_attention_backend)
+    return bool(model._supports_flash_attn)
 
 
 def has_sinks(model: PreTrainedModel) -> bool:
@@ -113,8 +113,27 @@ def reads_weight(owner: nn.Module, linear: str, *, or_its_dtype: bool = False) -
     DeepSeek's indexer, for example, casts to that dtype, which is uint8 once the layer is quantized.
     """
     unless = "" if or_its_dtype else r"(?!\.(dtype|device)\b)"
-    kinds = tuple(kind for kind in type(owner).__mro__ if ".models." in kind.__module__)
-    return re.search(rf"\bself\.{linear}\.weight\b{unless}", _source(kinds)) is not None
+    return re.search(rf"\bself\.{linear}\.weight\b{unless}", _source(_kinds(owner))) is not None
+
+
+_STATE = re.compile(r"\.(get|set|update)_(conv_state|recurrent_state|linear_cache)\(")
+"""Methods of transformers' caches that read and write a state which is not that of attention."""
+
+
+def carries_state(module: nn.Module) -> bool:
+    """Return whether a module carries a state from token to token, by which one document would reach the next.
+
+    Its source code keeps such a state in transformers' cache while it generates, or a child of it is a convolution over
+    tokens. True for Mamba, linear attention and short convolutions; False for attention.
+    """
+    return any(isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in module.children()) or bool(
+        _STATE.search(_source(_kinds(module)))
+    )
+
+
+def _kinds(module: nn.Module) -> tuple[type, ...]:
+    """Return the classes of a module that are in transformers' model files."""
+    return tuple(kind for kind in type(module).__mro__ if ".models." in kind.__module__)
 
 
 @functools.cache

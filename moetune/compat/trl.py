@@ -1,15 +1,31 @@
-"""TRL: a model whose reference is itself, by the hooks that TRL's trainers have for PEFT models."""
+"""TRL: a model whose reference is itself, by the hooks that TRL's trainers have for PEFT models; trainers to trace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+import logging
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from peft import PeftConfig, PeftModel, PeftType
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback
+
+Computing = Literal["step", "backward", "optimizer"]
+"""What a trainer computes: a micro-step, its backward pass within it, an update."""
+Batches = list[tuple[list[dict[str, Tensor]], Any]]
+"""For each step its micro-batches, and the number of tokens in the loss, if the trainer counts them."""
+
+_READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+_NONZERO = torch.ops.aten.nonzero.default
+_INDEX = torch.ops.aten.index.Tensor
 
 
 class SelfReferencing(PeftModel):
@@ -49,6 +65,10 @@ class SelfReferencing(PeftModel):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         return self.base_model.generate(*args, **kwargs)
 
+    def to(self, *args: Any, **kwargs: Any) -> SelfReferencing:
+        """Return the model, which stays on the device and in the dtypes in which it was built."""
+        return self
+
     def add_adapter(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Add nothing. TRL adds a copy of the adapter as reference, under the name "ref", if it can."""
 
@@ -62,3 +82,182 @@ class SelfReferencing(PeftModel):
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: a trainer's checkpoint would hold the quantized model."""
         raise NotImplementedError("the model is quantized; set save_strategy='no', and write it with moetune.export")
+
+
+# --- Steps that are traced ----------------------------------------------------------------------------------------
+
+
+class Answers(TorchDispatchMode):
+    """Dispatch mode in which TRL's code gets answers about values that fake tensors lack, so that it can be traced.
+
+    A number read from a fake tensor is 1, a truth value False; a mask selects everything; every value is unlike zero.
+    """
+
+    def lacks_values(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has no values to read."""
+        return isinstance(tensor, FakeTensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS and self.lacks_values(args[0]):
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is _NONZERO and self.lacks_values(args[0]):
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
+        if func is _INDEX and self.lacks_values(args[0]) and _is_mask(args[1]):
+            values, mask = args[0], args[1][0]
+            found = mask.new_empty((mask.dim(), mask.numel()), dtype=torch.long)  # where the mask is set
+            return values.new_empty((found.shape[1], *values.shape[mask.dim() :]))
+        return func(*args, **(kwargs or {}))
+
+
+def _is_mask(indices: Sequence[Tensor | None]) -> bool:
+    return len(indices) == 1 and indices[0] is not None and indices[0].dtype is torch.bool
+
+
+@contextmanager
+def kernels_of_cuda() -> Iterator[None]:
+    """Make TRL take, on fake tensors of the CPU, the way of a GPU: its Triton kernels in place, which launch nothing.
+
+    They allocate nothing, and neither do products that add to a float32 tensor. ORPO's loss then is that of a GPU too.
+    """
+    from trl.kernels import chunked_logprob, logprob_entropy
+    from trl.trainer import utils
+
+    nothing = defaultdict[Any, Callable[..., None]](lambda: lambda *args, **kwargs: None)
+    with ExitStack() as stack:
+        for module, name, replacement in [
+            (chunked_logprob, "_use_triton", lambda device: True),
+            (utils, "_use_triton", lambda device: True),
+            (chunked_logprob, "_forward_kernel", nothing),
+            (chunked_logprob, "_backward_kernel", nothing),
+            (chunked_logprob, "_addmm_fp32", lambda total, a, b: None),
+            (logprob_entropy, "_forward_kernel", nothing),
+            (logprob_entropy, "_backward_kernel", nothing),
+            (utils, "_supports_trl_loss_kernel", lambda logits, *others: logits.stride(-1) == 1),
+        ]:
+            stack.enter_context(patch.object(module, name, replacement))
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Leave out, within the `with` block, what TRL and transformers warn of: renamed functions and a made-up tokenizer.
+
+    A trainer prints more than a prediction should.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows: int) -> Any:
+    """Return a trainer of TRL on rows of made-up words, each row as long as `max_length` cuts it.
+
+    Prompts have one token, so that every other one counts in the loss.
+
+    Args:
+        kind: `sft`, `dpo`, `kto` or `orpo`.
+        arguments: of the trainer's configuration.
+        rows: of the data set; for pairs, pairs.
+
+    Raises:
+        ValueError: TRL refuses the arguments.
+    """
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    module, name = _TRAINERS[kind]
+    trl = import_module(module)
+    length = arguments["max_length"]
+    words = " a" * length
+    data: dict[str, list[Any]] = {"prompt": ["a"] * rows}
+    if kind in ("dpo", "orpo"):
+        data |= {"chosen": [words] * rows, "rejected": [words] * rows}
+    else:
+        data["completion"] = [words] * rows
+    if kind == "kto":
+        data["label"] = [row % 2 == 0 for row in range(rows)]
+    words_only = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
+    words_only.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_only, eos_token="<eos>", pad_token="<pad>")
+    trainer = getattr(trl, f"{name}Trainer")(
+        model,
+        args=getattr(trl, f"{name}Config")(**arguments),
+        train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+_TRAINERS = {
+    "sft": ("trl", "SFT"),
+    "dpo": ("trl", "DPO"),
+    "kto": ("trl", "KTO"),
+    "orpo": ("trl.experimental.orpo", "ORPO"),
+    "grpo": ("trl", "GRPO"),
+}
+"""Trainer -> (the module that has it and its configuration, what their names begin with)."""
+
+
+def batches_of(trainer: Any, steps: int, micro_steps: int) -> Batches:
+    """Return the batches of the first steps, as the trainer loads them."""
+    loader = iter(trainer.get_train_dataloader())
+    return [trainer.get_batch_samples(loader, micro_steps, torch.device("cpu")) for _ in range(steps)]
+
+
+def precompute_references(trainer: Any, batch: dict[str, Tensor], given: Callable[[Tensor], Tensor]) -> None:
+    """Compute the reference of a batch of DPO or KTO as before training, and let the steps use such results."""
+    trainer.compute_ref_log_probs(trainer.model, {name: _given(one, given) for name, one in batch.items()})
+    trainer.precompute_ref_logps = True
+
+
+_PRECOMPUTED = ("ref_chosen_logps", "ref_rejected_logps", "ref_logps", "ref_KL_logps")
+
+
+def run_steps(
+    trainer: Any,
+    batches: Batches,
+    given: Callable[[Tensor], Tensor],
+    computing: Callable[[Computing], AbstractContextManager[None]],
+) -> None:
+    """Run `trainer.train()` on `batches`, which is emptied.
+
+    Args:
+        given: called with each tensor of a step's batches when the step begins; the trainer gets what it returns.
+        computing: context within which the trainer computes a part of a step.
+    """
+    step, backward = trainer.training_step, trainer.accelerator.backward
+
+    def get_batch_samples(*_: Any) -> tuple[list[dict[str, Tensor]], Any]:
+        samples, items = batches.pop(0)
+        if getattr(trainer, "precompute_ref_logps", False):
+            known = torch.zeros(trainer.args.per_device_train_batch_size)
+            samples = [sample | dict.fromkeys(_PRECOMPUTED, known) for sample in samples]
+        return [{name: _given(one, given) for name, one in sample.items()} for sample in samples], _given(items, given)
+
+    def training_step(*args: Any, **kwargs: Any) -> Tensor:
+        with computing("step"):
+            return step(*args, **kwargs)
+
+    def counted_backward(loss: Tensor, **kwargs: Any) -> None:
+        with computing("backward"):
+            backward(loss, **kwargs)
+
+    optimizer, updating = trainer.create_optimizer(), ExitStack()
+    optimizer.register_step_pre_hook(lambda *_: updating.enter_context(computing("optimizer")) and None)
+    optimizer.register_step_post_hook(lambda *_: updating.close())
+    trainer.get_batch_samples, trainer.training_step = get_batch_samples, training_step
+    trainer.accelerator.backward = counted_backward
+    trainer.train()
+
+
+def _given(value: Any, given: Callable[[Tensor], Tensor]) -> Any:
+    return given(value) if isinstance(value, Tensor) else value

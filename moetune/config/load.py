@@ -306,7 +306,7 @@ def _share_of_steps(share: object, raw: dict[str, Any]) -> str:
 
 _UNION_TAGS = frozenset((
     "literal['all','none']", "tuple[int, ...]", "tuple[int,...]", "one", "by_part", "several", "weighted", "a choice",
-    "ids or layers",
+    "ids or layers", "word", "by layer",
 ))  # fmt: skip
 """Parts of pydantic's error locations that name an alternative of a union instead of a key."""
 

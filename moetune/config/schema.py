@@ -63,12 +63,14 @@ class Section(BaseModel):
         return self.model_copy(update=changes | nested)
 
 
-QuantizedDtype = Literal["nf4", "int8", "fp8", "mxfp4"]
+QuantizedDtype = Literal["nf4", "int8", "fp8", "nvfp4", "mxfp4"]
 Storage = Literal[QuantizedDtype, "bf16", "fp32"]
-LINEAR_STORAGES: tuple[Storage, ...] = ("nf4", "int8", "fp8")
+LINEAR_STORAGES: tuple[Storage, ...] = ("nf4", "int8", "fp8", "nvfp4")
 """Quantized storages of linear layers as well as of experts; MXFP4 is one of experts only."""
 FP8_BLOCK = 128
 """Rows, and columns, of a block of weights that share one scale in the storage `fp8`."""
+NV_BLOCK = 16
+"""Consecutive weights of a row that share one scale in the storage `nvfp4`."""
 
 
 class ModelConfig(Section):
@@ -77,8 +79,8 @@ class ModelConfig(Section):
     Attributes:
         path: a catalog name, a local folder in hub format, or a hub id.
         weights: read the published weights, or draw random ones.
-        base: precision in which frozen weights are stored; `auto` keeps the format of checkpoints in NF4, MXFP4 or
-            FP8 and of quantized bases, and is nf4 for all others.
+        base: precision in which frozen weights are stored; `auto` keeps the format of checkpoints in NF4, MXFP4,
+            NVFP4 or FP8 and of quantized bases, and is nf4 for all others.
         double_quant: with nf4, store the scales in 8 bits.
         dtype: dtype of compute and of trained weights; `auto` is bf16 on a GPU and fp32 on a CPU.
         attention: the attention implementation, by transformers' name; `auto` is sdpa if it computes the model's
@@ -368,6 +370,30 @@ class EarlyStoppingConfig(Section):
     patience: Positive = 3
 
 
+class KeptConfig(Section):
+    """Layers that keep more than their input for backward (`train.checkpointing:` as a section).
+
+    Attributes:
+        attention: layers that keep the outputs of attention's kernels.
+        rows: layers with experts that keep the rows of gate_up.
+        rest: layers that keep everything but the rows of gate_up, so that they are not recomputed.
+    """
+
+    attention: Ids = "none"
+    rows: Ids = "none"
+    rest: Ids = "none"
+
+
+def _word_or_section(raw: Any) -> str:
+    return "by layer" if isinstance(raw, (dict, KeptConfig)) else "word"
+
+
+CheckpointingWord = Literal["auto", "none", "experts_only", "full", "offload"]
+Checkpointing = Annotated[
+    Annotated[CheckpointingWord, Tag("word")] | Annotated[KeptConfig, Tag("by layer")], Discriminator(_word_or_section)
+]
+
+
 class TrainConfig(Section):
     """The training loop (`train:`). A step is one optimizer update; docs/reference/run-file.md describes every key.
 
@@ -378,7 +404,8 @@ class TrainConfig(Section):
         steps: length of the training in steps.
         epochs: length of the training in passes over the data, instead of `steps`; None if `steps` sets it.
         checkpointing: activations that are recomputed in the backward pass: none, those of experts, or all but each
-            layer's input, which `offload` keeps in host memory.
+            layer's input, which `offload` keeps in host memory. A section names the layers that keep more than that;
+            `auto` chooses them, as many as fit the GPU.
         keep_rows: number of layers, the last ones, whose gate_up rows are kept for backward instead of being computed
             again; `auto` is as many as fit the GPU, `none` none. `checkpointing: none` keeps those of all layers.
         log_every: steps between two lines of metrics.
@@ -410,7 +437,7 @@ class TrainConfig(Section):
     sequence_length: Annotated[int, Field(ge=2, le=2**24)] = 2048
     steps: Positive = 200
     epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    checkpointing: Literal["none", "experts_only", "full", "offload"] = "full"
+    checkpointing: Checkpointing = "full"
     keep_rows: KeepRows = "none"
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     log_every: Positive = 1
@@ -452,11 +479,17 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _rows_kept_once(self) -> TrainConfig:
-        """Raise `ValueError` if `keep_rows` is a number although `checkpointing: none` keeps the rows of all layers."""
+        """Raise `ValueError` if `keep_rows` is set although `checkpointing` says which layers keep their rows."""
         if self.checkpointing == "none" and isinstance(self.keep_rows, int):
             raise ValueError(
                 f"keep_rows: {self.keep_rows}, and checkpointing: none keeps the rows of all layers; leave keep_rows "
                 "out, or set checkpointing: experts_only"
+            )
+        if self.keep_rows != "none" and (self.checkpointing == "auto" or isinstance(self.checkpointing, KeptConfig)):
+            which = "auto chooses" if self.checkpointing == "auto" else "rows: names"
+            raise ValueError(
+                f"keep_rows: {self.keep_rows}, and checkpointing: {which} the layers that keep their rows; leave "
+                "keep_rows out"
             )
         return self
 

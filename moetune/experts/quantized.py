@@ -1,4 +1,4 @@
-"""Frozen weight matrices of several experts, quantized with NF4, int8, FP8 or MXFP4 or stored in 16 or 32 bits.
+"""Frozen weight matrices of several experts, quantized with NF4, int8, FP8, NVFP4 or MXFP4 or stored in 16 or 32 bits.
 
 Shapes: E matrices, each [R, C] = [out_features, in_features].
 """
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from moetune.compat.bitsandbytes import functional as bnb
 from moetune.compat.torch import HostModule
-from moetune.config.schema import FP8_BLOCK, Storage
+from moetune.config.schema import FP8_BLOCK, NV_BLOCK, Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
 from moetune.experts.kernels import operators as kernels
-from moetune.experts.kernels.operators import BLOCK, MX_BLOCK, NESTED_BLOCK
-from moetune.experts.rounding import E2M1, round_to_fp8, round_to_mxfp4
+from moetune.experts.kernels.operators import BLOCK, E2M1, MX_BLOCK, NESTED_BLOCK
+from moetune.experts.rounding import round_to_fp8, round_to_mxfp4, round_to_nvfp4
 from moetune.run.dtypes import DTYPES
 
 
@@ -33,22 +33,24 @@ class QuantizedExperts(HostModule):
     | nf4, double quantized | n/2 + ⌈n/64⌉ + 4·⌈n/64/256⌉ + 4 |
     | int8 | n + 4·R |
     | fp8 | n + 4·⌈R/128⌉·⌈C/128⌉ |
+    | nvfp4 | 9·R·⌈C/16⌉ + 8 |
     | mxfp4 | 17·⌈n/32⌉ |
     | bf16, fp32 | 2·n, 4·n |
 
     NF4 and its double quantization are those of QLoRA (arXiv 2305.14314). bitsandbytes quantizes each matrix alone, so
     a matrix equals `bitsandbytes.functional.quantize_4bit` of it bit for bit. In FP8 (E4M3), as DeepSeek-V3 is
     published, each block of 128 × 128 weights shares a float32 scale. In MXFP4 (OCP Microscaling Formats 1.0), 32
-    weights of 4 bits (E2M1) share a power of two. Both are dequantized bit for bit as by transformers. The buffers are
-    persistent, so that loaders that initialize missing tensors leave them alone.
+    weights of 4 bits (E2M1) share a power of two; in NVFP4, 16 weights of a row share a scale in E4M3, and the matrix a
+    global scale. FP8 and MXFP4 are dequantized bit for bit as by transformers, NVFP4 as by ModelOpt and
+    compressed-tensors. The buffers are persistent, so that loaders that initialize missing tensors leave them alone.
 
     Args:
         count: number E of matrices.
         shape: (R, C).
-        storage: "nf4", "int8", "fp8", "mxfp4", "bf16" or "fp32".
+        storage: "nf4", "int8", "fp8", "nvfp4", "mxfp4", "bf16" or "fp32".
         double_quant: for "nf4", quantize the scales as well; ignored for other storage.
         pieces: number of equal row blocks of a matrix that are quantized as separate matrices; more than 1 only for
-            "nf4" and "fp8".
+            "nf4", "fp8" and "nvfp4".
         device: where the buffers are, and where weights are quantized if there is a prefetcher; None for the default.
         prefetcher: if given, the buffers stay in host memory, pinned if `device` is a GPU, even when the model is
             moved, and matrices are dequantized from the prefetcher's copies. The caller adds the module with
@@ -62,6 +64,7 @@ class QuantizedExperts(HostModule):
     offset: Tensor
     scales: Tensor
     pairs: Tensor
+    fractions: Tensor
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class QuantizedExperts(HostModule):
         prefetcher: ExpertPrefetcher | None = None,
     ) -> None:
         super().__init__()
-        assert pieces == 1 or storage in ("nf4", "fp8")
+        assert pieces == 1 or storage in ("nf4", "fp8", "nvfp4")
         self.count, self.shape, self.storage, self.pieces = count, shape, storage, pieces
         self.double_quant = double_quant and storage == "nf4"
         self.prefetcher = prefetcher
@@ -105,6 +108,11 @@ class QuantizedExperts(HostModule):
             high, wide = shape[0] // pieces, shape[1]
             buffer("data", (count, high, wide), torch.uint8)
             buffer("scales", (count, -(-high // FP8_BLOCK), -(-wide // FP8_BLOCK)), torch.float32)
+        elif storage == "nvfp4":
+            high, wide = shape[0] // pieces, -(-shape[1] // NV_BLOCK)
+            buffer("data", (count, high, wide * NV_BLOCK // 2), torch.uint8)
+            buffer("scales", (count, high, wide), torch.uint8)
+            buffer("fractions", (count, 2), torch.float32)
         elif storage == "mxfp4":
             groups = -(-weights // MX_BLOCK)
             buffer("data", (count, groups * MX_BLOCK // 2), torch.uint8)
@@ -147,6 +155,9 @@ class QuantizedExperts(HostModule):
             case "fp8":
                 for row, piece in enumerate(weight.chunk(self.pieces), index * self.pieces):
                     round_to_fp8(piece, self.data[row], self.scales[row])
+            case "nvfp4":
+                for row, piece in enumerate(weight.chunk(self.pieces), index * self.pieces):
+                    round_to_nvfp4(piece, self.data[row], self.scales[row], self.fractions[row])
             case "mxfp4":
                 round_to_mxfp4(weight.flatten(), self.data[index], self.scales[index])
             case _:
@@ -193,6 +204,9 @@ class QuantizedExperts(HostModule):
                 return kernels.dequantize_int8(data.flatten(0, 1), absmax.flatten(), dtype).view(data.shape)
             case "fp8":
                 return kernels.dequantize_fp8(data, buffers["scales"][which], dtype).view(-1, *self.shape)
+            case "nvfp4":
+                of_data = buffers["scales"][which], buffers["fractions"][which]
+                return kernels.dequantize_nvfp4(data, *of_data, self.shape[1], dtype).view(-1, *self.shape)
             case "mxfp4":
                 scales = buffers["scales"][which].flatten()
                 weights = kernels.dequantize_mxfp4(data.flatten(), scales, buffers["pairs"], dtype)
@@ -226,7 +240,8 @@ class QuantizedLinear(nn.Linear):
     def weight(self) -> Tensor:  # type: ignore[override]
         """The stored data: libraries that wrap linear layers read its device and dtype.
 
-        [out, in] for int8, fp8, bf16 and fp32; for MXFP4 [out·in / 2] bytes of two weights each.
+        [out, in] for int8, fp8, bf16 and fp32; for NVFP4 [out, in / 2] and for MXFP4 [out·in / 2] bytes of two weights
+        each.
         """
         return self.stack.data[0]
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from moetune.adapt.build import Adapted
+from moetune.errors import UserError
 from moetune.exporting.delta import write_delta
 from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
 from moetune.exporting.folder import keep_apart, new_folder
 from moetune.exporting.merged import bytes_needed, write_merged
+from moetune.exporting.rounded import Into, Survival, write_rounded
 from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.training.data.load import chat_template
@@ -26,6 +28,8 @@ class ExportResult(Answer):
         tensors: the number of tensors that hold trained values. Unchanged tensors of a merged checkpoint do not count.
         bytes: the size of these tensors.
         notes: messages for the user.
+        into: the quantized format of a merged checkpoint; None for the base's 16 bits.
+        survival: what rounding to it leaves of the change, by layer, and last of all layers together.
     """
 
     format: str
@@ -34,6 +38,8 @@ class ExportResult(Answer):
     tensors: int
     bytes: int
     notes: tuple[str, ...]
+    into: str | None = None
+    survival: tuple[Survival, ...] = ()
 
 
 def export(
@@ -42,6 +48,7 @@ def export(
     out: Path | str,
     *,
     overwrite: bool = False,
+    into: Into | None = None,
 ) -> ExportResult:
     """Export the trained model of a run to the folder `out`.
 
@@ -53,6 +60,7 @@ def export(
         format: `delta`: only the changed tensors. `peft`: a PEFT adapter. `merged`: a whole checkpoint. `vllm`: an
             adapter for vLLM.
         out: the folder to write. It appears only when it is complete.
+        into: round a merged checkpoint to this quantized format (`write_rounded`).
         overwrite: replace an earlier export in `out`, which must be new or empty otherwise.
 
     Raises:
@@ -62,6 +70,8 @@ def export(
     from moetune.exporting.peft import write_peft
     from moetune.exporting.vllm import write_vllm
 
+    if into is not None and format != "merged":
+        raise UserError(f"--into {into} rounds a whole checkpoint; use it with --format merged, not {format}")
     writers = {"delta": write_delta, "peft": write_peft, "merged": write_merged, "vllm": write_vllm}
     out = Path(out)
     if isinstance(trained, FinishedRun):
@@ -75,7 +85,12 @@ def export(
     data = run.config.data
     template = None if data is None or data.chat_template is None else chat_template(data.chat_template)
     with new_folder(out, overwrite, bytes_needed(run) if format == "merged" else 0) as folder:
-        written = writers[format](run, folder)
+        survival: tuple[Survival, ...] = ()
+        if into is None:
+            written = writers[format](run, folder)
+        else:
+            written, survival = write_rounded(run, folder, into)
         if template is not None and format != "delta":
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return ExportResult(format, str(out), run.step, written.tensors, written.bytes, (*run.notes, *written.notes))
+    notes = (*run.notes, *written.notes)
+    return ExportResult(format, str(out), run.step, written.tensors, written.bytes, notes, into, survival)

@@ -42,7 +42,7 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     notes: tuple[str, ...] = ()
     if any(isinstance(tensor, Quantized) for tensor in base.values()):
         method = run.adapted.run.model.source.quantization.method
-        notes = (f"the base is published quantized ({method}); all weights are in 16 bits here",)
+        notes = (f"the base is published quantized ({method}); all weights are in 16 bits here, unless with --into",)
     write_export_manifest(out, manifest_entries(run) | {"format": "merged", "base": of_base.to_json()})
     return Written(len(changed), sum(base[key].nbytes for key in changed), notes)
 
@@ -79,21 +79,37 @@ def copy_checkpoint(
 
 def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str, Stored]:
     """Write tensors dequantized, to files of the same names, with index and `config.json`; return the copies."""
+    written = create_files(tensors, out, lambda name, tensor: {name: (tensor.torch_dtype, tensor.shape)})
+    for name, tensor in tensors.items():
+        for start, stop in tensor.blocks():
+            written[name].write(tensor.rows(start, stop), start)
+    write_config(folder, out, None)
+    return written
+
+
+def create_files(
+    tensors: Mapping[str, Stored], out: Path, parts: Callable[[str, Stored], Mapping[str, Any]]
+) -> dict[str, Stored]:
+    """Create files of zeros, and their index, with the names of the files that hold `tensors`; return the tensors in
+    them by name. `parts` returns what a tensor becomes: names, each with its dtype and shape, as for `create_file`."""
     written: dict[str, Stored] = {}
     for file in sorted({tensor.file.name for tensor in tensors.values()}):
-        here = {name: tensor for name, tensor in tensors.items() if tensor.file.name == file}
-        written |= create_file(out / file, {name: (t.torch_dtype, t.shape) for name, t in here.items()})
-        for name, tensor in here.items():
-            for start, stop in tensor.blocks():
-                written[name].write(tensor.rows(start, stop), start)
+        here = [parts(name, tensor) for name, tensor in tensors.items() if tensor.file.name == file]
+        written |= create_file(out / file, {name: kind for one in here for name, kind in one.items()})
     if not (out / SINGLE_FILE).is_file():
         size = sum(tensor.nbytes for tensor in written.values())
         files = {name: tensor.file.name for name, tensor in sorted(written.items())}
         _write_json(out / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": files})
+    return written
+
+
+def write_config(folder: Path, out: Path, quantization: Mapping[str, Any] | None) -> None:
+    """Write the `config.json` of a checkpoint to `out` with another `quantization_config`, None for none; remove
+    ModelOpt's file of the same settings, which was copied."""
     config = read_json(folder / "config.json", dict[str, Any])
     config.pop("quantization_config", None)
-    _write_json(out / "config.json", config)
-    return written
+    _write_json(out / "config.json", config if quantization is None else config | {"quantization_config": quantization})
+    (out / "hf_quant_config.json").unlink(missing_ok=True)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -130,7 +130,9 @@ def placed(
     return found
 
 
-def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) -> Iterator[tuple[str, int, Tensor]]:
+def new_rows(
+    update: Update, mapping: KeyMapping, base: Mapping[str, Stored], *, exact: bool = False
+) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (name of a tensor in the checkpoint, index of its first new row, new rows) for an update.
 
     Rows are computed one expert at a time, or in blocks of about 4 million weights; a parameter that transformers
@@ -139,6 +141,7 @@ def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) ->
     Args:
         mapping: the checkpoint's tensors that store the parameter, from `placed`.
         base: the tensors of the base checkpoint by name.
+        exact: leave what is added to the base in float32, where it may be rounded to the base's dtype otherwise.
 
     Raises:
         UserError: the base's tensors give the parameter another shape than the model has.
@@ -162,6 +165,8 @@ def new_rows(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) ->
     new = update.rows(old, 0, shape[0])
     if update.is_added:
         del old
-        new = new.to(base[mapping.every_key()[0]].torch_dtype)  # cast first: the conversion copies the tensor
+        new = (
+            new if exact else new.to(base[mapping.every_key()[0]].torch_dtype)
+        )  # cast first: the conversion copies the tensor
     for key, rows in mapping.to_checkpoint(new, base).items():
         yield key, first, rows

@@ -59,6 +59,22 @@ def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
     return LossCheck(len(found), of, tokens, expected, loss, unread)
 
 
+def check_rounded(run: Path, exported: Path, rows: int = 256) -> LossCheck | None:
+    """Compute the losses, on at most `rows` records of a run's held-out data, of the model that it trained and of its
+    merged checkpoint in a quantized format, both with this machine's device and dtype; None if the run held out no
+    data."""
+    trained = open_model(str(run))
+    if trained.config is None or trained.config.data is None or not trained.config.data.evaluates:
+        return None
+    found, of, pad, _ = _rows(trained, rows)
+    if of != "held-out data":
+        return None
+    expected, tokens = mean_loss(trained.model, found, pad)
+    del trained
+    loss, _ = mean_loss(open_model(str(exported)).model, found, pad)
+    return LossCheck(len(found), of, tokens, expected, loss)
+
+
 def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int, str | None]:
     """Return rows, where they are from, the token id that pads them, and why the run's data could not be read."""
     config = trained.config

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, TextStreamer
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, TextStreamer
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
 from moetune.errors import UserError, shown
 from moetune.inference.opened import Found, Opened, open_model
@@ -42,8 +44,63 @@ def generate(
             value; or the model computes NaN.
     """
     opened = opened if isinstance(opened, Opened) else open_model(str(opened))
-    ids, max_new_tokens = asked(opened, prompt, max_new_tokens)
+    prompts = [token_ids(opened, prompt)]
+    return continued(opened, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, stream=stream)[
+        0
+    ]
+
+
+def token_ids(opened: Opened | Found, prompt: str | list[Message]) -> list[int]:
+    """Return the token ids of a prompt; the prompt and the errors are those of `generate`."""
     tokenizer: Any = opened.tokenizer
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer of {opened.name!r} has no chat template; give a prompt as text, or train with "
+            "data.chat_template"
+        )
+    else:
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    if not ids:
+        raise UserError("the prompt is empty: it has no tokens")
+    text_config = opened.settings.get_text_config()
+    if (largest := max(*ids, pad_token_id(tokenizer))) >= text_config.vocab_size:
+        raise UserError(
+            f"the tokenizer of {opened.name!r} has token {largest}; the model has embeddings for "
+            f"{text_config.vocab_size} only. Its tokenizer_config.json says which tokens there are"
+        )
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions is not None and len(ids) >= positions:
+        raise UserError(f"the prompt has {len(ids):,} tokens, and the model has positions for {positions:,}")
+    return list(ids)
+
+
+def continued(
+    opened: Opened,
+    prompts: Sequence[list[int]],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stream: bool = False,
+) -> list[str]:
+    """Return the text that continues each prompt, generated in one batch.
+
+    The prompts are padded on the left to the longest. Keys and values of all positions are allocated once (a static
+    cache), for B prompts of at most S tokens B·(S + max_new_tokens) positions; layers with a sliding window keep no
+    more than the window. Models without a static cache grow theirs.
+
+    Args:
+        prompts: token ids of each prompt, from `token_ids`.
+        stream: also print the text on stdout while it is generated; for one prompt only.
+    """
+    model: Any = opened.model
+    tokenizer: Any = opened.tokenizer
+    pad, length = pad_token_id(tokenizer), max(map(len, prompts))
+    ids = torch.tensor([[pad] * (length - len(row)) + row for row in prompts], device=model.device)
+    is_token = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts], device=model.device)
+    model.generation_config = sampling(opened.name, model.generation_config)
     torch.manual_seed(seed)
 
     def numbers(_: Tensor, logits: Tensor) -> Tensor:
@@ -51,54 +108,30 @@ def generate(
             raise UserError(f"{opened.name!r} computes NaN: its weights are damaged")
         return logits
 
-    opened.model.generation_config = sampling(opened.name, opened.model.generation_config)
-    written = continued(
-        opened.model,
-        ids.to(opened.model.device),
-        max_new_tokens,
+    written = written_after(
+        model,
+        ids,
+        is_token,
+        new_tokens(opened.settings, length, max_new_tokens),
         temperature,
         ends=tokenizer.eos_token_id,
-        pad=pad_token_id(tokenizer),
+        pad=pad,
         logits_processor=[numbers],
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
     )
-    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+    return list(tokenizer.batch_decode(written[:, length:], skip_special_tokens=True))
 
 
-def asked(opened: Opened | Found, prompt: str | list[Message], max_new_tokens: int) -> tuple[Tensor, int]:
-    """Return the tokens of a prompt [1, S], and the number of tokens to generate after them. Raises as `generate`."""
-    tokenizer: Any = opened.tokenizer
-    if isinstance(prompt, str):
-        inputs = tokenizer(prompt, return_tensors="pt")
-    elif not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer of {opened.name!r} has no chat template; give a prompt as text, or train with "
-            "data.chat_template"
-        )
-    else:
-        inputs = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    ids = inputs["input_ids"]
-    if not ids.numel():
-        raise UserError("the prompt is empty: it has no tokens")
-    known = opened.settings.get_text_config().vocab_size
-    if (largest := max(int(ids.max()), pad_token_id(tokenizer))) >= known:
-        raise UserError(
-            f"the tokenizer of {opened.name!r} has token {largest}; the model has embeddings for {known} only. Its "
-            "tokenizer_config.json says which tokens there are"
-        )
-    positions = getattr(opened.settings.get_text_config(), "max_position_embeddings", None)
-    if positions is not None:
-        if ids.shape[1] >= positions:
-            raise UserError(f"the prompt has {ids.shape[1]:,} tokens, and the model has positions for {positions:,}")
-        max_new_tokens = min(max_new_tokens, positions - ids.shape[1])
-    return ids, max_new_tokens
+def new_tokens(settings: PretrainedConfig, prompt: int, most: int) -> int:
+    """Return how many tokens are generated after `prompt` tokens: `most`, or as many as the model has positions for."""
+    positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    return most if positions is None else min(most, positions - prompt)
 
 
-def continued(
+def written_after(
     model: PreTrainedModel,
     ids: Tensor,
+    is_token: Tensor,
     max_new_tokens: int,
     temperature: float,
     *,
@@ -106,24 +139,34 @@ def continued(
     pad: int,
     **more: Any,
 ) -> Tensor:
-    """Return tokens `ids` [1, S] with those that a model generates after them.
+    """Return prompts `ids` [B, S] with the tokens that a model generates after them.
 
     Args:
+        is_token: 1 for each token of a prompt, 0 for padding on its left; [B, S].
         ends, pad: ids of the token that ends a text, and of the one that pads.
         more: further arguments of transformers' `generate`.
     """
     generate: Any = model.generate
+    settings = {"cache_implementation": "static" if has_static_cache(model.config) else "dynamic", **more}
     return generate(
         input_ids=ids,
-        attention_mask=torch.ones_like(ids),
+        attention_mask=is_token,
         max_new_tokens=max_new_tokens,
         eos_token_id=ends,
         pad_token_id=pad,
         use_cache=True,
+        disable_compile=True,
         do_sample=temperature > 0,
         **({"temperature": temperature} if temperature else {}),
-        **more,
+        **settings,
     )
+
+
+def has_static_cache(settings: PretrainedConfig) -> bool:
+    """Return whether transformers has a static cache for every kind of a model's layers; it has none for compressed
+    attention (DeepSeek-V4)."""
+    kinds = getattr(settings.get_text_config(), "layer_types", None) or ()
+    return {*kinds} <= STATIC_LAYER_TYPE_MAPPING.keys()
 
 
 class _Sampling(BaseModel):

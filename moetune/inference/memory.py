@@ -15,9 +15,9 @@ from transformers import DynamicCache
 
 from moetune.adapt.weights.published import finish_reading
 from moetune.compat.torch import answering_no
-from moetune.errors import UserError
+from moetune.errors import UserError, counted
 from moetune.inference.evaluate import ROWS
-from moetune.inference.generate import continued, sampling
+from moetune.inference.generate import has_static_cache, new_tokens, sampling, written_after
 from moetune.inference.opened import Found
 from moetune.memory.forward import predict_forward
 from moetune.memory.report import MemoryReport
@@ -66,13 +66,21 @@ class Evaluating:
 
 
 def predict_generate(
-    found: Found, prompt: int, new_tokens: int, temperature: float = 0.0, *, gpu: str | Gpu | None = None
+    found: Found,
+    prompt: int,
+    most: int,
+    temperature: float = 0.0,
+    *,
+    batch: int = 1,
+    gpu: str | Gpu | None = None,
 ) -> MemoryReport:
-    """Predict the peak memory of generating `new_tokens` tokens after a prompt of `prompt` tokens, keys and values of
-    all of them included. `gpu` and errors are as in `predict_eval`."""
-    said = {"generates": f"{new_tokens:,} tokens after a prompt of {prompt:,}", "batch": "1 text"}
-    passes = Generating(prompt, new_tokens, temperature, found.name)
-    return predict_forward(_run_of(found), passes, said, gpu=gpu, filled=found.filled)
+    """Predict the peak memory of generating at most `most` tokens after each of `batch` prompts of at most `prompt`
+    tokens, keys and values of all of them included. `gpu` and errors are as in `predict_eval`."""
+    new = new_tokens(found.settings, prompt, most)
+    said = {"generates": f"{new:,} tokens after a prompt of {prompt:,}", "batch": counted(batch, "text")}
+    return predict_forward(
+        _run_of(found), Generating(prompt, new, temperature, batch, found.name), said, gpu=gpu, filled=found.filled
+    )
 
 
 class _Enough(Exception):
@@ -81,14 +89,16 @@ class _Enough(Exception):
 
 @dataclass(frozen=True)
 class Generating:
-    """The forward passes of `generate`: over a prompt, for a second token, and for the last token.
+    """The forward passes of `generate`: over the prompts, for a second token, and for the last token.
 
-    The keys and values of the tokens between are put into the cache instead of being computed one by one.
+    A static cache has keys and values of all tokens from the beginning. One that grows is given those of the tokens
+    between, instead of computing them one by one.
     """
 
     prompt: int
     new_tokens: int
     temperature: float = 0.0
+    batch: int = 1
     name: str = ""
 
     def __call__(self, watched: Watched, tracker: Tracker) -> None:
@@ -96,29 +106,42 @@ class Generating:
         if (folder := watched.adapted.run.model.source.local_folder()) is not None:
             finish_reading(model, folder)
         model.generation_config = sampling(self.name, model.generation_config)
-        cache = DynamicCache(config=model.config)
         tracker.enter("forward")
-        self._go_on(model, self.prompt, cache)
+        if has_static_cache(model.config):
+            filling = model.register_forward_pre_hook(self._fill_windows, with_kwargs=True)
+            self._go_on(model, self.prompt, self.new_tokens)
+            filling.remove()
+            return
+        cache = DynamicCache(config=model.config)
+        growing: dict[str, Any] = {"past_key_values": cache, "cache_implementation": None}
+        self._go_on(model, self.prompt, _LAST + 1, **growing)
         if (between := self.new_tokens - _LAST) > 0:
             tracker.step = 1
             self._lengthen(cache, self.prompt + between)
-            self._go_on(model, self.prompt + between + 1, cache)
+            self._go_on(model, self.prompt + between + 1, _LAST + 1, **growing)
 
-    def _go_on(self, model: Any, length: int, cache: DynamicCache) -> None:
-        """Generate up to `_LAST` tokens after `length` tokens, of which the cache may hold all but the last."""
+    def _go_on(self, model: Any, length: int, most: int, **more: Any) -> None:
+        """Generate up to `_LAST` of `most` tokens after `length` tokens, of which a cache in `more` may hold all but
+        the last."""
         left = min(_LAST, self.new_tokens)
 
-        def counted(_: Tensor, logits: Tensor) -> Tensor:
+        def count(_: Tensor, logits: Tensor) -> Tensor:
             nonlocal left
             left -= 1
             if not left:
                 raise _Enough
             return logits
 
-        ids = torch.zeros(1, length, dtype=torch.int64, device=model.device)
-        more: dict[str, Any] = {"logits_processor": [counted], "past_key_values": cache}
+        ids = torch.zeros(self.batch, length, dtype=torch.int64, device=model.device)
         with answering_no(), suppress(_Enough):
-            continued(model, ids, _LAST + 1, self.temperature, ends=0, pad=0, **more)
+            written_after(model, ids, ids + 1, most, self.temperature, ends=0, pad=0, logits_processor=[count], **more)
+
+    def _fill_windows(self, _: Any, __: Any, given: dict[str, Any]) -> None:
+        """Before a pass for a further token, mark the windows as full that the last token finds full."""
+        for layer in given["past_key_values"].layers:
+            state: Any = layer
+            if getattr(state, "cumulative_length_int", 0) and state.max_cache_len < self.prompt + self.new_tokens - 1:
+                state.cumulative_length_int = max(state.cumulative_length_int, state.max_cache_len)
 
     def _lengthen(self, cache: DynamicCache, length: int) -> None:
         """Put keys and values of `length` tokens into the cache, or of as many as a layer's window keeps."""

@@ -233,7 +233,7 @@ def _alone(config: RunConfig, device: DeviceType, dtype: str | None) -> RunConfi
     return config.but(
         model=settings,
         train={"checkpointing": "none", "neftune_alpha": 0.0},
-        # packed documents have an attention without a cache of keys, so not even a model without data packs
+        # a run file without data packs, and the attention of packed documents has no cache of keys
         data=(config.data or DataConfig(train="none")).but(packing=False),
         parallel=ParallelConfig(),
         hardware=HardwareConfig(host_memory=config.hardware.host_memory),

@@ -8,9 +8,10 @@ from datetime import date
 
 from moetune.adapt.attention import Capability, attention_in_words
 from moetune.config.lora_rank import ranks_as_text
-from moetune.config.schema import OptimizerConfig
+from moetune.config.schema import KeptConfig, OptimizerConfig
 from moetune.errors import counted
 from moetune.models.selection import ranges
+from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
 
 _VERSION: str = vars(sys.modules["moetune"])["__version__"]  # the package is always imported before this module
@@ -29,7 +30,7 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
         ("trains", "; ".join(trains(run))),
         ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
         ("attention", attention_in_words(config, run.model.plain, capability)),
-        ("batch", f"{step}, checkpointing {train.checkpointing}{_kept_rows(run)}"),
+        ("batch", f"{step}, checkpointing {checkpointing(run)}"),
         *([("router gradient", _dense_gradient(run))] if train.dense_router_gradient else []),
         ("optimizer", optimizers(run)),
         *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),
@@ -42,10 +43,24 @@ def version() -> str:
     return f"{_VERSION}, {date.today().isoformat()}"
 
 
-def _kept_rows(run: ResolvedRun) -> str:
-    if not isinstance(run.config.train.keep_rows, int):
-        return ""
-    return f", rows of {len(run.keeps_rows)} of {counted(len(run.structure.moe_layers), 'layer')} kept"
+_WORDS: dict[Kept, str] = {
+    frozenset(("attention",)): "attention's output",
+    frozenset(("rows",)): "rows",
+    frozenset(("attention", "rows")): "attention's output and rows",
+    frozenset(("rest",)): "all but rows",
+    frozenset(("rest", "rows")): "everything",
+}
+
+
+def checkpointing(run: ResolvedRun) -> str:
+    """Return what layers keep for backward, in words."""
+    train, layers = run.config.train, len(run.structure.moe_layers)
+    if not isinstance(train.checkpointing, KeptConfig):
+        kept = f", rows of {len(run.keeps_rows)} of {counted(layers, 'layer')} kept"
+        return train.checkpointing + kept * isinstance(train.keep_rows, int)
+    same = [kept - {"attention"} if "rest" in kept else kept for kept in run.keeps.values()]
+    found = [f"{_WORDS[kept]} of {same.count(kept)}" for kept in _WORDS if kept in same]
+    return f"full, kept of {counted(run.structure.num_layers, 'layer')}: {', '.join(found)}"
 
 
 def _dense_gradient(run: ResolvedRun) -> str:

@@ -163,7 +163,7 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         yield Saving({"train.eval_micro_batch": train.micro_batch}, why, ("transient_peak",))
     if isinstance(train.keep_rows, int):
         yield Saving({"train.keep_rows": "none"}, "computes gate_up's rows again in backward", _ACTIVATIONS)
-    if train.checkpointing in ("none", "experts_only"):
+    if train.checkpointing not in ("auto", "full", "offload"):
         why = "keeps each layer's input, and computes the layer again in backward"
         yield Saving({"train.checkpointing": "full"}, why, _ACTIVATIONS)
     if single and not single.offload and not single.fused_backward:

@@ -9,8 +9,10 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
+from moetune.adapt.documents import layers_with_state
 from moetune.adapt.guard import as_known
 from moetune.config.schema import RunConfig
+from moetune.errors import counted
 from moetune.memory.about import about
 from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
@@ -19,9 +21,9 @@ from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.equal_ranks import by_kind
 from moetune.memory.host import host_of
+from moetune.memory.keep.settle import rows_of, settled
 from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
-from moetune.memory.rows import rows_of, settled
 from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.trace import NotTraceable, Trace, trace
@@ -29,6 +31,7 @@ from moetune.memory.trace.steps import STEPS
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import Coordinates, data_ranks
+from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
 
@@ -80,7 +83,9 @@ def predict(
     card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
     run = as_known(run, None if name is None else card)
     if name is not None:
-        run = settled(run, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
+        run = settled(run, card, routing, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
+    elif is_open(run.config.train):
+        run = run.keeping({})
     config = run.config
     common = {
         "model": config.model.path,
@@ -90,7 +95,8 @@ def predict(
         "assumptions": (
             f"routing: {routing.name}" + (f", at most {routing.highest.name}" if routing.highest else ""),
             f"every sequence has train.sequence_length = {config.train.sequence_length} tokens"
-            + (", documents packed" if config.packs else ", some padded"),
+            + (", of two packed documents" if config.packs else ", some padded"),
+            *_by_documents(run),
             *card.assumptions,
         ),
         "notes": tuple(
@@ -135,6 +141,13 @@ def predict(
     if not changes:
         return _noting(report, "no change of the run file is known that makes it fit")
     return replace(report, changes=changes)
+
+
+def _by_documents(run: ResolvedRun) -> list[str]:
+    """Return the assumption about layers that run document by document, if a run has such layers and packs."""
+    layers = layers_with_state(run.model.plain) if run.config.packs else 0
+    by_one = f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run document by document"
+    return [f"{by_one}: many short ones take longer, and more memory than two"] * bool(layers)
 
 
 def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
@@ -186,6 +199,7 @@ def _reported(
         method="trace",
         moment=fullest.moment(),
         timeline=fullest.timeline(),
+        phases=fullest.phases(),
         collectives=fullest.collectives,
         time=None if common["gpu"] is None else time_of(run.config, fullest, card),
     )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moetune.adapt.build import build
 from moetune.errors import UserError, one_line
 from moetune.files import write_output
+from moetune.memory.time.bench import seconds_of
 from moetune.memory.time.counter import Counter, work_parts
 from moetune.memory.time.work import Work, is_product, sums
 from moetune.memory.trace import Steps, batches_of
@@ -198,23 +198,11 @@ def large_product(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the FLOP/s of a square matrix product in `dtype`: size 8192 on a GPU, 1024 on a CPU."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / _fastest(device, lambda: torch.mm(a, b))
+    return 2 * size**3 / seconds_of(device, lambda: torch.mm(a, b))
 
 
 def _copy(device: torch.device) -> float:
     """Measure the bytes/s of a copy on the device, bytes read plus bytes written."""
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _fastest(device, lambda: target.copy_(source))
-
-
-def _fastest(device: torch.device, run: Callable[[], Tensor]) -> float:
-    """Return the seconds of the fastest of five calls, after one call that is not counted."""
-    taken = []
-    for _ in range(6):
-        began = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
+    return 2 * source.nbytes / seconds_of(device, lambda: target.copy_(source))

@@ -20,8 +20,9 @@ PartName = Literal[
     "transient_peak",
 ]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
-Phase = Literal["load", "forward", "recompute", "backward", "optimizer", "evaluation"]
-"""Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward."""
+Phase = Literal["load", "reference", "forward", "recompute", "backward", "optimizer", "evaluation"]
+"""Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward, `reference` is a
+forward pass of the model as it was before training, for preferences."""
 Verdict = Literal["yes", "tight", "no"]
 """Whether GPU and host can hold a run: `yes` if the most that it may need fits, `no` if the least does not."""
 
@@ -249,6 +250,8 @@ class MemoryReport:
         time: estimated time of a step; None by closed form or if the GPU's speed is unknown.
         rows: rows of gate_up that are kept; None where their number cannot be chosen.
         unknowns: what the prediction does not know of routing and context; what it never knows is added in `span`.
+        phases: most live bytes of the fullest rank in each phase that was traced, in order; empty by closed form.
+        trainer: name of TRL's trainer that was traced; None for moetune's own steps.
         host: memory of the machine; None if it was not predicted.
         device: where the model is. On a CPU all tensors are host memory.
     """
@@ -268,6 +271,8 @@ class MemoryReport:
     time: Duration | None = None
     rows: Rows | None = None
     unknowns: tuple[Unknown, ...] = ()
+    phases: tuple[tuple[Phase, int], ...] = ()
+    trainer: str | None = None
     host: HostMemory | None = None
     device: Literal["cuda", "cpu"] = "cuda"
 
@@ -388,6 +393,8 @@ class MemoryReport:
             "terms": [asdict(term) for term in self.terms],
             "load": asdict(self.load),
             "peak": None if self.moment is None else asdict(self.moment),
+            "trainer": self.trainer,
+            "phases": dict(self.phases),
             "collectives": [asdict(collective) for collective in self.collectives],
             "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),

@@ -36,6 +36,7 @@ _STORED: dict[str, str] = {
     "nf4, double-quantized": "n/2 + ⌈n/64⌉ + 4·⌈n/64/256⌉ + 4 a matrix of n weights",
     "int8": "n + 4·rows a matrix of n weights",
     "fp8": "n + 4·⌈R/128⌉·⌈C/128⌉ a matrix [R, C] of n weights",
+    "nvfp4": "9·R·⌈C/16⌉ + 8 a matrix [R, C]",
     "mxfp4": "17·⌈n/32⌉ a matrix of n weights",
     "bf16": "2·n",
     "fp32": "4·n",

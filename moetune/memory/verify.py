@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,14 @@ import torch
 
 from moetune.adapt.guard import checked
 from moetune.errors import UserError
-from moetune.memory.assumed_routing import AssumedRouting
+from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
+from moetune.memory.keep.settle import settled
 from moetune.memory.measure import measure
 from moetune.memory.predict import allocator_here, predict, quick
-from moetune.memory.rows import settled
 from moetune.memory.trace import NotTraceable, trace
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.dtypes import device_kind
+from moetune.run.keeps import Kept, is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 TOLERANCE = 0.05
@@ -93,19 +95,27 @@ def verify(
     )
 
 
-def settled_on(run: ResolvedRun, device: torch.device) -> ResolvedRun:
-    """Return a run in which `train.keep_rows: auto` is replaced by the number of layers that fit on a GPU.
+def settled_on(run: ResolvedRun, device: torch.device, before: Mapping[int, Kept] | None = None) -> ResolvedRun:
+    """Return a run with values in place of `train.checkpointing: auto` and `train.keep_rows: auto`, as fit on a GPU.
 
-    The GPU is `hardware.gpu`, or `device` if that is not set. On a CPU, or if the model's code cannot be traced, the
-    number is 0. Raises `UserError` if the run cannot be predicted.
+    The GPU is `hardware.gpu`, or `device` if that is not set. On a CPU, or if the model's code cannot be traced, layers
+    keep nothing more than without. Raises `UserError` if the run cannot be predicted.
+
+    Args:
+        before: what each layer kept before the run was interrupted, which it keeps again where that surely fits.
     """
+    if not is_open(run.config.train):
+        return run
+    as_before = run.keeping(before or {})
     if device.type == "cpu":
-        return run.keeping_rows(0) if run.config.train.keep_rows == "auto" else run
+        return as_before
     gpu = run.config.hardware.gpu or catalog_name(device)
     try:
-        return settled(run, lambda one: quick(one, gpu=gpu))
+        if before and quick(as_before, gpu=gpu).verdict == "yes":
+            return as_before
+        return settled(run, find_gpu(gpu), UNKNOWN, lambda one: quick(one, gpu=gpu))
     except NotTraceable:
-        return run.keeping_rows(0)
+        return run.keeping({})
 
 
 def catalog_name(device: torch.device) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from typing_extensions import TypedDict
 
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
@@ -28,6 +29,10 @@ from moetune.models.structure import require_causal_lm
 
 _MOST_LAYERS = 1000
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+class _ModelOpt(TypedDict):
+    quantization: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -150,9 +155,14 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
             f"model folder is never run.{hint}"
         )
     try:
-        return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of errors for an invalid config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
+    beside = folder / "hf_quant_config.json"
+    if getattr(config, "quantization_config", None) is None and beside.is_file():  # ModelOpt before 0.29
+        own = read_json(beside, _ModelOpt, f"model {path!r}: {beside.name}")
+        config.quantization_config = {"quant_method": "modelopt", **own["quantization"]}
+    return config
 
 
 def _layers_in(raw: Any) -> Iterator[int]:

@@ -1,10 +1,11 @@
-"""The storage format of a published checkpoint (16 bits, NF4, MXFP4, FP8), which decides `model.base: auto`.
+"""The storage format of a published checkpoint (16 bits, NF4, MXFP4, NVFP4, FP8), which decides `model.base: auto`.
 
 Only the configuration and the manifest are read here; hub/dequantize.py reads the quantized tensors.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -38,7 +39,8 @@ class SourceQuantization:
         double_quant: whether NF4 scales are stored in 8 bits; meaningful only if `base` is nf4.
         gate_up_apart: whether an expert's gate and up projections are quantized separately.
         is_read: whether moetune can read this format.
-        left_out: patterns of the paths of modules that are published in 16 bits, beside others that are quantized.
+        left_out: patterns of the paths of modules that are published in 16 bits, beside others that are quantized: with
+            wildcards, or regular expressions after `re:`.
     """
 
     method: str = ""
@@ -67,7 +69,9 @@ class SourceQuantization:
     def leaves_out(self, path: str, config: ModelConfig) -> bool:
         """Return whether `config` keeps the published format, and the module at `path` is published in 16 bits."""
         return config.base == self.base and any(
-            fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") or path.endswith(f".{pattern}")
+            re.match(pattern.removeprefix("re:"), path)
+            if pattern.startswith("re:")
+            else fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") or path.endswith(f".{pattern}")
             for pattern in self.left_out
         )
 
@@ -127,7 +131,10 @@ def read_quantized_manifest(folder: Path) -> QuantizedManifest | None:
 
 
 def quantization_of(config: PretrainedConfig) -> SourceQuantization:
-    """Return the format of a checkpoint from the `quantization_config` in its configuration."""
+    """Return the format of a checkpoint from the `quantization_config` in its configuration.
+
+    ModelOpt's settings may also be in a file of their own (`models/source.py`).
+    """
     raw: Any = getattr(config, "quantization_config", None)
     if raw is None:
         return SourceQuantization()
@@ -140,6 +147,12 @@ def quantization_of(config: PretrainedConfig) -> SourceQuantization:
             is_kept = [*settings["weight_block_size"]] == [FP8_BLOCK, FP8_BLOCK]
             left_out = tuple(settings.get("modules_to_not_convert") or ())
             return SourceQuantization(method, "fp8" if is_kept else None, gate_up_apart=is_kept, left_out=left_out)
+        case "modelopt" if settings.get("quant_algo") in ("NVFP4", "W4A16_NVFP4"):
+            left_out = tuple(settings.get("ignore") or settings.get("exclude_modules") or ())
+            return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out)
+        case "compressed-tensors" if settings.get("format") == "nvfp4-pack-quantized":
+            left_out = tuple(settings.get("ignore") or ())
+            return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out)
         case "bitsandbytes" if settings.get("load_in_4bit", settings.get("_load_in_4bit")):
             is_nf4 = settings.get("bnb_4bit_quant_type") == "nf4"
             double_quant = bool(settings.get("bnb_4bit_use_double_quant"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from typing import Any
 from weakref import ref
@@ -15,7 +16,7 @@ def decoder_stack(model: PreTrainedModel) -> nn.Module:
     """Return the submodule whose first output is the last hidden states [batch, tokens, hidden]."""
     stack = model.get_decoder()
     if isinstance(stack, PreTrainedModel) and stack is not model:
-        return stack
+        return stack if stack.get_output_embeddings() is None else decoder_stack(stack)  # Llama 4: a model with a head
     return next(child for child in model.children() if isinstance(child, PreTrainedModel))
 
 
@@ -48,6 +49,9 @@ class LeftOut(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LeftOut:
+        return LeftOut(self._layer, copy.deepcopy(self._last, memo))
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         others = self._last.others

@@ -17,6 +17,7 @@ from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
 from moetune.planning.kept import kept
 from moetune.run.dtypes import DeviceType
+from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun, resolve
 
 
@@ -44,12 +45,11 @@ class Predictor:
     def resolve(self, config: RunConfig) -> ResolvedRun:
         """Resolve a run (raises as `moetune.resolve`), with the model of the last call if that is the same.
 
-        `train.keep_rows: auto` counts as `none`: it takes memory only where some is left.
+        `train.checkpointing: auto` counts as `full` and `train.keep_rows: auto` as `none`: they take memory only where
+        some is left.
         """
-        if config.train.keep_rows == "auto":
-            config = config.but(train={"keep_rows": "none"})
         self._like = resolve(config, self.device_type, like=self._like)
-        return self._like
+        return self._like.keeping({}) if is_open(config.train) else self._like
 
     def of(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run by closed form, or by a trace if it has none. Raises as `predict`."""
@@ -66,4 +66,8 @@ class Predictor:
     def traced(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run by a trace, or read its report from disk. Raises as `predict`."""
         run, gpu, routing = self.resolve(config), self.gpu, self.routing
-        return kept(run, gpu, routing, lambda: predict(run, method="trace", gpu=gpu, routing=routing, advise=False))
+
+        def traced() -> MemoryReport:
+            return predict(run, method="trace", gpu=gpu, routing=routing, depths=self._depths, advise=False)
+
+        return kept(run, gpu, routing, traced)

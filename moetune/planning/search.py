@@ -32,7 +32,7 @@ from moetune.training.optim.saved import saved_bytes
 RANKS = (4, 8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a micro-batch, in rows, that a search tries; `RANKS` are the ranks of LoRA."""
-_BITS = {"nf4": 4, "mxfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
+_BITS = {"nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
 _TOLERANCE = 0.005
 """Share by which a number of experts that is estimated by a straight line may be too low, and by which another number
 must be greater to be worth a search."""
@@ -272,8 +272,8 @@ class Search:
         """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
 
         Few numbers of experts in each layer are predicted: next the one of which most is expected, until no other
-        promises more than what was found, or than `more_than`, by what is worth it. So the first and last numbers,
-        which need records of their own, seldom are.
+        promises more than what was found, or than `more_than`, by what is worth it. Of each only numbers of layers are
+        predicted that would be more. So the first and last numbers, which need records of their own, seldom are.
         """
         depth, best = len(self.layers), (0, 1)
         reports: dict[tuple[int, int], MemoryReport] = {}
@@ -298,9 +298,9 @@ class Search:
             left = [each for each in range(1, self.experts + 1) if each not in room and promised(each) > enough]
             if not left:
                 break
-            # all experts of a layer need a record of their own: they come last, unless those of all layers may fit
+            # all experts of a layer, or all but one, need records of their own: they come last, unless all may fit
             is_all = most == depth * self.experts
-            each = max(left, key=lambda each: (is_all or each < self.experts, expected(each)))
+            each = max(left, key=lambda each: (is_all or each < self.experts - 1, expected(each)))
             start = depth if is_all else min(max(3, depth // 3), depth)
             if len(room) == 1 and each > 2 * _NEAR and each // 2 not in room:
                 each //= 2  # a line through two numbers that are far apart bounds all others
@@ -309,8 +309,9 @@ class Search:
             if len(room) > 1:
                 start = min(max(_room(room, each, most) // each, 1), depth)
             predicted = partial(lambda each, number: report(number + 1, each), each)
+            least = next(number for number in range(depth) if _rank(number + 1, each) > enough)
             last, found = last_that_fits(
-                depth, predicted, start - 1, margin=self.margin, left=self.left, slope=slope * each
+                depth, predicted, start - 1, least, margin=self.margin, left=self.left, slope=slope * each
             )
             best = max(best, (last + 1, each), key=lambda one: _rank(*one))
             line = {number + 1: one for number, one in found.items()}

@@ -130,6 +130,7 @@ def last_that_fits(
     count: int,
     predict: Callable[[int], MemoryReport],
     start: int = 0,
+    least: int = 0,
     *,
     margin: int = 0,
     known: Mapping[int, MemoryReport] | None = None,
@@ -142,15 +143,18 @@ def last_that_fits(
         count: how many numbers there are.
         predict: predicts the memory for a number.
         start: the number to predict first.
+        least: the first number that is worth a prediction: those below are taken to fit.
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
         left: the bytes that a run leaves free, `headroom` if None, or `surely_left`.
         slope: bytes that each number is expected to need more than the one before; 0 if unknown.
 
-    Returns the number, or -1; and all reports by number, among them those of this number and the next one.
+    Returns the number, or `least` - 1; and all reports by number, among them those of this number, if it is not below
+    `least`, and of the next one.
     """
     reports, left = dict(known or {}), left or headroom
-    fits, fails, at, tries = len(reports) - 1, count, min(start, count - 1), 0
+    fits, fails, tries = max(len(reports), least) - 1, count, 0
+    at = min(max(start, least), count - 1)
     while fails - fits > 1:
         reports[at] = predict(at)
         tries += 1

@@ -87,12 +87,13 @@ _BASES: _Choices = [
 ]
 _AS_PUBLISHED: dict[Storage, _Choices] = {
     "mxfp4": [({"model.base": "mxfp4"}, ()), ({"model.base": "mxfp4", **_HOST}, (_SLOWER,))],
+    "nvfp4": [({"model.base": "nvfp4"}, ()), ({"model.base": "nvfp4", **_HOST}, (_SLOWER,))],
     "fp8": [({"model.base": "fp8"}, ()), *_BASES[2:]],
 }
 """Storages of a model that is published quantized: first the published one, as more bits would hold the same weights;
 then those of fewer bits."""
 _CHECKPOINTING: _Choices = [
-    ({"train.checkpointing": "full"}, ()),
+    ({"train.checkpointing": "auto"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
 ]
 

@@ -25,6 +25,7 @@ METHODS = {
 }
 _PHASES = {
     "load": "while loading",
+    "reference": "in the reference's pass",
     "forward": "in the forward pass",
     "recompute": "in the recomputation",
     "backward": "in the backward pass",
@@ -128,6 +129,13 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
     yield ViewSection("notes", report.notes)
 
 
+def phases(report: MemoryReport) -> str:
+    """Return what the phases of a TRL trainer take at most; empty for moetune's own steps."""
+    if report.trainer is None:
+        return ""
+    return "live at most: " + ", ".join(f"{phase} {gib(most)}" for phase, most in report.phases)
+
+
 # --- Words --------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +187,7 @@ def span_in_words(report: MemoryReport) -> str:
 def needs(report: MemoryReport) -> list[str]:
     """Return sentences on what GPU and host need, and why that is a range; without a GPU, on the host alone."""
     on_card = [most(report), why_a_range(report)] if report.device == "cuda" else []
-    return [*on_card, on_host(report)]
+    return [*on_card, on_host(report), phases(report)]
 
 
 def most(report: MemoryReport) -> str:
@@ -218,7 +226,7 @@ def rows(report: MemoryReport) -> str:
     if report.rows is None or (report.rows_that_fit or 0) <= report.rows.kept:
         return ""
     fit = report.rows_that_fit
-    return f"For a faster backward, {fit} of {report.rows.layers} layers can keep their rows: train.keep_rows={fit}."
+    return f"For a faster backward, {fit} of {report.rows.layers} layers can keep their rows: train.checkpointing=auto."
 
 
 def peak(report: MemoryReport) -> str:
@@ -243,8 +251,9 @@ def pace(time: Duration, tokens: int | None = None) -> str:
         return (
             f"Measured in a similar run: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
         )
+    how = "Estimated from speeds that were measured on this card" if time.of_card else "Estimated, not measured"
     return (
-        f"Estimated, not measured: {between(speed)} tokens/s, {between(seconds)} s a step"
+        f"{how}: {between(speed)} tokens/s, {between(seconds)} s a step"
         f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of the card's 16-bit FLOP/s."
     )
 

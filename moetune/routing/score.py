@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
-from moetune.adapt.attention import wants_cu_seqlens
+from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.start_from.start import open_start
 from moetune.adapt.weights.base import build_noting
@@ -227,7 +227,7 @@ def record_batch(
     It is recorded unless `counts` is False. `source` and `number` are the indices of data set and batch.
     """
     model = adapted.model
-    batch = collate(rows, padding, at_least=at_least, documents_by_cu_seqlens=wants_cu_seqlens(model))
+    batch = collate(rows, padding, at_least=at_least, document_inputs=document_inputs(model))
     batch = {name: value.to(model.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
     inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
     with recorder.batch(batch, documents_of(rows), source, number, counts=counts), split(model, inputs):

@@ -6,7 +6,6 @@ of the step. To be safe, only the largest tensors of the backward are counted.
 
 from __future__ import annotations
 
-from moetune.config.schema import TrainConfig
 from moetune.models.moe import MoeLayer
 
 LEAST = 256 << 20
@@ -15,7 +14,6 @@ LEAST = 256 << 20
 
 def backward_bytes(
     layer: MoeLayer,
-    train: TrainConfig,
     tokens: int,
     width: int,
     at_once: int,
@@ -23,12 +21,13 @@ def backward_bytes(
     experts: int,
     dequantizes: bool,
     keeps: bool,
+    recomputed: bool,
 ) -> int:
     """Return a lower bound of the bytes that a layer's experts allocate in backward, without what forward saved.
 
     Experts are computed in groups; with balanced routing a group has N rows. The bound counts a group's dequantized
     gate_up matrices; its rows x [N, H] and, unless forward kept gate_up's rows, gate_up [N, O] and its activation [N,
-    I]; and, for groups of several experts under activation checkpointing, all gathered rows [T·K, H].
+    I]; and, for groups of several experts of a recomputed layer, all gathered rows [T·K, H].
 
     Args:
         layer: the last layer with experts.
@@ -38,6 +37,7 @@ def backward_bytes(
         experts: the layer's experts on a rank.
         dequantizes: whether experts are stored in another format than they are computed in.
         keeps: whether the layer keeps the rows of gate_up.
+        recomputed: whether the layer is recomputed in backward.
     """
     shape, rows = layer.shape, tokens * layer.top_k
     matrix = shape.hidden * shape.gate_up_rows
@@ -45,6 +45,6 @@ def backward_bytes(
     group = experts // -(-experts // most)
     elements = group * matrix if dequantizes else 0
     elements += rows * group // experts * (shape.hidden + (0 if keeps else shape.gate_up_rows + shape.intermediate))
-    if group > 1 and layer.top_k > 1 and train.checkpointing in ("full", "offload"):
+    if group > 1 and layer.top_k > 1 and recomputed:
         elements += rows * shape.hidden
     return width * elements

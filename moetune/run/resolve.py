@@ -21,10 +21,11 @@ from moetune.run import validation
 from moetune.run.choice import resolve_choices, scores_of
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
 from moetune.run.folder_files import read_expert_load
+from moetune.run.keeps import kept_by_layer
 from moetune.run.linears import read_directly
 from moetune.run.names import parts_by_name
 from moetune.run.placement import balance_experts
-from moetune.run.resolved import ResolvedModel, ResolvedRun, layers_keeping_rows, raise_problems
+from moetune.run.resolved import ResolvedModel, ResolvedRun, raise_problems
 
 AnyRun = ResolvedRun | RunConfig | Path | str
 """A run in any accepted form: a resolved run, a `RunConfig`, or the path of a run file."""
@@ -78,10 +79,8 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     config = resolved(ResolvedConfig, config, model=model.config, adapt=adapt, train=train)
     parts = parts_by_name(structure, selection)
     optimizers = {part: one for part, one in config.optimizers.items() if part in parts.values()}
-    keeps_rows = layers_keeping_rows(train, structure)
-    result = ResolvedRun(
-        config, device_type, model, selection, parts, optimizers, keeps_rows=keeps_rows, scored=tuple(scored)
-    )
+    keeps = kept_by_layer(train, structure)
+    result = ResolvedRun(config, device_type, model, selection, parts, optimizers, keeps=keeps, scored=tuple(scored))
     if not wrong:
         problems += validation.unmatched_optimizers(result)
     problems += validation.problems_of(result)

@@ -9,20 +9,22 @@ import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.config.memory_size import parse_size
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
-from moetune.config.schema import OptimizerConfig, Part, TrainConfig
+from moetune.config.schema import OptimizerConfig, Part
 from moetune.errors import UserError
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
 from moetune.models.source import ModelSource
-from moetune.models.stack import leave_out
+from moetune.models.stack import decoder_layers, leave_out
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES, DeviceType
+from moetune.run.keeps import NOTHING, Kept, kept_by_layer, section_of
 from moetune.run.linears import linears_to_quantize
 from moetune.run.loss_memory import LEAST, backward_bytes
 from moetune.run.names import parts_by_name
@@ -84,7 +86,8 @@ class ResolvedRun:
         router_scores: layer index -> how routing weights follow from logits, by softmax or sigmoid; filled only with
             `train.dense_router_gradient`.
         router_biases: layer index -> name of the correction bias to update; filled only with `train.router_bias_rate`.
-        keeps_rows: indices of the layers that save the outputs of gate_up for backward (`train.keep_rows`).
+        keeps: decoder layer -> what it keeps for backward beside its input (`train.checkpointing`, `train.keep_rows`);
+            layers that keep nothing are left out.
         scored: (key of the run file, scores) for each choice of experts by scores.
         problems: one line for each reason why the run can be neither predicted nor trained. Empty if `resolve` made it.
     """
@@ -98,7 +101,7 @@ class ResolvedRun:
     placement: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     router_scores: Mapping[int, ScoreFunction] = field(default_factory=dict)
     router_biases: Mapping[int, str] = field(default_factory=dict)
-    keeps_rows: frozenset[int] = frozenset()
+    keeps: Mapping[int, Kept] = field(default_factory=dict)
     scored: tuple[tuple[str, Scores], ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -142,7 +145,6 @@ class ResolvedRun:
         alone = mixed or (updates and last.index in self.selection.experts)
         needed = backward_bytes(
             last,
-            train,
             tokens,
             width,
             at_once=0 if alone else self.expert_memory,
@@ -150,8 +152,14 @@ class ResolvedRun:
             dequantizes=len(self.selection.experts.get(last.index, ())) < last.shape.num_experts
             and DTYPES.get(self.config.model.base) != self.dtype,
             keeps=last.index in self.keeps_rows,
+            recomputed="rest" not in self.keeps.get(last.index, NOTHING),
         )
         return max(LEAST, needed)
+
+    @property
+    def keeps_rows(self) -> frozenset[int]:
+        """Indices of the layers that keep the outputs of gate_up for backward."""
+        return frozenset(layer for layer, kept in self.keeps.items() if "rows" in kept)
 
     @property
     def _trains_in_layers(self) -> bool:
@@ -190,19 +198,22 @@ class ResolvedRun:
         config = self.config.but(model={"weights": "random"})
         return replace(self, config=config, model=replace(self.model, config=config.model))
 
-    def keeping_rows(self, layers: int) -> ResolvedRun:
-        """Return a copy of the run with `train.keep_rows` set to a number of layers."""
-        config = self.config.but(train={"keep_rows": layers or "none"})
-        return replace(self, config=config, keeps_rows=layers_keeping_rows(config.train, self.structure))
+    def keeping(self, keeps: Mapping[int, Kept]) -> ResolvedRun:
+        """Return a copy of the run whose layers keep what `keeps` says, in `train.checkpointing`; but with
+        `train.keep_rows: auto` that many rows, of the last layers."""
+        if self.config.train.keep_rows == "auto":
+            rows = sum("rows" in kept for kept in keeps.values())
+            config = self.config.but(train={"keep_rows": rows or "none"})
+        else:
+            config = self.config.but(train={"checkpointing": section_of(keeps)})
+        return replace(self, config=config, keeps=kept_by_layer(config.train, self.structure))
 
     def without_layers(self, layers: Collection[int]) -> ResolvedRun:
         """Return a copy of the run, with its own meta model, that lacks the decoder layers with these indices."""
         structure, selection = self.structure.without(layers), self.selection.without(layers, self.structure)
-        plain = copy.deepcopy(self.model.plain)
-        leave_out(plain, layers)
         return replace(
             self,
-            model=replace(self.model, plain=plain, structure=structure),
+            model=replace(self.model, plain=_without_layers(self.model.plain, frozenset(layers)), structure=structure),
             selection=selection,
             parts=parts_by_name(structure, selection),
             placement={layer: held for layer, held in self.placement.items() if layer not in layers},
@@ -215,16 +226,18 @@ class ResolvedRun:
             refuse_other_base(scores, self.config.model.path, base, where)
 
 
-def layers_keeping_rows(train: TrainConfig, structure: ModelStructure) -> frozenset[int]:
-    """Return the indices of the layers that save gate_up's outputs for backward: the last `train.keep_rows` MoE layers.
+_SHORTER: WeakKeyDictionary[PreTrainedModel, dict[frozenset[int], PreTrainedModel]] = WeakKeyDictionary()
 
-    The last layers are the first in backward, so their rows are freed before other layers are recomputed. All layers
-    save them under `checkpointing: none`, and none under `keep_rows: auto` until the GPU is known (memory/rows.py).
-    """
-    layers = [layer.index for layer in structure.moe_layers]
-    if train.checkpointing == "none":
-        return frozenset(layers)
-    return frozenset(layers[-train.keep_rows :] if isinstance(train.keep_rows, int) else ())
+
+def _without_layers(plain: PreTrainedModel, layers: frozenset[int]) -> PreTrainedModel:
+    """Return a copy of a model that lacks the decoder layers with these indices, the same one in each call."""
+    shorter = _SHORTER.setdefault(plain, {})
+    if layers not in shorter:
+        left_out = [layer for number, layer in enumerate(decoder_layers(plain).values()) if number in layers]
+        model = copy.deepcopy(plain, {id(layer): layer for layer in left_out})  # these are not copied
+        leave_out(model, layers)
+        shorter[layers] = model
+    return shorter[layers]
 
 
 def raise_problems(problems: Iterable[str]) -> None:

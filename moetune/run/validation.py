@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import gcd
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,12 +15,13 @@ from transformers.utils import is_flash_attn_2_available
 
 from moetune.compat.transformers import has_sinks, supports_attention
 from moetune.config.resolved import ResolvedModelConfig
-from moetune.config.schema import LINEAR_STORAGES, ModelConfig, OptimizerConfig, RunConfig
+from moetune.config.schema import LINEAR_STORAGES, KeptConfig, ModelConfig, OptimizerConfig, RunConfig
 from moetune.errors import UserError, counted
 from moetune.models.source_quantization import SourceQuantization
 from moetune.models.structure import ModelStructure
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
+from moetune.run.keeps import recomputes_layers, unknown_layers
 from moetune.run.linears import read_directly
 from moetune.run.resolved import ResolvedRun, raise_problems
 from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
@@ -45,7 +47,8 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
     if not published.is_read and model.weights == "pretrained":
         yield (
             f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
-            "FP8 in blocks and 4 bits of bitsandbytes are read; give one of these, or a bf16 checkpoint of this model"
+            "NVFP4, FP8 in blocks and 4 bits of bitsandbytes are read; give one of these, or a bf16 checkpoint of this "
+            "model"
         )
     kept = model.base == "auto" and published.method == "bitsandbytes" and "double_quant" in model.model_fields_set
     if kept and model.double_quant != published.double_quant:
@@ -116,7 +119,14 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
             f"train.keep_rows: {train.keep_rows}, and {run.structure.model_type!r} has "
             f"{counted(layers, 'layer')} with experts; set {layers or 'none'}"
         )
-    if train.checkpointing in ("full", "offload") and not plain.supports_gradient_checkpointing:
+    yield from unknown_layers(train, run.structure)
+    kept = train.checkpointing
+    if isinstance(kept, KeptConfig) and kept.attention != "none" and run.config.model.attention == "eager":
+        yield (
+            "train.checkpointing.attention: eager attention has no kernel whose output could be kept; leave it out, or "
+            "choose another model.attention"
+        )
+    if recomputes_layers(train) and not plain.supports_gradient_checkpointing:
         yield (
             f"train.checkpointing: {type(plain).__name__} does not support activation checkpointing; set "
             "train.checkpointing: none"
@@ -225,12 +235,13 @@ def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
     """Yield `parallel:` sizes that do not divide the model: pp its layers, tp its key/value heads, ep its experts."""
     pp, ep, tp = run.config.parallel.pp, run.config.parallel.ep, run.config.parallel.tp
     layers = run.structure.num_layers
-    kv_heads = getattr(run.model.settings.get_text_config(), "num_key_value_heads", None)
+    kv_heads = _kv_heads(run)
     counts = sorted({layer.shape.num_experts for layer in run.structure.moe_layers})
     if pp > layers:
         yield f"parallel.pp: {pp} stages and only {counted(layers, 'layer')}; set pp to {layers}"
-    if kv_heads is not None and kv_heads % tp:
-        yield f"parallel.tp: {tp} ranks cannot split {kv_heads} key/value heads evenly; set tp to {_divisors(kv_heads)}"
+    if any(heads % tp for heads in kv_heads):
+        named, most = " and ".join(map(str, kv_heads)), gcd(*kv_heads)
+        yield f"parallel.tp: {tp} ranks cannot split {named} key/value heads evenly; set tp to {_divisors(most)}"
     if ep > 1 and not counts:
         yield f"parallel.ep: {ep} ranks to divide experts over, and the model has no experts; leave ep out"
     elif ep > 1 and ep > counts[0]:
@@ -344,3 +355,10 @@ def missing_packages(config: RunConfig, device_type: DeviceType) -> Iterator[str
 
 def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def _kv_heads(run: ResolvedRun) -> list[int]:
+    """Return the numbers of key/value heads that layers of the model have, each once; empty if it names none."""
+    text: Any = run.model.settings.get_text_config()
+    layers = text.per_layer_config if text.is_heterogeneous else [text]
+    return sorted({heads for layer in layers if (heads := getattr(layer, "num_key_value_heads", None)) is not None})

@@ -4,7 +4,7 @@ Documents packed into one row must not affect each other. transformers keeps the
 from `position_ids`, and this works only if all of the following holds:
 
     - the model's code passes `position_ids` to the mask builder (gpt_oss does not)
-    - only attention mixes tokens (Mamba, linear-attention and convolution layers do too)
+    - Mamba, linear-attention and convolution layers, which no mask reaches, run document by document
     - every choice among tokens applies the mask (an indexer that picks the best keys, or scores of blocks, may not)
     - with flash attention, the batch has one row
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moetune.adapt.attention import cu_seqlens, wants_cu_seqlens
+from moetune.adapt.attention import document_inputs
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.models.moe import is_experts
@@ -55,7 +55,7 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
     ids = torch.randint(embedding.weight.shape[0], (2, rows, length), generator=generator)
     ids[1, :, first:] = ids[0, :, first:]
     positions = torch.cat([torch.arange(first), torch.arange(length - first)]).expand(rows, length).to(device)
-    documents = cu_seqlens([first, length - first] * rows) if wants_cu_seqlens(wrapped) else {}
+    documents = document_inputs(wrapped)([first, length - first] * rows)
     documents = {name: value.to(device) if torch.is_tensor(value) else value for name, value in documents.items()}
     stack, was_training = decoder_stack(wrapped), model.training
     model.eval()  # no dropout or router jitter, which would draw random numbers

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from moetune.adapt.attention import wants_cu_seqlens
+from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit, UserError
 from moetune.parallel.ranks import local_tensor
+from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
 from moetune.training import checkpoint, trainer_state
 from moetune.training.data.load import Datasets
@@ -76,9 +77,7 @@ class Loop:
         self.adapted, self.config, self.ranks = adapted, adapted.run.config, adapted.ranks
         self.data, self.folder, self.device = data, folder, adapted.model.device
         self.console, self.warnings, self.watcher = console, warnings, watcher
-        self.collate = partial(
-            collate, pad_token_id=pad_token_id, documents_by_cu_seqlens=wants_cu_seqlens(adapted.model)
-        )
+        self.collate = partial(collate, pad_token_id=pad_token_id, document_inputs=document_inputs(adapted.model))
         self.where = Where()
         self.step, self.tokens, self.micro_batch = 0, 0, self.config.train.micro_batch
         self.total_load: dict[int, Tensor] = {}
@@ -360,12 +359,13 @@ class Watcher:
 
     pace = Pace()
 
-    def settled(self, run: ResolvedRun) -> ResolvedRun:
-        """Return the run with a number of layers in place of `train.keep_rows: auto`.
+    def settled(self, run: ResolvedRun, before: Mapping[int, Kept] | None) -> ResolvedRun:
+        """Return the run with what each layer keeps in place of `train.checkpointing: auto` or `keep_rows: auto`.
 
-        Called on a single rank before the model is built, once it is known which kernels work.
+        Called on a single rank before the model is built, once it is known which kernels work. `before` is what each
+        layer kept before the run was interrupted; None for a new run.
         """
-        return run
+        return run.keeping(before or {})
 
     def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:
         """Return a context manager to enter while weights are read from `folder`; None for random weights.

@@ -21,6 +21,7 @@ from moetune.adapt.start_from.start import Start, open_start
 from moetune.adapt.weights.base import noting_base, refuse_changed_base
 from moetune.adapt.weights.quantized_base import check_quantized_base
 from moetune.compat.deepspeed import keep_quiet
+from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
 from moetune.files import expanded
@@ -30,6 +31,7 @@ from moetune.parallel.deepspeed import require_deepspeed
 from moetune.parallel.ranks import Ranks, local_tensor
 from moetune.run import validation
 from moetune.run.deepspeed_json import deepspeed_json
+from moetune.run.keeps import Kept, is_open, kept_by_layer
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.training.data.load import (
     DataCounts,
@@ -141,8 +143,11 @@ def train(
             check_checkpoint(checkpoint)
             folder.base()  # raises if base.json is damaged, before the weights are read
         run = checked(run, device, ranks, say)
-        if ranks.is_single:
-            run = watcher.settled(run)
+        if is_open(run.config.train):
+            before = None if checkpoint is None else _kept_before(run, folder)
+            if not ranks.is_single and before is None:
+                say("note: what fits is not known before the ranks start, so layers keep nothing more than their input")
+            run = watcher.settled(run, before) if ranks.is_single else run.keeping(before or {})
         config = run.config
         inputs = _inputs(run, folder, data, checkpoint, say)
         weights = run.model.source.folder if config.model.weights == "pretrained" else None
@@ -280,6 +285,11 @@ def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> lis
             f"train.steps={an_epoch} is once"
         )
     return lines
+
+
+def _kept_before(run: ResolvedRun, folder: RunWriter) -> dict[int, Kept]:
+    """Return what each layer of a run that is resumed kept before."""
+    return kept_by_layer(load_run_config(folder.path / RUN_FILE).train, run.structure)
 
 
 def _complete(run: ResolvedRun, folder: RunWriter, say: Callable[[str], None]) -> None:

@@ -9,8 +9,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
+from moetune.adapt.documents import is_split_by_documents
 from moetune.errors import UserError, counted, first_of
 from moetune.experts.host import copy_on_host
+from moetune.models.stack import decoder_layers
 from moetune.parallel.ranks import local_tensor
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
@@ -67,7 +69,8 @@ class RunWarnings:
             self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def about_data(self, data: Datasets) -> None:
-        """Warn of documents longer than the model's positions, and of linear layers that cannot have LoRA.
+        """Warn of documents longer than the model's positions, of linear layers that cannot have LoRA, and of layers
+        that run document by document.
 
         Called once, before the first step; every line of metrics repeats these warnings' kinds.
         """
@@ -76,6 +79,12 @@ class RunWarnings:
                 "LoRA left out",
                 f"no LoRA on {len(left_out)} linear layers of adapt.lora.targets ({', '.join(left_out[:3])}, …): the "
                 "model reads their weights without calling them, or no gradient reaches them",
+            )
+        if layers := sum(map(is_split_by_documents, decoder_layers(self.adapted.model).values())):
+            self.say(
+                "document by document",
+                f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run on one document "
+                "after the other, which is exact, and slower the more documents a sequence has",
             )
         most = getattr(self.adapted.run.model.settings.get_text_config(), "max_position_embeddings", None)
         longest = min(int(data.counts.lengths.max()), self.adapted.run.config.train.sequence_length)

@@ -17,6 +17,7 @@ from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
 from moetune.report.progress import ProgressBar, loading_progress
 from moetune.run.dtypes import device_kind
+from moetune.run.keeps import Kept
 from moetune.run.resolve import AnyRun, ResolvedRun, examine
 from moetune.training import run as training
 from moetune.training.loop import Loop, Watcher
@@ -35,8 +36,8 @@ class Watch(Watcher):
         self.memory: MemoryRecord | None = None
         self._seen = watch_cuda() if device.type == "cuda" else {}
 
-    def settled(self, run: ResolvedRun) -> ResolvedRun:
-        return settled_on(run, self.device)
+    def settled(self, run: ResolvedRun, before: Mapping[int, Kept] | None) -> ResolvedRun:
+        return settled_on(run, self.device, before)
 
     def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:
         return loading_progress(self.console, folder)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from moetune.config.schema import RunConfig
 from moetune.experts.kernels import rotary, routing  # noqa: F401  define their operators
 from moetune.experts.kernels.registry import OPERATORS
 from moetune.experts.kernels.self_check import calls, compared, copied, is_alike
+from moetune.memory.time.bench import counted, seconds_of
 from moetune.memory.time.roofline import duration
-from moetune.memory.time.work import Work, works
 from moetune.memory.trace.steps import batches_of
 from moetune.memory.verify import catalog_name
 from moetune.models.catalog import find_model
@@ -107,19 +108,12 @@ def bandwidth(device: torch.device, tokens: int) -> list[dict[str, Any]]:
             kernel = OPERATORS[name].kernel(*args)
             if kernel is None:
                 continue
-            seconds = []
-            for _ in range(TIMES):
-                given = copied(args, args)
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                out = kernel(*given)
-                end.record()
-                torch.cuda.synchronize(device)
-                seconds.append(begin.elapsed_time(end) / 1e3)
             func = getattr(torch.ops.moetune, name).default
-            work = sum((share.work for share in works(func, args, {}, out, capability)), Work())
+            work = counted(func, copied(args, args), {}, capability, None)
             modelled = duration({"experts": work}, tokens, card)
-            best, size = max(min(seconds), 1e-9), work.bytes + work.product_bytes
+            given = iter([copied(args, args) for _ in range(TIMES + 1)])
+            run = partial(lambda kernel, given: kernel(*next(given)), kernel, given)
+            best, size = seconds_of(device, run, TIMES), work.bytes + work.product_bytes
             row = {
                 "model": model,
                 "kernel": name,

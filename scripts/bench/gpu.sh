@@ -12,7 +12,7 @@
 #     throughput-mixtral, throughput-fine   tokens a second of whole models, 1k to 32k tokens a step
 #     throughput-peers                      of a few layers, beside PEFT and experts4bit-qlora
 #     mixtral-more    other batches, LOMO, and one that must not fit
-#     others, mixtral-8x22b, optimizers
+#     others, newer, mixtral-8x22b, optimizers
 #
 # Logs and JSON go to OUT (docs/benchmarks/ by default). PYTHON names the interpreter; else .venv/bin/python if there
 # is one, else python3. CAP is the card to stand for (44GiB by default; empty: the whole card).
@@ -21,7 +21,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(realpath -m "${OUT:-$root/docs/benchmarks}")
-all=(kernels mixtral qwen3 tests profile throughput-mixtral throughput-fine throughput-peers mixtral-more others mixtral-8x22b optimizers)
+all=(kernels mixtral qwen3 tests profile throughput-mixtral throughput-fine throughput-peers mixtral-more others newer mixtral-8x22b optimizers)
 parts=("${@:-${all[@]}}")
 for name in "${parts[@]}"; do
   if [[ " ${all[*]} " != *" $name "* ]]; then

@@ -26,6 +26,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from moetune.experts.kernels import triton_kernels as kernels
+from moetune.experts.kernels import triton_product, triton_rotary, triton_routing
 from scripts.bench._common import commit
 from tests.ptx.driver import SHARED, emulated
 
@@ -108,6 +109,10 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "int8, 4,096 columns", partial(kernels.dequantize_int8, *rows, torch.bfloat16)
     blocks = empty(size // 2, dtype=bytes_), empty(size // 32, dtype=bytes_), empty(256, 2, dtype=full)
     yield "MXFP4", partial(kernels.dequantize_mxfp4, *blocks, torch.bfloat16)
+    eights = empty(1, 4096, 4096, dtype=bytes_), empty(1, 32, 32, dtype=full)
+    yield "FP8, blocks of 128 × 128", partial(kernels.dequantize_fp8, *eights, torch.bfloat16)
+    fours = empty(1, size // 2, dtype=bytes_), empty(1, 4096, 256, dtype=bytes_), empty(1, 2, dtype=full)
+    yield "NVFP4", partial(kernels.dequantize_nvfp4, *fours, 4096, torch.bfloat16)
     weights, order = empty(128, dtype=full), torch.arange(64)
     for name, wide, gate in (("Mixtral", 14336, (False, 1.0, 0.0)), ("gpt-oss", 2880, (True, 1.702, 7.0))):
         yield f"gate of {name}", partial(kernels.gated, empty(64, 2 * wide), *gate)
@@ -118,6 +123,21 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "rows of 4,096", partial(kernels.gather_rows, tokens, order, 8, inverse)
     yield "rows of 4,096", partial(kernels.sum_rows_, of_tokens, tokens, inverse, weights)
     yield "rows of 4,096", partial(kernels.add_rows_, of_tokens, tokens, order, 8, weights)
+    heads = (empty(2, 64, count, 128).transpose(1, 2) for count in (32, 4))
+    q, k, angles, norms = *heads, empty(1, 64, 128), empty(128)
+    yield "heads of 128, norms", partial(triton_rotary.rotate, q, k, angles, angles, norms, norms, 1e-6)
+    yield (
+        "heads of 128, norms, backward",
+        partial(triton_rotary.rotate_backward, q, k, q, k, angles, angles, norms, norms, 1e-6),
+    )
+    ids = torch.zeros(64, 8, dtype=torch.int64)
+    yield "8 of 128 experts", partial(triton_routing.choose, empty(64, 128), 8, True, torch.bfloat16)
+    yield (
+        "8 of 128 experts, backward",
+        partial(triton_routing.weigh_backward, empty(64, 8), empty(64, 128), ids, True),
+    )
+    yield "rows of 128 experts", partial(triton_routing.sorted_positions, ids.flatten(), 128)
+    yield from products()
     for rank in (16, 64, 256, 1024):
         yield from low_rank(rank, 1, torch.bfloat16)
     yield from low_rank(16, 2, torch.bfloat16)
@@ -140,6 +160,21 @@ def low_rank(rank: int, parts: int, dtype: torch.dtype) -> Iterator[tuple[str, C
     yield f"{what}, gradients", partial(gradients, torch.empty(128), torch.arange(64), *groups, 1.0)
 
 
+def products() -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the products of groups, with every tile: gate and up of 8 experts of Qwen3-30B-A3B, LoRA of rank 16."""
+    rows, experts, hidden, wide, rank = 512, 8, 2048, 1536, 16
+    x, dout, W = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in ((rows, hidden), (rows, wide), (8, wide, hidden))
+    )
+    ends = torch.empty(experts, dtype=torch.int32)
+    terms = torch.empty(rows, 1, rank, dtype=torch.bfloat16), torch.empty(experts, 1, wide, rank), 1.0, "all"
+    for tile in triton_product.TILES:
+        what = f"{tile.rows} × {tile.wide} × {tile.deep}, {tile.num_warps} warps"
+        yield f"product, {what}", partial(triton_product._launch_rows, x, W.mT, ends, terms, dout, tile)
+    tile = triton_product.TILES[0]
+    yield "product, gradient of weights", partial(triton_product._launch_outer, dout.T, x, ends, W, tile)
+
+
 COLUMNS = (
     "kernel", "registers", "spilled", "shared memory", "occupancy", "loads, bytes", "stores, bytes", "tensor cores",
     "instructions", "of the logic pipe",
@@ -151,7 +186,7 @@ def table(capability: int, only: str) -> Iterator[str]:
     yield "| " + " | ".join(COLUMNS) + " |"
     yield "|---|" + "---:|" * 4 + "---|" * 3 + "---:|" * 2
     for what, call in calls():
-        if only not in what:
+        if only not in what or (capability == 90 and what.startswith("product")):  # torch's there
             continue
         with emulated(capability, executes=False) as driver:
             try:

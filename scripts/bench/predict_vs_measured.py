@@ -299,6 +299,14 @@ CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
         {"lora": {**LORA_16["lora"], "targets": ["attention"]}},
         train={"sequence_length": 8192},
     ),
+    **{
+        name: partial(recipe, name)
+        for name in (
+            "gemma-4-26b-a4b-lora",
+            "glm-4.7-flash-lora",
+            "nemotron-3-nano-30b-a3b-lora",
+        )
+    },
     # Ten layers more than the recipe: this one must not fit a card of 44 GiB.
     TOO_LARGE: partial(recipe, "mixtral-8x7b-experts", "adapt.router=0-15", "adapt.experts.layers=0-15"),
 }
@@ -325,6 +333,7 @@ PARTS = {
         "llama-3-8b-full-lomo",
         "llama-3-8b-lora-1x8192",
     ),
+    "newer": ("gemma-4-26b-a4b-lora", "glm-4.7-flash-lora", "nemotron-3-nano-30b-a3b-lora"),
 }
 """The cases in parts that each take less than nine minutes of a GPU, most telling first."""
 

@@ -23,8 +23,9 @@ from typing import Any
 from _common import ROOT, commit, versions, write_json
 
 from moetune.config.schema import RunConfig
+from moetune.memory.assumed_routing import UNKNOWN
+from moetune.memory.keep.settle import settled
 from moetune.memory.predict import quick, time_of
-from moetune.memory.rows import settled
 from moetune.memory.time.roofline import Duration, duration
 from moetune.memory.time.work import Work
 from moetune.memory.trace import trace
@@ -176,7 +177,7 @@ def after(model: str, gpu: str, rows: int, memory: str | None, train: dict[str, 
     run = resolve(RunConfig.model_validate(settings(model, LORA, rows, 2048, **train)), "cuda")
     card = find_gpu(gpu)
     room = card if memory is None else replace(card, memory=find_gpu(memory).memory)
-    run = settled(run, lambda one: quick(one, gpu=room))
+    run = settled(run, room, UNKNOWN, lambda one: quick(one, gpu=room))
     traced = trace(run, gpu=card)
     time = time_of(run.config, traced, card)
     assert time is not None
@@ -220,6 +221,25 @@ def table(steps: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     return lines
 
 
+def less(found: dict[str, dict[str, Any]], what: str, end: str) -> str:
+    """How much less time a step takes than before, on each card."""
+    ends = ((found[one][gpu]["time"]["seconds_per_step"][end] for one in (what, "before")) for gpu in COMPARED_CARDS)
+    return " and ".join(f"{1 - now / since:.1%}" for now, since in ends)
+
+
+def summary(steps: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """What settings are worth: with rows kept alone, and with those of the best row."""
+    sentences = []
+    for model, found in steps.items():
+        alone, best = list(COMPARED[model])[1], list(COMPARED[model])[BEST[model]]
+        sentences.append(
+            f"{TITLES[model]} takes {less(found, alone, 'slow')} less at the slow end by `keep_rows: auto` alone; with "
+            f"“{best}” {less(found, best, 'slow')}, at the fast end {less(found, best, 'fast')}."
+        )
+    cards = " and ".join(find_gpu(gpu).full_name for gpu in COMPARED_CARDS)
+    return f"On {cards}: {' '.join(sentences)}"
+
+
 def parts(title: str, gpu: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Of two steps on a card, part by part."""
     lines = _PARTS.format(title=title, card=find_gpu(gpu).full_name).splitlines()
@@ -235,7 +255,7 @@ def parts(title: str, gpu: str, old: dict[str, Any], new: dict[str, Any]) -> lis
 
 
 def before_and_after(counts: dict[str, Any], steps: dict[str, dict[str, dict[str, Any]]]) -> str:
-    lines = [_COMPARED.format(commit=counts["commit"][:7]), *table(steps)]
+    lines = [_COMPARED.format(commit=counts["commit"][:7]), *table(steps), "", summary(steps)]
     for model, gpu in (("qwen3-30b-a3b", "a6000"), ("mixtral-8x7b", "a6000"), ("mixtral-8x7b", "h100")):
         whats = list(COMPARED[model])
         times = [steps[model][what][gpu]["time"] for what in ("before", whats[BEST[model]])]

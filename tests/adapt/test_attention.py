@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from moetune.adapt import attention
 from moetune.adapt.attention import MASKED_SINKS, VARLEN, VARLEN_CPU, attention_for, cu_seqlens, takes_cu_seqlens
+from moetune.adapt.documents import document_lengths, split_by_documents
 from moetune.compat.transformers import has_sinks
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
@@ -33,15 +34,18 @@ def accepts(model_type: str, capability: Any = L40S, dtype: torch.dtype = torch.
     return takes_cu_seqlens(plain_of(model_type, dtype, **sizes), capability)
 
 
-USUAL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3")
+USUAL = ("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3", "falcon_h1", "lfm3", "qwen3_5_text", "zamba2")
 # fmt: off
 ACCEPTED = [
     "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe",
-    "flex_olmo", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1",
-    "laguna", "mellum", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
+    "flex_olmo", "glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared", "hunyuan_v1_moe",
+    "hy_v3", "kolibri1", "laguna", "lfm2_moe", "mellum", "minimax", "minimax_m2", "mixtral", "olmoe", "qwen2_moe",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open", "zaya",
 ]
 # fmt: on
 """Every mixture of experts without sinks that is built and takes cu_seqlens."""
+BY_OFFSETS_ONLY = ["granitemoehybrid"]
+"""A mixture of experts that takes cu_seqlens, and whose mask does not separate documents (test_documents.py)."""
 WITH_SINKS = ["flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash"]
 
 
@@ -76,7 +80,9 @@ def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> Non
     model = toy_model(model_type).eval().float()
     ids = torch.randint(3, VOCAB, POSITIONS.shape, generator=torch.Generator().manual_seed(0))
     seen = []
-    for name, documents in (("sdpa", {}), (VARLEN_CPU, cu_seqlens([10, 14, 17, 7]))):
+    split_by_documents(model)
+    lengths = document_lengths([10, 14, 17, 7])
+    for name, documents in (("sdpa", lengths), (VARLEN_CPU, lengths | cu_seqlens([10, 14, 17, 7]))):
         model.zero_grad()
         with_attention(model, name)
         logits = model(input_ids=ids, position_ids=POSITIONS, use_cache=False, **documents).logits
@@ -90,7 +96,7 @@ def test_borders_give_the_values_and_gradients_of_a_mask(model_type: str) -> Non
 @pytest.mark.full
 def test_the_models_that_people_train_take_borders_and_those_that_cannot_do_not() -> None:
     accepted = [name for name in expert_model_types() if accepts(name)]
-    assert sorted(accepted) == sorted([*ACCEPTED, *WITH_SINKS])
+    assert sorted(accepted) == sorted([*ACCEPTED, *BY_OFFSETS_ONLY, *WITH_SINKS])
     assert all(has_sinks(plain_of(name)) == (name in WITH_SINKS) for name in accepted)
     for model_type in USUAL:
         assert accepts(model_type), model_type
@@ -134,7 +140,7 @@ def test_offsets_are_the_sums_of_lengths() -> None:
 
 def test_the_collator_tells_them_to_models_that_ask() -> None:
     item = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "position_ids": [0, 1, 0], "is_token": [1, 1, 0]}
-    assert collate([item, item], 0, documents_by_cu_seqlens=True)["cu_seq_lens_q"].tolist() == [0, 2, 3, 5, 6]
+    assert collate([item, item], 0, document_inputs=cu_seqlens)["cu_seq_lens_q"].tolist() == [0, 2, 3, 5, 6]
     assert not [name for name in collate([item], 0) if "cu_seq" in name or "max_length" in name]
 
 

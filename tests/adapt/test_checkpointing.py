@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import moetune.experts.mlp
+from moetune.adapt.attention import cu_seqlens
 from moetune.adapt.build import Adapted
-from moetune.adapt.checkpointing import RoutersOf, _Choices
+from moetune.adapt.checkpointing import _KERNELS, ChoicesOf, _Choices
 from moetune.errors import UserError
 from moetune.experts.context import ReadCounts
 from moetune.experts.projection import Projection
@@ -161,6 +163,69 @@ def test_a_recomputation_that_runs_the_experts_again_keeps_no_rows(
     assert kept == [True] * LAYERS + [False] * LAYERS
 
 
+class Kernels(TorchDispatchMode):
+    """Counts the runs of attention's kernels, forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.runs += func.name() in _KERNELS and "attention" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("model_type", "packed"), [("mixtral", False), ("qwen3_moe", False), ("gpt_oss", True), ("deepseek_v3", False)]
+)
+def test_what_layers_keep_is_not_computed_again_and_changes_no_bit(
+    model_type: str, packed: bool, tmp_path: Path
+) -> None:
+    """With sinks attention's output and logsumexp are changed in place after the kernel has run (flash.py)."""
+    config, train = toy_config(model_type), dict[str, Any](loss_memory="none")
+    sections: dict[str, Any] = {"model": {"attention": "sdpa"}, "data": {"train": "unread", "packing": packed}}
+    given = cu_seqlens([5, 7, 12]) if packed else {}
+    runs, found = {}, {}
+    last = config.num_hidden_layers - 1
+    some = {"attention": 1, "rows": f"2-{last}", "rest": last}
+    for name, how in {"full": "full", "attention": {"attention": "all"}, "some": some, "none": "none"}.items():
+        adapted = build_toy(config, tmp_path / name, ADAPT, train=train | {"checkpointing": how}, **sections)
+        adapted.model.train()
+        with Kernels() as kernels:
+            logits = adapted.model(input_ids=token_ids(), use_cache=False, **given).logits
+            next_token_loss(logits, token_ids()).backward()
+        runs[name] = kernels.runs
+        found[name] = {name: p.grad for name, p in adapted.trainable().items() if p.grad is not None}
+    for gradients in found.values():
+        assert gradients.keys() == found["full"].keys()
+        assert all(torch.equal(gradient, found["full"][name]) for name, gradient in gradients.items())
+    layers = runs["none"]
+    assert runs == {"full": 2 * layers, "attention": layers, "some": 2 * layers - 2 * bool(layers), "none": layers}
+
+
+def test_attention_is_kept_for_one_backward_pass_and_not_with_dropout(tmp_path: Path) -> None:
+    def runs(train: dict[str, Any], dropout: float = 0.0) -> tuple[int, dict[str, Tensor]]:
+        config = toy_config("mixtral", attention_dropout=dropout)
+        adapted = build_toy(config, tmp_path / str(train), ADAPT, train=train, model={"attention": "sdpa"})
+        adapted.model.train()
+        torch.manual_seed(0)
+        with Kernels() as kernels:
+            loss = next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids())
+            loss.backward(retain_graph=not dropout)
+            if not dropout:
+                loss.backward()
+        return kernels.runs, {name: p.grad for name, p in adapted.trainable().items() if p.grad is not None}
+
+    twice, gradients = runs({"checkpointing": {"attention": "all"}})
+    assert twice == 2 * LAYERS
+    _, expected = runs({"checkpointing": "full"})
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+    _, gradients = runs({"checkpointing": {"attention": "all"}}, 0.5)
+    _, expected = runs({"checkpointing": "full"}, 0.5)
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+
+
 class Choosing:
     """What a model's routers are to checkpointed calls, where all of a call is a router's work."""
 
@@ -270,4 +335,4 @@ def test_who_switches_it_on_later_gets_the_same_kind(checkpointing: str, tmp_pat
         assert layer.gradient_checkpointing
         keywords = layer._gradient_checkpointing_func.keywords
         assert keywords["use_reentrant"] is False
-        assert isinstance(keywords["context_fn"].__self__, RoutersOf)
+        assert isinstance(keywords["context_fn"].__self__, ChoicesOf)

@@ -110,7 +110,9 @@ def test_init_writes_run_yaml_unless_told(
     assert moetune("init", "tiny-lora").out == "run.yaml written; next: moetune train run.yaml\n"
 
 
-@pytest.mark.parametrize("file", RUN_FILES, ids=lambda file: str(file.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "file", [file for file in RUN_FILES if file.parent.name == "configs"], ids=lambda file: file.stem
+)
 def test_every_run_file_fits_its_model(file: Path) -> None:
     config = load_run_config(file)
     resolve(config, "cuda")

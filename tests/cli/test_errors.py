@@ -256,7 +256,7 @@ REFUSED = {
     "compare {tiny} --method guess": "--method 'guess'",
     "eval tiny-mixtral": "has no held-out data of its own; name some with --data",
     "eval tiny-mixtral --format alpca": "Did you mean 'alpaca'?",
-    "eval tiny-mixtral --base nf3": "--base 'nf3': give nf4, int8, fp8 or mxfp4",
+    "eval tiny-mixtral --base nf3": "--base 'nf3': give nf4, int8, fp8, nvfp4 or mxfp4",
     "generate gone --prompt a": "neither a catalog name, nor a folder that exists",
     "generate tiny-mixtral --prompt a --temperature 1e-300": "--temperature 1e-300",
     "generate tiny-mixtral --prompt a --seed 11111111111111111111111": "--seed",

@@ -51,6 +51,32 @@ def test_a_trained_run_is_merged_and_checked(run: Path, small_model: Path, moetu
     assert (out / "tokenizer.json").read_bytes() == (small_model / "tokenizer.json").read_bytes()
 
 
+def test_a_rounded_checkpoint_says_what_survives(
+    small_model: Path, small_data: Path, tmp_path: Path, moetune: Callable[..., Any]
+) -> None:
+    """Layer by layer, and what the loss on held-out data becomes."""
+    from tests.resolved import train
+
+    run = tmp_path / "run"
+    more: Any = {"model": {"base": "fp32"}, "train": {"steps": 1}, "data": {"eval": str(small_data)}}
+    train(small.run_config(small_model, small_data, run, "lora", **more), device="cpu")
+    out = run.parent / "rounded"
+    ended = moetune("export", run, "--format", "merged", "--out", out, "--into", "nvfp4")
+    assert ended.code == 0, ended.err
+    _, formula, first, second, every, loss = ended.out.splitlines()
+    assert "⟨Q(W + Δ) − Q(W), Δ⟩ / ⟨Δ, Δ⟩" in formula
+    for line, name in ((first, "layer 0"), (second, "layer 1"), (every, "all")):
+        assert re.fullmatch(rf"  {name} +kept +\d\.\d\d   error +\d+\.\d\d", line)
+    assert re.fullmatch(r"loss on 14 records of held-out data, \d+ tokens: \S+ trained, \S+ exported", loss)
+    said = moetune("export", run, "--format", "merged", "--out", out, "--into", "nvfp4", "--overwrite", "--json").out
+    answer = json.loads(said)
+    assert answer["into"] == "nvfp4"
+    assert [one["layer"] for one in answer["survival"]] == [0, 1, None]
+    assert answer["check"]["exported_loss"] > 0
+    ended = moetune("export", run, "--format", "peft", "--out", out, "--into", "fp8")
+    refused(ended, "--into fp8 is for --format merged, and prints losses without --check")
+
+
 def test_a_delta_for_people_and_for_programs(run: Path, moetune: Callable[..., Any]) -> None:
     out = run / "delta"
     ended = moetune("export", run, "--format", "delta", "--out", out)

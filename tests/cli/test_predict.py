@@ -83,16 +83,17 @@ def test_a_run_that_fits(moetune: Run) -> None:
 
 @pytest.mark.full
 def test_a_run_that_does_not_fit(shallow: list[str], moetune: Run) -> None:
-    ended = moetune("predict", ROUTER, *SHORT, *shallow, "--gpu", "1GiB", "--method", "formula", "--json")
+    rows = ("--set", "train.micro_batch=4")
+    ended = moetune("predict", ROUTER, *SHORT, *shallow, *rows, "--gpu", "2800MiB", "--method", "formula", "--json")
     assert ended.code == 1
     result = json.loads(ended.out)
     assert_contract(result)
-    assert result["gpu"] == {"name": "1GiB", "usable_bytes": 2**30}
+    assert result["gpu"] == {"name": "2800MiB", "usable_bytes": 2800 * 2**20}
     assert result["fits"] is False
     assert result["changes"]
     for change in result["changes"]:
         assert change["saves"] > 0
-        assert change["fits"] is (change["peak_process"] <= 2**30) is True
+        assert change["fits"] is (change["peak_process"] <= 2800 * 2**20) is True
 
 
 def test_what_does_not_fit_is_said_with_its_remedy(shallow: list[str], moetune: Run) -> None:

@@ -111,6 +111,7 @@ def arguments_of(name: str) -> list[tuple[tuple, dict]]:
         "addmm_": [((x, torch.empty(6, 5), torch.empty(5, 8)), {}), ((x, x @ x.T, x), {"alpha": 2})],
         "alias": [((x,), {}), ((wide,), {})],
         "as_strided": [((x, [3, 2], [2, 1], 4), {}), ((flat, [3], [0]), {})],
+        "bitwise_and_": [((rows, -2), {}), ((rows[::2], 1), {})],
         "bmm": [((flat, torch.empty(6, 8, 2)), {}), ((torch.empty(2, 3, 4), torch.empty(2, 5, 4).mT), {})],
         "cat": [(([x, x], -1), {}), (([x, wide],), {})],
         "copy_": [((x, wide), {}), ((wide, vector), {})],
@@ -128,6 +129,7 @@ def arguments_of(name: str) -> list[tuple[tuple, dict]]:
         "neg": [((x,), {}), ((flat,), {})],
         "permute": [((flat, [2, 0, 1]), {}), ((x, [-1, 0]), {})],
         "pow": [((x, 2), {}), ((wide, 0.5), {})],
+        "pow_": [((x, 2), {}), ((wide, 0.5), {})],
         "rsqrt": [((x,), {}), ((flat,), {})],
         "select": [((x, 0, -1), {}), ((flat, 1, 2), {})],
         "silu": [((x,), {}), ((wide,), {})],
@@ -139,6 +141,7 @@ def arguments_of(name: str) -> list[tuple[tuple, dict]]:
         "sum": [((x, [0]), {}), ((wide, [0, 1], True), {"dtype": torch.float32})],
         "t": [((x,), {}), ((vector,), {})],
         "transpose": [((x, 0, 1), {}), ((flat, -1, -3), {})],
+        "unbind": [((x,), {}), ((flat, 1), {})],
         "unsqueeze": [((x, -1), {}), ((flat, 1), {})],
         "view": [((x, torch.int16), {}), ((flat, torch.int32), {})]
         if name.endswith("dtype")

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from moetune.config.schema import LoraConfig, RunConfig
+from moetune.config.schema import LoraConfig, RunConfig, TrainConfig
 
 
 def test_cards_follow_from_ranks() -> None:
@@ -41,6 +41,28 @@ def test_rows_are_kept_of_some_layers_or_of_all() -> None:
         RunConfig.model_validate(raw)
     raw["train"]["keep_rows"] = "none"
     assert RunConfig.model_validate(raw).train.keep_rows == "none"
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        (
+            {"checkpointing": "auto", "keep_rows": 2},
+            "auto chooses the layers that keep their rows; leave keep_rows out",
+        ),
+        ({"checkpointing": {"rest": "0-3"}, "keep_rows": "auto"}, "leave keep_rows out"),
+        ({"checkpointing": {"rows": "3-0"}}, "runs backwards"),
+        ({"checkpointing": {"row": 3}}, "Extra inputs"),
+        ({"checkpointing": "some"}, "'auto', 'none', 'experts_only', 'full' or 'offload'"),
+    ],
+)
+def test_what_layers_keep_is_said_once(train: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        TrainConfig.model_validate(train)
+    written = {"attention": [0], "rows": "all", "rest": [2, 3]}
+    kept = TrainConfig.model_validate({"checkpointing": written})
+    assert kept.model_dump(mode="json")["checkpointing"] == written
+    assert TrainConfig.model_validate(kept.model_dump(mode="json")) == kept
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ STORAGES: list[tuple[Storage, bool]] = [
     ("nf4", True),
     ("int8", False),
     ("fp8", False),
+    ("nvfp4", False),
     ("mxfp4", False),
     ("bf16", False),
     ("fp32", False),
@@ -60,6 +61,8 @@ def matrix_bytes(storage: Storage, double_quant: bool, shape: tuple[int, int]) -
             return weights + 4 * shape[0]
         case "fp8":
             return weights + 4 * -(-shape[0] // 128) * -(-shape[1] // 128)
+        case "nvfp4":
+            return 9 * shape[0] * -(-shape[1] // 16) + 8
         case "mxfp4":
             return 17 * -(-weights // 32)
         case _:
@@ -168,6 +171,54 @@ def test_fp8_is_quantized_as_transformers_does(pieces: int, at_once: int, monkey
     assert torch.equal(cut.scales[0], expected["weight_scale_inv"])
 
 
+LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@pytest.mark.parametrize("at_once", [kernels.INT8_AT_ONCE, 1])
+@pytest.mark.parametrize("producer", ["modelopt", "compressed-tensors"])
+def test_nvfp4_is_dequantized_as_its_producers_do(producer: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte with every positive scale, by the formulas of modelopt/torch/quantization/qtensor/nvfp4_tensor.py
+    (0.47) and compressed_tensors/quantization/lifecycle/forward_helpers.py (0.20)."""
+    monkeypatch.setattr(kernels, "INT8_AT_ONCE", at_once)
+    codes = torch.arange(256, dtype=torch.uint8).repeat(127).view(127, 256)
+    scales = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 32).contiguous()
+    values = LEVELS[torch.stack([codes & 15, codes >> 4], -1).int()].view(127, 32, 16)
+    of_matrix = torch.tensor(0.00123)
+    of_blocks = scales.view(torch.float8_e4m3fn)
+    if producer == "modelopt":
+        of_blocks, fraction = of_blocks.float() * of_matrix, [of_matrix, 1.0]
+    else:
+        of_blocks, fraction = of_blocks.bfloat16() / (1 / of_matrix.view(1)), [1.0, 1 / of_matrix]
+    stack = QuantizedExperts(1, (127, 512), "nvfp4")
+    stack.put_quantized_(0, {"data": codes, "scales": scales, "fractions": torch.tensor(fraction)})
+    expected = (values * of_blocks[..., None]).flatten(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(stack.matrix(0, dtype), expected.to(dtype))
+
+
+@pytest.mark.parametrize("at_once", [kernels.INT8_AT_ONCE, 1])
+def test_nvfp4_rounds_to_the_nearest(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a largest magnitude of 2,688 the global scale is 1; a row that is cut off is one with zeros."""
+    monkeypatch.setattr(rounding, "INT8_AT_ONCE", at_once)
+    weights = torch.linspace(-6, 6, 1600).view(100, 16) * 448
+    weights[:, 0] = 6.0 * 448
+    found = quantized("nvfp4", False, weights[None])
+    assert found.fractions.tolist() == [[1.0, 1.0]]
+    nearest = (weights.abs()[..., None] - LEVELS[:8] * 448).abs().amin(-1)
+    assert torch.equal((found.matrix(0, torch.float32) - weights).abs(), nearest)
+    ties = torch.tensor([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, *[0.0] * 8]]) * 448
+    assert (quantized("nvfp4", False, ties[None]).matrix(0, torch.float32)[0, :8] / 448).tolist() == [
+        6, 0, 1, 1, 2, 2, 4, 4,
+    ]  # fmt: skip
+
+    small = matrices((33, 20), 1)
+    cut, whole = quantized("nvfp4", False, small), quantized("nvfp4", False, nn.functional.pad(small, (0, 12)))
+    assert torch.equal(cut.matrix(0, torch.float32), whole.matrix(0, torch.float32)[:, :20])
+    assert (cut.matrix(0, torch.float32) - small[0]).norm() < 0.12 * small[0].norm()
+    zeros = quantized("nvfp4", False, torch.zeros(1, 3, 16))
+    assert not zeros.matrix(0, torch.float32).any()
+
+
 @every_shape
 @pytest.mark.parametrize("storage", ["bf16", "fp32"])
 def test_a_plain_slice_is_a_cast(shape: tuple[int, int], storage: Storage) -> None:
@@ -205,7 +256,7 @@ def test_a_matrix_is_stored_alone_and_comes_back_from_a_state_dict(storage: Stor
 
 @pytest.mark.parametrize(
     ("storage", "double_quant"),
-    [*product(["nf4"], [True, False]), ("int8", True), ("fp8", True), ("mxfp4", True), ("bf16", True)],
+    [*product(["nf4"], [True, False]), ("int8", True), ("fp8", True), ("nvfp4", True), ("mxfp4", True), ("bf16", True)],
 )
 @pytest.mark.parametrize("shape", [(256, 64), (64, 256), (96, 32), (24, 20), (256, 192)])  # whole blocks, and not
 def test_matrices_dequantized_together_are_those_dequantized_apart(
@@ -229,7 +280,7 @@ def test_a_meta_stack_stores_nothing_and_another_shape_is_refused() -> None:
         QuantizedExperts(1, (6, 20), "fp32").quantize_(0, torch.zeros(20, 6))
 
 
-@pytest.mark.parametrize("storage", ["nf4", "int8", "fp8", "mxfp4", "bf16", "fp32"])
+@pytest.mark.parametrize("storage", ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "bf16", "fp32"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_quantized_linear_computes_with_its_weight_and_keeps_nothing(storage: Storage, bias: bool) -> None:
     plain = nn.Linear(20, 6, bias=bias)

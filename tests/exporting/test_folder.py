@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 
 import moetune.exporting.folder
 from moetune.errors import UserError
-from moetune.exporting.folder import new_folder, write_manifest
+from moetune.exporting.folder import new_folder, write_export_manifest
 from tests.processes import processes
 
 
 def write(out: Path, text: str, overwrite: bool = False) -> None:
     with new_folder(out, overwrite) as folder:
-        write_manifest(folder, {"format": "delta"})
+        write_export_manifest(folder, {"format": "delta"})
         (folder / "text").write_text(text)
 
 
@@ -33,7 +33,7 @@ def names(folder: Path) -> list[str]:
 MOMENTS = {
     "before the marker": ("fcntl.flock", 1),
     "before the new folder": ("pathlib.Path.mkdir", 2),
-    "half written": ("moetune.exporting.folder.write_manifest", 1),
+    "half written": ("moetune.exporting.folder.write_export_manifest", 1),
     "before the old one was moved away": ("pathlib.Path.rename", 1),
     "between the two renames": ("pathlib.Path.rename", 2),
     "before the old one went": ("shutil.rmtree", 1),
@@ -56,7 +56,7 @@ def killed(out: Path, function: str, call: int) -> None:
 
     setattr(owner, name, dying)
     with new_folder(out, overwrite=True) as folder:
-        moetune.exporting.folder.write_manifest(folder, {"format": "delta"})
+        moetune.exporting.folder.write_export_manifest(folder, {"format": "delta"})
         (folder / "text").write_text("second")
 
 
@@ -122,7 +122,7 @@ def test_files_have_the_permissions_that_the_umask_says(mask: int, tmp_path: Pat
     try:
         with new_folder(tmp_path / "out", overwrite=False) as folder:
             save_file({"a": torch.zeros(1)}, folder / "a.safetensors")
-            write_manifest(folder, {"format": "delta"})
+            write_export_manifest(folder, {"format": "delta"})
     finally:
         os.umask(before)
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o666 & ~mask}

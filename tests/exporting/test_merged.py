@@ -173,7 +173,9 @@ def test_a_failure_leaves_nothing_behind(
 ) -> None:
     run = write_run(tmp_path / "run", base("mixtral"), FULL)
     out = tmp_path / "out" / "merged"
-    monkeypatch.setattr("moetune.exporting.merged.write_manifest", lambda *_: os.open(tmp_path / "none", os.O_RDONLY))
+    monkeypatch.setattr(
+        "moetune.exporting.merged.write_export_manifest", lambda *_: os.open(tmp_path / "none", os.O_RDONLY)
+    )
     with pytest.raises(UserError, match="none' cannot be read or written: No such file"):
         merge(run, out)
     assert list(out.parent.iterdir()) == []

@@ -27,7 +27,7 @@ from moetune.training.run_folder import RunFolder
 from tests import small
 from tests.exporting import runs
 from tests.exporting.runs import tensors_of, write_run
-from tests.published import write_4bit, write_fp8, write_mxfp4
+from tests.published import write_4bit, write_fp8, write_mxfp4, write_nvfp4
 from tests.reference import run_config, token_ids
 from tests.resolved import build, train
 
@@ -126,15 +126,18 @@ def test_a_merged_checkpoint_has_frozen_weights_as_transformers_unpacks_them(run
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize(("kind", "adapt"), [("4bit", "full"), ("4bit", "lora"), ("fp8", "full"), ("fp8", "both")])
+@pytest.mark.parametrize(
+    ("kind", "adapt"), [("4bit", "full"), ("4bit", "lora"), ("fp8", "full"), ("fp8", "both"), ("nvfp4", "both")]
+)
 def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: Path) -> None:
     """Frozen weights as the checkpoint's own unpacking gives them, and the stock model computes what was trained."""
     if kind == "4bit":
         base = write_4bit(tmp_path / "base", "mixtral", hidden_size=64)
     else:
-        base = write_fp8(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
+        write = write_fp8 if kind == "fp8" else write_nvfp4
+        base = write(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
     run = write_run(tmp_path / "run", base, runs.ADAPT[adapt], storage="auto")
-    assert run.adapted.run.config.model.base == ("nf4" if kind == "4bit" else "fp8")
+    assert run.adapted.run.config.model.base == ("nf4" if kind == "4bit" else kind)
     export(run.path, "merged", tmp_path / "merged")
     expected, found = open_checkpoint(base), tensors_of(tmp_path / "merged")
     assert found.keys() == expected.keys()

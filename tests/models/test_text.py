@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from peft import PeftModel
@@ -18,6 +19,8 @@ from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.models.hub.tensor_files import Stored
 from moetune.models.text import auto_class
+from moetune.training.data.load import refuse_unknown_tokens
+from tests import toys
 from tests.exporting.runs import tensors_of, write_base, write_run
 from tests.reference import run_config, token_ids
 from tests.resolved import build
@@ -115,3 +118,11 @@ def test_the_list_of_types_is_what_transformers_has() -> None:
         config = CONFIG_MAPPING[name]()
         found[2 if auto_class(config) is None else int("text_config" in config.sub_configs)].add(name)
     assert listed == found
+
+
+def test_a_token_that_stands_for_an_image_is_refused() -> None:
+    settings = toys.toy_config("qwen3_vl_moe", image_token_id=50)
+    text, images = (datasets.Dataset.from_dict({"input_ids": [[5, 6], [7, last]]}) for last in (8, 50))
+    refuse_unknown_tokens(settings, "model", 0, text, None)
+    with pytest.raises(UserError, match="hold token 50, which stands for image input"):
+        refuse_unknown_tokens(settings, "model", 0, text, images)

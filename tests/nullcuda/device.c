@@ -452,7 +452,8 @@ const char *cublasGetStatusString(int status) { return "null device"; }
 STUB(cublasSetStream_v2) STUB(cublasSetWorkspace_v2) STUB(cublasSetMathMode) STUB(cublasSetPointerMode_v2)
 PRODUCT(cublasGemmEx) PRODUCT(cublasGemmStridedBatchedEx) PRODUCT(cublasSgemmEx) PRODUCT(cublasSgemm_v2)
 PRODUCT(cublasDgemm_v2) PRODUCT(cublasSgemmStridedBatched) PRODUCT(cublasDgemmStridedBatched) PRODUCT(cublasSgemv_v2)
-PRODUCT(cublasDgemv_v2) PRODUCT(cublasSdot_v2) PRODUCT(cublasDdot_v2) PRODUCT(cublasDotEx)
+PRODUCT(cublasDgemv_v2) PRODUCT(cublasSdot_v2) PRODUCT(cublasDdot_v2) PRODUCT(cublasDotEx) PRODUCT(cublasStrsm_v2)
+PRODUCT(cublasStrsmBatched)
 
 size_t cublasLtGetVersion(void) { return 130100; }
 int cublasLtCreate(void **handle) { static int one; return *handle = &one, 0; }

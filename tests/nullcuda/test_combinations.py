@@ -15,11 +15,13 @@ import pytest
 from pydantic import ValidationError
 
 from moetune.config.schema import OptimizerName, RunConfig
+from moetune.run.resolve import resolve
 from tests.nullcuda import runs
+from tests.published import write_fp8, write_nvfp4
 
 SAMPLE = 60
 REFUSED = {("bf16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16")}
-STORAGES, DTYPES = ("nf4", "int8", "fp8", "mxfp4", "bf16", "fp32"), ("bf16", "fp16", "fp32")
+STORAGES, DTYPES = ("nf4", "int8", "fp8", "nvfp4", "mxfp4", "bf16", "fp32"), ("bf16", "fp16", "fp32")
 CHECKPOINTING, RESIDENCES = ("none", "experts_only", "full", "offload"), ("gpu", "host")
 Case = tuple[str, str, str, str, str]
 
@@ -74,4 +76,17 @@ def test_a_combination_takes_what_is_predicted(case: Case, toy_model: Path) -> N
 @pytest.mark.parametrize("adapt", ["router", "experts"])
 def test_a_gradient_through_all_experts_takes_what_is_predicted(adapt: str, toy_model: Path) -> None:
     compared = runs.compare(runs.toy_run(toy_model, adapt, train={"dense_router_gradient": True}))
+    assert compared.off == 0, compared
+
+
+@pytest.mark.parametrize("adapt", ["experts", "lora"])
+@pytest.mark.parametrize("base", ["fp8", "nvfp4"])
+def test_a_published_base_takes_what_is_predicted(base: str, adapt: str, tmp_path: Path) -> None:
+    """With gate and up quantized apart, blocks that are cut off, and a layer that is published in 16 bits."""
+    write = {"fp8": write_fp8, "nvfp4": write_nvfp4}[base]
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 192, "head_dim": 64, "vocab_size": 512}
+    folder = write(tmp_path / base, "qwen3_moe", left_out=["self_attn.o_proj"], **sizes)
+    config = runs.toy_run(folder, adapt, model={"weights": "pretrained"})
+    assert resolve(config, "cuda").config.model.base == base
+    compared = runs.compare(config)
     assert compared.off == 0, compared

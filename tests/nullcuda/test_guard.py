@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import yaml
 from moetune.adapt.guard import check, comparison
 from moetune.adapt.guard.exercise import Sizes
 from moetune.config.load import load_run_config
+from moetune.config.schema import QuantizedDtype
 from moetune.experts.kernels.registry import OPERATORS, use_kernels, without_kernel
 from moetune.inference import evaluate
 from moetune.memory import verify
@@ -88,9 +89,9 @@ def test_a_run_without_a_kernel(
     monkeypatch.setenv(fault, kernel)
     settled = list[tuple[str, ...]]()
 
-    def settled_on(run: ResolvedRun, card: torch.device) -> ResolvedRun:
+    def settled_on(run: ResolvedRun, card: torch.device, before: None) -> ResolvedRun:
         settled.append(run.config.hardware.without_kernels)
-        return verify.settled_on(run, card)
+        return verify.settled_on(run, card, before)
 
     monkeypatch.setattr(watch_train, "settled_on", settled_on)
     trained = moetune("train", run_file)
@@ -228,9 +229,8 @@ def test_every_capability_starts(capability: str, run_file: Path) -> None:
 
 @pytest.mark.parametrize("operator", sorted(OPERATORS))
 def test_what_runs_without_a_kernel_is_predicted(operator: str, toy_model: Path) -> None:
-    model = {
-        "base": {"dequantize_int8": "int8", "dequantize_fp8": "fp8", "dequantize_mxfp4": "mxfp4"}.get(operator, "nf4")
-    }
+    storage = operator.removeprefix("dequantize_")
+    model = {"base": storage if storage in get_args(QuantizedDtype) else "nf4"}
     config = runs.toy_run(toy_model, "lora", model=model, hardware={"without_kernels": [operator]})
     compared = runs.compare(config)
     assert abs(compared.off) <= 0.001 * compared.measured, compared

@@ -61,7 +61,7 @@ class Answer:
     def __init__(self, required: int, usable: int) -> None:
         self.required, self.headroom_bytes = required, usable - required
 
-        self.least_headroom = self.headroom_bytes
+        self.least_headroom, self.host = self.headroom_bytes, None
 
     @property
     def fits(self) -> bool:

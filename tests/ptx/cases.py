@@ -17,7 +17,7 @@ Call = tuple[str, list[Any]]
 GATES = ((False, 1.0, 0.0), (True, 1.0, 0.0), (True, 1.702, 1.5), (False, 1.702, 1.5))
 OPERATORS = (
     "low_rank", "low_rank_gradients_", "gated", "gated_backward_", "gather_rows", "sum_rows_", "add_rows_",
-    "dequantize_nf4", "dequantize_int8", "dequantize_fp8", "dequantize_mxfp4",
+    "dequantize_nf4", "dequantize_int8", "dequantize_fp8", "dequantize_nvfp4", "dequantize_mxfp4",
 )  # fmt: skip
 
 
@@ -59,16 +59,16 @@ def _divided(rows: Tensor, parts: int, interleaved: bool) -> Tensor:
 
 
 def low_rank(
-    draw: Draw, name: str, rows: int, experts: int, rank: int, parts: int, wide_in: int, wide_out: int
+    draw: Draw, name: str, rows: int, experts: int, rank: int, parts: int, wide_in: int, wide_out: int, kind: str = ""
 ) -> Call:
-    """Return one of three products, or the gradients: `wide_out` is the width of one part."""
+    """Return one of three products (`kind`, or a random one), or the gradients: `wide_out` is the width of one part."""
     groups, interleaved = draw.groups(rows, experts), draw.one_of((False, True))
     factors = draw.one_of((torch.float32, torch.float32, draw.dtype))
     A = draw.normal(experts, parts, rank, wide_in, dtype=factors) / wide_in**0.5
     B = draw.normal(experts, parts, wide_out, rank, dtype=factors) / rank**0.5
     x, dout = draw.normal(rows, wide_in), _divided(draw.normal(rows, parts * wide_out), parts, interleaved)
     if name == "low_rank":
-        kind = draw.one_of(("forward", "backward", "narrow"))
+        kind = kind or draw.one_of(("forward", "backward", "narrow"))
         if kind == "forward":
             return name, [x, A, B, dout, torch.zeros_like(dout), *groups, 0.5]
         if kind == "backward":
@@ -124,6 +124,14 @@ def fp8(draw: Draw, matrices: int, rows: int, columns: int) -> Call:
     return "dequantize_fp8", [codes[: matrices * rows * columns].view(matrices, rows, columns), scales, draw.dtype]
 
 
+def nvfp4(draw: Draw, matrices: int, rows: int, columns: int) -> Call:
+    wide = -(-columns // 16)
+    codes = torch.arange(matrices * rows * wide * 8).to(torch.uint8).view(matrices, rows, wide * 8)
+    scales = torch.arange(matrices * rows * wide).remainder(127).to(torch.uint8).view(matrices, rows, wide)
+    fractions = draw.normal(matrices, 2, dtype=torch.float32).abs() / 1000
+    return "dequantize_nvfp4", [codes, scales, fractions, columns, draw.dtype]
+
+
 def mxfp4(draw: Draw) -> Call:
     """Every byte, with every exponent whose results are normal numbers."""
     near = {torch.float32: 120, torch.bfloat16: 100, torch.float16: 12}[draw.dtype]
@@ -158,6 +166,8 @@ def case(seed: int) -> Call:
         return int8(draw, *one_of(((24, 20), (15, 9), (3, 160), (7, 4100))))
     if name == "dequantize_fp8":
         return fp8(draw, *one_of(((1, 24, 20), (2, 33, 130), (1, 130, 256))))
+    if name == "dequantize_nvfp4":
+        return nvfp4(draw, *one_of(((2, 24, 32), (1, 33, 7), (3, 5, 272))))
     if name == "dequantize_mxfp4":
         return mxfp4(draw)
     return rows(draw, name, min(count, 64), one_of((8, 40, 100, 1024, 1030, 2880, 4096)), one_of((1, 2, 4, 8)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,11 @@ class Compiled:
 
     @cached_property
     def program(self) -> Program:
-        return Program(self.files["ptx"].read_text())
+        """The same for the PTX of several targets if it has the same instructions."""
+        return program_of(re.sub(r"^\.(version|target).*$", "", self.files["ptx"].read_text(), flags=re.MULTILINE))
+
+
+program_of = lru_cache(64)(Program)
 
 
 class Driver:
@@ -127,10 +132,12 @@ def emulated(capability: int, *, executes: bool = True) -> Iterator[Driver]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(QuickLaunch, "_launch", note)
         patch.setattr(triton.runtime.driver, "_active", driver)
+        torch.use_deterministic_algorithms(True, warn_only=True)  # which fills what no one has written
         loading.add(driver.before_loading)
         try:
             yield driver
         finally:
+            torch.use_deterministic_algorithms(False)
             loading.remove(driver.before_loading)
             for kernel in used:
                 kernel._compiled.clear()

@@ -74,6 +74,7 @@ class Machine:
                     self._jump(at, active)
                     break
                 operations[at](self, mask)
+        self.shared.pass_barrier(np.ones(self.threads // program.threads, bool))
 
     def guarded(self, instruction: Instruction, mask: np.ndarray) -> np.ndarray:
         """Return which of the threads in `mask` the guard of an instruction leaves."""
@@ -103,4 +104,4 @@ class Machine:
         if (ready & (waiting & (at != places)).any(1)).any():
             raise Fault("threads of a block wait at different barriers")
         waiting[ready] = False
-        self.shared.epoch[ready] += 1
+        self.shared.pass_barrier(ready)

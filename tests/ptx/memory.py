@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
+
+WIDEST = 32
+"""Bytes that the widest access moves."""
+UNITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+EACH_BYTE = {size: int("01" * size, 16) for size in UNITS}
 
 
 class Fault(Exception):
@@ -32,17 +38,32 @@ class GlobalMemory:
                 else:
                     spans.append([start, end])
         self._starts, self._ends = (np.array(column, np.int64) for column in zip(*spans, strict=True))
-        # whole words of 8 bytes, so that a span can be viewed as words of any width
-        self._origins = self._starts & -8
+        # whole multiples of the widest access, so that a span can be viewed as accesses of any width
+        self._origins = self._starts & -WIDEST
         self._bytes = [
-            np.ctypeslib.as_array((ctypes.c_uint8 * (-(-end // 8) * 8 - origin)).from_address(origin))
+            np.ctypeslib.as_array((ctypes.c_uint8 * (-(-end // WIDEST) * WIDEST - origin)).from_address(origin))
             for origin, end in zip(self._origins.tolist(), self._ends.tolist(), strict=True)
         ]
+
+    @property
+    def spans(self) -> dict[int, np.ndarray]:
+        """First address -> bytes of a tensor, or of several that share some."""
+        starts, ends, origins = (of.tolist() for of in (self._starts, self._ends, self._origins))
+        return {
+            start: words[start - origin : end - origin]
+            for start, end, origin, words in zip(starts, ends, origins, self._bytes, strict=True)
+        }
+
+    def place(self, address: int) -> tuple[int, int] | None:
+        """Return (first address of a span, bytes from there) of an address, or None for another number."""
+        span = int(np.searchsorted(self._starts, address, "right")) - 1
+        start = int(self._starts[span])
+        return (start, address - start) if span >= 0 and address < self._ends[span] else None
 
     def _words(
         self, addresses: np.ndarray, count: int, word: np.dtype
     ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield (which addresses, words of a span, indices of the addresses' words in it) for every span."""
+        """Yield (which addresses, words of a span [places, count], the addresses' places in them) for every span."""
         width = count * word.itemsize
         _check_alignment(addresses, width)
         number = np.searchsorted(self._starts, addresses, "right") - 1
@@ -50,8 +71,8 @@ class GlobalMemory:
             raise Fault(f"an access of {width} bytes outside of the kernel's tensors")
         for span in range(number.min(), number.max() + 1):
             if (here := number == span).any():
-                index = (addresses[here] - self._origins[span]) // word.itemsize
-                yield here, self._bytes[span].view(word), index[:, None] + np.arange(count)
+                words = self._bytes[span].view(word).reshape(-1, count)
+                yield here, words, (addresses[here] - self._origins[span]) // width
 
     def read(self, addresses: np.ndarray, count: int, word: np.dtype) -> np.ndarray:
         """Return [n, count] consecutive words at each of n addresses."""
@@ -66,61 +87,104 @@ class GlobalMemory:
             words[index] = values[here]
 
 
+@dataclass(frozen=True)
+class _Reached:
+    """Places in shared memory that an instruction has reached, in units of `width` bytes, and who did."""
+
+    places: np.ndarray
+    block: np.ndarray
+    warp: np.ndarray
+    width: int
+    writes: bool
+
+    def of(self, which: np.ndarray) -> _Reached:
+        """Return those of some accesses."""
+        return _Reached(self.places[which], self.block[which], self.warp[which], self.width, self.writes)
+
+
 class SharedMemory:
     """Shared memory of several blocks.
 
-    An access is a race if another warp reached the same two bytes since the block's last barrier, and one of both
-    writes.
+    Two accesses of the same two bytes are a race if two warps make them between the same barriers of the block, and one
+    of both writes.
     """
 
-    SEVERAL = -2
-
     def __init__(self, blocks: int, size: int) -> None:
-        self._size, self._row = size, -(-size // 16) * 16 + 16
+        self._size, self._row = size, (size // WIDEST + 2) * WIDEST
         self.bytes = np.full(blocks * self._row, 0xFF, np.uint8)  # a float that no one has written is NaN
-        self.epoch = np.zeros(blocks, np.int32)  # barriers that a block has passed
-        cells = blocks * self._row // 2
-        self._writer, self._reader = (np.full(cells, -1, np.int16) for _ in range(2))
-        self._written, self._read = (np.full(cells, -1, np.int32) for _ in range(2))
+        self._warps, self._shared = (np.zeros(blocks * self._row // 2, np.uint8) for _ in range(2))
+        self._reached: list[_Reached] = []
 
-    def _index(
+    def _places(
         self, addresses: np.ndarray, block: np.ndarray, warp: np.ndarray, width: int, writes: bool
     ) -> np.ndarray:
-        """Return the places of addresses in `bytes`, and note who reaches them."""
+        """Return the places of addresses in `bytes`, in units of `width`, and note who reaches them."""
         _check_alignment(addresses, width)
         if (addresses < 0).any() or (addresses + width > self._size).any():
             raise Fault(f"an access of {width} bytes outside of {self._size} bytes of shared memory")
-        index = block * self._row + addresses
-        cells = (index[:, None] // 2 + np.arange(-(-width // 2))).ravel()
-        epoch, warp = (
-            np.repeat(of.astype(to), len(cells) // len(index))
-            for of, to in ((self.epoch[block], np.int32), (warp, np.int16))
-        )
-        if ((self._written[cells] == epoch) & (self._writer[cells] != warp)).any():
-            raise Fault("a race in shared memory: another warp has written, and there was no barrier since")
-        if not writes:
-            others = (self._read[cells] == epoch) & (self._reader[cells] != warp)
-            self._reader[cells] = np.where(others, self.SEVERAL, warp)
-            self._read[cells] = epoch
-            self._reader[cells[self._reader[cells] != warp]] = self.SEVERAL  # several warps of this instruction
-            return index
-        if ((self._read[cells] == epoch) & (self._reader[cells] != warp)).any():
-            raise Fault("a race in shared memory: another warp has read, and there was no barrier since")
-        self._writer[cells], self._written[cells] = warp, epoch
-        return index
+        places = (block * self._row + addresses) // width
+        self._reached.append(_Reached(places, block, warp, width, writes))
+        return places
+
+    def pass_barrier(self, blocks: np.ndarray) -> None:
+        """Look for races among what some blocks have reached since their last barrier.
+
+        Args:
+            blocks: for each block, whether it has come to a barrier or to its end.
+        """
+        here, later = [], []
+        for one in self._reached:
+            ready = blocks[one.block]
+            if ready.all():
+                here.append(one)
+            elif ready.any():
+                here.append(one.of(ready))
+                later.append(one.of(~ready))
+            else:
+                later.append(one)
+        self._reached = later
+        # Of every two bytes the warp that comes last here, and whether there is another.
+        noted = []
+        for one in here:
+            places = one.places // 2 if one.width == 1 else one.places
+            unit = UNITS[max(1, one.width // 2)]
+            warps = one.warp.astype(unit) * unit.type(EACH_BYTE[unit.itemsize])
+            self._warps.view(unit)[places] = warps
+            noted.append((places, warps, one.writes))
+        for places, warps, _ in noted:
+            others = self._warps.view(warps.dtype)[places] ^ warps
+            if (differ := others != 0).any():
+                np.bitwise_or.at(self._shared.view(warps.dtype), places[differ], others[differ])
+        for places, warps, writes in noted:
+            if writes and self._shared.view(warps.dtype)[places].any():
+                self._check_races(noted)
+        for places, warps, _ in noted:
+            self._shared.view(warps.dtype)[places] = 0
+
+    def _check_races(self, noted: list[tuple[np.ndarray, np.ndarray, bool]]) -> None:
+        """Raise a Fault unless each two bytes that several warps reach are only read, or reached by one instruction:
+        then all of them write the same (see `write`)."""
+        times, written = np.zeros(self._shared.shape, np.int32), np.zeros(self._shared.shape, bool)
+        for places, warps, writes in noted:
+            reached = np.zeros_like(self._shared)
+            reached.view(warps.dtype)[places] = EACH_BYTE[warps.itemsize]
+            times += reached
+            written |= reached.astype(bool) & writes
+        if (written & (self._shared != 0) & (times > 1)).any():
+            raise Fault("a race in shared memory: two warps reach two bytes without a barrier, and one writes")
 
     def read(
         self, addresses: np.ndarray, block: np.ndarray, warp: np.ndarray, count: int, word: np.dtype
     ) -> np.ndarray:
         """Return [n, count] consecutive words at each of n addresses of a thread's block."""
-        index = self._index(addresses, block, warp, count * word.itemsize, False) // word.itemsize
-        return self.bytes.view(word)[index[:, None] + np.arange(count)]
+        places = self._places(addresses, block, warp, count * word.itemsize, False)
+        return self.bytes.view(word).reshape(-1, count)[places]
 
     def write(self, addresses: np.ndarray, block: np.ndarray, warp: np.ndarray, values: np.ndarray) -> None:
         """Write [n, count] words."""
         count, word = values.shape[1], values.dtype
-        index = self._index(addresses, block, warp, count * word.itemsize, True) // word.itemsize
-        words, places = self.bytes.view(word), index[:, None] + np.arange(count)
+        places = self._places(addresses, block, warp, count * word.itemsize, True)
+        words = self.bytes.view(word).reshape(-1, count)
         words[places] = values
         if (words[places] != values).any():
             raise Fault("a race in shared memory: two threads write different values to one place")

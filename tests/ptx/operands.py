@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ def makes(*names: str) -> Callable[[Maker], Maker]:
 # --- Types --------------------------------------------------------------------------------------------------------
 
 
+@cache
 def bits_of(type_: str) -> int:
     """Return the width of a type: 32 for "f32" and "bf16x2"."""
     if type_ == "pred":
@@ -70,7 +72,8 @@ def encoded(type_: str, values: Any) -> np.ndarray:
         rounded = (of_float + np.uint32(0x7FFF) + (of_float >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
         return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
     kind = "f" if type_[0] == "f" else "i" if type_[0] == "s" else "u"
-    return np.asarray(values).astype(np.bool_ if bits == 1 else f"{kind}{bits // 8}").view(UNSIGNED[bits])
+    to = np.bool_ if bits == 1 else f"{kind}{bits // 8}"
+    return np.asarray(values).astype(to, copy=False).view(UNSIGNED[bits])
 
 
 # --- Operands -----------------------------------------------------------------------------------------------------

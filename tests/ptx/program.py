@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class Program:
 
     def __init__(self, text: str) -> None:
         text = re.sub(r"//.*", "", text)
+        self.digest = hashlib.sha1(text.encode()).hexdigest()
         head = re.search(r"\.entry\s+(\w+)\((.*?)\)\s*\.reqntid (\d+)[^{]*\{", text, re.DOTALL)
         if head is None or len(re.findall(r"\.entry|\.func", text)) != 1:
             raise NotImplementedError("not one kernel with a fixed number of threads")

@@ -54,6 +54,14 @@ def test_threads_read_what_another_warp_wrote_before_a_barrier() -> None:
     assert found.tolist() == [*range(32, 64), *range(32)]
 
 
+def test_warps_may_write_the_same_in_one_instruction() -> None:
+    same = "and.b32 %r5, %r2, 127; and.b32 %r6, %r1, 31; st.shared.b32 [%r5], %r6;"
+    found = run(same + "bar.sync 0; ld.shared.b32 %r7, [%r5]; st.global.b32 [%rd3], %r7;")
+    assert found.tolist() == 2 * [*range(32)]
+    with pytest.raises(Fault, match="race"):
+        run(same + same)
+
+
 def test_threads_that_diverge_meet_again() -> None:
     """Each thread counts from its number modulo 4 to 4; then a warp is whole again, and sums its numbers."""
     found = run("""
@@ -67,8 +75,9 @@ def test_threads_that_diverge_meet_again() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (STORE_SHARED + LOAD_NEIGHBOUR, "race in shared memory: another warp has written"),
-        (STORE_SHARED + "bar.sync 0;" + LOAD_NEIGHBOUR + STORE_SHARED, "race in shared memory: another warp has read"),
+        (STORE_SHARED + LOAD_NEIGHBOUR, "race in shared memory: two warps"),
+        (STORE_SHARED + "bar.sync 0;" + LOAD_NEIGHBOUR + STORE_SHARED, "race in shared memory: two warps"),
+        ("st.shared.b32 [%r2], %r1; xor.b32 %r5, %r2, 130; ld.shared.b16 %rs1, [%r5];", "memory: two warps"),
         ("st.shared.b32 [%r2+4], %r1;", "outside of 256 bytes of shared memory"),
         ("st.global.b32 [%rd3+4], %r1;", "outside of the kernel's tensors"),
         ("ld.global.b64 %rd4, [%rd3];", "an address of 8 bytes is not a multiple of 8"),
@@ -101,7 +110,7 @@ def test_copies_have_arrived_when_they_were_waited_for() -> None:
 )
 def test_a_kernel_without_its_synchronization_is_wrong(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Barriers, waits and groups of copies are left out of the PTX of a pipelined product."""
-    monkeypatch.setattr(driver, "Program", lambda text: Program(re.sub(left_out, "", text)))
+    monkeypatch.setattr(driver, "program_of", lambda text: Program(re.sub(left_out, "", text)))
     draw = Draw(0, torch.bfloat16)
     A, B = draw.normal(1, 1, 16, 512), draw.normal(1, 1, 256, 16)
     x, base = torch.randn(33, 512).bfloat16(), torch.randn(33, 256).bfloat16()

@@ -20,7 +20,11 @@ from moetune.experts.kernels.self_check import compared
 from tests.ptx.cases import Call, Draw
 from tests.ptx.driver import emulated
 
-CAPABILITIES = [86, 90, *(pytest.param(one, marks=pytest.mark.full) for one in (80, 89, 100, 120))]
+CASES = [  # dtype, capability
+    *((torch.bfloat16, one) for one in (86, 90)),
+    *(pytest.param(torch.bfloat16, one, marks=pytest.mark.full) for one in (80, 89, 100, 120)),
+    *(pytest.param(dtype, one, marks=pytest.mark.full) for dtype in (torch.float16, torch.float32) for one in (86, 90)),
+]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
@@ -44,11 +48,8 @@ def choices(draw: Draw, tokens: int, experts: int, top_k: int) -> Iterator[Call]
     yield "sorted_positions", [ids.flatten(), experts]
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, *(pytest.param(one, marks=pytest.mark.full) for one in (torch.float16, torch.float32))]
-)
-def test_kernels_agree(capability: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "capability"), CASES, ids=lambda one: str(one).removeprefix("torch."))
+def test_kernels_agree(dtype: torch.dtype, capability: int) -> None:
     draw = Draw(0, dtype)
     calls = [
         *(call for sizes in ((8, 2, 128), (3, 1, 20)) for call in rotations(draw, *sizes)),

@@ -18,8 +18,9 @@ from tests.ptx.cases import Draw
 from tests.ptx.driver import emulated
 
 BF16 = torch.bfloat16
-CAPABILITIES = [86, *(pytest.param(one, marks=pytest.mark.full) for one in (80, 89, 120))]
+OTHERS = (80, 89, 120)
 COUNTS = {"uneven": [5, 0, 33, 1], "many": [number % 3 for number in range(128)]}
+RANKS = (4, 16, 64, 200)
 REAL = {  # width of the rows and of the product, experts' rows, tile
     "qwen3 gate_up": (2048, 512, [20, 0, 45], 4),
     "qwen3 down": (768, 2048, [20, 0, 45], 4),
@@ -57,19 +58,22 @@ def check(deep: int, wide: int, counts: list[int], tiles: list[triton_product.Ti
         assert_alike(found, expected)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    ("deep", "wide", "name", "tiles"),
+    ("deep", "wide", "name", "tiles", "capability"),
     [
-        (40, 56, "uneven", TILES[3:5]),
+        (40, 56, "uneven", TILES[3:5], 86),
         *(
-            pytest.param(*case, TILES, marks=pytest.mark.full)
-            for case in ((40, 56, "uneven"), (37, 29, "uneven"), (64, 48, "many"))
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (40, 56, "uneven", TILES, 86),
+                (64, 48, "many", TILES[::3], 86),
+                *((37, 29, "uneven", TILES, one) for one in (86, *OTHERS)),
+            )
         ),
     ],
 )
 def test_products_agree_with_every_tile(
-    capability: int, deep: int, wide: int, name: str, tiles: tuple[triton_product.Tile, ...]
+    deep: int, wide: int, name: str, tiles: tuple[triton_product.Tile, ...], capability: int
 ) -> None:
     with torch.no_grad(), emulated(capability):
         check(deep, wide, COUNTS[name], [*tiles])
@@ -87,7 +91,7 @@ def test_every_tile_fits_capability_10(tile: triton_product.Tile) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", [86, *OTHERS])
 @pytest.mark.parametrize("name", REAL)
 def test_real_widths_agree(capability: int, name: str) -> None:
     deep, wide, counts, tile = REAL[name]
@@ -95,15 +99,16 @@ def test_real_widths_agree(capability: int, name: str) -> None:
         check(deep, wide, counts, [TILES[tile]])
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
-    ("parts", "rank", "interleaved"),
+    ("parts", "rank", "interleaved", "capability"),
     [
-        (2, 12, False),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in product((1, 2), (4, 16, 64, 200), (False, True))),
+        (2, 12, False, 86),
+        *(pytest.param(1, rank, False, 86, marks=pytest.mark.full) for rank in RANKS),
+        *(pytest.param(2, *case, 86, marks=pytest.mark.full) for case in product(RANKS, (False, True))),
+        *(pytest.param(2, *case, marks=pytest.mark.full) for case in product((4, 64), (True,), OTHERS)),
     ],
 )
-def test_low_rank_terms_agree_with_every_tile(capability: int, parts: int, rank: int, interleaved: bool) -> None:
+def test_low_rank_terms_agree_with_every_tile(parts: int, rank: int, interleaved: bool, capability: int) -> None:
     deep, wide, counts = 40, 56, COUNTS["uneven"]
     x, dout, W, ends = operands(deep, wide, counts)
     draw, reference = Draw(1, BF16), OPERATORS["low_rank_product_"].reference

@@ -5,14 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from tests.ptx.machine import Machine
-from tests.ptx.memory import Fault
 from tests.ptx.operands import (
     UNSIGNED,
     Mask,
     Operation,
+    Read,
     address_of,
     bits_of,
     by_warp,
+    decoded,
     lanes_of,
     makes,
     members,
@@ -87,7 +88,7 @@ def _copied(program: Program, instruction: Instruction) -> Operation:
     def copy(machine: Machine, mask: Mask) -> None:
         lanes = lanes_of(machine, mask)
         count = np.broadcast_to(read(machine), machine.threads)[lanes]
-        if not np.isin(count, (0, width)).all():
+        if not ((count == 0) | (count == width)).all():
             raise NotImplementedError("a part of a copy")
         values = np.zeros((len(lanes), width // 4), np.uint32)
         values[count > 0] = machine.memory.read(source(machine)[lanes[count > 0]], width // 4, values.dtype)
@@ -111,11 +112,13 @@ def _wait(left: int) -> Operation:
             ready = group < machine.groups[lanes] - left
             if mask is not None:
                 ready &= mask[lanes]
-            here = lanes[ready]
-            if len(here):
-                machine.shared.write(at[ready], machine.block[here], machine.warp[here], values[ready])
+            if not ready.any():
+                still.append((lanes, group, at, values))
+                continue
             if not ready.all():
                 still.append((lanes[~ready], group[~ready], at[~ready], values[~ready]))
+                lanes, at, values = lanes[ready], at[ready], values[ready]
+            machine.shared.write(at, machine.block[lanes], machine.warp[lanes], values)
         machine.copies = still
 
     return wait
@@ -177,24 +180,20 @@ def _matrices(program: Program, instruction: Instruction) -> Operation:
     )
 
     def run(machine: Machine, mask: Mask) -> None:
-        warps = warps_of(machine, mask)
-        rows = by_warp(machine, address(machine))[warps]
-        block, warp = (np.repeat(of[32 * warps], 8) for of in (machine.block, machine.warp))
-        for number in range(max(len(write), len(read))):
-            at = rows[:, 8 * number : 8 * number + 8].ravel()
-            if (at % 16).any():
-                raise Fault("a row is not aligned to 16 bytes")
-            if loads:
-                matrix = machine.shared.read(at, block, warp, 8, word).reshape(-1, 8, 8)
-                pairs = np.ascontiguousarray(matrix.mT if transposed else matrix).view(np.uint32).reshape(-1, 32)
-                values = np.zeros((machine.threads // 32, 32), np.uint32)
-                values[warps] = pairs
-                write[number](machine, values.ravel(), mask)
-            else:
-                pairs = (
-                    np.ascontiguousarray(by_warp(machine, read[number](machine))[warps]).view(word).reshape(-1, 8, 8)
-                )
-                machine.shared.write(at, block, warp, (pairs.mT if transposed else pairs).reshape(-1, 8))
+        warps, count = warps_of(machine, mask), len(write) or len(read)
+        at = by_warp(machine, address(machine))[warps, : 8 * count].ravel()
+        block, warp = (np.repeat(of[32 * warps], 8 * count) for of in (machine.block, machine.warp))
+        if loads:
+            matrices = machine.shared.read(at, block, warp, 8, word).reshape(-1, count, 8, 8)
+            values = np.zeros((count, machine.threads // 32, 32), np.uint32)
+            pairs = np.ascontiguousarray(matrices.mT if transposed else matrices).view(np.uint32)
+            values[:, warps] = pairs.reshape(-1, count, 32).swapaxes(0, 1)
+            for one, of_threads in zip(write, values, strict=True):
+                one(machine, of_threads.ravel(), mask)
+        else:
+            pairs = np.stack([by_warp(machine, one(machine))[warps] for one in read], 1)
+            matrices = pairs.view(word).reshape(-1, 8, 8)
+            machine.shared.write(at, block, warp, (matrices.mT if transposed else matrices).reshape(-1, 8))
 
     return run
 
@@ -211,25 +210,21 @@ def _mma(program: Program, instruction: Instruction) -> Operation:
     if (sync, aligned, shape, row, column) != ("sync", "aligned", "m16n8k16", "row", "col") or types[0] != "f32":
         raise NotImplementedError
     write = [writer(program, one, "f32") for one in members(instruction.operands[0])]
-    a, b = ([reader(program, one, f"{types[1]}x2") for one in members(text)] for text in instruction.operands[1:3])
+    a, b = ([reader(program, one, "b32") for one in members(text)] for text in instruction.operands[1:3])
     c = [reader(program, one, "f32") for one in members(instruction.operands[3])]
-    g, t = np.divmod(np.arange(32), 4)
+
+    def pairs(machine: Machine, read: list[Read]) -> np.ndarray:
+        """Return two numbers of each register and thread: [register, warp, g, t, 2]."""
+        bits = np.stack([np.broadcast_to(one(machine), machine.threads) for one in read])
+        return decoded(f"{types[1]}x2", bits).reshape(len(read), -1, 8, 4, 2)
 
     def run(machine: Machine, mask: Mask) -> None:
         warps_of(machine, mask)
-        warps = machine.threads // 32
-        left, right, total = (np.empty((warps, *size), np.float32) for size in ((16, 16), (16, 8), (16, 8)))
-        for j, read in enumerate(a):
-            pairs = np.broadcast_to(read(machine), (machine.threads, 2)).reshape(-1, 32, 2)
-            left[:, g + 8 * (j % 2), 2 * t + 8 * (j // 2)] = pairs[..., 0]
-            left[:, g + 8 * (j % 2), 2 * t + 8 * (j // 2) + 1] = pairs[..., 1]
-        for j, read in enumerate(b):
-            pairs = np.broadcast_to(read(machine), (machine.threads, 2)).reshape(-1, 32, 2)
-            right[:, 2 * t + 8 * j, g], right[:, 2 * t + 8 * j + 1, g] = pairs[..., 0], pairs[..., 1]
-        for j, read in enumerate(c):
-            total[:, g + 8 * (j // 2), 2 * t + j % 2] = by_warp(machine, read(machine))
-        total += left @ right
-        for j, one in enumerate(write):
-            one(machine, total[:, g + 8 * (j // 2), 2 * t + j % 2].ravel(), mask)
+        left = pairs(machine, a).reshape(2, 2, -1, 8, 4, 2).transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
+        right = pairs(machine, b).transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
+        total = np.stack([np.broadcast_to(one(machine), machine.threads) for one in c])
+        product = (left @ right).reshape(-1, 2, 8, 4, 2).transpose(1, 4, 0, 2, 3)
+        for one, values in zip(write, total + product.reshape(4, -1), strict=True):
+            one(machine, values, mask)
 
     return run

@@ -67,6 +67,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"parallel\.load 'missing\.json'",
     ),
     "rows of more layers than there are": ({"train": {"keep_rows": 3}}, r"train\.keep_rows: 3, .* set 2"),
+    "layers that there are not": (
+        {"train": {"checkpointing": {"rest": [1, 2]}}},
+        r"train\.checkpointing\.rest: 2, and 'mixtral' has the layers 0-1",
+    ),
+    "an output that is not there": (
+        {"train": {"checkpointing": {"attention": "all"}}, "model": {"attention": "eager"}},
+        r"train\.checkpointing\.attention: eager attention has no kernel",
+    ),
     "deepspeed and its own": (
         {"parallel": {"engine": "deepspeed", "fsdp": 2, "zero": 3}, "hardware": {"count": 2}},
         r"parallel\.engine: deepspeed and parallel\.zero 3",

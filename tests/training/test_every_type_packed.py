@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from moetune.adapt.attention import document_inputs
+from moetune.adapt.documents import split_by_documents
 from moetune.errors import UserError
 from moetune.training.isolation import refuse_leaky_packing
 from tests.thinned import thinned
@@ -36,6 +38,7 @@ def small(model_type: str) -> dict[str, Any]:
 @pytest.mark.parametrize("model_type", thinned((*expert_model_types(), *DENSE), 8, ("gpt_oss",)))
 def test_packed_documents_are_those_alone(model_type: str, attention: str) -> None:
     model = toy_model(model_type, **small(model_type))
+    split_by_documents(model)
     try:
         model.set_attn_implementation(attention)
     except ValueError as error:
@@ -54,7 +57,8 @@ def test_packed_documents_are_those_alone(model_type: str, attention: str) -> No
     documents = [torch.randint(3, VOCAB, (1, size), generator=generator) for size in SIZES]
     positions = torch.cat([torch.arange(size) for size in SIZES])[None]
     with torch.no_grad():
-        packed = model(input_ids=torch.cat(documents, 1), position_ids=positions, use_cache=False).logits
+        told = document_inputs(model)(SIZES)
+        packed = model(input_ids=torch.cat(documents, 1), position_ids=positions, use_cache=False, **told).logits
         for document, found in zip(documents, packed.split(SIZES, 1), strict=True):
             alone = model(input_ids=document, use_cache=False).logits
             assert (found - alone).norm() <= TOLERANCE * alone.norm()

@@ -73,7 +73,7 @@ class LinearSizes:
     def _base(self, device: torch.device) -> nn.Module:
         dtype, double = DTYPES[self.dtype], self.double_quant
         plain = nn.Linear(self.inputs, self.outputs, bias=False, dtype=dtype, device=device)
-        if self.storage in ("int8", "fp8"):
+        if self.storage in ("int8", "fp8", "nvfp4"):
             return QuantizedLinear(plain.weight.data, None, self.storage)
         if self.storage != "nf4":
             return plain.requires_grad_(False)
@@ -249,7 +249,7 @@ def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
         with_lora = set()  # base and factors run as layers of their own
     for path, linear in run.structure.linears().items():
         storage = model.base if path in quantized and model.base in LINEAR_STORAGES else model.dtype
-        if path in with_lora or storage in ("int8", "fp8"):
+        if path in with_lora or storage in ("int8", "fp8", "nvfp4"):
             rank = selection.ranks[path] if path in with_lora else 0
             sizes = linear.in_features, linear.out_features
             yield LinearSizes(*sizes, storage, model.double_quant, model.dtype, rank)

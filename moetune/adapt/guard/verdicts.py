@@ -44,7 +44,7 @@ class Key:
         major, minor = torch.cuda.get_device_capability(device)
         card = f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
         versions = {"torch": torch.__version__, "triton": _triton(), "ptxas": _ptxas()}
-        return cls(card, _driver(), versions, _digest(), sizes)
+        return cls(card, driver_here(), versions, _digest(), sizes)
 
     @property
     def file(self) -> Path:
@@ -110,7 +110,7 @@ def keep(verdict: Verdict) -> None:
             write_whole(verdict.key.file, sealed(asdict(verdict)))
 
 
-def _driver() -> str:
+def driver_here() -> str:
     """Return the version line of the driver's kernel module, and the CUDA version that it supports, such as 13000."""
     module, cuda = "", ctypes.c_int()
     with suppress(OSError):  # there is no such file under WSL

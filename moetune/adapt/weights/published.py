@@ -16,7 +16,7 @@ from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import unmatched_keys
 from moetune.config.schema import FP8_BLOCK
 from moetune.errors import UserError, first_of, reading
-from moetune.models.hub.dequantize import BitsAndBytes, BlockFp8, Mxfp4, Quantized, open_checkpoint
+from moetune.models.hub.dequantize import BitsAndBytes, BlockFp8, Mxfp4, Nvfp4, Quantized, open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.tensor_files import NAMES, Stored
 from moetune.models.moe import MoeLayer
@@ -133,13 +133,15 @@ class CheckpointReader:
                 rows = _narrowed(stored.rows(expert, expert + 1, self._target.device))
                 self._target.put_expert(path, stack, expert, rows[0])
 
-    def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes | BlockFp8]:
+    def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes | BlockFp8 | Nvfp4]:
         """Return whether a matrix has this shape and is quantized as `model.base` says, and so is stored as it is."""
         config = self._target.config
         if isinstance(stored, BitsAndBytes):
             fits = config.base == "nf4" and stored.is_nf4(double_quant=config.double_quant)
+        elif isinstance(stored, BlockFp8):
+            fits = config.base == "fp8" and stored.block == (FP8_BLOCK, FP8_BLOCK)
         else:
-            fits = isinstance(stored, BlockFp8) and config.base == "fp8" and stored.block == (FP8_BLOCK, FP8_BLOCK)
+            fits = isinstance(stored, Nvfp4) and config.base == "nvfp4"
         return fits and stored.shape == shape
 
     def _read(self, key: str) -> Tensor:

@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moetune.compat.torch import is_observed
-from moetune.config.schema import FP8_BLOCK
+from moetune.config.schema import FP8_BLOCK, NV_BLOCK
 from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.grouped import library, product_of_groups
 from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, without_kernel
 
 BLOCK = 64  # weights that share one NF4 scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the 4-bit codes 0 to 7; 8 to 15 are their negatives
 MX_BLOCK = 32  # weights that share one MXFP4 scale
 MXFP4_AT_ONCE = 1 << 24  # weights that are dequantized at a time; their int32 indices take 32 MiB
 INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at a time, for int8 and MXFP4; they take 16 MiB
@@ -164,6 +165,30 @@ def dequantize_fp8(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     for matrix, of_blocks, result in zip(data.view(torch.float8_e4m3fn), scales, out, strict=True):
         for weights, of_row, rows in zip(matrix.split(FP8_BLOCK), of_blocks, result.split(FP8_BLOCK), strict=True):
             rows.copy_(weights.float().mul_(of_row.repeat_interleave(FP8_BLOCK)[: weights.shape[1]]))
+    return out
+
+
+@operator(lambda data, scales, fractions, columns, dtype: data.new_empty((*data.shape[:2], columns), dtype=dtype))
+def dequantize_nvfp4(data: Tensor, scales: Tensor, fractions: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Dequantize NVFP4 matrices of `columns` columns: [n, R, C] in `dtype`.
+
+    A weight is level · (scale · numerator / denominator), computed in float32 and rounded once. The global scale of a
+    matrix is a fraction, because ModelOpt multiplies by it and compressed-tensors divides by it; with 1 in the other
+    place, the result is bit for bit that of either. torch's operations compute `INT8_AT_ONCE` weights at a time.
+
+    Args:
+        data: [n, R, 8·B] uint8, two E2M1 codes per byte, the first in the low bits; B = ⌈C / 16⌉.
+        scales: [n, R, B] uint8, the bits of an E4M3 scale for each block of 16 weights of a row.
+        fractions: [n, 2] float32, numerator and denominator.
+    """
+    out = data.new_empty((*data.shape[:2], columns), dtype=dtype)
+    levels = torch.tensor([*E2M1, *(-value for value in E2M1)], device=data.device)
+    high = max(1, INT8_AT_ONCE // columns)
+    for matrix, of_blocks, (over, under), result in zip(data, scales, fractions, out, strict=True):
+        for codes, of_rows, rows in zip(matrix.split(high), of_blocks.split(high), result.split(high), strict=True):
+            weights = levels[torch.stack([codes & 15, codes >> 4], -1).int()].view(*of_rows.shape, NV_BLOCK)
+            weights *= (of_rows.view(torch.float8_e4m3fn).float() * over / under)[..., None]
+            rows.copy_(weights.flatten(1)[:, :columns])
     return out
 
 

@@ -129,6 +129,8 @@ def _draw(bank: nn.Module, storage: Storage) -> None:
                     pass  # tables
                 case "data" if storage == "fp8":
                     tensor.random_(0, 256).sub_(((tensor & 127) == 127).byte())  # two codes are NaN
+                case "fractions":
+                    tensor.copy_(torch.tensor([1.0, 20_000.0]))
                 case "scales" if tensor.is_floating_point():
                     tensor.uniform_(0.5e-4, 1e-4)
                 case "scales":
@@ -156,6 +158,7 @@ def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, r
     yield replace(clamped, storage="mxfp4")
     yield replace(clamped, storage="int8", split=False, expert_memory=0)
     yield replace(plain, storage="fp8")
+    yield replace(plain, storage="nvfp4")
 
 
 def calls(

@@ -19,7 +19,7 @@ from moetune.experts.kernels import INT8_STEP
 from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
 from moetune.experts.kernels.triton_low_rank import low_rank, low_rank_gradients_  # noqa: F401
 
-BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program
+BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program, half as many as NVFP4 blocks of 16
 ROWS_OF_FP8 = 32  # rows of an FP8 block of 128 × 128 weights per program
 COLUMNS = 1024  # columns of a program's block, times 2 or 4 in some kernels
 
@@ -88,7 +88,7 @@ def dequantize_nf4(data, absmax, nested, code, offset, weights, dtype):
     return out
 
 
-# --- int8, FP8 and MXFP4 ------------------------------------------------------------------------------------------
+# --- int8, FP8, MXFP4 and NVFP4 -----------------------------------------------------------------------------------
 
 
 @kernel()
@@ -178,6 +178,31 @@ def dequantize_mxfp4(data, scales, pairs, dtype):
     out = data.new_empty(2 * len(data), dtype=dtype)
     if len(data):
         _dequantize_mxfp4[(ceil_div(len(data), 2 * COLUMNS),)](data, scales, out, len(data), BYTES=2 * COLUMNS)
+    return out
+
+
+@kernel()
+def _dequantize_nvfp4(data, scales, fractions, out, blocks, columns, wide, BLOCKS: tl.constexpr):
+    matrix = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    byte = block[:, None] * 8 + tl.arange(0, 8)[None, :]
+    pairs = tl.load(data + matrix * blocks * 8 + byte, mask=block[:, None] < blocks, other=0).to(tl.int32)
+    scale = _e4m3(tl.load(scales + matrix * blocks + block, mask=block < blocks, other=0).to(tl.int32))
+    scale = tl.div_rn(scale * tl.load(fractions + 2 * matrix), tl.load(fractions + 2 * matrix + 1))
+    high, low = tl.split(_looked_up(_e2m1(tl.arange(0, 16)), pairs))
+    levels = tl.reshape(tl.join(low, high), (BLOCKS, 16))
+    column = (block % wide)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    value = (levels * scale[:, None]).to(out.dtype.element_ty)
+    at = matrix * (blocks // wide) * columns + (block // wide)[:, None] * columns + column
+    tl.store(out + at, value, mask=(block[:, None] < blocks) & (column < columns))
+
+
+def dequantize_nvfp4(data, scales, fractions, columns, dtype):
+    count, rows, wide = scales.shape
+    out = data.new_empty(count, rows, columns, dtype=dtype)
+    if out.numel():
+        grid = (ceil_div(rows * wide, 2 * BLOCKS_OF_64), count)
+        _dequantize_nvfp4[grid](data, scales, fractions, out, rows * wide, columns, wide, BLOCKS=2 * BLOCKS_OF_64)
     return out
 
 

@@ -7,23 +7,27 @@ only in the layers that each group stands for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+
+from pydantic import TypeAdapter
 
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
+from moetune.memory.closed_form import store
 from moetune.memory.closed_form.banks import Bank, banks_of, probes_of
-from moetune.memory.closed_form.experts import Choices, Unlike
-from moetune.memory.closed_form.form import ClosedForm, kind_of
+from moetune.memory.closed_form.experts import Choices, Scale, Unlike
+from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.closed_form.record import Record
+from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.closed_form.store import Recorded
 from moetune.memory.trace.tracing import can_be_shortened
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
-from moetune.parallel.coordinates import Coordinates
 from moetune.run.resolve import ResolvedRun
 
-_WHERE = ("targets", "layers", "ids")
-"""Keys of `adapt.lora` that say which weights have LoRA; the layers' kinds contain that already."""
+_Banks = tuple[Bank | None, ...]
+_Choices = Choices | None
 
 
 @dataclass
@@ -31,8 +35,8 @@ class Depths:
     """In-memory cache of closed forms, in which runs with the same shortened model share one record. Records are also
     kept on disk (store.py)."""
 
-    _known: dict[Hashable, ClosedForm] = field(default_factory=dict)
-    _choices: dict[Hashable, Choices | None] = field(default_factory=dict)
+    _known: dict[str, ClosedForm] = field(default_factory=dict)
+    _choices: dict[Hashable, _Choices] = field(default_factory=dict)
     _rewritten: dict[Hashable, Recorded] = field(default_factory=dict)
 
     def at(self, run: ResolvedRun, rank: int = 0, gpu: Gpu | None = None, routing: AssumedRouting = BALANCED) -> Trace:
@@ -53,7 +57,7 @@ class Depths:
 
     def _like(self, form: ClosedForm) -> ClosedForm:
         """Return the cached closed form of the same shortened model; if there is none, cache and return `form`."""
-        return self._known.setdefault(_kind_of_shortened(form), form)
+        return self._known.setdefault(form.key, form)
 
     def _of_experts(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
         """Derive a run's record from those of two runs with few trained experts (experts.py); None if impossible."""
@@ -63,46 +67,46 @@ class Depths:
         one, other = (ClosedForm(probe, form.rank, form.gpu) for probe in probes)
         if not form.short.units == one.short.units == other.short.units:
             return None  # the layers of a probe form other groups
-        one, other = self._like(one), self._like(other)
+        one = self._like(one)
         records = one.with_records(probes[0].config, routing)
         shape = one.shape(probes[0].config, routing)
-        form.recorded = Recorded(records.head)
+        form.recorded, other.recorded = Recorded(records.head), Recorded(records.head)
+        shapes = (form.shape(form.run.config, routing), other.shape(probes[1].config, routing))
+        if shapes != (shape, shape) or any(shape.idle):
+            return None  # another code path, or another division of the loss
         banks = [_banks(run, form.short.kept) for run in (form.run, *probes)]
         key = id(records), shape, banks[0]
-        if shape != form.shape(form.run.config, routing) or any(shape.idle):
-            return None
         if key[:2] not in self._choices:
-            others = other.with_records(probes[1].config, routing, records.head)
-            try:
-                self._choices[key[:2]] = Choices.of(records.records[shape], banks[1], others.records[shape], banks[2])
-            except (Unlike, KeyError):  # the second step takes another code path, or divides the loss differently
-                self._choices[key[:2]] = None
+            self._choices[key[:2]] = _choices(one, other, shape, records.records[shape], banks[1:])
         choices = self._choices[key[:2]]
         if choices is not None and key not in self._rewritten:
             self._rewritten[key] = Recorded(records.head, {shape: choices.at(banks[0])})
         return self._rewritten.get(key)
 
 
-def _banks(run: ResolvedRun, layers: Sequence[int]) -> tuple[Bank | None, ...]:
+def _choices(one: ClosedForm, other: ClosedForm, shape: Shape, first: Record, banks: Sequence[_Banks]) -> _Choices:
+    """Compare the record `first` of `one` with a step of `other`, or read from disk what was found; return None if it
+    cannot be rewritten for other numbers of trained experts."""
+    key = store.key_of({"scales": [one.key, other.key, repr(shape)]}, one.rank)
+    if (known := store.read_content(key, _scales())) is not None and len(known[1] or first.log.blocks) == len(
+        first.log.blocks
+    ):
+        return None if known[1] is None else Choices(first, banks[0], known[1])
+    try:
+        found = Choices.of(first, banks[0], other.like(first, shape), banks[1])
+    except Unlike:
+        found = None
+    store.write_content(key, _scales(), (key, None if found is None else found.scales))
+    return found
+
+
+@cache
+def _scales() -> TypeAdapter[tuple[str, tuple[Scale, ...] | None]]:
+    """Return the type of the content of a file with `Choices.scales`: (key, scales)."""
+    return TypeAdapter(tuple[str, tuple[Scale, ...] | None])
+
+
+def _banks(run: ResolvedRun, layers: Sequence[int]) -> _Banks:
     """Return the bank of each of these decoder layers; None for a layer without experts."""
     banks = banks_of(run)
     return tuple(banks.get(layer) for layer in layers)
-
-
-def _kind_of_shortened(form: ClosedForm) -> Hashable:
-    """Return a key that is equal for closed forms whose shortened models take the same step, apart from sizes."""
-    run, kind = form.run, kind_of(form.run)
-    at = Coordinates.of(run.config.parallel, form.rank)
-    starts = {unit.layers[0]: len(unit.layers) for unit in form.short.units}
-    outside = {part.name for part in run.structure.parameters if part.layer is None}
-    linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
-    lora = kind.pop("adapt")["lora"]
-    del kind["train"]["keeps_rows"]  # contained in the layers' kinds
-    return (
-        json.dumps([kind, {name: lora[name] for name in lora or () if name not in _WHERE}], default=str),
-        form.gpu and form.gpu.capability,
-        at,
-        run.selection.full & outside,
-        frozenset(linears.intersection(run.selection.lora_linears)),
-        tuple((form.kinds[layer], starts.get(layer, 0)) for layer in form.short.kept),
-    )

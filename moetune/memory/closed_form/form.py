@@ -21,7 +21,7 @@ from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form import store
-from moetune.memory.closed_form.record import NoClosedForm, record
+from moetune.memory.closed_form.record import NoClosedForm, Record, record
 from moetune.memory.closed_form.sizes import ExpertRows, Shape, Sizes, alignment, exchanged, sizes_of
 from moetune.memory.closed_form.store import KnownHead, Recorded
 from moetune.memory.equal_ranks import by_kind
@@ -35,6 +35,7 @@ from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.moe import MoeLayer
 from moetune.models.stack import decoder_stack
 from moetune.parallel.coordinates import Coordinates, token_shares
+from moetune.run.keeps import recomputes_layers
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.lm_head import split
 from moetune.training.step.loss import Chunks
@@ -96,8 +97,23 @@ class ClosedForm:
 
     @cached_property
     def key(self) -> str:
-        """Name of the records' file: a digest of kind, rank, compute capability, library versions and source code."""
-        return store.key_of(kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}, self.rank)
+        """Name of the records' file: a digest of what the recorded step depends on apart from sizes (settings, recorded
+        layers, rank, compute capability, versions of libraries, source code). Runs with the same shortened model share
+        it, such as two that train the experts of the first 6 and of the first 12 layers."""
+        run, kind = self.run, kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}
+        if can_be_shortened(run.config):
+            lora = kind.pop("adapt")["lora"] or {}
+            del kind["train"]["keeps"]  # contained in the layers' kinds
+            outside = {part.name for part in run.structure.parameters if part.layer is None}
+            linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
+            starts = {unit.layers[0]: len(unit.layers) for unit in self.short.units}
+            kind["shortened"] = [
+                {name: lora[name] for name in lora if name not in ("targets", "layers", "ids")},
+                sorted(run.selection.full & outside),
+                sorted(linears.intersection(run.selection.lora_linears)),
+                [(self.kinds[layer], starts.get(layer, 0)) for layer in self.short.kept],
+            ]
+        return store.key_of(kind, self.rank)
 
     @overload
     def at(
@@ -154,16 +170,18 @@ class ClosedForm:
         self.recorded = self.recorded or store.read(self.key)
         return self.recorded is not None and self.shape(config, routing) in self.recorded.records
 
-    def with_records(
-        self, config: ResolvedConfig, routing: AssumedRouting = BALANCED, head: KnownHead | None = None
-    ) -> Recorded:
-        """Return all records, after making the one for the shape of a run if it is missing; else as `at`. `head` are
-        the sizes of the LM head, if they are known from another record of the model."""
+    def like(self, other: Record, shape: Shape) -> Record:
+        """Record the run's step once, to be compared with the record of another number of trained experts, `other`."""
+        with self._steps() as steps:
+            return record(steps, shape, self.run.config.train.sequence_length, self.limits, other)
+
+    def with_records(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Recorded:
+        """Return all records, after making the one for the shape of a run if it is missing; else as `at`."""
         if not self._knows(config, routing):
             known = self.recorded
             with self._steps() as steps:
                 if known is None:
-                    known = self.recorded = Recorded(head or _head_of(steps))
+                    known = self.recorded = Recorded(_head_of(steps))
                 shape = self.shape(config, routing)
                 known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
             store.write(self.key, known)
@@ -263,13 +281,15 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
         "router_bias_rate",
         "neftune_alpha",
     )
-    kind["train"] = {"checkpointing": config.train.checkpointing} | {key: bool(kind["train"][key]) for key in numbers}
+    kind["train"] = {key: bool(kind["train"][key]) for key in numbers}
     if (lora := config.adapt.lora) is not None:
         unlike = {"dropout": lora.dropout > 0, "lr_ratio": lora.lr_ratio != 1}
         kind["adapt"]["lora"] |= unlike | {"alpha": None, "rslora": None}
     kind["optimizer"] = {part: _of_optimizer(optimizer) for part, optimizer in run.optimizers.items()}
     kind["train"]["expert_memory"] = run.expert_memory
-    kind["train"]["keeps_rows"] = sorted(run.keeps_rows)
+    kind["train"]["recomputes"] = recomputes_layers(config.train)
+    kind["train"]["inputs_on_host"] = config.train.checkpointing == "offload"
+    kind["train"]["keeps"] = {layer: sorted(kept) for layer, kept in run.keeps.items()}
     kind["train"]["dense_router_gradient"] = config.train.dense_router_gradient
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
     kind["data"] = {"packing": config.packs}

@@ -127,7 +127,7 @@ class Record:
         return "·".join([f"{self.coefficients[block]:,}", *factors, *(["n"] if self.experts[block] >= 0 else [])])
 
 
-def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()) -> Record:
+def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = (), like: Record | None = None) -> Record:
     """Record one step of a shortened model at two choices of probe sizes, and derive the monomials of its storages.
 
     Args:
@@ -135,6 +135,8 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
         length: tokens of a sequence of that shape, as in the run to predict.
         limits: lengths to which the model's code may compare a sequence's length. If the probe lengths are not below
             the same limits as `shape.longer`, the record is also compared with a step at `length`.
+        like: record of the same steps with another number of trained experts, with which this one will be compared
+            (`Choices.of`). The step is then recorded at one choice of sizes; the bytes that are constant in `like` are.
 
     Raises:
         NoClosedForm: the steps allocate different storages, or a storage's bytes are no product of sizes.
@@ -142,8 +144,8 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
     if not steps.adapted.ranks.is_single:
         _recorded(steps, ProbeSizes.of(shape, (), 2))  # FSDP2's first step creates buffers that stay
     own = {size for tensor in steps.adapted.model.parameters() for size in tensor.shape}
-    probes = [ProbeSizes.of(shape, own, number) for number in (0, 1)]
-    if any(one.longer(limits) != shape.longer for one in probes):
+    probes = [ProbeSizes.of(shape, own, number) for number in ((0, 1) if like is None else (0,))]
+    if like is None and any(one.longer(limits) != shape.longer for one in probes):
         probes.append(probes[0].of_length(length, shape))
     (log, sizes, rows, where), *others = (_recorded(steps, one) for one in probes)
     for other, *_ in others:
@@ -159,8 +161,12 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
     }
     for at, (block, *same) in enumerate(zip(log.blocks, *(other.blocks for other, *_ in others), strict=True)):
         _, grows, power = found[at]
-        if (grows or power in varying) and all(one.bytes == block.bytes for one in same):
+        if same and (grows or power in varying) and all(one.bytes == block.bytes for one in same):
             found[at] = (block.bytes, False, ())  # constant, although a probe size divides it
+    if like is not None:
+        is_constant = np.array([not powers for powers in like.powers])[like.monomials] & (like.experts < 0)
+        constants = set(like.coefficients[is_constant].tolist())
+        found = [(b.bytes, False, ()) if b.bytes in constants else of for b, of in zip(log.blocks, found, strict=True)]
     powers = list(dict.fromkeys(power for *_, power in found))
     numbers = {power: number for number, power in enumerate(powers)}
     for other, other_sizes, other_rows, _ in others:

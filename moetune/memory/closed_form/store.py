@@ -69,8 +69,13 @@ class Recorded:
 def key_of(kind: dict[str, Any], rank: int) -> str:
     """Return the digest that names the file of a kind of run's records for one rank: 32 hexadecimal digits. `kind` has
     the settings that the step's storages depend on, as JSON values."""
-    whole = {"kind": kind, "rank": rank, "versions": {name: version(name) for name in _MADE_BY}, "source": _source()}
+    whole = {"kind": kind, "rank": rank, "versions": _versions(), "source": _source()}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in _MADE_BY}
 
 
 @cache

@@ -10,10 +10,11 @@ The fast end assumes that these terms overlap completely, the slow end that they
 Work of a part: F16, F32 FLOPs of matrix products in 16 and 32 bits; I FLOPs that multiprocessors without a tile of a
 product could do meanwhile, which count at the slow end alone, i = 0 and 1 (occupancy.py); Bp bytes read and written by
 products, B by all other operations; C bytes copied between host and GPU. Limits of the GPU: P16, P32 FLOP/s; M memory
-bandwidth and L host link in bytes/s. Factors, each with a value for either end (`FACTORS`): p, m, l the share of each
-limit that is reached; a and s the seconds of a launch and of a synchronization. For the part `host`, which is computed
-on the CPU, B is divided by the bandwidth of host memory. t(communication): bytes sent / (half of the GPU interconnect's
-bandwidth · l). Explained in docs/concepts/time.md.
+bandwidth and L host link in bytes/s. Factors, each with a value for either end: p, m, l the share of each limit that is
+reached; a and s the seconds of a launch and of a synchronization. They are `FACTORS`, or on this machine's card what
+`moetune doctor --measure` found (speeds.py), with i = 1 at both ends. For the part `host`, computed on the CPU, B is
+divided by the bandwidth of host memory. t(communication): bytes sent / (half of the GPU interconnect's bandwidth ·
+l). Explained in docs/concepts/time.md.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from moetune.memory.time.speeds import Between, speeds_of
 from moetune.memory.time.work import Work, WorkPart
 from moetune.models.catalog.gpus import Gpu
 
 
 @dataclass(frozen=True)
-class Factor:
+class Factor(Between):
     """An efficiency factor of the estimate.
 
     Attributes:
@@ -36,8 +38,6 @@ class Factor:
         source: where the values come from.
     """
 
-    fast: float
-    slow: float
     source: str
 
 
@@ -94,6 +94,7 @@ class Duration:
         work: part of the step -> its work on one rank.
         measured: tokens per second of a run whose measured speed replaces the estimate, so that both ends of `seconds`
             are equal; None for an estimate.
+        of_card: whether the speeds of the card were measured on this machine (`moetune doctor --measure`).
     """
 
     tokens: int
@@ -103,6 +104,7 @@ class Duration:
     parts: Mapping[str, Range]
     work: Mapping[WorkPart, Work]
     measured: float | None = None
+    of_card: bool = False
 
     @property
     def tokens_per_second(self) -> Range:
@@ -133,6 +135,7 @@ class Duration:
             "tokens_per_second": self.tokens_per_second.to_json(),
             "share_of_limit": self.share.to_json(),
             "measured_tokens_per_second": self.measured,
+            "measured_card": self.of_card,
             "parts": {name: part.to_json() for name, part in self.parts.items()},
             "work": {name: work.to_json() for name, work in self.work.items()},
         }
@@ -147,16 +150,21 @@ def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterab
     half = card.bf16 or card.fp16
     if not work or half is None or card.fp32 is None or card.bandwidth is None or card.host_link is None:
         return None
-    ends = {}
-    for end, idle in (("fast", 0.0), ("slow", 1.0)):
-        factor = {name: getattr(one, end) for name, one in FACTORS.items()}
-        memory = card.bandwidth.value * factor["memory"]
+    ends, (factors, of_card) = {}, _factors(card)
+    for end, idle in (("fast", 1.0 if of_card else 0.0), ("slow", 1.0)):
+        factor = {name: getattr(one, end) for name, one in factors.items()}
         parts: dict[str, float] = {
             part: max(
-                ((done.flops + idle * done.idle) / half.value + done.flops32 / card.fp32.value) / factor["products"],
-                done.product_bytes / memory,
+                ((done.flops + idle * done.idle) / half.value + done.flops32 / card.fp32.value)
+                / factor["attention" if part == "attention" else "products"],
+                done.product_bytes / (card.bandwidth.value * factor["memory"]),
             )
-            + done.bytes / (factor["host_memory"] if part == "host" else memory)
+            + done.bytes
+            / (
+                factor["host_memory"]
+                if part == "host"
+                else card.bandwidth.value * factor["unpacking" if part == "dequantization" else "memory"]
+            )
             + done.copied / (card.host_link.value * factor["link"])
             for part, done in work.items()
         }
@@ -177,4 +185,17 @@ def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterab
         seconds=seconds,
         parts={part: Range(ends["fast"][part], ends["slow"][part]) for part in ends["fast"]},
         work=work,
+        of_card=of_card,
     )
+
+
+def _factors(card: Gpu) -> tuple[dict[str, Between], bool]:
+    """Return the factors for a card, and whether they were measured on it. The part `attention` has products and
+    attention's kernels, so its factor ranges over both."""
+    speeds = speeds_of(card)
+    found: dict[str, Between] = {str(name): one for name, one in FACTORS.items()}
+    found |= {} if speeds is None else {str(kind): one for kind, one in speeds.factors(card).items()}
+    found.setdefault("unpacking", found["memory"])
+    both = found["products"], found.get("attention", found["products"])
+    found["attention"] = Between(max(one.fast for one in both), min(one.slow for one in both))
+    return found, speeds is not None

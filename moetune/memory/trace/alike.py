@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from moetune.models.stack import decoder_layers
 from moetune.parallel.ranks import Ranks
+from moetune.run.keeps import recomputes_layers
 from moetune.run.resolve import ResolvedRun
 
 _LONGEST = 8
@@ -94,41 +96,44 @@ def _times(kinds: Sequence[Hashable], at: int, size: int) -> int:
 
 
 def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
-    """Return, for each decoder layer, all properties that its memory depends on; equal for identical layers. `ep` is
-    the rank's position on the `ep` axis, which decides the experts that it holds."""
+    """Return, for each decoder layer, all properties that its memory depends on; equal for identical layers, and equal
+    in every process. `ep` is the rank's position on the `ep` axis, which decides the experts that it holds."""
     selection, held = run.selection, {layer: of_ranks[ep] for layer, of_ranks in run.placement.items()}
     outside = {part.name for part in run.structure.parameters if part.layer is None}
-    checkpointing = run.config.train.checkpointing
     # Whether gradients pass through the layer even if nothing in it trains: always under checkpointing, else if an
     # earlier layer or a weight outside of the layers trains.
-    arrive = checkpointing in ("full", "offload") or bool(selection.full & outside)
+    arrive = recomputes_layers(run.config.train) or bool(selection.full & outside)
     kinds: list[Hashable] = []
     for number, (path, made) in enumerate(_layers(run.model.plain).items()):
         trains = (
-            frozenset(name.removeprefix(path) for name in selection.full if name.startswith(f"{path}.")),
-            frozenset(
-                (name.removeprefix(path), rank) for name, rank in selection.ranks.items() if name.startswith(f"{path}.")
+            tuple(sorted(name.removeprefix(path) for name in selection.full if name.startswith(f"{path}."))),
+            tuple(
+                sorted(
+                    (name.removeprefix(path), rank)
+                    for name, rank in selection.ranks.items()
+                    if name.startswith(f"{path}.")
+                )
             ),
             selection.experts.get(number, ()),
             selection.lora_experts.get(number, ()),
         )
-        quantized = frozenset(one.removeprefix(path) for one in run.quantized_linears if one.startswith(f"{path}."))
-        stays = checkpointing == "offload" and number == 0  # its input, a frozen embedding's output, stays on the GPU
-        keeps_rows = number in run.keeps_rows
-        kinds.append((arrive, stays, keeps_rows, trains, quantized, held.get(number, ()), made))
+        quantized = tuple(sorted(one.removeprefix(path) for one in run.quantized_linears if one.startswith(f"{path}.")))
+        on_host = run.config.train.checkpointing == "offload"
+        stays = on_host and number == 0  # its input, a frozen embedding's output, stays on the GPU
+        kept = tuple(sorted(run.keeps.get(number, ())))
+        kinds.append((arrive, stays, kept, trains, quantized, held.get(number, ()), made))
         arrive = arrive or any(trains)
     return kinds
 
 
-_KNOWN: WeakKeyDictionary[nn.Module, dict[str, int]] = WeakKeyDictionary()
-_MADE: dict[Hashable, int] = {}
+_KNOWN: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
-def _layers(model: PreTrainedModel) -> dict[str, int]:
-    """Return path -> number of each decoder layer; layers with equal `_make` have equal numbers, also across models."""
+def _layers(model: PreTrainedModel) -> dict[str, str]:
+    """Return path -> digest of `_make` of each decoder layer."""
     if model not in _KNOWN:  # a plain model is never modified
         layers = decoder_layers(model).items()
-        _KNOWN[model] = {path: _MADE.setdefault(tuple(_make(layer)), len(_MADE)) for path, layer in layers}
+        _KNOWN[model] = {path: sha256(repr([*_make(layer)]).encode()).hexdigest() for path, layer in layers}
     return _KNOWN[model]
 
 

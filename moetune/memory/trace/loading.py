@@ -35,7 +35,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     - Weights are read in the dtype that `config.json` names. If it names none, or the checkpoint is quantized, they are
       read in the compute dtype. The largest of the other weights is also held in both dtypes while it is converted.
     - An MXFP4 checkpoint (17/32 bytes a weight): kept as it is, unless the base has another storage or experts train.
-    - An FP8 checkpoint (one byte a weight): likewise.
+    - An FP8 or NVFP4 checkpoint (1 or 9/16 bytes a weight): likewise.
 
     The host's peak is what stays in host memory plus the tensor that is being read, an expert's or the embedding.
 
@@ -66,11 +66,11 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     if shapes:
         shape = shapes[0]
         matrix = _gate_up(shape)
-        method = run.model.source.quantization.method
-        is_kept = model.base == run.model.source.quantization.base and run.config.adapt.experts is None
-        if method == "fp8" and is_kept:
-            host = max(host, matrix)
-        elif method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
+        published = run.model.source.quantization
+        is_kept = model.base == published.base and run.config.adapt.experts is None
+        if is_kept and published.base in ("fp8", "nvfp4"):
+            host = max(host, matrix if published.base == "fp8" else matrix * 9 // 16)
+        elif published.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
             host = max(host, matrix * 17 // 32)
             if not is_kept:
                 # transformers dequantizes half of the weights at a time by a lookup with indices of 8 bytes

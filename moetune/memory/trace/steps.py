@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moetune.adapt.attention import wants_cu_seqlens
+from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted
 from moetune.compat.bitsandbytes import paged
 from moetune.config.schema import RunConfig
@@ -65,11 +65,11 @@ def batches_of(
     """
     config, vocabulary = adapted.run.config, vocabulary_of(adapted)
     packing, tokens = config.packs, length or config.train.sequence_length
-    by_border = wants_cu_seqlens(adapted.model)
+    documents = document_inputs(adapted.model)
 
     def batch_of(rows: int) -> Batch:
         made = random_rows(rows, tokens, vocabulary, packing=packing)
-        batch = collate(made, 0, at_least=tokens, documents_by_cu_seqlens=by_border)
+        batch = collate(made, 0, at_least=tokens, document_inputs=documents)
         if device is None:
             return batch
         return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}

@@ -280,8 +280,10 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # a shortcut: torch asks for it very often
-        if any(issubclass(kind, _MADE_OF_OTHERS) for kind in types):
+        if any(kind is not FakeTensor and issubclass(kind, _MADE_OF_OTHERS) for kind in types):
             return NotImplemented  # their operations on the inner tensors are dispatched here again
+        if func.is_view and self._knows(args[0]):
+            return func(*args, **(kwargs or {}))  # allocates nothing, does no work
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next((self.block_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
             self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
@@ -315,6 +317,9 @@ class Tracker(TorchDispatchMode):
                 self.moved_to_host(out[output])
         return out
 
+    def _knows(self, tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and id(tensor.untyped_storage()) in self._alive
+
     def _births(self, func: Any, sizes: Iterable[int]) -> list[int]:
         """Record the workspaces of a kernel, in bytes, as allocated; return the numbers of their blocks."""
         return [self.birth(size, "transient_peak", f"inside {func.__name__}") for size in sizes if size]
@@ -343,7 +348,7 @@ class Tracker(TorchDispatchMode):
         `layer` is the layer's number, or `OUTSIDE`. An end of forward is ignored while the layer is recomputed in
         backward.
         """
-        if backward or self.phase in ("forward", "evaluation"):  # not in a recomputation
+        if backward or self.phase in ("forward", "reference", "evaluation"):  # not in a recomputation
             self.log.cuts.append(Cut(len(self.log.entries), layer, backward))
 
     def _enter_backward(self, module: str) -> None:

@@ -137,7 +137,7 @@ class Trace:
         return np.cumsum(self.events.signs * bytes_of[self.events.storages])
 
     @cached_property
-    def _device(self) -> np.ndarray:
+    def device(self) -> np.ndarray:
         """Bytes alive on the device after each event: [events]."""
         return self._alive(np.where(self._on_host, 0, self.bytes))
 
@@ -152,7 +152,7 @@ class Trace:
     @cached_property
     def peak(self) -> int:
         """Index of the first event, from `begin` on, after which the most bytes are alive on the device."""
-        return self.begin + int(np.argmax(self._device[self.begin :]))
+        return self.begin + int(np.argmax(self.device[self.begin :]))
 
     @cached_property
     def host_peak(self) -> int:
@@ -210,6 +210,18 @@ class Trace:
         module = layer_named(mark.module, unit, copy)
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
 
+    def phases(self) -> tuple[tuple[Phase, int], ...]:
+        """Return the most bytes that are alive on the device in each phase, in the order in which phases begin. What is
+        recomputed counts as the backward pass."""
+        most: dict[Phase, int] = {}
+        begins = [at for at, *_ in self.events.marks]
+        for (at, mark, *_), until in zip(self.events.marks, [*begins[1:], self.end + 1], strict=True):
+            phase: Phase = "backward" if mark.phase == "recompute" else mark.phase
+            alive = self.device[max(0, at - 1) : until]  # what is alive when the phase begins counts
+            if phase != "load":
+                most[phase] = max(most.get(phase, 0), int(alive.max(initial=0)))
+        return tuple(most.items())
+
     def timeline(self, points: int = 600) -> tuple[Sample, ...]:
         """Return about `points` samples of the last step's bytes by part, each the fullest moment of its section of the
         step. The sample with which a phase begins is labelled, such as "forward 0"; others have an empty label."""
@@ -226,7 +238,7 @@ class Trace:
         # Sections have equal lengths but for the starts of phases; the moment before a section counts as part of it.
         regular = range(begin + 1, self.end + 1, stretch)
         starts = sorted({begin, *regular, *(at for at in labels if at <= self.end)})
-        alive = np.concatenate([[0], self._device])  # alive[n]: bytes before event n
+        alive = np.concatenate([[0], self.device])  # alive[n]: bytes before event n
         fullest = [start + int(np.argmax(alive[start : stop + 1])) for start, stop in pairwise((*starts, self.end + 1))]
         parts = [np.concatenate([[0], self._alive(self._of_part(part))])[fullest] for part in PART_NAMES]
         return tuple(

@@ -1,13 +1,16 @@
-"""Readers of checkpoints published in MXFP4, block FP8 or bitsandbytes 4 bits, which dequantize rows on demand.
+"""Readers of checkpoints published in MXFP4, NVFP4, block FP8 or bitsandbytes 4 bits: rows dequantized on demand.
 
 A quantized weight is stored in several tensors, named by a pattern:
 
     MXFP4    <w>_blocks, <w>_scales                                          a layer's experts (gpt-oss)
+    NVFP4    <w>, <w>_scale, <w>_scale_2                                     ModelOpt
+             <w>_packed, <w>_scale, <w>_global_scale                         compressed-tensors
     FP8      <w>, <w>_scale_inv                                              a scale for each block (DeepSeek-V3)
     4 bits   <w>, <w>.absmax, …, <w>.quant_state.bitsandbytes__<nf4 or fp4>  bitsandbytes
 
 `open_checkpoint` returns one entry for each weight, under the name and with the shape that it has in 16 bits. Rows are
-dequantized when they are read, with the results of transformers and bitsandbytes.
+dequantized when they are read, with the results of transformers, compressed-tensors, ModelOpt and bitsandbytes. Scales
+of activations and of the key-value cache are left out, because activations are computed unquantized.
 """
 
 from __future__ import annotations
@@ -25,17 +28,20 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from moetune.compat.bitsandbytes import QuantState, create_dynamic_map, dequantize_4bit, unpack_tensor_to_dict
-from moetune.config.schema import FP8_BLOCK
+from moetune.config.schema import FP8_BLOCK, NV_BLOCK
 from moetune.errors import reading
 from moetune.json_files import Amount, read_json
 from moetune.models.hub.tensor_files import NAMES, Stored, read_headers
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _PARTS = (
     re.compile(r"(.+)_(blocks|scales)"),
     re.compile(r"(.+\.weight)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"),
-    re.compile(r"(.+\.weight)_(scale_inv)"),
+    re.compile(r"(.+\.weight)_(scale_inv|packed|scale|scale_2|global_scale)"),
 )
 """Patterns of the names of stored parts: group 1 is the weight's name, group 2 the part."""
+_OF_ACTIVATIONS = re.compile(r".+\.(input_scale|input_global_scale|k_scale|v_scale)")
+"""Pattern of the names of tensors that are left out."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,41 @@ class BlockFp8(Quantized):
             those = slice(max(number * high - start, 0), (number + 1) * high - start)
             rows[those] = weight[those].float() * scale
         return rows
+
+
+@dataclass(frozen=True)
+class Nvfp4(Quantized):
+    """A matrix [out, in] in NVFP4: 16 weights of a row share a scale of 8 bits (E4M3), and the matrix a global scale.
+
+    Parts are "" or `packed` [out, in / 2] uint8, two E2M1 codes per byte, the first in the low bits; `scale` [out, in /
+    16]; and one float32: `scale_2` (ModelOpt) is multiplied, `global_scale` (compressed-tensors) divided by. Rows are
+    computed in float32 and rounded once to `dtype`, as by either library for bfloat16.
+    """
+
+    @property
+    def fraction(self) -> Tensor:
+        """The global scale as numerator and denominator, [2] float32."""
+        name = "scale_2" if "scale_2" in self.parts else "global_scale"
+        scale, one = self.parts[name].rows().float().reshape(1), torch.ones(1)
+        return torch.cat([scale, one] if name == "scale_2" else [one, scale])
+
+    def quantized(self) -> dict[str, Tensor]:
+        """Return the stored tensors: `data` [out, in / 2] and `scales` [out, in / 16] as uint8, and `fractions`, the
+        global scale's `fraction`."""
+        codes, scales = self._stored(0, None)
+        return {"data": codes, "scales": scales.view(torch.uint8), "fractions": self.fraction}
+
+    def _stored(self, start: int, stop: int | None) -> tuple[Tensor, Tensor]:
+        codes = self.parts["packed" if "packed" in self.parts else ""]
+        return codes.rows(start, stop), self.parts["scale"].rows(start, stop)
+
+    def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
+        codes, scales = (part.to(device) for part in self._stored(start, stop))
+        over, under = self.fraction.to(device)
+        levels = torch.tensor(_E2M1, device=device)
+        weights = levels[torch.stack([codes & 15, codes >> 4], -1).int()].view(*scales.shape, NV_BLOCK)
+        weights *= (scales.float() * over / under)[..., None]
+        return weights.flatten(1).to(self.torch_dtype)
 
 
 @dataclass(frozen=True)
@@ -182,13 +223,14 @@ def weights_of(names: Iterable[str]) -> list[str]:
 
 def _grouped(names: Iterable[str]) -> dict[str, dict[str, str]]:
     """Return weight name -> part -> tensor name; a tensor with the weight's own name is the part ""."""
-    known = set(names)
+    known = {name for name in names if not _OF_ACTIVATIONS.fullmatch(name)}
     groups: dict[str, dict[str, str]] = {}
     for name in sorted(known):
         weight, part = next(
             (match.groups() for pattern in _PARTS if (match := pattern.fullmatch(name)) is not None), (name, "")
         )
-        if part and not (weight in known or {f"{weight}_blocks", f"{weight}_scales"} <= known):
+        others = {weight}, {f"{weight}_blocks", f"{weight}_scales"}, {f"{weight}_packed"}
+        if part and not any(one <= known for one in others):
             weight, part = name, ""  # the other parts are missing: an ordinary tensor with such a name
         groups.setdefault(weight, {})[part.removeprefix("_")] = name
     return groups
@@ -209,6 +251,16 @@ def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
         experts, out, groups, _ = blocks.shape
         _require(blocks.shape == (*scales.shape, 16) and blocks.dtype == scales.dtype == "U8", parts)
         return Mxfp4(blocks.file, "BF16", (experts, 32 * groups, out), 0, parts)
+    if {"scale_2", "global_scale"} & parts.keys():
+        codes, scales = parts["packed" if "packed" in parts else ""], parts["scale"]
+        rows, half = codes.shape
+        (of_matrix,) = parts.keys() & {"scale_2", "global_scale"}
+        kinds = codes.dtype, scales.dtype, parts[of_matrix].dtype, parts[of_matrix].numel
+        _require(
+            kinds == ("U8", "F8_E4M3", "F32", 1) and codes.shape == (scales.shape[0], NV_BLOCK // 2 * scales.shape[1]),
+            parts,
+        )
+        return Nvfp4(codes.file, "BF16", (rows, 2 * half), 0, parts)
     weight = parts[""]
     if "scale_inv" in parts:
         high, wide = read_json(folder / "config.json", _Config)["quantization_config"]["weight_block_size"]
@@ -216,6 +268,7 @@ def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
         scales = parts["scale_inv"]
         _require(scales.shape == (-(-rows // high), -(-columns // wide)) and scales.dtype in ("F32", "BF16"), parts)
         return BlockFp8(weight.file, "BF16", weight.shape, 0, parts, (high, wide))
+    _require(any(name.startswith("quant_state.") for name in parts), parts)
     (of_state,) = (part for name, part in parts.items() if name.startswith("quant_state."))
     state = unpack_tensor_to_dict(of_state.rows())
     shape = tuple(state["shape"])

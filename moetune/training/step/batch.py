@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from moetune.adapt.attention import cu_seqlens
 from moetune.training.step.loss import IGNORED
 
 Batch = Mapping[str, Tensor]
@@ -22,25 +21,29 @@ Row = Mapping[str, ArrayLike]
 
 
 def collate(
-    rows: Sequence[Row], pad_token_id: int, *, at_least: int = 0, documents_by_cu_seqlens: bool = False
+    rows: Sequence[Row],
+    pad_token_id: int,
+    *,
+    at_least: int = 0,
+    document_inputs: Callable[[Sequence[int]], dict[str, Any]] = lambda lengths: {},
 ) -> dict[str, Any]:
     """Return a micro-batch of B rows as int64 tensors [B, S] by name.
 
     Packed rows, which have equal lengths, are stacked with their `position_ids` and `is_token` (0 for padding; not an
     input of the model). They get no `attention_mask`: without one, and with `use_cache=False`, transformers separates
-    documents by their positions. Other rows are padded on the right to the longest, with an `attention_mask`; to
-    `cu_seqlens` such a row is one document, because causal attention hides what is on the right anyway.
+    documents by their positions. Other rows are padded on the right to the longest, with an `attention_mask`; each
+    is one document, because causal attention hides what is on the right anyway.
 
     Args:
         at_least: minimum length, in tokens, to which rows that are not packed are padded.
-        documents_by_cu_seqlens: add the offsets of the documents, for attention that takes `cu_seqlens` and no mask
-            (`wants_cu_seqlens` in adapt/attention.py).
+        document_inputs: returns further inputs from the lengths of the documents, in tokens, row by row: those of
+            `document_inputs(model)` in adapt/attention.py.
     """
     columns = {name: [np.asarray(row[name], np.int64) for row in rows] for name in rows[0]}
     if "position_ids" in columns:
         batch: dict[str, Any] = {name: torch.tensor(np.stack(column)) for name, column in columns.items()}
         lengths = [length for positions in columns["position_ids"] for length in _lengths(positions)]
-        return batch | cu_seqlens(lengths) if documents_by_cu_seqlens else batch
+        return batch | document_inputs(lengths)
     longest = max(at_least, *map(len, columns["input_ids"]))
 
     def padded(column: list[np.ndarray], filling: int) -> Tensor:
@@ -54,7 +57,7 @@ def collate(
         "labels": padded(columns["labels"], IGNORED),
         "attention_mask": padded([np.ones_like(ids) for ids in columns["input_ids"]], 0),
     }
-    return batch | cu_seqlens([longest] * len(rows)) if documents_by_cu_seqlens else batch
+    return batch | document_inputs([longest] * len(rows))
 
 
 def uncounted(batch: dict[str, Any]) -> dict[str, Any]:

@@ -77,10 +77,10 @@ def test_no_kind_of_call_is_left_out(adapt: str, model: dict[str, Any], train: d
     assert not sorted(map(str, missing))
 
 
-def test_sizes_do_not_depend_on_kept_rows(tmp_path: Path) -> None:
-    """Their number is known only after the comparison."""
+def test_sizes_do_not_depend_on_what_layers_keep(tmp_path: Path) -> None:
+    """It is known only after the comparison."""
     run = resolve(runs.toy_run(runs.write_toy(tmp_path / "model"), "lora"), "cpu")
-    assert sizes_of(run.keeping_rows(1)) == sizes_of(run)
+    assert sizes_of(run.keeping({1: frozenset(("rows", "rest"))})) == sizes_of(run)
 
 
 def test_the_samples_call_every_operator() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -28,7 +29,7 @@ from moetune.run.dtypes import DTYPES
 from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
 from tests.memory.trace.test_loading import load
-from tests.published import write_4bit, write_fp8, write_mxfp4
+from tests.published import write_4bit, write_fp8, write_mxfp4, write_nvfp4
 from tests.reference import run_config, small_linears_are_packed, token_ids
 from tests.resolved import build, write_packed_base
 from tests.toys import toy_config
@@ -108,6 +109,7 @@ def test_mxfp4_packed_otherwise_is_packing_what_it_stands_for(
         ("mxfp4", "nf4", {"experts": {"ids": [0]}}),
         ("4bit", "auto", FROZEN),
         ("fp8", "auto", FROZEN),
+        ("nvfp4", "auto", FROZEN),
     ],
 )
 def test_reading_takes_what_is_predicted(kind: str, base: str, adapt: dict[str, Any], tmp_path: Path) -> None:
@@ -119,7 +121,8 @@ def test_reading_takes_what_is_predicted(kind: str, base: str, adapt: dict[str, 
         case "4bit":
             write_4bit(tmp_path, "mixtral", **sizes)
         case _:
-            write_fp8(tmp_path, "qwen3_moe", **sizes, moe_intermediate_size=512)
+            write = write_fp8 if kind == "fp8" else write_nvfp4
+            write(tmp_path, "qwen3_moe", **sizes, moe_intermediate_size=512)
     reads: list[int] = []
     config = run_config(tmp_path, adapt, model={"weights": "pretrained", "base": base, "dtype": "bf16"})
     stock_rows = Stored.rows
@@ -356,8 +359,11 @@ def test_fp8_quantized_otherwise_is_quantizing_what_it_stands_for(
                 assert torch.equal(found, stack.matrix(0, torch.float32))
 
 
-def test_a_quantized_base_of_fp8_is_the_same(tmp_path: Path) -> None:
-    folder = write_fp8(tmp_path / "fp8", "qwen3_moe", left_out=["self_attn.o_proj"], hidden_size=64)
+@pytest.mark.parametrize("write", [write_fp8, write_nvfp4])
+def test_a_quantized_base_of_8_or_4_bit_floats_is_the_same(write: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write(
+        tmp_path / "published", "qwen3_moe", left_out=["self_attn.o_proj"], hidden_size=64, moe_intermediate_size=48
+    )
     with small_linears_are_packed():
         write_packed_base(str(folder), tmp_path / "packed", "auto", True)
         expected = built(folder, {"router": "all"}).model.state_dict()
@@ -378,3 +384,75 @@ def test_fp8_blocks_may_be_cut_off(tmp_path: Path) -> None:
     assert torch.equal(opened.rows(20, 70), expected[20:70])
     with pytest.raises(ValueError, match="not divisible"):  # once it is, docs/reference/upstream.md
         Fp8Dequantize(None)._dequantize_one(weight, scales)
+
+
+# --- NVFP4 ----------------------------------------------------------------------------------------------------------
+
+
+def nvfp4_value(folder: Path, name: str) -> torch.Tensor:
+    """A weight in float32, as ModelOpt or compressed-tensors computes it before it rounds to bfloat16."""
+    tensors = load_file(folder / "model.safetensors")
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    scales = tensors[f"{name}_scale"].float()
+    if f"{name}_scale_2" in tensors:
+        codes, scales = tensors[name], scales * tensors[f"{name}_scale_2"]
+    else:
+        codes, scales = tensors[f"{name}_packed"], scales / tensors[f"{name}_global_scale"]
+    values = levels[torch.stack([codes & 15, codes >> 4], -1).int()].flatten(1)
+    return values * scales.repeat_interleave(16, 1)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("producer", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_nvfp4_is_kept_with_its_producers_values_to_the_bit(model_type: str, producer: str, tmp_path: Path) -> None:
+    """Experts of which some train, and linear layers, but for those that are published in 16 bits."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 48}
+    folder = write_nvfp4(tmp_path, model_type, producer, left_out=["self_attn.o_proj"], **sizes)
+    with small_linears_are_packed():
+        adapted = built(folder, {"experts": {"layers": "1", "ids": [2]}}, dtype="fp32")
+        linears = adapted.run.quantized_linears
+    assert adapted.run.config.model.base == "nvfp4"
+    for layer in adapted.structure.moe_layers:
+        bank: Any = adapted.model.get_submodule(layer.experts)
+        for expert in range(bank.num_experts):
+            names = (f"{layer.experts}.{expert}.{name}_proj.weight" for name in ("gate", "up", "down"))
+            gate, up, down = (nvfp4_value(folder, name) for name in names)
+            for name, expected in (("gate_up", torch.cat([gate, up])), ("down", down)):
+                if expert not in bank.frozen_slots:
+                    assert torch.equal(getattr(bank.trained[str(expert)], name).weight, expected)
+                    continue
+                for dtype in (torch.float32, torch.bfloat16):
+                    found = getattr(bank, name).matrix(bank.frozen_slots[expert], dtype)
+                    assert torch.equal(found, expected.to(dtype))
+    assert linears
+    assert not any(path.endswith("o_proj") for path in linears)
+    for path in linears:
+        stack = adapted.model.get_submodule(path).stack
+        assert torch.equal(stack.matrix(0, torch.float32), nvfp4_value(folder, f"{path}.weight"))
+    with torch.no_grad():
+        assert adapted.model.eval()(token_ids()).logits.isfinite().all()
+
+
+def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path) -> None:
+    """As before version 0.29."""
+    folder = write_nvfp4(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=48)
+    config = json.loads((folder / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    own = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": settings["ignore"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": own}))
+    assert built(folder, FROZEN).run.config.model.base == "nvfp4"
+    own["quant_algo"] = "NVFP4_AWQ"
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": own}))
+    with pytest.raises(UserError, match=r"already quantized \(modelopt\)"):
+        built(folder, FROZEN)
+
+
+def test_a_scale_of_another_shape_is_named(tmp_path: Path) -> None:
+    folder = write_nvfp4(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=48)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(3, 4).to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"q_proj.weight' in .* do not fit together"):
+        built(folder, FROZEN)

@@ -71,8 +71,16 @@ def shuffled(tokens: int, top_k: int, experts: int) -> tuple[Tensor, list[int]]:
     return torch.argsort(ids, stable=True), torch.bincount(ids, minlength=experts).tolist()
 
 
+def nvfp4(count: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and fractions; every scale but zero and NaN."""
+    wide = -(-columns // 16)
+    codes = torch.randint(0, 256, (count, rows, 8 * wide), dtype=torch.uint8)
+    scales = torch.arange(count * rows * wide).remainder(126).add(1).to(torch.uint8).view(count, rows, wide)
+    return codes, scales, random(count, 2).abs() / 1000
+
+
 def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
-    """Of NF4, int8 and FP8, whole blocks and not; of MXFP4 every byte, at nine exponents of normal numbers."""
+    """Of NF4, int8, FP8 and NVFP4, whole blocks and not; of MXFP4 every byte, at nine exponents of normal numbers."""
     for shape, double_quant in product([(64, 512), (24, 20), (96, 32), (15, 9)], [True, False]):
         nf4 = QuantizedExperts(3, shape, "nf4", double_quant=double_quant)
         for number in range(3):
@@ -87,6 +95,9 @@ def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
         codes = torch.randint(0, 256, shape, dtype=torch.uint8)
         codes[(codes & 127) == 127] = 0  # NaN is not equal to itself
         yield "dequantize_fp8", [codes, random(shape[0], -(-shape[1] // 128), -(-shape[2] // 128)), dtype]
+    for shape in [(2, 40, 64), (1, 33, 7), (3, 5, 272)]:
+        codes, scales, fractions = nvfp4(*shape)
+        yield "dequantize_nvfp4", [codes, scales, fractions, shape[2], dtype]
     near = 120 if dtype == torch.float32 else 12
     exponents = torch.arange(127 - near, 128 + near, near // 4, dtype=torch.uint8)
     data, scales = torch.arange(256, dtype=torch.uint8).repeat(len(exponents)), exponents.repeat_interleave(16)

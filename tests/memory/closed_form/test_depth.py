@@ -10,8 +10,8 @@ import pytest
 from moetune.memory.closed_form import form
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.form import ClosedForm
-from moetune.memory.trace import trace
-from moetune.run.resolve import resolve
+from moetune.memory.trace import Trace, trace
+from moetune.run.resolve import ResolvedRun, resolve
 from tests.memory.models import toy_run, write_toy
 from tests.thinned import thinned
 
@@ -59,6 +59,13 @@ ADAPT: dict[str, dict[str, Any]] = {
 }
 
 
+def own_of(run: ResolvedRun, rank: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Trace:
+    """The run by a record of its own, in an empty cache: on disk, runs with the same shortened model share theirs."""
+    with monkeypatch.context() as patch:
+        patch.setenv("MOETUNE_CACHE", str(cache))
+        return ClosedForm(run, rank).at(run.config)
+
+
 @pytest.mark.parametrize("how", thinned(ADAPT, len(ADAPT)))
 def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = 0
@@ -80,7 +87,7 @@ def test_other_numbers_of_layers(how: str, tmp_path: Path, monkeypatch: pytest.M
             before = recorded
             found = depths.at(run, rank)
             assert recorded - before == (layers == 5)
-            own = ClosedForm(run, rank).at(run.config)
+            own = own_of(run, rank, tmp_path / f"{layers}", monkeypatch)
             assert (found.parts(), found.host_peak, found.load) == (own.parts(), own.host_peak, own.load)
 
 
@@ -108,7 +115,7 @@ def test_layers_of_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_numbers_that_do_not_tell_are_not_shared(tmp_path: Path) -> None:
+def test_numbers_that_do_not_tell_are_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five layers train and five do not: who is born with all of which group cannot be told."""
     toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=10)
     depths = Depths()
@@ -116,4 +123,15 @@ def test_numbers_that_do_not_tell_are_not_shared(tmp_path: Path) -> None:
         run = resolve(
             toy_run(toy, "mixtral", {"experts": {"layers": f"0-{layers - 1}", "ids": [1]}}, model=PRETRAINED), "cuda"
         )
-        assert depths.at(run).parts() == ClosedForm(run).at(run.config).parts()
+        assert depths.at(run).parts() == own_of(run, 0, tmp_path / f"{layers}", monkeypatch).parts()
+
+
+@pytest.mark.parametrize("more", [{}, {"train": {"accumulate": 4}}], ids=["layers", "more"])
+def test_a_record_on_disk_is_that_of_the_shortened_model(more: dict[str, Any], tmp_path: Path) -> None:
+    """Another process finds the record of another number of layers; other settings have another record."""
+    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=12)
+    keys = [
+        ClosedForm(resolve(toy_run(toy, "mixtral", {"experts": {"layers": f"0-{n}", "ids": [1]}}, **of), "cuda")).key
+        for n, of in ((4, {}), (6, more))
+    ]
+    assert (keys[0] == keys[1]) == (not more)

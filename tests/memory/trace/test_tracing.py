@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from moetune.config.schema import OptimizerName, RunConfig
+from moetune.config.schema import OptimizerName, QuantizedDtype, RunConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.closed_form.form import ClosedForm
@@ -64,7 +64,7 @@ def runs(draw: st.DrawFn) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """(architecture, adapt:, other sections)."""
     model_type = draw(st.sampled_from(sorted(LAYOUTS)))
     adapt = draw(st.sampled_from(sorted(ADAPT)))
-    base, optimizer = draw(st.sampled_from(["nf4", "int8", "fp8", "mxfp4", "bf16", "fp32"])), draw(optimizers())
+    base, optimizer = draw(st.sampled_from([*get_args(QuantizedDtype), "bf16", "fp32"])), draw(optimizers())
     fused = optimizer.get("fused_backward", optimizer["name"] in ("lomo", "adalomo") and "offload" not in optimizer)
     sections = {
         "model": {
@@ -118,10 +118,12 @@ def test_a_prediction_is_what_is_measured(
         pytest.param("deepseek_v3", "none", 0, "host", marks=pytest.mark.full),
         pytest.param("llama", "offload", 0, "gpu", marks=pytest.mark.full),
         ("llama", "none", 0, "gpu"),
+        ("deepseek_v3", {"attention": "all", "rows": 1, "rest": 1}, 0, "host"),
+        pytest.param("mixtral", {"attention": 0, "rows": "all", "rest": 1}, 0, "gpu", marks=pytest.mark.full),
     ],
 )
 def test_fake_steps_take_byte_for_byte_what_real_ones_take(
-    toys: dict[str, Path], model_type: str, checkpointing: str, kept: int, experts_on: str
+    toys: dict[str, Path], model_type: str, checkpointing: Any, kept: int, experts_on: str
 ) -> None:
     adapt = DENSE["everything"] if model_type == "llama" else MIXED
     sections = {

@@ -1,0 +1,118 @@
+"""Keep packed documents apart in layers that carry a state from token to token: Mamba, linear attention, convolutions.
+
+Attention hides one document from another by a mask or by `cu_seqlens`. A module with a state takes neither, so it runs
+on each document alone, one after the other, and the state begins anew with each: exact, and slower the more documents a
+row has. Such modules are found by what their code does, not by a model's name.
+
+The lengths of the documents are part of the batch. They reach each decoder layer as a keyword argument, which
+activation checkpointing keeps, so that a layer recomputes what it computed.
+
+Shapes: B rows of S tokens each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moetune.compat.transformers import carries_state
+from moetune.models.stack import decoder_layers
+
+_LENGTHS = "document_lengths"
+_OF_ATTENTION = frozenset({_LENGTHS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+
+
+class _Current:
+    """Lengths of the documents in the batch that a decoder layer is running on; None outside, or if not packed."""
+
+    lengths: Sequence[int] | None = None
+
+
+class _Layer(nn.Module):
+    """Base class of decoder layers with a state: makes the lengths of documents known while the layer runs.
+
+    It is a class because transformers checkpoints the forward method of the class: a recomputed layer must know them.
+    """
+
+    current: _Current
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        current, before = self.current, self.current.lengths
+        current.lengths = kwargs.get(_LENGTHS, before)  # a layer may contain another, which is not given them
+        try:
+            return super().forward(*args, **kwargs)
+        finally:  # recomputing may end with an exception
+            current.lengths = before
+
+
+@cache
+def _layer_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_Layer, kind), {})
+
+
+def split_by_documents(model: nn.Module) -> None:
+    """Make every module of a decoder layer that carries a state run on each packed document alone, in place."""
+    current = _Current()
+    for layer in decoder_layers(model).values():
+        if modules := _with_state(layer):
+            layer.__class__ = _layer_class(type(layer))  # type: ignore[arg-type]  # a class is hashable
+            vars(layer)["current"] = current
+            for module in modules:
+                module.forward = partial(_forward, current, module)
+
+
+def layers_with_state(model: nn.Module) -> int:
+    """Return how many decoder layers have modules that carry a state."""
+    return sum(bool(_with_state(layer)) for layer in decoder_layers(model).values())
+
+
+def is_split_by_documents(layer: nn.Module) -> bool:
+    """Return whether `split_by_documents` found modules with a state in a decoder layer."""
+    return isinstance(layer, _Layer)
+
+
+def document_lengths(lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the keyword argument by which a model that is split by documents is told their lengths, in tokens, row by
+    row. They are integers, so that the host need not wait for the device."""
+    return {_LENGTHS: tuple(lengths)}
+
+
+def _with_state(layer: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules within a decoder layer that carry a state."""
+    found: list[nn.Module] = []
+    for child in layer.children():
+        found += [child] if carries_state(child) else _with_state(child)
+    return found
+
+
+def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward, lengths = partial(type(module).forward, module), current.lengths
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ATTENTION}
+    rows, tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).shape[:2]
+    if lengths is None or len(lengths) == rows:
+        return forward(*args, **kwargs)
+
+    def of_each(value: Any) -> Sequence[Any]:
+        if isinstance(value, Tensor) and value.shape[:2] == (rows, tokens):
+            return value.reshape(1, rows * tokens, *value.shape[2:]).split([*lengths], 1)
+        return [value] * len(lengths)
+
+    positional, named = zip(*map(of_each, args), strict=True), {name: of_each(kwargs[name]) for name in kwargs}
+    outputs = [
+        forward(*given, **{name: values[index] for name, values in named.items()})
+        for index, given in enumerate(positional if args else [()] * len(lengths))
+    ]
+    if isinstance(outputs[0], Tensor):
+        return _joined(outputs, lengths, rows)
+    return tuple(_joined(parts, lengths, rows) for parts in zip(*outputs, strict=True))
+
+
+def _joined(parts: Sequence[Any], lengths: Sequence[int], rows: int) -> Any:
+    """Return outputs [1, length, …] of all documents as one [B, S, …]; of outputs that are not of tokens, the last."""
+    if not all(isinstance(part, Tensor) and part.shape[1] == n for part, n in zip(parts, lengths, strict=True)):
+        return parts[-1]
+    return torch.cat([*parts], 1).unflatten(1, (rows, -1)).squeeze(0)

@@ -1,0 +1,232 @@
+"""`moetune generate --prompts`: generate text for each record of a file, in batches; an interrupted call is continued.
+
+Batches hold prompts of similar length, the longest first, so that a batch that needs too much memory fails at once. The
+texts are collected in a file beside the output, with a line for each finished batch. The same command reads them and
+generates the rest; when all are there, the output is written and that file removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+
+from moetune.errors import UserError, shown
+from moetune.files import expanded, lock, refuse_existing, write_whole
+from moetune.inference.generate import Message, continued, has_static_cache, token_ids
+from moetune.inference.opened import Found, Opened, open_model
+from moetune.json_files import Answer
+from moetune.report.console import terminal
+from moetune.report.progress import counting
+from moetune.training.data.formats import MalformedError, checked_messages, checked_text, with_system
+from moetune.training.data.sources import open_sources
+
+GENERATED = "generated"
+"""The key of the generated text in a record of the output."""
+
+
+@dataclass(frozen=True)
+class Completions(Answer):
+    """Texts generated for the records of a file: `records` of the file, `texts` generated for them, the file `out`."""
+
+    model: str
+    out: str
+    records: int
+    texts: int
+
+
+def complete(
+    opened: Opened | Path | str,
+    prompts: str,
+    out: Path | str,
+    *,
+    batch: int = 8,
+    samples: int = 1,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    console: Console | None = None,
+) -> Completions:
+    """Generate text for each record of a file, and write the records with it to a JSONL file.
+
+    A record has a `prompt` or `text` to continue, or `messages`, a chat that the model answers; an answer at its end is
+    not shown to the model. All keys are kept. The generated text is added under `generated`.
+
+    Args:
+        opened: an opened model; or what `open_model` opens.
+        prompts: a file or data set, as under `data.train`.
+        out: the file to write, in the order of the records; nothing may be there.
+        batch: the largest number of prompts in a batch.
+        samples: the number of texts for each record, each in a line of its own.
+        max_new_tokens, temperature, seed: as in `generate`; each batch has a seed of its own.
+
+    Raises:
+        UserError: `out` exists or cannot be written, or another process writes it; a record cannot be completed, or
+            holds `generated` already; several samples are asked for at temperature 0; or as in `generate`.
+    """
+    out, console = expanded(out), console or terminal(stderr=True)
+    try:
+        refuse_existing(out)
+    except FileExistsError:
+        raise UserError(f"--out {str(out)!r} exists; choose another") from None
+    if samples > 1 and not temperature:
+        raise UserError(f"--samples {samples} at temperature 0 would be equal texts; set --temperature, such as 0.7")
+    opened = opened if isinstance(opened, Opened) else open_model(str(opened))
+    records = list(_records(prompts))
+    ids = [_token_ids(opened, where, record) for where, record in records]
+    plan = _batches(opened, [row for row in ids for _ in range(samples)], batch)
+    asked = [record for _, record in records]
+    settings = [asked, batch, samples, max_new_tokens, temperature, seed, opened.name, opened.step, _weights(opened)]
+    with _Begun(out, hashlib.sha256(json.dumps(settings).encode()).hexdigest()) as begun:
+        texts: dict[int, str] = {}
+        for numbers, found in zip(plan, begun.done, strict=False):
+            texts.update(zip(numbers, found, strict=True))
+        if texts:
+            console.print(f"continuing after {len(texts):,} of {len(ids) * samples:,} texts", highlight=False)
+        with counting(console, "generating", len(ids) * samples, len(texts)) as advance:
+            for number in range(len(begun.done), len(plan)):
+                rows = [ids[index // samples] for index in plan[number]]
+                found = continued(
+                    opened, rows, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed + number
+                )
+                begun.add(found)
+                texts.update(zip(plan[number], found, strict=True))
+                advance(len(found))
+        lines = [
+            json.dumps({**record, GENERATED: texts[index * samples + sample]}, ensure_ascii=False)
+            for index, (_, record) in enumerate(records)
+            for sample in range(samples)
+        ]
+        write_whole(out, "".join(f"{line}\n" for line in lines), new=True)
+        begun.remove()
+    return Completions(opened.name, str(out), len(records), len(lines))
+
+
+def fullest_batch(found: Found, prompts: str, *, batch: int = 8, samples: int = 1) -> tuple[int, int]:
+    """Return how many prompts of a file the batch of most tokens holds, and the tokens of its longest. Arguments and
+    errors as in `complete`."""
+    rows = [ids for where, record in _records(prompts) for ids in [_token_ids(found, where, record)] * samples]
+    sizes = [(len(numbers), max(len(rows[number]) for number in numbers)) for numbers in _batches(found, rows, batch)]
+    return max(sizes, key=lambda size: size[0] * size[1])
+
+
+def _records(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, record) for each record that a spec names; raise `UserError` for one that cannot be read."""
+    empty = True
+    for source in open_sources(spec):
+        for row in source.rows:
+            where, empty = f"{source.name}, {source.unit} {row.number}", False
+            if row.problem is not None:
+                raise UserError(f"{where}: {row.problem}")
+            if not isinstance(row.value, dict):
+                raise UserError(f"{where}: {shown(row.value)} is no object with prompt, text or messages")
+            if GENERATED in row.value:
+                raise UserError(f"{where}: holds {GENERATED!r} already; rename it or leave it out")
+            yield where, row.value
+    if empty:
+        raise UserError(f"{spec!r} holds no records")
+
+
+def _token_ids(opened: Opened | Found, where: str, record: dict[str, Any]) -> list[int]:
+    """Return the token ids of a record's prompt; raise `UserError`, naming its place, if it has none."""
+    try:
+        return token_ids(opened, _prompt(record))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _prompt(record: dict[str, Any]) -> str | list[Message]:
+    keys = [key for key in ("prompt", "text", "messages") if key in record]
+    if len(keys) != 1:
+        found = ", ".join(map(shown, record)) or "none"
+        raise MalformedError(f"has the keys {found}; give it one of prompt, text and messages")
+    if keys != ["messages"]:
+        return checked_text(record[keys[0]], keys[0])
+    if record.get("tools"):
+        raise MalformedError("tools would be lost; generate with a prompt that the template has rendered")
+    messages = with_system(record)["messages"]
+    if not isinstance(messages, list):
+        return checked_messages(messages)
+    if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise MalformedError("messages holds nothing to answer")
+    # The check is of training data, which must have an answer.
+    return checked_messages([*messages, {"role": "assistant", "content": "?"}])[:-1]
+
+
+def _batches(opened: Opened | Found, rows: Sequence[list[int]], size: int) -> list[list[int]]:
+    """Return the numbers of the rows of each batch.
+
+    Rows of different length share a batch only if padding does not change what the model computes: not where it
+    compresses blocks of tokens, which padding would shift.
+    """
+    order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+    mixes = has_static_cache(opened.settings)
+    groups = [order] if mixes else [[*group] for _, group in groupby(order, lambda number: len(rows[number]))]
+    return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
+
+
+def _weights(opened: Opened) -> list[tuple[str, int, int]]:
+    """Return name, bytes and time of change of each weight file of a local model, to notice that it was replaced."""
+    folder = expanded(opened.name)
+    files = sorted(folder.rglob("*.safetensors")) if folder.is_dir() else []
+    return [(str(file.relative_to(folder)), (now := file.stat()).st_size, now.st_mtime_ns) for file in files]
+
+
+class _Begun:
+    """The file beside an output that collects the texts of finished batches, locked against a second process.
+
+    Its first line says what is generated (`of`); a file of another call is refused. Each further line is the list of a
+    batch's texts; a last line that a killed process left unfinished is dropped.
+
+    Attributes:
+        done: the texts of each finished batch.
+    """
+
+    def __init__(self, out: Path, of: str) -> None:
+        self._file, self._of = out.with_name(f".{out.name}.begun"), of
+        self.done: list[list[str]] = []
+
+    def __enter__(self) -> _Begun:
+        held = lock(self._file, "a+b")
+        if held is None:
+            raise UserError(f"another process writes {str(self._file)!r}; let it end, or choose another --out")
+        self._held: IO[bytes] = held
+        whole, _, rest = held.read().rpartition(b"\n")
+        try:
+            first, *lines = [json.loads(line) for line in whole.splitlines()] or [None]
+        except ValueError:
+            first, lines = "", []
+        if first != {"of": self._of} and (whole or rest):
+            held.close()
+            raise UserError(
+                f"{str(self._file)!r} holds texts of another model, other prompts or settings; remove it, or choose "
+                "another --out"
+            )
+        held.seek(len(whole) + 1 if whole else 0)
+        held.truncate()
+        if first is None:
+            self._write({"of": self._of})
+        self.done = lines
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._held.close()
+
+    def add(self, texts: list[str]) -> None:
+        """Append the texts of a batch."""
+        self._write(texts)
+
+    def remove(self) -> None:
+        self._file.unlink()
+
+    def _write(self, value: Any) -> None:
+        self._held.write(json.dumps(value).encode() + b"\n")
+        self._held.flush()

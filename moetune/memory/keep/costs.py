@@ -1,0 +1,177 @@
+"""`Costs`: what each layer of a run may keep for backward, and what that takes and saves, from recorded steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+
+from moetune.memory.assumed_routing import AssumedRouting
+from moetune.memory.keep.knapsack import Option, best, fits
+from moetune.memory.time.roofline import duration
+from moetune.memory.time.work import sums
+from moetune.memory.trace import Trace, trace
+from moetune.memory.trace.alike import kinds_of
+from moetune.memory.trace.repeat import Stretch, stretches
+from moetune.models.catalog.gpus import Gpu, find_gpu
+from moetune.models.stack import decoder_layers
+from moetune.parallel.coordinates import Coordinates
+from moetune.run.keeps import NOTHING, Kept
+from moetune.run.resolve import ResolvedRun
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """What a layer costs that keeps something: bytes alive between its passes; most bytes of its forward and of its
+    backward pass, beside what is alive when the pass begins; and nanoseconds of both."""
+
+    kept: int
+    forward: int
+    backward: int
+    time: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What each layer of a run may keep, and what that takes and saves.
+
+    Attributes:
+        things: for each layer what it may keep, as `kept_by_layer` says it.
+        options: for each layer and each of these the option to choose.
+        alike: for each layer a key, equal for layers that are alike.
+        peak: most bytes of live tensors of a step in which layers keep nothing.
+        end: most bytes alive between the forward pass of the last layer and its backward pass, in that step.
+    """
+
+    things: list[list[Kept]]
+    options: list[list[Option]]
+    alike: list[Hashable]
+    peak: int
+    end: int
+
+    @classmethod
+    def of(cls, base: ResolvedRun, asked: ResolvedRun, card: Gpu, routing: AssumedRouting) -> Costs:
+        """Record steps of a few layers of each kind, and the step of `base`, a run whose layers keep nothing more.
+
+        `asked` is the run that the user wrote. A GPU of unknown speed is taken to have the ratios of an L40S.
+        """
+        alike = kinds_of(base, Coordinates.of(base.config.parallel, 0).ep)
+        things = [_things(asked, base, layer) for layer in range(len(alike))]
+        costs = _measured(base, card, routing, alike, things)
+        traced = trace(base, routing, gpu=card)
+        forward, backward, end = _peaks(traced, list(decoder_layers(base.model.plain)))
+        options: list[list[Option]] = []
+        for layer, kind in enumerate(alike):
+            full = costs[kind, things[layer][0]]
+            options.append([])
+            for kept in things[layer]:
+                cost = costs[kind, kept]
+                more = max(0, cost.kept - full.kept)
+                peak = max(
+                    forward[layer] + cost.forward - full.forward - more, backward[layer] + cost.backward - full.backward
+                )
+                options[-1].append(Option(more, peak, max(0, full.time - cost.time)))
+        return cls(things, options, alike, int(traced.device[traced.begin :].max()), end)
+
+    def keeps(self, budget: int) -> dict[int, Kept]:
+        """Return layer -> what it keeps, for most time saved if the peak may rise by `budget` bytes.
+
+        Of layers that are alike, the last ones keep most: their bytes are freed first in backward.
+        """
+        limit = self.peak + budget
+        chosen = best(self.options, limit, self.end) or [0] * len(self.things)
+        ordered = list(chosen)
+        for kind in dict.fromkeys(self.alike):
+            layers = [layer for layer, its in enumerate(self.alike) if its == kind]
+            by_need = sorted((chosen[layer] for layer in layers), key=lambda one: self.options[layers[-1]][one].bytes)
+            for layer, index in zip(layers, by_need, strict=True):
+                ordered[layer] = index
+        if fits(self.options, ordered, limit, self.end):
+            chosen = ordered
+        return {layer: self.things[layer][index] for layer, index in enumerate(chosen) if self.things[layer][index]}
+
+
+def _things(asked: ResolvedRun, base: ResolvedRun, layer: int) -> list[Kept]:
+    """Return what a layer may keep: first what it keeps in `base`, then all that the run leaves open."""
+    own = base.keeps.get(layer, NOTHING)
+    levels: list[Kept] = [NOTHING]
+    if asked.config.train.checkpointing == "auto":
+        levels += [frozenset(("attention",)), frozenset(("rest",))]
+    has_rows = any(one.index == layer for one in base.structure.moe_layers)
+    rows: list[Kept] = [NOTHING, frozenset(("rows",))] if has_rows else [NOTHING]
+    return [own | level | row for level in levels for row in rows]
+
+
+def _measured(
+    base: ResolvedRun, card: Gpu, routing: AssumedRouting, alike: list[Hashable], things: list[list[Kept]]
+) -> dict[tuple[Hashable, Kept], _Cost]:
+    """Return the cost of each thing that a layer of each kind may keep.
+
+    A few layers of each kind are recorded, each of which keeps another thing; several times where a kind has fewer
+    layers than things.
+    """
+    found: dict[tuple[Hashable, Kept], _Cost] = {}
+    members = {kind: [layer for layer, its in enumerate(alike) if its == kind] for kind in alike}
+    chosen = {}
+    for kind, layers in members.items():
+        most = len(things[layers[0]])
+        chosen[kind] = layers[1 : most + 1] if len(layers) > most else layers  # the first layer has no layer below it
+    rounds = max(ceil(len(things[layers[0]]) / len(layers)) for layers in chosen.values())
+    ends = {0, len(alike) - 1}  # run too, so that layers in between have neighbours
+    for number in range(rounds):
+        keeps = {
+            layer: things[layer][(number * len(layers) + place) % len(things[layer])]
+            for layers in chosen.values()
+            for place, layer in enumerate(layers)
+        }
+        layers = sorted(ends | keeps.keys())
+        train = {"accumulate": 1, "eval_micro_batch": None}
+        probe = replace(base, config=base.config.but(train=train), keeps={**base.keeps, **keeps})
+        probe = probe.without_layers(set(range(len(alike))) - set(layers))
+        traced = trace(probe, routing, gpu=card, shortened=False)
+        for layer, cost in zip(layers, _costs(traced, card), strict=True):
+            if layer in keeps:
+                found.setdefault((alike[layer], keeps[layer]), cost)
+    return found
+
+
+def _costs(traced: Trace, card: Gpu) -> Iterator[_Cost]:
+    """Yield the cost of each layer of a traced step in which all layers ran, from its last passes."""
+    log, alive = traced.log, np.concatenate([[0], traced.device])
+    numbers = sorted({cut.layer for cut in log.cuts if cut.layer >= 0})
+    passes: dict[tuple[int, bool], Stretch] = {
+        (one.layer, one.backward): one for one in stretches(log, numbers, ()) if one.layer >= 0
+    }
+    fast = card if card.bandwidth is not None else find_gpu("l40s")
+    for layer in numbers:
+        forward, backward = passes[layer, False], passes[layer, True]
+        work = sums(one for one in log.done for its in (forward, backward) if its.start <= one.at < its.stop)
+        estimate = duration(work, 1, fast)
+        seconds = 0.0 if estimate is None else (estimate.seconds.fast * estimate.seconds.slow) ** 0.5
+        up, down = (int(alive[its.start : its.stop + 1].max() - alive[its.start]) for its in (forward, backward))
+        yield _Cost(int(alive[forward.stop] - alive[forward.start]), up, down, round(seconds * 1e9))
+
+
+def _peaks(traced: Trace, paths: list[str]) -> tuple[list[int], list[int], int]:
+    """Return the most bytes alive in the forward pass of each layer, in its backward pass, and between the passes of
+    the last one, in the last micro-step."""
+    layers = {path: number for number, path in enumerate(paths)}
+    passes = {"forward": [0] * len(paths), "backward": [0] * len(paths)}
+    marks = [mark for mark in traced.marks if mark.phase in ("forward", "backward", "recompute")]
+    last = max((mark.step, mark.micro_step) for mark in marks)
+    end, now = 0, None
+    for mark, stop in zip(marks, [*(mark.at for mark in marks[1:]), traced.end + 1], strict=True):
+        if (mark.step, mark.micro_step) != last:
+            continue
+        inside = next((n for path, n in layers.items() if f"{mark.module}.".startswith(f"{path}.")), None)
+        is_around = not mark.module or any(path.startswith(f"{mark.module}.") for path in paths)
+        now = inside if inside is not None or not is_around else now
+        most = int(traced.device[mark.at : stop].max(initial=0))
+        if now is not None:
+            of = passes["forward" if mark.phase == "forward" else "backward"]
+            of[now] = max(of[now], most)
+        elif any(passes["forward"]) and not any(passes["backward"]):
+            end = max(end, most)
+    return passes["forward"], passes["backward"], end

@@ -1,0 +1,171 @@
+"""`TrlSteps`: run steps of a TRL trainer under a tracker, on fake or real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moetune.adapt.build import Adapted
+from moetune.adapt.reference import Reference
+from moetune.compat.trl import (
+    Answers,
+    Computing,
+    SelfReferencing,
+    batches_of,
+    kernels_of_cuda,
+    make_trainer,
+    precompute_references,
+    quiet,
+    run_steps,
+)
+from moetune.errors import UserError
+from moetune.memory.trace.alike import Shortened
+from moetune.memory.trace.log import OUTSIDE
+from moetune.memory.trace.steps import STEPS
+from moetune.memory.trace.tracker import Tracker
+from moetune.memory.trace.views import Trace
+from moetune.memory.trace.watched import Watched
+from moetune.models.catalog.gpus import Gpu
+from moetune.training.trl import TrlTrainer, trl_arguments
+
+_HAVE_REFERENCES = ("dpo", "kto")
+
+
+class TrlSteps(Watched):
+    """Steps of one of TRL's trainers on an adapted model: the trainer's own code, on batches of the run's sizes.
+
+    A reference that TRL computes before training (`precompute_ref_log_probs`) is run for one batch before the steps.
+
+    Args:
+        adapted: model to train; its tensors may be fake.
+        trainer: the trainer.
+        more: arguments of TRL's configuration that replace those of `trl_arguments`.
+        micro_steps: micro-steps of each step.
+        mode: the mode of fake tensors; None for real ones.
+        kept, gpu: as in `Watched`.
+
+    Raises:
+        UserError: TRL refuses the arguments.
+    """
+
+    def __init__(
+        self,
+        adapted: Adapted,
+        trainer: TrlTrainer,
+        more: Mapping[str, Any],
+        micro_steps: int,
+        mode: FakeTensorMode | None = None,
+        kept: Sequence[int] | None = None,
+        gpu: Gpu | None = None,
+    ) -> None:
+        super().__init__(adapted, kept, gpu)
+        self.micro_steps, self.mode = micro_steps, mode
+        silent = {"use_cpu": True, "report_to": "none", "logging_strategy": "no", "disable_tqdm": True}
+        arguments = trl_arguments(adapted.run, trainer) | silent | dict(more)
+        arguments |= {"gradient_accumulation_steps": micro_steps, "max_steps": STEPS}
+        self.precomputes = arguments.pop("precompute_ref_log_probs", False)
+        copies = trainer in _HAVE_REFERENCES and not self.precomputes
+        with self._faking(), nullcontext() if mode is None else Answers():
+            self.reference = Reference(adapted) if copies else None
+        self._folder = TemporaryDirectory()
+        arguments["output_dir"] = self._folder.name
+        rows = arguments["per_device_train_batch_size"] * micro_steps * STEPS
+        with quiet(), self._refusing(TypeError, ValueError):
+            self.trainer = make_trainer(trainer, SelfReferencing(adapted.model, self._referencing), arguments, rows)
+        self.batches = batches_of(self.trainer, STEPS, micro_steps)
+
+    def run(self, tracker: Tracker, short: Shortened | None = None) -> Trace:
+        """Run two steps and return their trace; can be called once."""
+        self._tracker = tracker
+        with self._folder, quiet(), self._refusing(ValueError), ExitStack() as stack:
+            self._register()
+            stack.enter_context(tracker.following([*self.adapted.trainable().values()]))
+            if self.mode is not None:
+                stack.enter_context(Answers())
+                if self.gpu is not None:
+                    stack.enter_context(kernels_of_cuda())
+            stack.enter_context(self.watching(tracker))
+            if self.precomputes:
+                with self._faking():
+                    precompute_references(self.trainer, self.batches[0][0][0], self._given)
+            run_steps(self.trainer, self.batches, self._given, self._computing)
+        tracker.stop()
+        left_out = self.adapted.run.config.train.accumulate - self.micro_steps
+        return Trace.of(tracker.log, self.adapted.ranks.axis_of, short=short, left_out=left_out)
+
+    @contextmanager
+    def _faking(self) -> Iterator[None]:
+        """Create fake tensors within the `with` block, if there is a mode."""
+        with nullcontext() if self.mode is None else self.mode:
+            yield
+
+    @contextmanager
+    def _refusing(self, *errors: type[Exception]) -> Iterator[None]:
+        """Raise `UserError` for errors with which TRL refuses an argument."""
+        try:
+            yield
+        except errors as error:
+            raise UserError(f"TRL's trainer refuses this run: {error}") from error
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of a batch as the steps get it, and record it."""
+        if self.mode is not None:
+            tensor = self.mode.from_tensor(tensor)
+        self._tracker.add(tensor, "saved_activations", "batch")
+        return tensor
+
+    @contextmanager
+    def _referencing(self) -> Iterator[None]:
+        """Run the model as the reference; before training it is its own."""
+        tracker, phase = self._tracker, self._tracker.phase
+        tracker.enter("reference")
+        with nullcontext() if self.reference is None else self.reference.active():
+            yield
+        tracker.enter(phase)
+
+    @contextmanager
+    def _computing(self, what: Computing) -> Iterator[None]:
+        """Record what TRL's trainer computes within the `with` block."""
+        tracker = self._tracker
+        match what:
+            case "step":
+                tracker.step, tracker.micro_step = divmod(self._done, self.micro_steps)
+                self._done += 1
+                tracker.enter("forward")
+                self._began = tracker.place()
+                with self._faking():
+                    yield
+                tracker.enter("optimizer")  # gradients are clipped
+            case "backward":
+                tracker.saved_since(self._began)
+                tracker.enter("backward")
+                yield
+                tracker.cut(OUTSIDE, backward=True)
+            case "optimizer":
+                with self._faking():
+                    yield
+                self._note_states()
+
+    def _register(self) -> None:
+        """Add the weights, and the copies of the reference, to the tracker."""
+        self._done = 0
+        self.add_to(self._tracker)
+        self._layer_of = {p: number for number, layer in self.layers.items() for p in layer.parameters()}
+        for parameter, copy in () if self.reference is None else self.reference.copies:
+            self._tracker.add(copy, "trainable_weights", "copy for the reference")
+            self._tracker.belongs(copy, self._layer_of.get(parameter))
+
+    def _note_states(self) -> None:
+        """Say of optimizer states that they are, and of which layer."""
+        parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
+        for parameter, states in self.trainer.optimizer.state.items():
+            for state in states.values():
+                if isinstance(state, Tensor):
+                    self._tracker.add(state)
+                    self._tracker.tag([state], "optimizer_states")
+                    self._tracker.belongs(state, self._layer_of.get(parameter), parts[parameter])

@@ -1,0 +1,75 @@
+"""What each decoder layer keeps for backward, as `train.checkpointing` and `train.keep_rows` say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from moetune.config.schema import KeptConfig, TrainConfig
+from moetune.models.selection import ranges
+from moetune.models.structure import ModelStructure
+
+Keepable = Literal["attention", "rows", "rest"]
+"""The outputs of attention's kernels; the outputs of gate_up (rows); everything but rows."""
+Kept = frozenset[Keepable]
+"""What a layer keeps beside its input; with `rest` it is not recomputed, and `attention` says nothing more."""
+NOTHING: Kept = frozenset()
+
+
+def recomputes_layers(train: TrainConfig) -> bool:
+    """Return whether decoder layers are recomputed in backward, all or some of them."""
+    return train.checkpointing not in ("none", "experts_only")
+
+
+def is_open(train: TrainConfig) -> bool:
+    """Return whether what layers keep depends on the GPU: `checkpointing: auto` or `keep_rows: auto`."""
+    return "auto" in (train.checkpointing, train.keep_rows)
+
+
+def kept_by_layer(train: TrainConfig, structure: ModelStructure) -> dict[int, Kept]:
+    """Return decoder layer -> what it keeps, without layers that keep nothing.
+
+    `train.keep_rows` means the last layers with experts: they are the first in backward, so their rows are freed before
+    other layers are recomputed. `auto` keeps nothing until the GPU is known (memory/keep/). Layers that do not exist
+    are left out (`unknown_layers`).
+    """
+    of_experts = [layer.index for layer in structure.moe_layers]
+    layers: dict[Keepable, list[int]] = {"attention": [], "rows": [], "rest": []}
+    if isinstance(train.checkpointing, KeptConfig):
+        known = {"rows": of_experts}
+        for name in layers:
+            ids, every = getattr(train.checkpointing, name), known.get(name, list(range(structure.num_layers)))
+            layers[name] = every if ids == "all" else [layer for layer in every if ids != "none" and layer in ids]
+    elif not recomputes_layers(train):
+        layers["rest"] = list(range(structure.num_layers))
+        layers["rows"] = of_experts if train.checkpointing == "none" else []
+    if isinstance(train.keep_rows, int):
+        layers["rows"] = layers["rows"] or of_experts[-train.keep_rows :]
+    every = sorted({layer for some in layers.values() for layer in some})
+    return {layer: frozenset(name for name, some in layers.items() if layer in some) for layer in every}
+
+
+def unknown_layers(train: TrainConfig, structure: ModelStructure) -> Iterator[str]:
+    """Yield a message for each list of `train.checkpointing` with a layer that does not exist, or has no rows."""
+    if not isinstance(train.checkpointing, KeptConfig):
+        return
+    of_experts = [layer.index for layer in structure.moe_layers]
+    for name in KeptConfig.model_fields:
+        every, what = (of_experts, "layers with experts") if name == "rows" else (range(structure.num_layers), "layers")
+        ids = getattr(train.checkpointing, name)
+        wrong = [layer for layer in ids if layer not in every] if isinstance(ids, tuple) else []
+        if wrong:
+            has = f"the {what} {ranges(every)}" if every else f"no {what}"
+            yield f"train.checkpointing.{name}: {ranges(wrong)}, and {structure.model_type!r} has {has}"
+
+
+def section_of(keeps: Mapping[int, Kept]) -> KeptConfig | Literal["full"]:
+    """Return the value of `train.checkpointing` by which layers keep what `keeps` says; the inverse of `kept_by_layer`.
+
+    `attention` is left out where a layer keeps `rest`.
+    """
+    lists = {
+        name: tuple(sorted(layer for layer, kept in keeps.items() if name in kept))
+        for name in ("attention", "rows", "rest")
+    }
+    return KeptConfig(**{name: layers for name, layers in lists.items() if layers}) if any(lists.values()) else "full"

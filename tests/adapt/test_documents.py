@@ -1,0 +1,155 @@
+"""Layers that carry a state run on packed documents as on each document alone: values, losses and every gradient.
+
+Tolerance: relative, of the norm of each gradient, in float32; rounding, as products have other sizes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moetune.adapt.attention import VARLEN_CPU, document_inputs, takes_cu_seqlens
+from moetune.adapt.documents import is_split_by_documents, split_by_documents
+from moetune.compat.transformers import carries_state, set_attention
+from moetune.config.schema import RunConfig
+from moetune.memory.trace import trace
+from moetune.models.stack import decoder_layers
+from moetune.models.structure import meta_model
+from moetune.training.isolation import refuse_leaky_packing
+from moetune.training.step.batch import Row, collate
+from moetune.training.step.loss import IGNORED
+from moetune.training.step.micro_step import token_loss
+from tests.resolved import build, measure
+from tests.thinned import thinned
+from tests.toys import VOCAB, causal_lm_types, toy_config, toy_model
+
+TOLERANCE = 1e-5
+ROWS = ((27, 5, 32), (64,), (1, 40, 23))
+# fmt: off
+HYBRIDS = (
+    "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba", "kimi_linear",
+    "lfm2", "lfm2_moe", "lfm3", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2", "zaya",
+)
+# fmt: on
+"""Every causal language model of text with attention and with layers that carry a state."""
+RECURRENT = {"falcon_mamba", "mamba", "mamba2"}
+"""Models of such layers alone. rwkv and xlstm are too; they keep their state outside of transformers' caches."""
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "ple_layer_ids": [1],
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ple_embed_dim": 32,
+        "eos_token_id": 2,
+    },
+}
+
+
+def hybrid(model_type: str) -> PreTrainedModel:
+    model = toy_model(model_type, **SIZES.get(model_type, {}))
+    generator = torch.Generator().manual_seed(7)
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d):  # some begin at zero
+            module.weight.data.normal_(std=0.3, generator=generator)
+    plain = meta_model(model.config)
+    split_by_documents(model)
+    set_attention(model.config, VARLEN_CPU if takes_cu_seqlens(plain, None) else "sdpa")
+    return model
+
+
+def rows_of(lengths: tuple[tuple[int, ...], ...] = ROWS) -> list[Row]:
+    generator = torch.Generator().manual_seed(5)
+    rows: list[Row] = []
+    for row in lengths:
+        ids = torch.randint(3, VOCAB, (sum(row),), generator=generator)
+        positions = torch.cat([torch.arange(size) for size in row])
+        labels = ids.where(positions != 0, IGNORED)
+        columns = {"input_ids": ids, "labels": labels, "position_ids": positions, "is_token": torch.ones_like(ids)}
+        rows.append({name: column.numpy() for name, column in columns.items()})
+    return rows
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def alone(model: PreTrainedModel, rows: list[Row]) -> Tensor:
+    """The summed loss of every document in a batch of its own."""
+    losses = []
+    for row, sizes in zip(rows, ROWS, strict=True):
+        columns = {name: torch.as_tensor(row[name]).split(sizes) for name in ("input_ids", "labels")}
+        for ids, labels in zip(columns["input_ids"], columns["labels"], strict=True):
+            losses.append(token_loss(model, {"input_ids": ids[None], "labels": labels[None]}))
+    return torch.stack(losses).sum()
+
+
+def assert_equal(packed: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Gradients that are zero but for rounding are compared with the largest of the model's."""
+    assert packed.keys() == expected.keys()
+    largest = max(gradient.norm() for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert (packed[name] - gradient).norm() <= TOLERANCE * gradient.norm().clamp(min=1e-3 * largest), name
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("model_type", thinned(HYBRIDS, 11, ("zaya",)))
+def test_losses_and_gradients_are_those_of_the_documents_alone(model_type: str, checkpointing: str) -> None:
+    model, rows = hybrid(model_type), rows_of()
+    refuse_leaky_packing(model, len(rows), sum(ROWS[0]))
+    if checkpointing == "full":
+        model.activation_checkpointing_enable()
+        model.train()
+    batch = collate(rows, 0, document_inputs=document_inputs(model))
+    loss = token_loss(model, batch)
+    packed = gradients(model, loss)
+    model.eval()
+    expected = alone(model, rows)
+    assert (loss - expected).abs() <= TOLERANCE * expected
+    assert_equal(packed, gradients(model, expected))
+
+
+@pytest.mark.full
+def test_the_hybrids_are_those_that_transformers_has() -> None:
+    found = {name for name in causal_lm_types() if _has_state(name)}
+    assert {name.removesuffix("_text") for name in found - RECURRENT} == {
+        name.removesuffix("_text") for name in HYBRIDS
+    }
+    assert found >= RECURRENT
+
+
+def _has_state(model_type: str) -> bool:
+    try:
+        model = meta_model(toy_config(model_type, **SIZES.get(model_type, {})))
+    except Exception:  # types that no toy is built of
+        return False
+    return any(carries_state(module) for layer in decoder_layers(model).values() for module in layer.modules())
+
+
+@pytest.mark.parametrize("model_type", thinned(("lfm2_moe", "qwen3_next", "granitemoehybrid", "zaya", "minimax"), 9))
+def test_fake_steps_run_document_by_document_too_and_take_byte_for_byte_what_real_ones_take(
+    model_type: str, tmp_path: Path
+) -> None:
+    toy_config(model_type).save_pretrained(tmp_path)
+    run = RunConfig.model_validate(
+        {
+            "model": {"path": str(tmp_path), "weights": "random", "base": "fp32", "dtype": "fp32"},
+            "adapt": {"router": "all", "lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}},
+            "train": {"micro_batch": 2, "sequence_length": 40, "accumulate": 2},
+        }
+    )
+    measured = measure(run, "cpu", steps=2)
+    counts = iter(measured.counts)
+    fake = trace(run, lambda *_: next(counts), micro_steps=2)
+    assert measured.trace is not None
+    assert fake.parts() == measured.trace.parts()
+    assert any(is_split_by_documents(layer) for layer in decoder_layers(build(run, "meta").model).values())

@@ -1,0 +1,50 @@
+"""The guide from preference pairs to a served adapter: its blocks are run in order; its table is that of the code."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl.trainer.dpo_trainer")  # loggers of what it imports keep the stdout that they find
+
+from moetune.training.trl import REASONS
+from tests.docs.test_commands import ROOT
+
+PAGE = (ROOT / "docs/guides/preferences.md").read_text(encoding="utf-8")
+
+
+def test_every_reason_is_given() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE))
+    assert rows == REASONS
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_guide(moetune: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    names: dict[str, Any] = {}
+    said = []
+    for kind, name, content in re.findall(r"^```(\w+) ?([\w.]*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+        if kind in ("yaml", "json"):
+            Path(name).write_text(content, encoding="utf-8")
+        elif kind == "python":
+            exec(content.replace('resolve("run.yaml")', 'resolve("run.yaml", "cpu")'), names)
+        else:
+            for line in content.splitlines():
+                program, *arguments = shlex.split(line)
+                assert program == "moetune"
+                ended = moetune(*arguments)
+                assert ended.code == 0, ended
+                said.append(ended.out)
+    assert len(said) == 4
+    assert "reference" in said[0]
+    assert "reference" in said[1]
+    assert Path("out/vllm/adapter_model.safetensors").exists()

@@ -1,0 +1,120 @@
+"""Texts for the records of a file: those of single prompts, in whatever batch, however often the call was cut off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.errors import UserError
+from moetune.inference import completions
+from moetune.inference.completions import complete
+from moetune.inference.generate import generate
+from moetune.inference.opened import Opened, open_model
+from tests import small
+
+RECORDS: list[dict[str, Any]] = [
+    {"prompt": "a router sends", "id": 7},
+    {"prompt": "every token of the text to two of four experts"},
+    {"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "the router"}]},
+    {"text": "experts"},
+    {"messages": [{"role": "user", "content": "how many?"}], "system": "Be brief."},
+]
+
+
+@pytest.fixture(scope="module")
+def opened(small_model: Path) -> Opened:
+    return open_model(str(small_model), device="cpu")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_batch_gives_the_texts_of_single_prompts(opened: Opened, tmp_path: Path) -> None:
+    data, out = small.write_data(tmp_path / "prompts.jsonl", RECORDS), tmp_path / "out.jsonl"
+    done = complete(opened, str(data), out, batch=3, max_new_tokens=6)
+    single = [
+        generate(opened, prompt, max_new_tokens=6)
+        for prompt in (
+            RECORDS[0]["prompt"], RECORDS[1]["prompt"], [{"role": "user", "content": "who?"}], RECORDS[3]["text"],
+            [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "how many?"}],
+        )
+    ]  # fmt: skip
+    assert read(out) == [record | {"generated": text} for record, text in zip(RECORDS, single, strict=True)]
+    assert (done.records, done.texts) == (5, 5)
+    assert [file.name for file in tmp_path.iterdir() if ".begun" in file.name] == []
+
+
+@pytest.mark.parametrize("damage", [b"", b'["half a li'])
+def test_an_interrupted_call_is_continued(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
+) -> None:
+    data = small.write_data(tmp_path / "prompts.jsonl", RECORDS)
+    how: dict[str, Any] = {"batch": 2, "samples": 2, "max_new_tokens": 4, "temperature": 1.5, "seed": 3}
+    complete(opened, str(data), tmp_path / "whole.jsonl", **how)
+
+    real, calls = completions.continued, list[int]()
+
+    def cut_off(opened: Opened, rows: list[list[int]], **how: Any) -> list[str]:
+        calls.append(len(rows))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(opened, rows, **how)
+
+    monkeypatch.setattr(completions, "continued", cut_off)
+    out, begun = tmp_path / "out.jsonl", tmp_path / ".out.jsonl.begun"
+    with pytest.raises(KeyboardInterrupt):
+        complete(opened, str(data), out, **how)
+    assert not out.exists()
+    with begun.open("ab") as file:
+        file.write(damage)
+    with pytest.raises(UserError, match="other prompts or settings"):
+        complete(opened, str(data), out, **(how | {"seed": 4}))
+    complete(opened, str(data), out, **how)
+    assert calls == [2, 2, 2, 2, 2, 2]  # three before, and the last three of five batches
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert len(read(out)) == 10
+    assert not begun.exists()
+
+
+def test_a_second_process_is_refused(opened: Opened, tmp_path: Path) -> None:
+    data, out = small.write_data(tmp_path / "prompts.jsonl", RECORDS), tmp_path / "out.jsonl"
+    with completions._Begun(out, "of"), pytest.raises(UserError, match="another process"):
+        complete(opened, str(data), out)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"question": "x"}, r"line 2: has the keys 'question'; give it one of prompt, text and messages"),
+        ({"prompt": "x", "messages": []}, "give it one of"),
+        ({"prompt": 3}, "prompt is a number, not text"),
+        ({"prompt": "x", "generated": "y"}, "holds 'generated' already"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing to answer"),
+        ({"messages": "x"}, "messages is text, not a list"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, "tools would be lost"),
+        ([], "no object"),
+    ],
+)
+def test_a_record_that_cannot_be_completed_is_named(opened: Opened, tmp_path: Path, record: Any, message: str) -> None:
+    data = small.write_data(tmp_path / "prompts.jsonl", [{"prompt": "a"}, record])
+    with pytest.raises(UserError, match=message):
+        complete(opened, str(data), tmp_path / "out.jsonl")
+    assert [file.name for file in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_what_is_there_is_kept(opened: Opened, tmp_path: Path) -> None:
+    data, out = small.write_data(tmp_path / "prompts.jsonl", RECORDS), tmp_path / "out.jsonl"
+    out.write_text("mine")
+    with pytest.raises(UserError, match=r"out\.jsonl' exists"):
+        complete(opened, str(data), out)
+    assert out.read_text() == "mine"
+    with pytest.raises(UserError, match="--samples 2 at temperature 0"):
+        complete(opened, str(data), tmp_path / "other.jsonl", samples=2)
+    (tmp_path / ".third.jsonl.begun").write_text("mine too")
+    with pytest.raises(UserError, match="remove it, or choose another"):
+        complete(opened, str(data), tmp_path / "third.jsonl")
+    assert (tmp_path / ".third.jsonl.begun").read_text() == "mine too"

@@ -1,0 +1,80 @@
+"""Batches of prompts with a static cache generate, for every type, what each prompt generates without a cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetune.inference import generate
+from moetune.inference.completions import _batches
+from moetune.inference.opened import Opened, open_model
+from tests import toys
+from tests.reference import build_toy
+
+WITH_ATTENTION: dict[str, dict[str, Any]] = {
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+}
+"""A cache of linear attention alone has no length, which transformers asks for."""
+NEW, LENGTHS = 6, (5, 20, 9, 9)
+
+
+class Tokenizer:
+    """Shows tokens as numbers, and has no end of text."""
+
+    eos_token_id = eos_token = chat_template = None
+    pad_token_id = 0
+
+    def batch_decode(self, rows: torch.Tensor, skip_special_tokens: bool) -> list[str]:
+        return [str(row.tolist()) for row in rows]
+
+
+class OpenedToy(Opened):
+    @property
+    def tokenizer(self) -> Any:
+        return Tokenizer()
+
+
+def without_cache(model: Any, ids: list[int]) -> Iterator[int]:
+    for _ in range(NEW):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids = [*ids, int(logits[0, -1].argmax())]
+        yield ids[-1]
+
+
+@pytest.mark.one_in(28)
+@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v4", *toys.expert_model_types()])
+def test_batches_change_nothing(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "pad_token_id", lambda tokenizer: tokenizer.pad_token_id)
+    config = toys.toy_config(model_type, **WITH_ATTENTION.get(model_type, {}))
+    sections: dict[str, Any] = {
+        "model": {"attention": "auto", "base": "fp32"},
+        "data": {"train": "x", "packing": False},
+    }
+    opened = OpenedToy("toy", "checkpoint", build_toy(config, tmp_path, {"router": "all"}, **sections).model, None)
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, toys.VOCAB, (length,), generator=draw).tolist() for length in LENGTHS]
+    texts = dict[int, str]()
+    for numbers in _batches(opened, rows, 3):
+        found = generate.continued(opened, [rows[number] for number in numbers], max_new_tokens=NEW)
+        texts.update(zip(numbers, found, strict=True))
+    assert [texts[number] for number in range(4)] == [str(list(without_cache(opened.model, row))) for row in rows]
+
+
+def test_a_checkpoint_whose_training_packs_documents_generates(small_model: Path, tmp_path: Path) -> None:
+    """The attention of packed documents with sinks, which gpt-oss trains with on a CPU too, has no cache of keys."""
+    shutil.copytree(
+        small_model, tmp_path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"), dirs_exist_ok=True
+    )
+    vocabulary = json.loads((small_model / "config.json").read_text())["vocab_size"]
+    toys.toy_model("gpt_oss", vocab_size=vocabulary).save_pretrained(tmp_path)
+    assert generate.generate(open_model(str(tmp_path), device="cpu"), "a router", max_new_tokens=4)
