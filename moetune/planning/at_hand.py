@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moetune.errors import DoesNotFit, counted
+from moetune.errors import DoesNotFit, UserError, counted
 from moetune.memory.host import this_machine
 from moetune.memory.report import MemoryReport
 from moetune.memory.verify import catalog_name
@@ -60,13 +60,17 @@ def refuse_unfit(doing: str, rough: int, predict: Callable[[Gpu | None], MemoryR
         doing: the command, for the message.
         rough: bytes that it surely stays below (`surely_below`). Where twice as much is free, nothing is predicted,
             because a prediction takes a second.
-        predict: predicts the command on the GPU of this machine, or on its CPU (None).
+        predict: predicts the command on the GPU of this machine, or on its CPU (None). If it raises
+            `UserError`, nothing is refused.
     """
     here, host = card_at_hand(), this_machine()
     rooms = [room.value for room in (host, None if here is None else here.gpu.memory) if room is not None]
     if all(2 * rough <= room for room in rooms):
         return
-    report = predict(None if here is None else here.gpu)
+    try:
+        report = predict(None if here is None else here.gpu)
+    except UserError:  # what cannot be predicted is tried
+        return
     if report.fits is False:
         raise DoesNotFit(f"{doing} {verdict(report)}; --predict shows what takes it", report.to_json())
 
