@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-import yaml
-
 from moetune.cli.options import (
     Card,
     Json,
@@ -26,7 +24,7 @@ from moetune.cli.options import (
     option,
     within_memory,
 )
-from moetune.errors import UserError
+from moetune.errors import UserError, shown
 from moetune.report.console import note
 
 
@@ -119,13 +117,12 @@ def predict(
 
 def _arguments(settings: Sequence[str]) -> dict[str, Any]:
     """Return the arguments in `KEY=VALUE` strings, with values as in YAML; raise `UserError` for any other string."""
+    from moetune.config.load import parse
+
     found = {}
     for setting in settings:
         key, separator, value = setting.partition("=")
         if not separator or not key:
-            raise UserError(f"--trl {setting!r}: give KEY=VALUE, such as beta=0.1")
-        try:
-            found[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise UserError(f"--trl {setting!r}: the value is not YAML; quote it") from None
+            raise UserError(f"--trl {shown(setting)}: give KEY=VALUE, such as beta=0.1")
+        found[key] = parse(value, f"--trl {shown(setting)}: the value {shown(value)}")
     return found

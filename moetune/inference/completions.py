@@ -21,7 +21,7 @@ from moetune.errors import UserError, shown
 from moetune.files import expanded, lock, refuse_existing, write_whole
 from moetune.inference.generate import Message, continued, has_static_cache, token_ids
 from moetune.inference.opened import Found, Opened, open_model
-from moetune.json_files import Answer
+from moetune.json_files import Answer, parse_json
 from moetune.report.console import terminal
 from moetune.report.progress import counting
 from moetune.training.data.formats import MalformedError, checked_messages, checked_text, with_system
@@ -83,7 +83,8 @@ def complete(
     plan = _batches(opened, [row for row in ids for _ in range(samples)], batch)
     asked = [record for _, record in records]
     settings = [asked, batch, samples, max_new_tokens, temperature, seed, opened.name, opened.step, _weights(opened)]
-    with _Begun(out, hashlib.sha256(json.dumps(settings).encode()).hexdigest()) as begun:
+    of = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    with _Begun(out, of, [len(numbers) for numbers in plan]) as begun:
         texts: dict[int, str] = {}
         for numbers, found in zip(plan, begun.done, strict=False):
             texts.update(zip(numbers, found, strict=True))
@@ -183,15 +184,15 @@ def _weights(opened: Opened) -> list[tuple[str, int, int]]:
 class _Begun:
     """The file beside an output that collects the texts of finished batches, locked against a second process.
 
-    Its first line says what is generated (`of`); a file of another call is refused. Each further line is the list of a
-    batch's texts; a last line that a killed process left unfinished is dropped.
+    Its first line says what is generated (`of`). Each further line is the list of a batch's texts, as many as `sizes`
+    says; a last line that a killed process left unfinished is dropped. Any other content is refused.
 
     Attributes:
         done: the texts of each finished batch.
     """
 
-    def __init__(self, out: Path, of: str) -> None:
-        self._file, self._of = out.with_name(f".{out.name}.begun"), of
+    def __init__(self, out: Path, of: str, sizes: Sequence[int]) -> None:
+        self._file, self._of, self._sizes = out.with_name(f".{out.name}.begun"), of, sizes
         self.done: list[list[str]] = []
 
     def __enter__(self) -> _Begun:
@@ -201,21 +202,28 @@ class _Begun:
         self._held: IO[bytes] = held
         whole, _, rest = held.read().rpartition(b"\n")
         try:
-            first, *lines = [json.loads(line) for line in whole.splitlines()] or [None]
-        except ValueError:
-            first, lines = "", []
-        if first != {"of": self._of} and (whole or rest):
+            self.done = self._read(whole.splitlines()) if whole or rest else []
+        except UserError:
             held.close()
             raise UserError(
                 f"{str(self._file)!r} holds texts of another model, other prompts or settings; remove it, or choose "
                 "another --out"
-            )
+            ) from None
         held.seek(len(whole) + 1 if whole else 0)
         held.truncate()
-        if first is None:
+        if not whole:
             self._write({"of": self._of})
-        self.done = lines
         return self
+
+    def _read(self, lines: list[bytes]) -> list[list[str]]:
+        """Return the texts of each batch; raise `UserError` if the lines are not those of this call."""
+        name = repr(str(self._file))
+        if not lines or parse_json(lines[0], dict[str, str], name) != {"of": self._of}:
+            raise UserError(name)
+        done = [parse_json(line, list[str], name) for line in lines[1:]]
+        if [len(texts) for texts in done] != list(self._sizes[: len(done)]):
+            raise UserError(name)
+        return done
 
     def __exit__(self, *error: object) -> None:
         self._held.close()

@@ -14,7 +14,6 @@ import torch
 from transformers import PretrainedConfig
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.checkpointing import checkpoint_layers
 from moetune.experts.bank import ExpertBank
 from tests.reference import (
     TOLERANCE,
@@ -83,7 +82,7 @@ def test_checkpointing_replays_the_choice_of_experts_and_changes_no_bit(model_ty
     adapted.model.train()  # checkpoints act in training mode only; dropout and jitter draw alike
     torch.manual_seed(0)
     _, plain = loss_and_gradients(adapted, token_ids())
-    checkpoint_layers(adapted.model, "full", torch.device("cpu"))
+    adapted.model.activation_checkpointing_enable()
     torch.manual_seed(0)
     _, checkpointed = loss_and_gradients(adapted, token_ids())
     assert plain.keys() == checkpointed.keys()

@@ -23,6 +23,7 @@ from tests.thinned import in_pairs
 FILES = {
     ("init", "--out"): "init tiny-router --out {}",
     ("select", "--out"): "select scores.json --k 1 --out {}",
+    ("generate", "--out"): "generate model --prompts data.jsonl --max-new-tokens 1 --out {}",
     ("score", "--out"): "score run.yaml --tokens 64 --overwrite --out {}",
     ("predict", "--html"): "predict run.yaml --gpu 44GiB --html {}",
     ("predict", "--figure"): "predict run.yaml --gpu 44GiB --figure {}.svg",

@@ -71,6 +71,12 @@ def test_an_interrupted_call_is_continued(
     assert not out.exists()
     with begun.open("ab") as file:
         file.write(damage)
+    whole = begun.read_bytes()
+    for odd in (b"3\n", b'["too", "many", "texts"]\n'):
+        begun.write_bytes(whole.rpartition(b"\n")[0] + b"\n" + odd)
+        with pytest.raises(UserError, match="other prompts or settings"):
+            complete(opened, str(data), out, **how)
+    begun.write_bytes(whole)
     with pytest.raises(UserError, match="other prompts or settings"):
         complete(opened, str(data), out, **(how | {"seed": 4}))
     complete(opened, str(data), out, **how)
@@ -82,7 +88,7 @@ def test_an_interrupted_call_is_continued(
 
 def test_a_second_process_is_refused(opened: Opened, tmp_path: Path) -> None:
     data, out = small.write_data(tmp_path / "prompts.jsonl", RECORDS), tmp_path / "out.jsonl"
-    with completions._Begun(out, "of"), pytest.raises(UserError, match="another process"):
+    with completions._Begun(out, "of", []), pytest.raises(UserError, match="another process"):
         complete(opened, str(data), out)
 
 
@@ -114,7 +120,12 @@ def test_what_is_there_is_kept(opened: Opened, tmp_path: Path) -> None:
     assert out.read_text() == "mine"
     with pytest.raises(UserError, match="--samples 2 at temperature 0"):
         complete(opened, str(data), tmp_path / "other.jsonl", samples=2)
-    (tmp_path / ".third.jsonl.begun").write_text("mine too")
+
+
+@pytest.mark.parametrize("odd", ["mine", "mine\n", '{"of": "x"}\n', '["x"]\n', '{"of": 3}\n', "\xff\n"])
+def test_a_file_of_another_call_is_kept(opened: Opened, tmp_path: Path, odd: str) -> None:
+    data, begun = small.write_data(tmp_path / "prompts.jsonl", RECORDS), tmp_path / ".out.jsonl.begun"
+    begun.write_text(odd, encoding="latin-1")
     with pytest.raises(UserError, match="remove it, or choose another"):
-        complete(opened, str(data), tmp_path / "third.jsonl")
-    assert (tmp_path / ".third.jsonl.begun").read_text() == "mine too"
+        complete(opened, str(data), tmp_path / "out.jsonl")
+    assert begun.read_text(encoding="latin-1") == odd

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.routing.recorder import Recorder, documents_of
@@ -68,7 +69,7 @@ def packed_rows() -> list[dict[str, list[int]]]:
 def recorded(adapted: Adapted, rows: Sequence[dict[str, Any]], size: int) -> dict[int, LayerScores]:
     recorder = Recorder(adapted)
     for number, at in enumerate(range(0, len(rows), size)):
-        batch = collate(rows[at : at + size], PAD)
+        batch = collate(rows[at : at + size], PAD, document_inputs=document_inputs(adapted.model))
         inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
         with recorder.batch(batch, documents_of(rows[at : at + size]), 0, number), torch.no_grad():
             adapted.model(**inputs, use_cache=False)
