@@ -12,7 +12,7 @@ from tests import small
 from tests.memory.peaks import off
 from tests.toys import toy_config
 
-WIDE = {"hidden_size": 1024, "num_hidden_layers": 2, "vocab_size": 1024, "intermediate_size": 2048}
+WIDE = {"hidden_size": 1024, "num_hidden_layers": 2, "vocab_size": 2048, "intermediate_size": 2048}
 MODELS = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"num_experts": 16, "moe_intermediate_size": 512, "head_dim": 64},
