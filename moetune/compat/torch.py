@@ -214,8 +214,15 @@ def unguarded(mode: _Mode) -> _Mode:
 
 
 def answering_no() -> AbstractContextManager[Any]:
-    """Return a context in which a fake tensor that is asked whether it is true says no, instead of raising an error."""
-    return patch.object(FakeTensor, "__bool__", lambda self: False)
+    """Return a context in which a fake tensor that is asked whether it is true says no, instead of raising an error.
+
+    It may be asked by `bool` or, if its dtype is bool, by `item`.
+    """
+
+    def item(self: FakeTensor) -> Any:
+        return False if self.dtype == torch.bool else torch.Tensor.item(self)
+
+    return patch.multiple(FakeTensor, __bool__=lambda self: False, item=item)
 
 
 @unguarded
