@@ -186,7 +186,8 @@ def dequantize_nvfp4(data: Tensor, scales: Tensor, fractions: Tensor, columns: i
     high = max(1, INT8_AT_ONCE // columns)
     for matrix, of_blocks, (over, under), result in zip(data, scales, fractions, out, strict=True):
         for codes, of_rows, rows in zip(matrix.split(high), of_blocks.split(high), result.split(high), strict=True):
-            weights = levels[torch.stack([codes & 15, codes >> 4], -1).int()].view(*of_rows.shape, NV_BLOCK)
+            picked = torch.stack([codes & 15, codes >> 4], -1).flatten().int()
+            weights = levels.index_select(0, picked).view(*of_rows.shape, NV_BLOCK)
             weights *= (of_rows.view(torch.float8_e4m3fn).float() * over / under)[..., None]
             rows.copy_(weights.flatten(1)[:, :columns])
     return out

@@ -285,7 +285,7 @@ class Steps(Watched):
                         is_state = tensor is not updated and tensor is not parameter
                         expert = self.expert_of.get(parameter) if owned[id(tensor)] < 2 else None
                         tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None, expert=expert)
-                if self.gpu is not None:
+                if self.gpu is not None and not updater.on_host:  # on the host nothing is paged
                     for tensor in paged(updater.optimizer, updated):
                         tracker.moved_to_host(tensor, managed=True)
 
