@@ -27,10 +27,10 @@ class UserError(Exception):
 
 
 class DoesNotFit(Exception):
-    """Memory ran out during training. The command line exits with 1.
+    """Memory ran out during training, or a command would need more than there is. The command line exits with 1.
 
     Attributes:
-        found: the report of the failure as JSON values, for programs (watch/out_of_memory.py).
+        found: the report of the failure (watch/out_of_memory.py), or the prediction, as JSON values for programs.
     """
 
     def __init__(self, message: str, found: dict[str, Any]) -> None:

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from moetune.cli.options import DataFormat, Json, KeepQuantized, Opens, answer, heavy_imports, number, opened, option
+from moetune.cli.options import (
+    DataFormat,
+    Json,
+    KeepQuantized,
+    OnCard,
+    Opens,
+    Predict,
+    answer,
+    found_model,
+    heavy_imports,
+    number,
+    option,
+    refuse_card,
+    target,
+)
 from moetune.config.load import refuse_missing
+from moetune.errors import UserError
+from moetune.report.console import note
 
 
 def eval_(
@@ -16,19 +32,43 @@ def eval_(
         int | None, number("Largest number of tokens of a record. Default: the run's, or 2048.", 2, 2**24, "N")
     ] = None,
     base: KeepQuantized = None,
+    predict: Predict = False,
+    gpu: OnCard = None,
     json_: Json = False,
 ) -> None:
-    """Print the held-out loss and perplexity of a run, an adapter, a checkpoint or a base, all computed alike."""
+    """Print the held-out loss and perplexity of a run, an adapter, a checkpoint or a base, all computed alike. Exit
+    code 1: it needs more memory than there is."""
+    refuse_card(gpu, predict)
     refuse_missing([] if data is None else [data])
     with heavy_imports():
-        from moetune.inference.evaluate import evaluate
+        from moetune.inference.evaluate import ROWS, evaluated, rows_of
+        from moetune.inference.memory import lengths_of, predict_eval
+        from moetune.planning.at_hand import refuse_unfit, surely_below
+        from moetune.report.memory import memory_view
 
-    found = evaluate(opened(model, base), data, sequence_length, format_)
-    which = ", which the run trained on" if found.held_out is False else ""
-    kind = "held-out loss" if found.held_out else "loss"
+    device, card = target(gpu) if predict else (None, None)
+    found = found_model(model, base, device)
+    if predict:
+        try:
+            lengths = lengths_of(rows_of(found, data, sequence_length, format_)[0])
+        except UserError as error:
+            longest = sequence_length or (2048 if found.config is None else found.config.train.sequence_length)
+            lengths = [longest] * ROWS
+            note(f"rows of {longest:,} tokens are assumed: {error}")
+        report = predict_eval(found, lengths, gpu=card)
+        answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
+        return
+    rows, name = rows_of(found, data, sequence_length, format_)
+    if found.run is not None:
+        lengths = lengths_of(rows)
+        rough = surely_below(found.model.structure, ROWS * max(lengths, default=0))
+        refuse_unfit("eval", rough, lambda here: predict_eval(found, lengths, gpu=here))
+    result = evaluated(found.open(), rows, name, data)
+    which = ", which the run trained on" if result.held_out is False else ""
+    kind = "held-out loss" if result.held_out else "loss"
     answer(
         json_,
-        found.to_json(),
-        f"{kind} {found.loss:.4f}, perplexity {found.perplexity:.4g}",
-        f"{found.tokens:,} predicted tokens in {found.records:,} sequences of {found.data}{which}",
+        result.to_json(),
+        f"{kind} {result.loss:.4f}, perplexity {result.perplexity:.4g}",
+        f"{result.tokens:,} predicted tokens in {result.records:,} sequences of {result.data}{which}",
     )

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from moetune.cli.options import Json, NewFolder, Overwrite, RunFolder, answer, choice, heavy_imports, number, option
+from moetune.cli.options import (
+    Json,
+    Overwrite,
+    Predict,
+    RunFolder,
+    answer,
+    choice,
+    heavy_imports,
+    number,
+    option,
+)
 from moetune.errors import UserError, counted
 from moetune.files import expanded, is_occupied
 from moetune.report.console import note
@@ -23,16 +34,22 @@ def export(
         Any,
         choice("delta|peft|merged|vllm", "Changed tensors, PEFT adapter, whole checkpoint, vLLM adapter.", "--format"),
     ],
-    out: NewFolder,
+    out: Annotated[Path | None, option("DIR", "Output folder, new or empty. Only --predict needs none.")] = None,
     overwrite: Overwrite = False,
     check: Annotated[int, number("Compare the loss on N held-out records with the trained model's.", 0, 1000, "N")] = 0,
     into: Annotated[
         Any, choice("fp8|nvfp4|mxfp4", "Round a merged checkpoint, and say how much of the change survives.", "--into")
     ] = None,
     push: Annotated[str | None, option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")] = None,
+    predict: Predict = False,
     json_: Json = False,
 ) -> None:
-    """Export a run's newest checkpoint, or its best with early stopping: a delta, an adapter or a merged checkpoint."""
+    """Export a run's newest checkpoint, or its best with early stopping: a delta, an adapter or a merged checkpoint.
+    Exit code 1: a merged checkpoint needs more memory than there is."""
+    if predict and (format_ != "merged" or into is not None):
+        raise UserError("--predict is for --format merged without --into; other exports are not predicted")
+    if out is None and not predict:
+        raise UserError("export needs --out, the folder to write to")
     if check and format_ in ("delta", "vllm"):
         raise UserError(
             f"--check computes with stock transformers and PEFT, which do not read --format {format_}; use it with "
@@ -40,16 +57,33 @@ def export(
         )
     if into is not None and (check or format_ != "merged"):
         raise UserError(f"--into {into} is for --format merged, and prints losses without --check")
-    is_occupied(expanded(out), overwrite)
+    if out is not None:
+        is_occupied(expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.export import export as export_trained
+        from moetune.exporting.finished_run import open_run
+        from moetune.exporting.memory import predict_merged
         from moetune.exporting.push import check_push
         from moetune.exporting.push import push as push_to_hub
         from moetune.inference.check import check_export, check_rounded
+        from moetune.memory.host import process_here
+        from moetune.planning.at_hand import refuse_unfit
+        from moetune.report.memory import memory_view
 
+    process_here()
+    if predict:
+        report = predict_merged(open_run(run))
+        answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
+        return
+    assert out is not None
     if push is not None:
         check_push(push)
-    result = export_trained(run, format_, out, overwrite=overwrite, into=into)
+    trained: Any = run
+    if format_ == "merged" and into is None:
+        trained = opened = open_run(run)
+        largest = max(part.numel for part in opened.adapted.structure.parameters)
+        refuse_unfit("export", 64 * largest, lambda here: predict_merged(opened))
+    result = export_trained(trained, format_, out, overwrite=overwrite, into=into)
     note(*result.notes)
     shown = [
         f"{result.format} of step {result.step}: {counted(result.tensors, 'tensor')}, {result.bytes:,} bytes, in "

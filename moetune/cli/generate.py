@@ -9,17 +9,23 @@ from typing import Annotated, Any
 from moetune.cli.options import (
     Json,
     KeepQuantized,
+    OnCard,
     Opens,
+    Predict,
     answer,
     flag,
+    found_model,
     heavy_imports,
     in_a_folder,
     number,
     opened,
     option,
+    refuse_card,
+    target,
     utf8,
 )
 from moetune.errors import UserError
+from moetune.report.console import note
 
 
 def temperature_in_range(value: float) -> float:
@@ -52,25 +58,61 @@ def generate(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     base: KeepQuantized = None,
+    predict: Predict = False,
+    gpu: OnCard = None,
     json_: Json = False,
 ) -> None:
     """Continue a prompt, or those of a file, with a run, an adapter, a merged checkpoint or a base. A run need not be
-    merged first. With --prompts, the same command continues after an interruption."""
+    merged first. With --prompts, the same command continues after an interruption. Exit code 1: it needs more memory
+    than there is."""
+    refuse_card(gpu, predict)
     if (prompt is None) == (prompts is None):
         raise UserError("give --prompt TEXT, or --prompts FILE with --out FILE.jsonl")
-    if (prompts is None) != (out is None):
+    if (prompts is None) != (out is None) and not (predict and out is None):
         raise UserError("--prompts FILE and --out FILE.jsonl belong together: give both, or neither")
     with heavy_imports():
-        from moetune.inference.completions import complete
+        from moetune.inference.completions import complete, fullest_batch
         from moetune.inference.generate import generate as go_on
+        from moetune.inference.generate import token_ids
+        from moetune.inference.memory import predict_generate
+        from moetune.planning.at_hand import refuse_unfit, surely_below
+        from moetune.report.memory import memory_view
 
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    asked = [{"role": "user", "content": prompt or ""}] if chat else prompt or ""
+    device, card = target(gpu) if predict else (None, None)
+    found = found_model(model, base, device)
+
+    def size() -> tuple[int, int]:
+        """Return the number of prompts that are continued at once, and the tokens of the longest."""
+        if prompts is not None:
+            return fullest_batch(found, prompts, batch=batch, samples=samples)
+        return 1, len(token_ids(found, asked))
+
+    if predict:
+        try:
+            rows, length = size()
+        except UserError as error:
+            if prompt is None:
+                raise
+            rows, length = 1, len(prompt.encode()) or 1
+            note(f"a token is assumed for each byte of the prompt: {error}")
+        report = predict_generate(found, length, max_new_tokens, temperature, batch=rows, gpu=card)
+        answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
+        return
+    if found.run is not None:
+        # the prompts of a file are read only after the weights: one short prompt needs no more
+        length, most = (size()[1], max_new_tokens) if prompts is None else (1, 1)
+        refuse_unfit(
+            "generate",
+            surely_below(found.model.structure, length + most),
+            lambda here: predict_generate(found, length, most, temperature, gpu=here),
+        )
     if prompts is not None and out is not None:
-        done = complete(opened(model, base), prompts, out, batch=batch, samples=samples, **how)
+        done = complete(found.open(), prompts, out, batch=batch, samples=samples, **how)
         answer(json_, done.to_json(), f"{done.texts:,} texts for {done.records:,} records written to {done.out}")
         return
-    asked = [{"role": "user", "content": prompt or ""}] if chat else prompt or ""
-    text = go_on(opened(model, base), asked, **how, stream=not json_)
+    text = go_on(found.open(), asked, **how, stream=not json_)
     answer(json_, {"model": model, "prompt": prompt, "text": text})
 
 

@@ -38,6 +38,7 @@ from moetune.cli.score import score
 from moetune.cli.select import select
 from moetune.cli.train import train
 from moetune.cli.verify import verify
+from moetune.compat.glibc import give_back_memory
 from moetune.errors import DoesNotFit, UserError, one_line, printable, shown
 from moetune.report.console import quieten
 
@@ -122,6 +123,7 @@ def _run() -> int:
     """Run the command, print the message of an exception, and return the exit code."""
     try:
         quieten()
+        give_back_memory()
         app()
     except SystemExit as ended:
         cause = ended.__context__ and (ended.__context__.__cause__ or ended.__context__)

@@ -15,14 +15,16 @@ import typer
 
 from moetune.config.fields import LARGEST
 from moetune.config.load import load_run_config
-from moetune.config.schema import DataConfig, RunConfig
+from moetune.config.schema import DataConfig, HardwareConfig, RunConfig
 from moetune.errors import UserError, counted, shown, suggest
 from moetune.files import expanded, names_in, refuse_no_picture, refuse_taken
 from moetune.report.console import note, terminal
 
 if TYPE_CHECKING:
-    from moetune.inference.opened import Opened
+    from moetune.inference.opened import Found, Opened
+    from moetune.models.catalog.gpus import Gpu
     from moetune.planning.at_hand import AtHand
+    from moetune.run.dtypes import DeviceType
 
 
 @contextmanager
@@ -115,6 +117,12 @@ def refuse_set(settings: Sequence[str] | None, remedy: str) -> None:
         raise UserError(f"--set changes a run file; {remedy}")
 
 
+def refuse_card(gpu: str | None, predict: bool) -> None:
+    """Raise `UserError` if a command was given `--gpu` without `--predict`."""
+    if gpu is not None and not predict:
+        raise UserError("--gpu is the card that --predict predicts for; the command itself uses this machine's GPU")
+
+
 # --- Options ------------------------------------------------------------------------------------------------------
 
 
@@ -164,6 +172,11 @@ Card = Annotated[
         "A GPU such as l40s, or a size such as 44GiB. Default: hardware.gpu, else this machine's.",
         check=known_gpu,
     ),
+]
+Predict = Annotated[bool, flag("--predict", "Only predict the peak memory, and whether it fits.")]
+OnCard = Annotated[
+    str | None,
+    option(None, "With --predict: the GPU, such as l40s, or 44GiB. Default: this machine's.", "--gpu", check=known_gpu),
 ]
 Tight = Annotated[bool, flag("--tight", "Also what is expected to fit, but may run out of memory.")]
 Method = Annotated[str | None, choice("trace|formula", "Predict by a trace, or faster by a closed form.")]
@@ -242,13 +255,30 @@ def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> AtHand
     return found
 
 
-def opened(model: str, base: Any) -> Opened:
-    """Open a model for inference by `open_model`, with its arguments and errors, and print its notes."""
+def target(gpu: str | None, hardware: HardwareConfig | None = None) -> tuple[DeviceType, str | Gpu | None]:
+    """Return what `--predict` of a command predicts for: a GPU (`cuda`) that is named or at hand, else this machine's
+    CPU. Call it after the imports of the command, whose memory is measured here."""
+    from moetune.memory.host import process_here
+
+    process_here()
+    named = None if hardware is None else hardware.gpu
+    here = at_hand(gpu, named, 1 if hardware is None else hardware.count)
+    card = here.gpu if here is not None else gpu or named
+    return ("cpu" if card is None else "cuda"), card
+
+
+def found_model(model: str, base: Any, device: DeviceType | None = None) -> Found:
+    """Find a model for inference by `find`, with its arguments and errors, and print its notes."""
     with heavy_imports():
-        from moetune.inference.opened import open_model
-    found = open_model(model, base=base)
+        from moetune.inference.opened import find
+    found = find(model, base=base, device=device)
     note(*found.notes)
     return found
+
+
+def opened(model: str, base: Any) -> Opened:
+    """Open a model for inference by `open_model`, with its arguments and errors, and print its notes."""
+    return found_model(model, base).open()
 
 
 def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:

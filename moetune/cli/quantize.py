@@ -5,33 +5,66 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from moetune.cli.options import Json, Overwrite, answer, argument, choice, heavy_imports, option
-from moetune.errors import counted
+from moetune.cli.options import (
+    Json,
+    OnCard,
+    Overwrite,
+    Predict,
+    answer,
+    argument,
+    choice,
+    heavy_imports,
+    option,
+    refuse_card,
+    target,
+)
+from moetune.errors import UserError, counted
 from moetune.report.console import terminal
 
 
 def quantize(
     model: Annotated[str, argument("MODEL", "A catalog name, a folder or a hub id.")],
-    out: Annotated[Path, option(None, "Output folder. An incomplete one is continued.")],
+    out: Annotated[
+        Path | None, option(None, "Output folder; an incomplete one is continued. Only --predict needs none.")
+    ] = None,
     base: Annotated[
         str, choice("auto|nf4|int8|fp8|nvfp4|mxfp4", "Format of the quantized weights; auto: as published, or nf4.")
     ] = "auto",
     double_quant: Annotated[bool | None, option(None, "8-bit scales for nf4. Default: yes.")] = None,
     overwrite: Overwrite = False,
+    predict: Predict = False,
+    gpu: OnCard = None,
     json_: Json = False,
 ) -> None:
-    """Write a quantized copy of a model. To train on it, give its folder as model.path."""
+    """Write a quantized copy of a model. To train on it, give its folder as model.path. Exit code 1: it needs more
+    memory than there is."""
+    refuse_card(gpu, predict)
+    if out is None and not predict:
+        raise UserError("quantize needs --out, the folder to write to")
     with heavy_imports():
         from moetune.adapt.weights.quantize import quantize as write_base
         from moetune.config.load import read_run_config
+        from moetune.memory.host import process_here
         from moetune.report.progress import loading_progress
         from moetune.run.resolve import resolve_model
+
+        process_here()  # before the imports that only a prediction needs
+        from moetune.memory.quantizing import predict_quantize
+        from moetune.planning.at_hand import refuse_unfit, surely_below
+        from moetune.report.memory import memory_view
 
     # All weights are read in the checkpoint's own dtype; what it publishes quantized is rounded to bf16.
     how: dict[str, object] = {"path": model, "base": base, "dtype": "bf16", "attention": "eager"}
     if double_quant is not None:
         how["double_quant"] = double_quant
     resolved = resolve_model(read_run_config({"model": how, "adapt": {}}, (), "quantize").model)
+    if predict:
+        report = predict_quantize(resolved, target(gpu)[1])
+        answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
+        return
+    assert out is not None
+    if resolved.source.local_folder() is not None and resolved.source.quantized_base is None:
+        refuse_unfit("quantize", surely_below(resolved.structure), lambda here: predict_quantize(resolved, here))
     with loading_progress(terminal(stderr=True), model) as on_read:
         written = write_base(resolved, out, on_read, overwrite=overwrite)
     files = counted(written["files"], "file")

@@ -10,14 +10,16 @@ from moetune.cli.options import (
     Json,
     Overrides,
     Overwrite,
+    Predict,
     Scored,
     answer,
     argument,
-    flag,
     heavy_imports,
     in_a_folder,
     option,
+    refuse_card,
     refuse_set,
+    target,
 )
 from moetune.config.load import load_run_config, read_run_config, refuse_missing
 from moetune.errors import UserError
@@ -35,13 +37,13 @@ def score(
     out: Annotated[Path, option("FILE", "File to write the scores to.", check=in_a_folder)] = Path("scores.json"),
     tokens: Scored = 131_072,
     overwrite: Overwrite = False,
-    predict: Annotated[bool, flag("--predict", "Only predict the peak memory, and whether it fits.")] = False,
+    predict: Predict = False,
     gpu: Card = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
     """Count what each expert of a model receives from data, by layer: tokens, gate weight, REAP score, expert pairs.
-    Exit code 1, with --predict only: scoring does not fit."""
+    Exit code 1: scoring needs more memory than there is."""
     from moetune.cli.start_on_ranks import on_ranks, starts_ranks
 
     if model.endswith((".yaml", ".yml")):
@@ -49,13 +51,13 @@ def score(
     else:
         refuse_set(set_, "give a run file instead of MODEL")
         config = read_run_config({"model": {"path": model}, "adapt": {"router": "all"}}, (), "score")
-    if gpu is not None and not predict:
-        raise UserError("--gpu is the card that --predict predicts for; scoring itself uses this machine's GPU")
+    refuse_card(gpu, predict)
     refuse_missing(data or ())
     if not data and config.data is None and not predict:
         raise UserError("moetune score needs --data FILE, or data: in the run file")
     if predict or not starts_ranks(config.parallel):
         with heavy_imports():
+            from moetune.planning.at_hand import refuse_unfit, surely_below
             from moetune.report.memory import memory_view
             from moetune.routing.data_sets import names_of
             from moetune.routing.memory import predict_score
@@ -64,11 +66,16 @@ def score(
             from moetune.run.dtypes import this_device
             from moetune.run.resolve import resolve
     if predict:
-        report = predict_score(resolve(to_score(config), "cuda"), len(data or names_of(config)) or 1, gpu=gpu)
+        device, card = target(gpu, config.hardware)
+        report = predict_score(resolve(to_score(config), device), len(data or names_of(config)) or 1, gpu=card)
         answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
         return
     with on_ranks(config.parallel, "the same command continues from here") as ranks:
         run = resolve(to_score(config), this_device())
+        if ranks.is_single and run.structure.moe_layers:
+            sources = len(data or names_of(config))
+            rough = surely_below(run.structure, config.train.micro_batch * config.train.sequence_length)
+            refuse_unfit("score", rough, lambda here: predict_score(run, sources, gpu=here))
         scores = score_run(run, data or names_of(config), tokens, out, overwrite=overwrite, ranks=ranks)
     if ranks.is_first:
         answer(

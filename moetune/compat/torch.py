@@ -7,7 +7,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 from unittest.mock import patch
@@ -211,6 +211,18 @@ def unguarded(mode: _Mode) -> _Mode:
     """
     mode.__torch_dispatch__ = inspect.unwrap(mode.__torch_dispatch__)  # type: ignore[method-assign]
     return mode
+
+
+def answering_no() -> AbstractContextManager[Any]:
+    """Return a context in which a fake tensor that is asked whether it is true says no, instead of raising an error.
+
+    It may be asked by `bool` or, if its dtype is bool, by `item`.
+    """
+
+    def item(self: FakeTensor) -> Any:
+        return False if self.dtype == torch.bool else torch.Tensor.item(self)
+
+    return patch.multiple(FakeTensor, __bool__=lambda self: False, item=item)
 
 
 @unguarded

@@ -9,7 +9,7 @@ from typing import Literal
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.exporting.delta import write_delta
-from moetune.exporting.finished_run import base_folder, in_memory, open_run
+from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
 from moetune.exporting.folder import keep_apart, new_folder
 from moetune.exporting.merged import bytes_needed, write_merged
 from moetune.exporting.rounded import Into, Survival, write_rounded
@@ -43,7 +43,7 @@ class ExportResult(Answer):
 
 
 def export(
-    trained: Adapted | Path | str,
+    trained: Adapted | FinishedRun | Path | str,
     format: Literal["delta", "peft", "merged", "vllm"],
     out: Path | str,
     *,
@@ -55,8 +55,8 @@ def export(
     If the run file sets `data.chat_template`, all formats but `delta` also hold it, as `chat_template.jinja`.
 
     Args:
-        trained: a run folder, of which `open_run` chooses the checkpoint; or an adapted model in memory, whose base is
-            what its `model.path` holds now.
+        trained: a run folder, of which `open_run` chooses the checkpoint; what it opened; or an adapted model in
+            memory, whose base is what its `model.path` holds now.
         format: `delta`: only the changed tensors. `peft`: a PEFT adapter. `merged`: a whole checkpoint. `vllm`: an
             adapter for vLLM.
         out: the folder to write. It appears only when it is complete.
@@ -74,7 +74,10 @@ def export(
         raise UserError(f"--into {into} rounds a whole checkpoint; use it with --format merged, not {format}")
     writers = {"delta": write_delta, "peft": write_peft, "merged": write_merged, "vllm": write_vllm}
     out = Path(out)
-    run = in_memory(trained) if isinstance(trained, Adapted) else open_run(Path(trained))
+    if isinstance(trained, FinishedRun):
+        run = trained
+    else:
+        run = in_memory(trained) if isinstance(trained, Adapted) else open_run(Path(trained))
     kept = [expanded(run.config.model.path), *(() if run.path is None else (run.path,))]
     if run.config.model.weights == "pretrained" and format != "peft":  # a PEFT adapter may need no base
         kept.append(base_folder(run))

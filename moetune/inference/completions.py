@@ -20,7 +20,7 @@ from rich.console import Console
 from moetune.errors import UserError, shown
 from moetune.files import expanded, lock, refuse_existing, write_whole
 from moetune.inference.generate import Message, continued, has_static_cache, token_ids
-from moetune.inference.opened import Opened, open_model
+from moetune.inference.opened import Found, Opened, open_model
 from moetune.json_files import Answer, parse_json
 from moetune.report.console import terminal
 from moetune.report.progress import counting
@@ -109,6 +109,14 @@ def complete(
     return Completions(opened.name, str(out), len(records), len(lines))
 
 
+def fullest_batch(found: Found, prompts: str, *, batch: int = 8, samples: int = 1) -> tuple[int, int]:
+    """Return how many prompts of a file the batch of most tokens holds, and the tokens of its longest. Arguments and
+    errors as in `complete`."""
+    rows = [ids for where, record in _records(prompts) for ids in [_token_ids(found, where, record)] * samples]
+    sizes = [(len(numbers), max(len(rows[number]) for number in numbers)) for numbers in _batches(found, rows, batch)]
+    return max(sizes, key=lambda size: size[0] * size[1])
+
+
 def _records(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) for each record that a spec names; raise `UserError` for one that cannot be read."""
     empty = True
@@ -126,7 +134,7 @@ def _records(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{spec!r} holds no records")
 
 
-def _token_ids(opened: Opened, where: str, record: dict[str, Any]) -> list[int]:
+def _token_ids(opened: Opened | Found, where: str, record: dict[str, Any]) -> list[int]:
     """Return the token ids of a record's prompt; raise `UserError`, naming its place, if it has none."""
     try:
         return token_ids(opened, _prompt(record))
@@ -154,14 +162,14 @@ def _prompt(record: dict[str, Any]) -> str | list[Message]:
     return checked_messages([*messages, {"role": "assistant", "content": "?"}])[:-1]
 
 
-def _batches(opened: Opened, rows: Sequence[list[int]], size: int) -> list[list[int]]:
+def _batches(opened: Opened | Found, rows: Sequence[list[int]], size: int) -> list[list[int]]:
     """Return the numbers of the rows of each batch.
 
     Rows of different length share a batch only if padding does not change what the model computes: not where it
     compresses blocks of tokens, which padding would shift.
     """
     order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
-    mixes = has_static_cache(opened.model)
+    mixes = has_static_cache(opened.settings)
     groups = [order] if mixes else [[*group] for _, group in groupby(order, lambda number: len(rows[number]))]
     return [group[first : first + size] for group in groups for first in range(0, len(group), size)]
 

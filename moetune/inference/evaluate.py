@@ -16,13 +16,14 @@ from transformers import PreTrainedModel
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.inference.opened import Opened, open_model
+from moetune.inference.opened import Found, Opened, open_model
 from moetune.json_files import Answer
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens
 from moetune.training.step.batch import Row, collate
 from moetune.training.step.micro_step import held_out_loss
 
-_ROWS = 4
+ROWS = 4
+"""Rows of a batch."""
 _MOST_LOSS = 700.0  # nats; exp of a larger loss overflows a float
 
 
@@ -72,6 +73,12 @@ def evaluate(
     """
     opened = opened if isinstance(opened, Opened) else open_model(str(opened))
     rows, name = rows_of(opened, data, sequence_length, format)
+    return evaluated(opened, rows, name, data)
+
+
+def evaluated(opened: Opened, rows: datasets.Dataset, name: str, data: str | None) -> Evaluation:
+    """Compute the mean loss of a model on rows from `rows_of`, which read `data` and called the data set `name`. Raise
+    `UserError` as `evaluate` does."""
     loss, tokens = mean_loss(opened.model, rows, pad_token_id(opened.tokenizer))
     if not loss < _MOST_LOSS:
         raise UserError(f"the loss of {opened.name!r} is {loss}: check its weights and config.json")
@@ -96,7 +103,7 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
 
 
 def rows_of(
-    opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
+    opened: Opened | Found, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> tuple[datasets.Dataset, str]:
     """Return the rows on which `evaluate`, given the same arguments, computes the loss, and the name of the data set.
 
@@ -119,7 +126,7 @@ def rows_of(
     read = load_data(settings, opened.tokenizer, train)
     rows = read.eval if data is None else read.train
     assert rows is not None
-    refuse_unknown_tokens(opened.model.config, opened.name, pad_token_id(opened.tokenizer), rows)
+    refuse_unknown_tokens(opened.settings, opened.name, pad_token_id(opened.tokenizer), rows)
     return rows, data or "what the run held out"
 
 
@@ -127,7 +134,7 @@ def rows_of(
 def mean_loss(model: PreTrainedModel, rows: Iterable[Row], pad_token_id: int) -> tuple[float, int]:
     """Return the mean cross-entropy over all predicted tokens of the rows, in nats, and the number of these tokens."""
     total, tokens, left = 0.0, 0, iter(rows)
-    while some := [*islice(left, _ROWS)]:
+    while some := [*islice(left, ROWS)]:
         batch = collate(some, pad_token_id)
         loss, predicted = held_out_loss(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
         total, tokens = total + loss.item(), tokens + int(predicted)

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, TextStreamer
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, TextStreamer
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
 from moetune.errors import UserError, shown
-from moetune.inference.opened import Opened, open_model
+from moetune.inference.opened import Found, Opened, open_model
 from moetune.training.data.load import pad_token_id
 
 Message = dict[str, str]
@@ -50,7 +50,7 @@ def generate(
     ]
 
 
-def token_ids(opened: Opened, prompt: str | list[Message]) -> list[int]:
+def token_ids(opened: Opened | Found, prompt: str | list[Message]) -> list[int]:
     """Return the token ids of a prompt; the prompt and the errors are those of `generate`."""
     tokenizer: Any = opened.tokenizer
     if isinstance(prompt, str):
@@ -64,7 +64,7 @@ def token_ids(opened: Opened, prompt: str | list[Message]) -> list[int]:
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
     if not ids:
         raise UserError("the prompt is empty: it has no tokens")
-    text_config = opened.model.config.get_text_config()
+    text_config = opened.settings.get_text_config()
     if (largest := max(*ids, pad_token_id(tokenizer))) >= text_config.vocab_size:
         raise UserError(
             f"the tokenizer of {opened.name!r} has token {largest}; the model has embeddings for "
@@ -100,10 +100,7 @@ def continued(
     pad, length = pad_token_id(tokenizer), max(map(len, prompts))
     ids = torch.tensor([[pad] * (length - len(row)) + row for row in prompts], device=model.device)
     is_token = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts], device=model.device)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None:
-        max_new_tokens = min(max_new_tokens, positions - length)
-    model.generation_config = _sampling(opened)
+    model.generation_config = sampling(opened.name, model.generation_config)
     torch.manual_seed(seed)
 
     def numbers(_: Tensor, logits: Tensor) -> Tensor:
@@ -111,27 +108,64 @@ def continued(
             raise UserError(f"{opened.name!r} computes NaN: its weights are damaged")
         return logits
 
-    written = model.generate(
-        input_ids=ids,
-        attention_mask=is_token,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=pad,
-        use_cache=True,
-        cache_implementation="static" if has_static_cache(model) else "dynamic",
-        disable_compile=True,
+    written = written_after(
+        model,
+        ids,
+        is_token,
+        new_tokens(opened.settings, length, max_new_tokens),
+        temperature,
+        ends=tokenizer.eos_token_id,
+        pad=pad,
         logits_processor=[numbers],
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
-        do_sample=temperature > 0,
-        **({"temperature": temperature} if temperature else {}),
     )
     return list(tokenizer.batch_decode(written[:, length:], skip_special_tokens=True))
 
 
-def has_static_cache(model: PreTrainedModel) -> bool:
-    """Return whether transformers has a static cache for every kind of the model's layers; it has none for compressed
+def new_tokens(settings: PretrainedConfig, prompt: int, most: int) -> int:
+    """Return how many tokens are generated after `prompt` tokens: `most`, or as many as the model has positions for."""
+    positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
+    return most if positions is None else min(most, positions - prompt)
+
+
+def written_after(
+    model: PreTrainedModel,
+    ids: Tensor,
+    is_token: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    *,
+    ends: int | None,
+    pad: int,
+    **more: Any,
+) -> Tensor:
+    """Return prompts `ids` [B, S] with the tokens that a model generates after them.
+
+    Args:
+        is_token: 1 for each token of a prompt, 0 for padding on its left; [B, S].
+        ends, pad: ids of the token that ends a text, and of the one that pads.
+        more: further arguments of transformers' `generate`.
+    """
+    generate: Any = model.generate
+    settings = {"cache_implementation": "static" if has_static_cache(model.config) else "dynamic", **more}
+    return generate(
+        input_ids=ids,
+        attention_mask=is_token,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=ends,
+        pad_token_id=pad,
+        use_cache=True,
+        disable_compile=True,
+        do_sample=temperature > 0,
+        **({"temperature": temperature} if temperature else {}),
+        **settings,
+    )
+
+
+def has_static_cache(settings: PretrainedConfig) -> bool:
+    """Return whether transformers has a static cache for every kind of a model's layers; it has none for compressed
     attention (DeepSeek-V4)."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    kinds = getattr(settings.get_text_config(), "layer_types", None) or ()
     return {*kinds} <= STATIC_LAYER_TYPE_MAPPING.keys()
 
 
@@ -145,14 +179,12 @@ class _Sampling(BaseModel):
     repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] | None = None
 
 
-def _sampling(opened: Opened) -> GenerationConfig:
-    """Return the sampling settings of the model's `generation_config.json`; raise `UserError` for an invalid value."""
+def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
+    """Return the sampling settings of a model's `generation_config.json`; raise `UserError` for an invalid value."""
     try:
-        found = _Sampling.model_validate(opened.model.generation_config)
+        found = _Sampling.model_validate(settings)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"generation_config.json of {opened.name!r}: {key}: {shown(first['input'])}: {first['msg']}"
-        ) from None
+        raise UserError(f"generation_config.json of {name!r}: {key}: {shown(first['input'])}: {first['msg']}") from None
     return GenerationConfig(**found.model_dump(exclude_none=True))

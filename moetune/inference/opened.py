@@ -8,15 +8,16 @@ a checkpoint      the model unquantized; or quantized, if a precision is given o
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from peft import PeftModel, get_peft_model_state_dict
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import build
 from moetune.adapt.weights.base import build_noting, refuse_changed_base
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.adapt.weights.stock import load_stock
@@ -35,17 +36,17 @@ from moetune.config.schema import (
 from moetune.errors import UserError, reading, time_limit
 from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run
 from moetune.files import expanded
-from moetune.models.hub.fingerprint import Base
+from moetune.models.hub.tensor_files import Stored
 from moetune.models.source import ModelSource, find_model_source
 from moetune.run.dtypes import DeviceType, dtype_on, this_device
-from moetune.run.resolve import resolve, resolve_model
+from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve, resolve_model
 from moetune.training.data.load import chat_template, tokenizer_of
 from moetune.training.run_folder import RUN_FILE
 
 
-@dataclass(frozen=True)
-class Opened:
-    """A model that is loaded for inference, in eval mode.
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """A model for inference.
 
     Attributes:
         name: the name or path that was opened.
@@ -57,7 +58,6 @@ class Opened:
 
     name: str
     kind: Literal["run", "adapter", "checkpoint", "packed"]
-    model: PreTrainedModel
     folder: str | None
     config: RunConfig | None = None
     step: int | None = None
@@ -70,6 +70,49 @@ class Opened:
         if data is not None and data.chat_template is not None:
             tokenizer.chat_template = chat_template(data.chat_template)
         return tokenizer
+
+    @property
+    def settings(self) -> PretrainedConfig:
+        """The model's configuration."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found(_Named):
+    """A model for inference that is not loaded yet.
+
+    Attributes:
+        load: loads the model, in eval mode.
+        model: the model that is loaded.
+        run: the run whose model it is, resolved for one device; None for an adapter, and for a checkpoint that
+            transformers alone loads.
+        filled: bytes of the largest trained tensor of a run, which is read after the base.
+    """
+
+    load: Callable[[], PreTrainedModel]
+    model: ResolvedModel
+    run: ResolvedRun | None = None
+    filled: int = 0
+
+    @property
+    def settings(self) -> PretrainedConfig:
+        return self.model.settings
+
+    def open(self) -> Opened:
+        """Load the model; raises as `open_model`."""
+        mine = {one.name: getattr(self, one.name) for one in fields(_Named)}
+        return Opened(model=self.load(), **mine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened(_Named):
+    """A model that is loaded for inference, in eval mode."""
+
+    model: PreTrainedModel
+
+    @property
+    def settings(self) -> PretrainedConfig:
+        return self.model.config
 
 
 def open_model(
@@ -95,27 +138,49 @@ def open_model(
         UserError: `what` is none of these, or is a delta; its weights cannot be read; `base` is given for a run or an
             adapter; or the base of a run has changed.
     """
+    return find(what, base=base, device=device, dtype=dtype, stock=stock).open()
+
+
+def find(
+    what: str,
+    *,
+    base: QuantizedDtype | None = None,
+    device: DeviceType | None = None,
+    dtype: str | None = None,
+    stock: bool = False,
+) -> Found:
+    """Find what `open_model` loads, without reading weights. Arguments as in `open_model`.
+
+    Raises:
+        UserError: as `open_model`, but for errors of the weights, which loading raises.
+    """
     device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
         if base is not None:
             raise UserError(f"{what!r} is a run, on a base that is quantized as in training; leave --base out")
-        return _open_run(what, open_run(path), device, dtype)
+        return _found_run(what, open_run(path), device, dtype)
     if (path / "adapter_config.json").is_file():
         if base is not None:
             raise UserError(f"{what!r} is an adapter, which PEFT puts on the plain base; leave --base out")
-        return _open_adapter(what, path, device, dtype)
+        return _found_adapter(what, path, device, dtype)
     if (path / "delta.safetensors").is_file():
         raise UserError(f"{what!r} is a delta; moetune apply makes a checkpoint of it and its base")
     dtype = dtype or dtype_on(device)
     source = _source(what)
     if stock:
-        return Opened(what, "checkpoint", _stock(what, device, dtype), source.folder)
+        model = resolve_model(ModelConfig.model_validate({"path": what, "dtype": dtype}), device)
+        load = partial(_stock, model, device)
+        return Found(name=what, kind="checkpoint", folder=source.folder, load=load, model=model)
     as_it_is = base is None and source.quantization.base is None
     settings = {"path": what, "base": dtype if as_it_is else base or "auto", "dtype": dtype}
-    model = ModelConfig.model_validate(settings)
-    run = RunConfig(model=model, adapt=AdaptConfig(also=("norm",)))
-    adapted, _ = _built(run, device, dtype)
-    return Opened(what, "checkpoint" if as_it_is else "packed", adapted.model, source.folder)
+    config = RunConfig(model=ModelConfig.model_validate(settings), adapt=AdaptConfig(also=("norm",)))
+    run = resolve(_alone(config, device, dtype), device)
+
+    def built() -> PreTrainedModel:
+        return build(run, run.device()).model.eval()
+
+    kind: Literal["checkpoint", "packed"] = "checkpoint" if as_it_is else "packed"
+    return Found(name=what, kind=kind, folder=source.folder, load=built, model=run.model, run=run)
 
 
 def _source(what: str) -> ModelSource:
@@ -126,56 +191,81 @@ def _source(what: str) -> ModelSource:
     return source
 
 
-def _open_run(what: str, run: FinishedRun, device: DeviceType, dtype: str | None) -> Opened:
-    """Build the model of a run and fill in its trained values; raise `UserError` if the base has changed."""
-    adapted, base = _built(run.config, device, dtype, notes=run.base is not None)
-    if run.base is not None and base is not None:
-        refuse_changed_base(run.base, base.fingerprint, f"the run in {what!r}", run.config.model.path)
-    fill_trained(adapted, run)
-    return Opened(what, "run", adapted.model, adapted.run.model.source.folder, run.config, run.step, run.notes)
+def _found_run(what: str, finished: FinishedRun, device: DeviceType, dtype: str | None) -> Found:
+    """Return the model of a run, to be loaded with its trained values; loading raises `UserError` if the base has
+    changed."""
+    run = resolve(_alone(finished.config, device, dtype), device)
+
+    def built() -> PreTrainedModel:
+        if finished.base is None:
+            adapted = build(run, run.device())
+        else:
+            adapted, base = build_noting(run, run.device())
+            if base is not None:
+                refuse_changed_base(finished.base, base.fingerprint, f"the run in {what!r}", finished.config.model.path)
+        adapted.model.eval()
+        fill_trained(adapted, finished)
+        return adapted.model
+
+    return Found(
+        name=what,
+        kind="run",
+        folder=run.model.source.folder,
+        config=finished.config,
+        step=finished.step,
+        notes=finished.notes,
+        load=built,
+        model=run.model,
+        run=run,
+        filled=max((stored.nbytes for stored in finished.trained.values() if isinstance(stored, Stored)), default=0),
+    )
 
 
-def _built(
-    config: RunConfig, device: DeviceType, dtype: str | None, *, notes: bool = False
-) -> tuple[Adapted, Base | None]:
-    """Build the adapted model of a run file on one device, in eval mode; a `dtype` replaces the run file's.
+def _alone(config: RunConfig, device: DeviceType, dtype: str | None) -> RunConfig:
+    """Return a run file for its model in use on one device; a `dtype` replaces its own.
 
-    Training settings are reset: checkpointing, NEFTune, packing, several ranks, `hardware:`. On a CPU, SDPA replaces
-    flash attention. With `notes`, also return the checkpoint of the frozen weights with its fingerprint (None for
-    random weights); without, None in its place.
+    Training settings are reset: checkpointing, NEFTune, packing, several ranks, the GPU. On a CPU, SDPA replaces flash
+    attention.
     """
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.model.attention == "flash_attention_2" and device == "cpu":
         settings["attention"] = "auto"
-    alone = config.but(
+    return config.but(
         model=settings,
         train={"checkpointing": "none", "neftune_alpha": 0.0},
         # a run file without data packs, and the attention of packed documents has no cache of keys
         data=(config.data or DataConfig(train="none")).but(packing=False),
         parallel=ParallelConfig(),
-        hardware=HardwareConfig(),
+        hardware=HardwareConfig(host_memory=config.hardware.host_memory),
     )
-    run = resolve(alone, device)
-    adapted, base = build_noting(run, run.device()) if notes else (build(run, run.device()), None)
-    adapted.model.eval()
-    return adapted, base
 
 
-def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Opened:
-    """Load an adapter onto the base that it names, with stock PEFT.
+def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Found:
+    """Return an adapter, to be loaded onto the base that it names with stock PEFT.
 
     Raises `UserError` if it names no base, the base cannot be loaded, its tensors are not exactly those that PEFT
     expects, or it is in another layout.
     """
-    settings, tensors = read_adapter(path)
+    settings, _ = read_adapter(path)
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"the adapter in {what!r}: {CONFIG_FILE} names no base; set base_model_name_or_path")
-    source = find_model_source(base)
+    model = resolve_model(ModelConfig.model_validate({"path": base, "dtype": dtype or dtype_on(device)}), device)
+
+    def loaded() -> PreTrainedModel:
+        return _with_adapter(what, path, model, device)
+
+    return Found(name=what, kind="adapter", folder=model.source.folder, load=loaded, model=model)
+
+
+def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceType) -> PreTrainedModel:
+    """Load an adapter onto its base; raises as `_found_adapter`."""
+    settings, tensors = read_adapter(path)
+    base = model.config.path
     try:
-        plain: Any = _stock(base, device, dtype or dtype_on(device))
+        plain: Any = _stock(model, device)
     except UserError as error:
-        if source.quantization.method != "bitsandbytes":
+        if model.source.quantization.method != "bitsandbytes":
             raise
         raise UserError(
             f"{error}. It is in 4 bits, and transformers loads no experts so; use a merged export"
@@ -198,7 +288,7 @@ def _open_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) 
     )
     if not beyond_plain(settings):
         _refuse_other_layout(what, path, base, device)
-    return Opened(what, "adapter", adapted.get_base_model().eval(), source.folder)  # type: ignore[arg-type]
+    return adapted.get_base_model().eval()  # type: ignore[return-value]
 
 
 def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -> None:
@@ -212,8 +302,7 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
         )
 
 
-def _stock(what: str, device: DeviceType, dtype: str) -> PreTrainedModel:
+def _stock(model: ResolvedModel, device: DeviceType) -> PreTrainedModel:
     """Load a checkpoint unquantized by transformers alone, in eval mode, after checking it as training does."""
-    _source(what)
-    model = resolve_model(ModelConfig.model_validate({"path": what, "dtype": dtype}), device)
+    _source(model.config.path)
     return load_stock(model, device).eval()

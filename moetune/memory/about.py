@@ -34,8 +34,13 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
         *([("router gradient", _dense_gradient(run))] if train.dense_router_gradient else []),
         ("optimizer", optimizers(run)),
         *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),
-        ("moetune", f"{_VERSION}, {date.today().isoformat()}"),
+        ("moetune", version()),
     )
+
+
+def version() -> str:
+    """Return the version that predicts, and today's date."""
+    return f"{_VERSION}, {date.today().isoformat()}"
 
 
 _WORDS: dict[Kept, str] = {

@@ -183,7 +183,7 @@ def _reported(
     ranks = []
     for rank, one in found.items():
         if id(one) not in seen:
-            seen[id(one)] = _rank(one, card, outside, allocator, largest_quantized(run), capacity)
+            seen[id(one)] = rank_memory(one, card, outside, allocator, largest_quantized(run), capacity)
         ranks.append(replace(seen[id(one)], rank=rank))
     fullest = found[max(ranks, key=lambda rank: rank.peak_process).rank]
     assert fullest.load is not None
@@ -237,7 +237,7 @@ def _assuming(report: MemoryReport, more: str) -> MemoryReport:
     return replace(report, assumptions=(*report.assumptions, more))
 
 
-def _rank(
+def rank_memory(
     found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
 ) -> RankMemory:
     """Return the memory of one rank. Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS workspaces)

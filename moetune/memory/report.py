@@ -253,6 +253,7 @@ class MemoryReport:
         phases: most live bytes of the fullest rank in each phase that was traced, in order; empty by closed form.
         trainer: name of TRL's trainer that was traced; None for moetune's own steps.
         host: memory of the machine; None if it was not predicted.
+        device: where the model is. On a CPU all tensors are host memory.
     """
 
     model: str
@@ -273,6 +274,7 @@ class MemoryReport:
     phases: tuple[tuple[Phase, int], ...] = ()
     trainer: str | None = None
     host: HostMemory | None = None
+    device: Literal["cuda", "cpu"] = "cuda"
 
     @property
     def fullest(self) -> RankMemory:
@@ -378,6 +380,7 @@ class MemoryReport:
             "model": self.model,
             "about": dict(self.about),
             "method": self.method,
+            "device": self.device,
             "gpu": None if self.gpu is None else asdict(self.gpu),
             "fits": self.fits,
             "verdict": self.verdict,

@@ -1,15 +1,19 @@
-"""`card_at_hand`: the GPU of this machine and the memory that is free on it now, where no GPU is named."""
+"""The machine at hand: its GPU and the memory that is free (`card_at_hand`); commands that it cannot hold."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from moetune.errors import counted
+from moetune.errors import DoesNotFit, UserError, counted
 from moetune.memory.host import this_machine
+from moetune.memory.report import MemoryReport
 from moetune.memory.verify import catalog_name
 from moetune.models.catalog.gpus import Figure, Gpu, find_gpu
+from moetune.models.structure import ModelStructure
+from moetune.report.memory import verdict
 from moetune.report.units import gib
 
 
@@ -47,3 +51,31 @@ def card_at_hand(count: int = 1) -> AtHand | None:
     words = f"the card of this machine, {name}{several}: {gib(free)} of {gib(total)} free now"
     memory = Figure(free, "free now on this machine", measured_here=True)
     return AtHand(replace(card, full_name=name, memory=memory, host=this_machine()), words)
+
+
+def refuse_unfit(doing: str, rough: int, predict: Callable[[Gpu | None], MemoryReport]) -> None:
+    """Raise `DoesNotFit` if what a command is about to do needs more memory than this machine has.
+
+    Args:
+        doing: the command, for the message.
+        rough: bytes that it surely stays below (`surely_below`). Where twice as much is free, nothing is predicted,
+            because a prediction takes a second.
+        predict: predicts the command on the GPU of this machine, or on its CPU (None). If it raises
+            `UserError`, nothing is refused.
+    """
+    here, host = card_at_hand(), this_machine()
+    rooms = [room.value for room in (host, None if here is None else here.gpu.memory) if room is not None]
+    if all(2 * rough <= room for room in rooms):
+        return
+    try:
+        report = predict(None if here is None else here.gpu)
+    except UserError:  # what cannot be predicted is tried
+        return
+    if report.fits is False:
+        raise DoesNotFit(f"{doing} {verdict(report)}; --predict shows what takes it", report.to_json())
+
+
+def surely_below(structure: ModelStructure, tokens: int = 0) -> int:
+    """Return bytes that a command with a model surely stays below: twice its weights in float32, and 64 KiB for each of
+    the tokens that it computes at once."""
+    return 8 * sum(part.numel for part in structure.parameters) + tokens * (64 << 10)

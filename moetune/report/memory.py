@@ -43,7 +43,7 @@ def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0)
         above: the number of lines that are printed above it on the same screen.
     """
     time = "" if report.time is None else pace(report.time, tokens)
-    lines = [most(report), why_a_range(report), on_host(report), phases(report), rows(report), time]
+    lines = [*needs(report), rows(report), time]
     return View(
         report.model,
         verdict(report),
@@ -72,8 +72,8 @@ def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
     head += [listed if len(listed) <= width else f"{counted(len(settings), 'setting')} by --set"] * (settings != [])
     parts = (about.get(name) for name in ("trains", "batch", "optimizer", "base", "ranks"))
     head.append(": ".join(filter(None, (report.model, "; ".join(filter(None, parts))))))
-    needs = [most(report), why_a_range(report), on_host(report), phases(report)]
-    free = height - above - 1 - 2 * len(wrapped([verdict(report)])) - len(wrapped([*needs, *head]))
+    first = needs(report)
+    free = height - above - 1 - 2 * len(wrapped([verdict(report)])) - len(wrapped([*first, *head]))
     changes = [
         (f"  {flags(change)}: then needs {gib(change.peak_process)}", change.why)
         for change in report.changes
@@ -86,18 +86,21 @@ def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
     else:
         ends = wrapped([rows(report), *report.notes, time])
     ends = ends[: free - _FEWEST]
-    return [*wrapped([*needs, *head]), *_taken(report, free - len(ends)), *ends]
+    return [*wrapped([*first, *head]), *_taken(report, free - len(ends)), *ends]
 
 
 def _taken(report: MemoryReport, most_lines: int) -> list[str]:
     """Return what takes memory on the fullest rank, largest first, in at most so many lines."""
     fullest = report.fullest
     parts = [(named(name), count) for name, count in fullest.parts.items() if count]
-    parts = sorted([*parts, ("outside the allocator", fullest.outside_allocator)], key=lambda part: -part[1])
+    outside = ("outside the allocator", fullest.outside_allocator)
+    if report.device == "cpu" and report.host is not None:
+        outside = ("the process without its tensors", report.host.process)
+    parts = sorted([*parts, outside], key=lambda part: -part[1])
     if len(parts) > most_lines:
         rest = parts[most_lines - 1 :]
         parts = [*parts[: most_lines - 1], (f"{len(rest)} smaller parts", sum(count for _, count in rest))]
-    whole = fullest.peak_allocated + fullest.outside_allocator
+    whole = sum(count for _, count in parts)
     return [f"{gib(count):>12} {percent(count, whole):>7}  {name}" for name, count in parts]
 
 
@@ -181,6 +184,12 @@ def span_in_words(report: MemoryReport) -> str:
     return f"{from_to(span.low, span.high)}, {gib(span.expected)} expected"
 
 
+def needs(report: MemoryReport) -> list[str]:
+    """Return sentences on what GPU and host need, and why that is a range; without a GPU, on the host alone."""
+    on_card = [most(report), why_a_range(report)] if report.device == "cuda" else []
+    return [*on_card, on_host(report), phases(report)]
+
+
 def most(report: MemoryReport) -> str:
     """Return a sentence on the process that needs most memory: how much, and whether in a step or during loading."""
     fullest = report.fullest
@@ -207,7 +216,7 @@ def on_host(report: MemoryReport) -> str:
     if host is None:
         return ""
     span = host.span
-    pinned = f", {gib(host.processes * host.pinned)} of it pinned" if host.pinned else ""
+    pinned = f", {gib(host.processes * host.pinned)} of it pinned" if host.pinned >= 2**20 else ""
     room = "" if host.room is None else f"; it has {gib(host.room.value)} ({host.room.source})"
     return f"The host needs {from_to(span.low, span.high)} of RAM{pinned}{room}."
 

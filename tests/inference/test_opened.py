@@ -253,7 +253,7 @@ def answer(
     }[command]
     ended = moetune(*arguments)
     assert "Traceback" not in ended.err
-    assert ended.code in (0, 2), ended
+    assert ended.code in (0, 2) or "does NOT fit" in ended.err, ended
     return (REFUSED if ended.code else SAID), ended.err
 
 
@@ -350,7 +350,7 @@ MODELS: dict[str, tuple[str, Change, str]] = {
     "more experts a token": ("eval", said("model/config.json", num_experts_per_tok=99), "99 experts"),
     "a padding token": ("eval", said("model/config.json", pad_token_id=10**6), "Padding_idx|pad_token_id"),
     "an activation": ("eval", said("model/config.json", hidden_act="nosuch"), "nosuch"),
-    "a thousand times the weights": ("eval", said("model/config.json", vocab_size=10**9), "128,000,172,864"),
+    "a thousand times the weights": ("eval", said("model/config.json", vocab_size=10**9), "128,000,172,864|NOT fit"),
     "90 layers": ("eval", said("model/config.json", num_hidden_layers=90), "describes|do(es)? not fit"),
     "an index without metadata": ("eval", indexed({}), ""),
     "an index with other metadata": ("eval", indexed({"metadata": "x"}), ""),

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from moetune.adapt.build import build
 from moetune.experts.context import ReadCounts
+from moetune.memory.forward import follow
 from moetune.memory.trace import Trace
 from moetune.memory.trace.watched import Watched
-from moetune.routing.memory import follow
+from moetune.routing.memory import Scoring
 from moetune.run.resolve import ResolvedRun
 
 
@@ -26,5 +27,5 @@ def measure_score(run: ResolvedRun, device: torch.device | str, sources: int = 1
         return calls[-1]
 
     with watched.adapted.expert_context.hooks.using(count_rows=recorded):
-        log = follow(watched, watched.tracker(), sources, tracking=not is_cuda)
+        log = follow(watched, watched.tracker(), Scoring(sources), tracking=not is_cuda)
     return Trace.of(log, watched.adapted.ranks.axis_of), calls

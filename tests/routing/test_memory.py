@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from moetune.memory.forward import trace_forward
 from moetune.memory.report import PART_NAMES
 from moetune.memory.trace import Trace
-from moetune.routing.memory import trace_score
+from moetune.routing.memory import Scoring
 from moetune.routing.score import to_score
 from moetune.run.resolve import resolve
 from tests.memory.models import toy_run, write_toy
@@ -42,7 +43,7 @@ def test_a_pass_takes_what_is_predicted(
     run = resolve(to_score(config), "cpu")
     measured, calls = measure_score(run, "cpu", sources)
     answers = iter(calls)
-    predicted = trace_score(run, lambda layer, ids, experts, read: next(answers), sources=sources)
+    predicted = trace_forward(run, lambda layer, ids, experts, read: next(answers), passes=Scoring(sources))
     assert parts(predicted) == parts(measured)
     assert next(answers, None) is None
     assert predicted.host_peak > 0 or "experts_on" not in sections["model"]
@@ -51,7 +52,7 @@ def test_a_pass_takes_what_is_predicted(
 def test_layers_that_are_alike_stand_for_each_other(tmp_path: Path) -> None:
     config = toy_run(write_toy(tmp_path / "toy", "mixtral", num_hidden_layers=6), "mixtral", LORA)
     run = resolve(to_score(config), "cuda")
-    short, whole = (trace_score(run, sources=2, shortened=shortened) for shortened in (True, False))
+    short, whole = (trace_forward(run, passes=Scoring(2), shortened=shortened) for shortened in (True, False))
     assert parts(short) == parts(whole)
     assert short.load == whole.load
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeGuard
@@ -35,14 +35,22 @@ class CheckpointReader:
     rounded to the compute dtype.
 
     Creating the reader checks names, shapes and dtypes, and reads no weight; it raises `UserError` if they do not fit.
-    Tensors go to `target`, which stores them in the model.
+    Tensors go to `target`, which stores them in the model. `tensors` are those of the checkpoint by name, by default
+    what `folder` holds.
     """
 
-    def __init__(self, folder: Path, plain: PreTrainedModel, name: str, target: LoadTarget) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plain: PreTrainedModel,
+        name: str,
+        target: LoadTarget,
+        tensors: Mapping[str, Stored] | None = None,
+    ) -> None:
         self._target = target
         self._stored = {
             key: replace(stored, dtype=NAMES[target.dtype]) if isinstance(stored, Quantized) else stored
-            for key, stored in open_checkpoint(folder).items()
+            for key, stored in (open_checkpoint(folder) if tensors is None else tensors).items()
         }
         self._mappings = key_mappings(plain, self._stored, split=True)
         self._names = set(plain.state_dict())

@@ -69,16 +69,23 @@ def quantize(
             raise UserError(f"--out {str(out)!r} cannot be written: {reason}") from error
 
 
+def target_of(
+    model: ResolvedModel,
+    device: torch.device,
+    on_read: Callable[[float], None] | None = None,
+    kind: type[LoadTarget] = LoadTarget,
+) -> LoadTarget:
+    """Return a new model, as a target of type `kind`, into which a checkpoint is quantized."""
+    linears, context = model.linears_to_quantize(NOTHING), ExpertContext(split_gate_up=model.gate_up_apart)
+    loaded = copy.deepcopy(model.plain)
+    return kind(loaded, model.structure, NOTHING, model.config, linears, device, context=context, on_read=on_read)
+
+
 def _quantize(
     model: ResolvedModel, folder: Path, out: Path, on_read: Callable[[float], None] | None, *, overwrite: bool
 ) -> dict[str, Any]:
-    device = torch.device(this_device())
-    loaded = copy.deepcopy(model.plain)
-    linears = model.linears_to_quantize(NOTHING)
-    context = ExpertContext(split_gate_up=model.gate_up_apart)
-    target = LoadTarget(
-        loaded, model.structure, NOTHING, model.config, linears, device, context=context, on_read=on_read
-    )
+    target = target_of(model, torch.device(this_device()), on_read)
+    loaded = target.model
     reader = CheckpointReader(folder, model.plain, model.source.name, target)  # refuses what does not fit the model
     if overwrite:
         quantized_base.remove(out)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ from moetune.files import Ledger, WriterLock, aside_of, foreign_in, settle, writ
 from moetune.json_files import read_json
 from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, digesting
-from moetune.models.hub.key_mapping import key_mappings
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
+from moetune.models.hub.tensor_files import Stored
 from moetune.models.source_quantization import BEGUN, QuantizedManifest
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedModel, ResolvedRun
@@ -66,18 +67,26 @@ def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTra
     with the checkpoint's values. `plain` is the model on the meta device, as its configuration describes it.
     """
     stored = open_checkpoint(source)
-    mappings = key_mappings(plain, stored)
+    _write(folder / REST, rest_of(_tensors(model), stored, key_mappings(plain, stored)))
+
+
+def rest_of(
+    named: Iterable[tuple[str, Tensor]], stored: Mapping[str, Stored], mappings: Mapping[str, KeyMapping]
+) -> dict[str, Tensor]:
+    """Return name -> tensor to write, of `named` tensors of a loaded model; `stored` are those of its checkpoint, which
+    `mappings` assigns to the model's."""
     tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in _tensors(model):
-        if tensor.data_ptr() in seen:  # tied weights are stored once
+    seen: set[tuple[int, Any]] = set()
+    for name, tensor in named:
+        place = id(tensor.untyped_storage()), tensor.storage_offset()
+        if place in seen:  # tied weights are stored once
             continue
-        seen.add(tensor.data_ptr())
+        seen.add(place)
         keys = mappings[name].every_key() if name in mappings and tensor.is_floating_point() else []
         if keys and not any(isinstance(stored[key], Quantized) for key in keys):
             tensor = mappings[name].to_model(lambda key: stored[key].whole()).reshape(tensor.shape)
         tensors[name] = tensor
-    _write(folder / REST, tensors)
+    return tensors
 
 
 def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Path]) -> None:
@@ -164,17 +173,21 @@ def _read_begun(folder: Path) -> dict[str, Any]:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all tensors to store except experts: parameters and persistent buffers that are not on
-    the meta device, and the quantization states of 4-bit layers."""
-    persistent = model.state_dict().keys()
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in persistent and not tensor.is_meta:
-            yield name, tensor.data
+    """Yield (name, tensor) of all tensors to store except experts, quantization states of 4-bit layers included."""
+    yield from plain_tensors(model)
     for path, module in model.named_modules():
         if isinstance(module, Linear4bit):
             weight: Any = module.weight
             for name, tensor in weight.quant_state.as_dict(packed=True).items():
                 yield f"{path}.weight.{name}", tensor
+
+
+def plain_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of parameters and persistent buffers that are not on the meta device."""
+    persistent = model.state_dict().keys()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in persistent and not tensor.is_meta:
+            yield name, tensor.data
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:

@@ -26,6 +26,17 @@ FLOAT = 4
 """Bytes of a float32."""
 
 
+def on_cpu(func: Any, args: Any) -> Iterator[int]:
+    """Yield the bytes that an operation takes on a CPU while it runs, beside its results.
+
+    bitsandbytes has no CPU kernel that quantizes to 4 bits: operations of torch keep a copy of n weights in float32 (if
+    they are stored otherwise), the scaled weights in float32, their codes as int32, and these in 8 bits.
+    """
+    if func is torch.ops.bitsandbytes.quantize_4bit.default:
+        weight = args[0]
+        yield weight.numel() * (9 + 4 * (weight.dtype != torch.float32))
+
+
 def before(func: Any, capability: Capability, args: Any, kwargs: Any) -> Iterable[int]:
     """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes."""
     return _BEFORE[func](capability, *args, **kwargs) if func in _BEFORE else ()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moetune.config.resolved import ResolvedModelConfig
 from moetune.config.schema import Storage
 from moetune.experts.quantized import BLOCK, QuantizedExperts
 from moetune.memory.report import LoadPeaks
@@ -54,7 +53,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     if model.weights == "random":
         drawn = [
             shape.num_experts * shape.parameters_per_expert * dtype.itemsize
-            + max(shape.num_experts * _gate_up(shape), _quantizing(shape, model, dtype))
+            + max(shape.num_experts * _gate_up(shape), _quantizing(shape, run, dtype))
             for shape in shapes
         ]
         banks = traced.loaded(in_bank=True) + max(drawn) if drawn else 0
@@ -76,12 +75,12 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
             if not is_kept:
                 # transformers dequantizes half of the weights at a time by a lookup with indices of 8 bytes
                 looked_up = matrix * 17 // 32 + matrix // 8 + (2 + 4 + dtype.itemsize + dtype.itemsize // 2) * matrix
-                on_the_way = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, model, dtype))
+                on_the_way = max(looked_up, matrix * dtype.itemsize + _quantizing(shape, run, dtype))
         else:
             layout = expert_layout(structure.model_type)
             read = matrix * dtype.itemsize * (shape.num_experts if layout == "converted" else 1)
             host = max(host, read)
-            on_the_way = read + max(0 if layout == "rows" else read, _quantizing(shape, model, dtype))
+            on_the_way = read + max(0 if layout == "rows" else read, _quantizing(shape, run, dtype))
         on_the_way += traced.loaded(in_bank=True)
     return LoadPeaks(host=host + on_host, gpu=max(on_gpu, on_the_way))
 
@@ -91,15 +90,21 @@ def _gate_up(shape: ExpertShape) -> int:
     return shape.hidden * shape.intermediate * (2 if shape.has_gate else 1)
 
 
-def _quantizing(shape: ExpertShape, model: ResolvedModelConfig, dtype: torch.dtype) -> int:
+def _quantizing(shape: ExpertShape, run: ResolvedRun, dtype: torch.dtype) -> int:
     """Return the peak of temporary bytes while an expert's gate_up matrix is quantized (see `quantizing`)."""
-    rows = _gate_up(shape) // shape.hidden
-    return quantizing((rows, shape.hidden), model.base, model.double_quant, dtype, shape.is_transposed)
+    rows, model = _gate_up(shape) // shape.hidden, run.config.model
+    on_cpu = run.device_type == "cpu"
+    return quantizing((rows, shape.hidden), model.base, model.double_quant, dtype, shape.is_transposed, on_cpu)
 
 
 @cache
 def quantizing(
-    shape: tuple[int, int], storage: Storage, double_quant: bool, dtype: torch.dtype, is_transposed: bool
+    shape: tuple[int, int],
+    storage: Storage,
+    double_quant: bool,
+    dtype: torch.dtype,
+    is_transposed: bool,
+    on_cpu: bool = False,
 ) -> int:
     """Return the peak of temporary bytes while one matrix is quantized, by a trace on fake tensors; cached. The matrix
     itself and its buffers in the expert bank are not counted.
@@ -109,11 +114,12 @@ def quantizing(
         storage, double_quant: format of the quantized weights, and whether their constants are quantized too.
         dtype: dtype of the matrix.
         is_transposed: whether the matrix is a transposed view, which quantization has to copy first.
+        on_cpu: whether a CPU quantizes it.
     """
     tiny = QuantizedExperts(1, (BLOCK, BLOCK), storage, double_quant=double_quant)
     tiny.quantize_(0, torch.zeros(BLOCK, BLOCK, dtype=dtype))  # creates the real lookup table that bitsandbytes caches
     stack = QuantizedExperts(1, shape, storage, double_quant=double_quant, device="meta")
-    with FakeTensorMode(allow_non_fake_inputs=True), Tracker({}) as tracker:
+    with FakeTensorMode(allow_non_fake_inputs=True), Tracker({}, on_cpu=on_cpu) as tracker:
         stack.to_empty(device="cpu")
         weight: Tensor = torch.empty(shape[::-1], dtype=dtype).T if is_transposed else torch.empty(shape, dtype=dtype)
         before = tracker.peak_bytes

@@ -117,14 +117,23 @@ def faked(
     with using_kernels(but=without), fake_ranks(run.config.parallel, rank) as ranks:
         short = shorten(run, ranks) if shortened and can_be_shortened(run.config) else None
         adapted = build_fake(run if short is None else short.run, mode, ranks, None if gpu is None else gpu.capability)
-        try:
-            with adapted.expert_context.hooks.using(count_received=received):
-                yield adapted, short, mode
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise NotTraceable(
-                f"{run.config.model.path!r} cannot be traced: the code of model type "
-                f"{run.structure.model_type!r} reads the values of tensors ({error.func})"
-            ) from None
+        with (
+            refusing_values(run.config.model.path, run.structure.model_type),
+            adapted.expert_context.hooks.using(count_received=received),
+        ):
+            yield adapted, short, mode
+
+
+@contextmanager
+def refusing_values(model: str, model_type: str) -> Iterator[None]:
+    """Raise `NotTraceable` if the body of the `with` reads the values of fake tensors, for a model of this type."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise NotTraceable(
+            f"{model!r} cannot be traced: the code of model type {model_type!r} reads the values of tensors "
+            f"({error.func})"
+        ) from None
 
 
 def can_be_shortened(config: RunConfig) -> bool:

@@ -75,6 +75,7 @@ class Tracker(TorchDispatchMode):
             raises `torch.OutOfMemoryError`.
         capability: compute capability of the GPU whose workspaces are added; None for a CPU, without workspaces.
         multiprocessors: of this GPU; None if unknown.
+        on_cpu: add what operations take inside on a CPU (`workspace.on_cpu`).
         parts: module path -> part of a step; if given together with `capability`, work is counted by part.
 
     Attributes:
@@ -93,6 +94,7 @@ class Tracker(TorchDispatchMode):
         capability: Capability | None = None,
         multiprocessors: int | None = None,
         parts: Mapping[str, WorkPart] | None = None,
+        on_cpu: bool = False,
     ) -> None:
         super().__init__()
         self.limit, self.refused = limit, (0, 0)
@@ -108,7 +110,7 @@ class Tracker(TorchDispatchMode):
         self._knows_host = False  # whether any block is in host memory
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
-        self._capability = capability
+        self._capability, self._on_cpu = capability, on_cpu
         self.counter = None
         if capability is not None and parts is not None:
             self.counter = Counter(capability, multiprocessors, self, parts, self.log.done)
@@ -287,6 +289,8 @@ class Tracker(TorchDispatchMode):
             self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
         kwargs, capability = kwargs or {}, self._capability
         inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))
+        for number in self._births(func, workspace.on_cpu(func, args)) if self._on_cpu else ():
+            self.death(number)
         out = func(*args, **kwargs)
         born = len(self.log.blocks)
         if isinstance(out, Tensor):

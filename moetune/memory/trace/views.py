@@ -185,8 +185,10 @@ class Trace:
 
     @property
     def workspaces(self) -> int:
-        """Number of cuBLAS workspaces: 2 if there is a backward pass, which runs in a thread of its own, else 1."""
-        return WORKSPACES if any(mark.phase == "backward" for mark in self.log.marks) else 1
+        """Number of cuBLAS workspaces: 2 if there is a backward pass, which runs in a thread of its own, else 1; 0 if
+        tensors are only loaded."""
+        phases = {mark.phase for mark in self.log.marks}
+        return WORKSPACES if "backward" in phases else int(phases > {"load"} or "load" not in phases)
 
     def most(self, part: PartName) -> int:
         """Return the most bytes of one part of the memory that are alive on the device at once, over all steps."""

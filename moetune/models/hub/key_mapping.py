@@ -200,13 +200,18 @@ def _without_split(rule: WeightConverter) -> WeightConverter:
 
 
 def published_names(model: PreTrainedModel) -> list[str]:
-    """Return the tensor names of a published checkpoint of this model, as transformers would save it.
+    """Return the tensor names of a published checkpoint of this model, sorted; raises as `published_tensors`."""
+    return sorted(published_tensors(model))
+
+
+def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return name -> tensor of a published checkpoint of this model, as transformers would save it.
 
     `model` may be on the meta device; no checkpoint is needed. Raises `UserError`
     if the names need one.
     """
     try:
-        return sorted(revert_weight_conversion(model, dict(model.state_dict())))
+        return revert_weight_conversion(model, dict(model.state_dict()))
     except ValueError as error:  # the published tensors hold dropped modules too, as those of ERNIE-4.5-VL do
         raise UserError(
             f"the tensor names of {model.config.model_type!r} follow from a checkpoint only; give its folder: {error}"

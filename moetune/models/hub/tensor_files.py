@@ -99,10 +99,14 @@ class Stored:
         """Overwrite rows of the file from `start` on with the CPU tensor `rows` [n, ...], cast to the file's dtype."""
         assert tuple(rows.shape[1:]) == self.row_shape, (tuple(rows.shape), self.shape)
         assert start + len(rows) <= self.num_rows
-        data = rows.to(self.torch_dtype).contiguous().view(-1).view(torch.uint8).numpy()
+        data = self.as_written(rows).view(-1).view(torch.uint8).numpy()
         with self.file.open("r+b") as file:
             file.seek(self.offset + start * self._row_bytes)
             file.write(data.data)
+
+    def as_written(self, rows: Tensor) -> Tensor:
+        """Return rows as `write` writes them: contiguous, in the file's dtype."""
+        return rows.to(self.torch_dtype).contiguous()
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Yield (first row, row after the last) of consecutive blocks of at most about 4 million elements."""

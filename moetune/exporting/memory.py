@@ -1,0 +1,61 @@
+"""`moetune export --format merged --predict`: the host memory of writing a merged checkpoint, by its own code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from moetune.compat.torch import QuickFakeMode, add_missing_fakes
+from moetune.exporting.finished_run import FinishedRun, base_folder
+from moetune.exporting.updates import Trained, Update, new_rows, placed, updates
+from moetune.memory.report import MemoryReport
+from moetune.memory.trace.tracing import refusing_values
+from moetune.memory.trace.tracker import Tracker
+from moetune.memory.unread import Reading, report_of, unread
+from moetune.models.hub.dequantize import Quantized, open_checkpoint
+from moetune.models.hub.key_mapping import KeyMapping
+from moetune.models.hub.tensor_files import Stored
+
+
+def predict_merged(run: FinishedRun) -> MemoryReport:
+    """Predict the peak memory of writing the merged checkpoint of a run, which needs this machine's CPU alone.
+
+    Of updates that are alike, such as those of the experts, one is computed, because they follow one another.
+
+    Raises:
+        UserError: as `write_merged`, but for errors that need the base's bytes.
+    """
+    add_missing_fakes()
+    tracker = Tracker({})
+    reading = Reading(tracker, torch.device("cpu"), has_gpu=False)
+    base = unread(open_checkpoint(base_folder(run)), reading)
+    stored = {name: tensor for name, tensor in run.trained.items() if isinstance(tensor, Stored)}
+    trained: dict[str, Trained] = {**run.trained, **unread(stored, reading)}
+    targets = placed(run.adapted.run.model, updates(replace(run, trained=trained)), base)
+    alike = {_kind(update, mapping, base): (update, mapping) for update, mapping in targets}
+    settings, structure = run.config.model, run.adapted.structure
+    with refusing_values(settings.path, structure.model_type), QuickFakeMode(), tracker, torch.no_grad():
+        for tensor in {one.shape: one for one in trained.values() if isinstance(one, Stored)}.values():
+            for start, stop in tensor.blocks():  # as opening the run looks for values that are not finite
+                tensor.rows(start, stop).isfinite().all()
+        if any(isinstance(tensor, Quantized) for tensor in base.values()):
+            for tensor in {one.shape: one for one in base.values()}.values():
+                for start, stop in tensor.blocks():
+                    tensor.as_written(tensor.rows(start, stop))
+        for update, mapping in alike.values():
+            for key, _, rows in new_rows(update, mapping, base):
+                base[key].as_written(rows)
+    return report_of(tracker, settings.path, {"exports": f"{run} as a merged checkpoint"}, None)
+
+
+def _kind(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) -> tuple[Any, ...]:
+    """Return what the memory of an update depends on: the shapes of all tensors that it is computed from."""
+    function = update.rows
+    factors = function.args if isinstance(function, partial) else ()
+    shapes = tuple(one.shape for one in factors if isinstance(one, Stored))
+    stored = tuple(base[key].shape for key in mapping.every_key())
+    return update.expert is None, update.is_added, shapes, stored, type(mapping.conversion)
