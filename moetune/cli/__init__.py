@@ -1,1 +1,4 @@
-"""The command line: one module for each command, found by the command's name, and what the commands share."""
+"""The command line: one module for each command, found by the command's name, and what the commands share.
+
+One folder, because a command is looked for by its name.
+"""

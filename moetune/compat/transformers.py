@@ -49,6 +49,11 @@ def attention_name(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config()._attn_implementation)
 
 
+def ignore_unexpected(model: PreTrainedModel, patterns: set[str]) -> None:
+    """Let transformers load checkpoints into a model although they hold tensors whose names match these patterns."""
+    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
+
+
 def set_attention(config: Any, name: str) -> None:
     """Set the attention function of a model configuration by name.
 

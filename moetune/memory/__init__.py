@@ -2,4 +2,9 @@
 
 A *trace* runs the trainer's step on fake tensors and records each storage (trace/). A *closed form* is such a record
 with each storage's bytes as a formula of the run's sizes (closed_form/), so that other sizes need no new trace.
+
+The files beside these packages are one layer each between a record and a report: what is assumed (assumed_routing,
+equal_ranks, unknowns), what a record does not hold (allocator, outside_allocator, host), the report and its words
+(report, terms, about, changes), the measurement (measure, live, verify, profile), and predictions of what is not a step
+of `moetune train` (forward, quantizing, unread, trl).
 """

@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from moetune.compat.transformers import ignore_unexpected
 from moetune.models.components import MODALITY
 
 
@@ -68,8 +69,7 @@ def drop_towers(model: PreTrainedModel) -> None:
             numel = sum(parameter.numel() for parameter in module.parameters())
             if numel:
                 model.set_submodule(path, Dropped(numel))
-    ignored = {rf"^{re.escape(path)}\." for path in dropped(model)}
-    model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ignored}
+    ignore_unexpected(model, {rf"^{re.escape(path)}\." for path in dropped(model)})
 
 
 def dropped(model: PreTrainedModel) -> dict[str, int]:

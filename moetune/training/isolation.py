@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moetune.adapt.attention import document_inputs
+from moetune.compat.transformers import attention_name
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.models.moe import is_experts
@@ -72,7 +73,7 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
     elif not one.equal(other):
         config = wrapped.config
         raise UserError(
-            f"data.packing: true, but {config.model_type} with attention {config._attn_implementation} and "
+            f"data.packing: true, but {config.model_type} with attention {attention_name(wrapped)} and "
             f"{micro_batch} sequences of {length} tokens a batch lets one packed document see another; set "
             "data.packing: false"
         )

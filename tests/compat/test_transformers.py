@@ -16,6 +16,7 @@ from moetune.compat.transformers import (
     fix_rotary_length,
     has_flash_interface,
     has_sinks,
+    ignore_unexpected,
     is_rms_norm,
     mark_initialized,
     reads_weight,
@@ -79,6 +80,15 @@ def test_an_attention_function_is_chosen_by_name() -> None:
     assert attention_name(model) == "eager"
     assert has_flash_interface(model)
     assert not has_flash_interface(toy_model("deepseek_v4"))
+
+
+def test_names_of_tensors_that_a_model_leaves_out() -> None:
+    """That they are left out when a checkpoint is loaded is tested in models/test_text.py."""
+    assert hasattr(PreTrainedModel, "_keys_to_ignore_on_load_unexpected")
+    model = toy_model("mixtral")
+    ignore_unexpected(model, {r"^tower\."})
+    ignore_unexpected(model, {r"^other\."})
+    assert model._keys_to_ignore_on_load_unexpected == {r"^tower\.", r"^other\."}
 
 
 def test_models_with_sinks_need_attention_that_knows_of_them() -> None:
