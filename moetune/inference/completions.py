@@ -18,7 +18,7 @@ from typing import IO, Any
 from rich.console import Console
 
 from moetune.errors import UserError, shown
-from moetune.files import expanded, lock, refuse_existing, write_whole
+from moetune.files import expanded, lock, refuse_existing, write_output
 from moetune.inference.generate import Message, continued, has_static_cache, token_ids
 from moetune.inference.opened import Found, Opened, open_model
 from moetune.json_files import Answer, parse_json
@@ -104,7 +104,7 @@ def complete(
             for index, (_, record) in enumerate(records)
             for sample in range(samples)
         ]
-        write_whole(out, "".join(f"{line}\n" for line in lines), new=True)
+        write_output(out, "".join(f"{line}\n" for line in lines))
         begun.remove()
     return Completions(opened.name, str(out), len(records), len(lines))
 
@@ -192,11 +192,15 @@ class _Begun:
     """
 
     def __init__(self, out: Path, of: str, sizes: Sequence[int]) -> None:
-        self._file, self._of, self._sizes = out.with_name(f".{out.name}.begun"), of, sizes
+        self._out, self._file, self._of, self._sizes = out, out.with_name(f".{out.name}.begun"), of, sizes
         self.done: list[list[str]] = []
+        self._added = False
 
     def __enter__(self) -> _Begun:
-        held = lock(self._file, "a+b")
+        try:
+            held = lock(self._file, "a+b")
+        except OSError as error:
+            raise self._unwritable(error) from error
         if held is None:
             raise UserError(f"another process writes {str(self._file)!r}; let it end, or choose another --out")
         self._held: IO[bytes] = held
@@ -212,7 +216,11 @@ class _Begun:
         held.seek(len(whole) + 1 if whole else 0)
         held.truncate()
         if not whole:
-            self._write({"of": self._of})
+            try:
+                self._write({"of": self._of})
+            except UserError:
+                self.remove()
+                raise
         return self
 
     def _read(self, lines: list[bytes]) -> list[list[str]]:
@@ -225,16 +233,25 @@ class _Begun:
             raise UserError(name)
         return done
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self._held.close()
+        if kind is not None and not self.done and not self._added:
+            self.remove()
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"{str(self._out)!r} cannot be written: {error.strerror or error}")
 
     def add(self, texts: list[str]) -> None:
-        """Append the texts of a batch."""
+        """Append the texts of a batch; raise `UserError` if the disk refuses."""
         self._write(texts)
+        self._added = True
 
     def remove(self) -> None:
-        self._file.unlink()
+        self._file.unlink(missing_ok=True)
 
     def _write(self, value: Any) -> None:
-        self._held.write(json.dumps(value).encode() + b"\n")
-        self._held.flush()
+        try:
+            self._held.write(json.dumps(value).encode() + b"\n")
+            self._held.flush()
+        except OSError as error:
+            raise self._unwritable(error) from error
