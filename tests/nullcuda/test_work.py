@@ -12,10 +12,10 @@ import torch
 
 from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.time.work import Work
 from moetune.memory.trace import trace
 from moetune.memory.trace.steps import batches_of
-from moetune.memory.verify import catalog_name
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
