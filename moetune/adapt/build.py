@@ -17,10 +17,10 @@ from moetune.adapt.attention import Capability, attention_for
 from moetune.adapt.checkpointing import checkpoint_layers
 from moetune.adapt.documents import split_by_documents
 from moetune.adapt.guard import checked
+from moetune.adapt.layers.norms import fuse_norms
+from moetune.adapt.layers.rotary import fuse_rotary
+from moetune.adapt.layers.routers import fuse_routers
 from moetune.adapt.lora import add_lora
-from moetune.adapt.norms import fuse_norms
-from moetune.adapt.rotary import fuse_rotary
-from moetune.adapt.routers import fuse_routers
 from moetune.adapt.validate import refuse_misplaced, refuse_unquantized
 from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
