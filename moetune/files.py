@@ -1,7 +1,5 @@
 """Path checks, atomic writes and file locks; the ledger of the files that moetune wrote into a folder."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -4,8 +4,6 @@
 tensors. Every program of docs/reference/adapters.md writes both.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The command `moetune drift`: print how training changed the routing of held-out data."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from moetune.cli.options import Json, Picture, RunFolder, Scored, answer, heavy_imports, option

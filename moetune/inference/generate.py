@@ -1,7 +1,5 @@
 """`moetune generate` and `moetune chat`: generate text with any opened model, by transformers' `generate`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any

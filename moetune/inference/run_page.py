@@ -1,7 +1,5 @@
 """`moetune report`: the content of a run's HTML page: curves, memory, expert load, what trained, the run file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path

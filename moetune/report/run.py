@@ -1,7 +1,5 @@
 """Tables and charts of a run: memory against prediction, trained parameters, expert load, routing drift."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

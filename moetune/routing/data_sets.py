@@ -1,7 +1,5 @@
 """Read the data sets for `moetune score` and `moetune drift`: tokenized rows in a seeded random order."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

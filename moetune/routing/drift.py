@@ -4,8 +4,6 @@ Before is the model that training started from, with `adapt.start_from` if set; 
 compute in the same precision. Only tokens that carry loss are compared, as in scores.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Types of `metrics.jsonl`, `memory.json` and `drift.json`, and readers of the first two (run_folder.py)."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, cast

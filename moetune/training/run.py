@@ -1,7 +1,5 @@
 """`moetune train`: check all input before files are written, print what will run, build the model, run the loop."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run as the run file says: metrics, schedules, clipping, seeds, evaluation, reporters, and what stays untouched."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -5,8 +5,6 @@ nothing from a file. A file that cannot be read or written is treated as missing
 kind, the rank, the versions of libraries and moetune's source, so that outdated records are never found.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

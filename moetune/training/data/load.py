@@ -1,7 +1,5 @@
 """Load the data of a run: read, check and tokenize what the `data:` section names, and lay it out in sequences."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Preview of a run's data: the first documents token by token, statistics, and the steps of an epoch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 from typing import Any

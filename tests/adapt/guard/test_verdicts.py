@@ -1,7 +1,5 @@
 """Verdicts are read back whole or not at all, under all that they depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
