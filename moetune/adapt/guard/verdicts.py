@@ -1,7 +1,5 @@
 """Verdicts: results of comparing kernels on this machine, kept on disk so that later runs need not compare again."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json
@@ -42,7 +40,7 @@ class Key:
     sizes: Sizes
 
     @classmethod
-    def of(cls, device: torch.device, sizes: Sizes) -> Key:
+    def of(cls, device: torch.device, sizes: Sizes) -> "Key":
         """Return the key of a comparison on a device of this machine."""
         major, minor = torch.cuda.get_device_capability(device)
         card = f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
