@@ -31,6 +31,8 @@ from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 
 Outcome = Literal["ok", "note", "problem"]
+_IMPOSSIBLE = 4.0
+"""Share of a data sheet's limit that no card reaches, whatever its variant, clock and slot."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,8 @@ def measure_card() -> Iterator[Check]:
     take them. Yield a check for each speed.
 
     Raises:
-        UserError: there is no GPU; the catalog lacks its limits, which are compared with; or the file of the speeds
-            cannot be written.
+        UserError: there is no GPU; the catalog lacks its limits, which are compared with; its clock is wrong; or the file
+            of the speeds cannot be written.
     """
     if not torch.cuda.is_available():
         raise UserError("--measure measures the speeds of a GPU, and torch finds none on this machine")
@@ -130,8 +132,16 @@ def measure_card() -> Iterator[Check]:
     if (card.bf16 or card.fp16) is None or None in (card.fp32, card.bandwidth, card.host_link):
         raise UserError(f"--measure: the catalog has no speeds of {name!r} to compare with (docs/reference/gpus.md)")
     speeds = Speeds.here(device, measured(card, device))
+    torch.cuda.empty_cache()  # what was measured with is no longer in use
+    factors = speeds.factors(card)
+    for kind, one in factors.items():
+        if kind not in PER_EVENT and one.slow > _IMPOSSIBLE:
+            raise UserError(
+                f"--measure: by the clock of {name!r} {kind} take {one.slow:.3g} times less time than its data sheet says "
+                "is possible: no speeds are kept. Update the driver, and measure again while nothing else runs"
+            )
     speeds.keep()
-    for kind, one in speeds.factors(card).items():
+    for kind, one in factors.items():
         if kind in PER_EVENT:
             found = f"{1e6 * one.fast:.3g} to {1e6 * one.slow:.3g} µs each"
         else:
