@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 from moetune.cli.options import Json, Overrides, answer, argument, flag, heavy_imports, refuse_set
-from moetune.report.console import note
 
 
 def doctor(
@@ -26,8 +25,6 @@ def doctor(
         from moetune.config.load import load_run_config
         from moetune.planning.doctor import examine_machine, examine_run, measure_card
 
-    if measure:
-        note("the speeds of this GPU are measured first, for about a minute")
     speeds = [*measure_card()] if measure else []
     checks = [*examine_machine(), *speeds, *(() if run is None else examine_run(load_run_config(run, set_ or ())))]
     is_well = all(check.outcome != "problem" for check in checks)
