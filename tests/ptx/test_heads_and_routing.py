@@ -16,7 +16,7 @@ from moetune.experts.kernels import (
     triton_routing,
 )
 from moetune.experts.kernels.registry import OPERATORS
-from moetune.experts.kernels.self_check import compared
+from moetune.experts.kernels.self_check import differences
 from tests.ptx.cases import Call, Draw
 from tests.ptx.driver import emulated
 
@@ -58,5 +58,5 @@ def test_kernels_agree(dtype: torch.dtype, capability: int) -> None:
     modules = vars(triton_rotary) | vars(triton_routing)
     with torch.no_grad(), emulated(capability):
         for name, args in calls:
-            off = compared(OPERATORS[name], args, modules[name])[1]
+            off = next(differences(OPERATORS[name], args, modules[name]))
             assert off <= TOLERANCE[dtype], (name, off)
