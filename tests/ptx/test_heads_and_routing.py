@@ -1,7 +1,5 @@
 """The PTX of the kernels of heads and of routing gives what torch's operations give, and the self-check's tolerance."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

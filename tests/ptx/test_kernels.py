@@ -1,7 +1,5 @@
 """The kernels' PTX for each compute capability gives what torch's operations give."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -4,8 +4,6 @@ The calls are recorded, not listed: an exercise runs a small bank of experts for
 dispatch mode intercepts each operator with the arguments, layouts and aliases of a training step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
