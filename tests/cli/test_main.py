@@ -87,13 +87,14 @@ def test_every_command_explains_itself_with_an_example_and_speaks_json(moetune: 
         ("models >&-", 0, ""),
         ("models 2> /dev/full > /dev/full", 2, ""),
         ("models | exec true", 0, ""),
+        ("init tiny-router --out é.yaml", 0, ""),
         ("init '\x1b[31m'", 2, "recipe '\\x1b[31m'"),
     ],
 )
-def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, said: str) -> None:
+def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, said: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", f"PYTHONIOENCODING=ascii {sys.executable} -m moetune {shell}"],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert said in done.stderr
@@ -110,6 +111,7 @@ def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, s
         (OSError("can't allocate memory for a joke"), 70, "Traceback"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "the host has no more memory"),
         (ImportError("libx.so: failed to map segment from shared object"), 2, "the host has no more memory"),
+        (OSError("libx.so: failed to map segment from shared object"), 2, "the host has no more memory"),
         (BrokenPipeError(32, "Broken pipe"), 70, "Traceback"),
     ],
 )
@@ -123,6 +125,22 @@ def test_only_what_the_system_says_is_a_message(
     ended = moetune("models")
     assert ended.code == code, ended.err
     assert said in ended.err
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+@pytest.mark.parametrize("mib", [1, pytest.param(4, marks=pytest.mark.full), 16])
+def test_a_limit_of_memory_is_a_message(mib: int) -> None:
+    """As `ulimit -v` sets it, that much above what is taken before the command begins."""
+    code = (
+        "import resource, sys; from moetune.cli.main import main\n"
+        "taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + (int(sys.argv[1]) << 20),) * 2)\n"
+        "sys.argv = ['moetune', 'count', 'tiny-mixtral']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(mib)], capture_output=True, text=True, check=False)
+    said = "error: the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
+    assert (done.returncode, done.stdout, said in done.stderr) == (2, "", True), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_control_characters_are_written_out(moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
