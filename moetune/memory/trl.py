@@ -21,9 +21,6 @@ from moetune.run.resolve import AnyRun, resolve
 from moetune.run.validation import refuse_unpredictable
 from moetune.training.trl import TrlTrainer
 
-PREDICTED: tuple[TrlTrainer, ...] = ("sft", "dpo", "kto", "orpo")
-
-
 def predict_trl(
     run: AnyRun,
     trainer: TrlTrainer,
@@ -48,8 +45,6 @@ def predict_trl(
     """
     if find_spec("trl") is None:
         raise UserError("a prediction for TRL runs its trainers; install it: pip install 'moetune[trl]'")
-    if trainer not in PREDICTED:
-        raise UserError(f"no prediction for the trainer {trainer!r}: {', '.join(PREDICTED)}")
     run = resolve(run, "cuda")
     if run.config.parallel.ranks > 1:
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
