@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moetune.adapt.weights.quantizer import MoetuneConfig
     from moetune.config.load import load_run_config
     from moetune.config.resolved import ResolvedConfig
-    from moetune.config.schema import RunConfig
+    from moetune.config.schema.run import RunConfig
     from moetune.errors import DoesNotFit, UserError
     from moetune.exporting.apply import apply_delta
     from moetune.exporting.export import ExportResult, export
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from moetune.inference.evaluate import Evaluation, evaluate
     from moetune.inference.generate import generate
     from moetune.inference.opened import Opened, open_model
+    from moetune.memory.measurement.verify import Outcome, verify
     from moetune.memory.predict import predict
     from moetune.memory.report import MemoryReport
-    from moetune.memory.verify import Outcome, verify
     from moetune.planning.plan import Plan, plan
     from moetune.planning.predictor import Predictor
     from moetune.planning.solve import Solved, solve
@@ -61,7 +61,7 @@ _NAMES = {
     "adapt.weights.quantizer": "MoetuneConfig",
     "config.load": "load_run_config",
     "config.resolved": "ResolvedConfig",
-    "config.schema": "RunConfig",
+    "config.schema.run": "RunConfig",
     "errors": "DoesNotFit UserError",
     "exporting.apply": "apply_delta",
     "exporting.export": "ExportResult export",
@@ -71,7 +71,7 @@ _NAMES = {
     "inference.opened": "Opened open_model",
     "memory.predict": "predict",
     "memory.report": "MemoryReport",
-    "memory.verify": "Outcome verify",
+    "memory.measurement.verify": "Outcome verify",
     "planning.plan": "Plan plan",
     "planning.predictor": "Predictor",
     "planning.solve": "Solved solve",

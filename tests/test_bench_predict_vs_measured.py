@@ -15,7 +15,7 @@ import torch
 
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import BALANCED
-from moetune.memory.measure import Measured
+from moetune.memory.measurement.measure import Measured
 from moetune.memory.predict import quick
 from moetune.run.resolve import resolve
 

@@ -83,7 +83,7 @@ def predict(
     if trainer is None:
         report = predict_run(config, gpu=card, routing=routed, **chosen)
     else:
-        from moetune.memory.trl import predict_trl
+        from moetune.memory.commands.trl import predict_trl
 
         which: Any = trainer
         report = predict_trl(config, which, arguments, gpu=card, routing=routed, allocator=chosen["allocator"])

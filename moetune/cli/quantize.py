@@ -49,7 +49,7 @@ def quantize(
         from moetune.run.resolve import resolve_model
 
         process_here()  # before the imports that only a prediction needs
-        from moetune.memory.quantizing import predict_quantize
+        from moetune.memory.commands.quantizing import predict_quantize
         from moetune.planning.at_hand import refuse_unfit, surely_below
         from moetune.report.memory import memory_view
 

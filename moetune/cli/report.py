@@ -25,8 +25,8 @@ def report(
         from moetune.report.memory_charts import memory_chart
         from moetune.report.page import write_page
         from moetune.run.resolve import resolve
-        from moetune.training.run_folder import PAGE_FILE
-        from moetune.training.run_writer import RunWriter
+        from moetune.training.folder.run_folder import PAGE_FILE
+        from moetune.training.folder.run_writer import RunWriter
 
     resolved, path = run_of(run), out or run / PAGE_FILE
     if out is None:

@@ -52,7 +52,7 @@ def train(
         import torch
 
         from moetune.memory.closed_form.form import record_ahead
-        from moetune.memory.verify import settled_on
+        from moetune.memory.measurement.verify import settled_on
         from moetune.parallel.ranks import SINGLE_RANK
         from moetune.run.dtypes import this_device
         from moetune.run.keeps import is_open

@@ -14,10 +14,10 @@ from moetune.config.schema import (
     LoraConfig,
     ModelConfig,
     RunConfig,
-    Section,
     Storage,
     TrainConfig,
 )
+from moetune.config.schema.section import Section
 
 
 class ResolvedModelConfig(ModelConfig):

@@ -17,7 +17,7 @@ from moetune.errors import UserError, counted
 from moetune.inference.evaluate import ROWS
 from moetune.inference.generate import has_static_cache, new_tokens, sampling, written_after
 from moetune.inference.opened import Found
-from moetune.memory.forward import predict_forward
+from moetune.memory.commands.forward import predict_forward
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.generating import generate_ends
 from moetune.memory.trace.tracker import Tracker

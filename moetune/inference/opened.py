@@ -41,7 +41,7 @@ from moetune.models.source import ModelSource, find_model_source
 from moetune.run.dtypes import DeviceType, dtype_on, this_device
 from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve, resolve_model
 from moetune.training.data.load import chat_template, tokenizer_of
-from moetune.training.run_folder import RUN_FILE
+from moetune.training.folder.run_folder import RUN_FILE
 
 
 @dataclass(frozen=True, kw_only=True)

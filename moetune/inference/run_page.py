@@ -22,7 +22,7 @@ from moetune.report.view import View, ViewSection
 from moetune.run.dtypes import this_device
 from moetune.run.folder_files import DriftFile, MemoryFile
 from moetune.run.resolve import ResolvedRun, resolve
-from moetune.training.run_folder import DRIFT_FILE, MEMORY_FILE, RUN_FILE, RunFolder
+from moetune.training.folder.run_folder import DRIFT_FILE, MEMORY_FILE, RUN_FILE, RunFolder
 
 _PACKAGES = ("moetune", "torch", "transformers", "peft", "bitsandbytes", "datasets")
 Metrics = Sequence[Mapping[str, Any]]

@@ -26,7 +26,7 @@ from moetune.experts.bank import ExpertBank
 from moetune.models.stack import decoder_layers, decoder_stack
 from moetune.models.structure import ModelStructure
 from moetune.parallel.ranks import Ranks
-from moetune.run.tensor_plan import SPLIT, style_of, tensor_plan
+from moetune.run.linears import SPLIT, style_of, tensor_plan
 
 
 def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) -> None:

@@ -20,11 +20,11 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
 from moetune.files import free_bytes
 from moetune.memory.host import process_here, this_machine
-from moetune.memory.live import processes_on
+from moetune.memory.measurement.live import processes_on
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.predict import allocator_here, predict
 from moetune.memory.time.bench import measured
 from moetune.memory.time.speeds import PER_EVENT, Speeds
-from moetune.memory.verify import catalog_name
 from moetune.models.catalog.gpus import find_gpu
 from moetune.report.units import gib
 from moetune.run.dtypes import this_device

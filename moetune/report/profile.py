@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetune.memory.profile import Profile
+from moetune.memory.measurement.profile import Profile
 from moetune.report.units import named
 from moetune.report.view import Table, ViewSection
 

@@ -28,8 +28,8 @@ from moetune.routing.recorder import Recorder
 from moetune.routing.score import load_base, record_batches, refuse_dense, to_score
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
-from moetune.training.run_folder import DRIFT_FILE
-from moetune.training.run_writer import RunWriter
+from moetune.training.folder.run_folder import DRIFT_FILE
+from moetune.training.folder.run_writer import RunWriter
 
 
 @dataclass(frozen=True)

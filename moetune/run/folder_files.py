@@ -1,4 +1,4 @@
-"""Types of `metrics.jsonl`, `memory.json` and `drift.json`, and readers of the first two (training/run_folder.py)."""
+"""Types of `metrics.jsonl`, `memory.json` and `drift.json`, and readers of the first two (run_folder.py)."""
 
 from __future__ import annotations
 

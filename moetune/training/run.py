@@ -42,17 +42,17 @@ from moetune.training.data.load import (
     tokenizer_of,
 )
 from moetune.training.data.preview import notes, steps_an_epoch
+from moetune.training.folder.run_folder import BASE_FILE, OUT_OF_MEMORY_FILE, RUN_FILE, is_stopped, step_of
+from moetune.training.folder.run_writer import RunWriter
+from moetune.training.folder.trainer_state import check_checkpoint, read_state
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.loop import Loop, Watcher
 from moetune.training.optim.saved import saved_bytes
 from moetune.training.optim.values import generator_states
 from moetune.training.reporters import check_reporters
-from moetune.training.run_folder import BASE_FILE, OUT_OF_MEMORY_FILE, RUN_FILE, is_stopped, step_of
 from moetune.training.run_warnings import RunWarnings
-from moetune.training.run_writer import RunWriter
 from moetune.training.same_run import Inputs
 from moetune.training.step.router_losses import refuse_silent_routers
-from moetune.training.trainer_state import check_checkpoint, read_state
 
 MANY_EPOCHS = 10
 """With more epochs than this, `train` prints a warning that the length may be a mistake."""

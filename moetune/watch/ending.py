@@ -10,7 +10,7 @@ from moetune.config.load import load_run_config
 from moetune.json_files import read_json
 from moetune.report.units import gib
 from moetune.run.folder_files import MemoryFile
-from moetune.training.run_folder import MEMORY_FILE, RUN_FILE, RunFolder
+from moetune.training.folder.run_folder import MEMORY_FILE, RUN_FILE, RunFolder
 
 
 def ending(path: Path) -> Iterator[str]:

@@ -21,7 +21,7 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.about import dense_gradient_cost
 from moetune.memory.closed_form.form import ClosedForm
-from moetune.memory.measure import measure as measure_run
+from moetune.memory.measurement.measure import measure as measure_run
 from moetune.memory.trace import trace
 from moetune.models.catalog import find_model, model_names
 from moetune.models.routers import find_logits, score_functions

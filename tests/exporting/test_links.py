@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moetune.errors import UserError
-from moetune.exporting.merged import copy_checkpoint
+from moetune.exporting.formats.merged import copy_checkpoint
 from tests.resolved import write_packed_base
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.time.bench import calls, measured
 from moetune.memory.time.speeds import KINDS
-from moetune.memory.verify import catalog_name
 from moetune.models.catalog.gpus import find_gpu
 from tests.nullcuda import device
 

@@ -15,7 +15,7 @@ from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.routing.data_sets import read_sources
 from moetune.routing.drift import Drift, drift, jensen_shannon
-from moetune.training.checkpoint import read_trained
+from moetune.training.folder.checkpoint import read_trained
 from tests import small
 from tests.resolved import build, train
 

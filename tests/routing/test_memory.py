@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.memory.forward import trace_forward
+from moetune.memory.commands.forward import trace_forward
 from moetune.memory.report import PART_NAMES
 from moetune.memory.trace import Trace
 from moetune.routing.memory import Scoring

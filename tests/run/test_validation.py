@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from moetune.errors import UserError
-from moetune.memory.measure import measure
+from moetune.memory.measurement.measure import measure
 from moetune.run import validation
 from moetune.run.resolve import examine, resolve
 from moetune.watch.train import train

@@ -22,7 +22,7 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.run_folder import RunFolder
 from tests import small
 from tests.processes import processes
 from tests.resolved import train

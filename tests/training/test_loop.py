@@ -27,11 +27,11 @@ from moetune.errors import UserError
 from moetune.memory.closed_form.form import kind_of
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training import interrupt, run
-from moetune.training.checkpoint import parts_of
+from moetune.training.folder.checkpoint import parts_of
+from moetune.training.folder.manifest import write_manifest
+from moetune.training.folder.run_writer import RunWriter
 from moetune.training.interrupt import Interrupted
-from moetune.training.manifest import write_manifest
 from moetune.training.order import shuffled
-from moetune.training.run_writer import RunWriter
 from moetune.training.step.stepper import Stepper
 from moetune.watch.memory_record import MemoryRecord
 from tests import small

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moetune.errors import UserError
 from moetune.training.data.preview import preview
-from moetune.training.manifest import write_manifest
+from moetune.training.folder.manifest import write_manifest
 from moetune.training.step import router_losses
 from tests import small
 from tests.resolved import train

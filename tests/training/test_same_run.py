@@ -13,8 +13,8 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.finished_run import open_run
 from moetune.json_files import sealed
-from moetune.training.manifest import write_manifest
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.manifest import write_manifest
+from moetune.training.folder.run_folder import RunFolder
 from tests import small
 from tests.resolved import train
 

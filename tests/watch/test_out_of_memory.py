@@ -17,7 +17,7 @@ from moetune.config.load import read_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import DoesNotFit, UserError
 from moetune.memory.trace.tracker import Tracker
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.run_folder import RunFolder
 from moetune.watch import memory_record, out_of_memory
 from tests import small
 from tests.resolved import train

@@ -17,7 +17,7 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.models.hub.fingerprint import take_fingerprint
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.run_folder import RunFolder
 from tests import small
 from tests.resolved import train, write_packed_base
 

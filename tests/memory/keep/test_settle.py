@@ -15,10 +15,10 @@ from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.keep.costs import Costs
 from moetune.memory.keep.settle import rows_of, settled
+from moetune.memory.measurement.verify import settled_on
 from moetune.memory.predict import predict, quick
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace import Trace, trace
-from moetune.memory.verify import settled_on
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.planning.predictor import Predictor
 from moetune.report.memory import rows as sentence
