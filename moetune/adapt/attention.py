@@ -76,17 +76,16 @@ def give_way_to_masks(model: PreTrainedModel) -> None:
 
     Rows that are padded on the right need no mask: no token attends to what follows it.
     """
-    if attention_name(model) not in (VARLEN, VARLEN_CPU):
-        return
+    if attention_name(model) in (VARLEN, VARLEN_CPU):
+        hook = partial(_give_way, by_mask=_by_mask(model))
+        decoder_stack(model).register_forward_pre_hook(hook, with_kwargs=True)
 
-    def change(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
-        mask = given.get("attention_mask")
-        is_padded = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
-        if is_padded or given.get("use_cache") or given.get("past_key_values") is not None:
-            set_attention(model.config, _by_mask(model))
-            hook.remove()
 
-    hook = decoder_stack(model).register_forward_pre_hook(change, with_kwargs=True)
+def _give_way(stack: Any, _: Any, given: dict[str, Any], *, by_mask: str) -> None:
+    mask = given.get("attention_mask")
+    is_padded = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
+    if is_padded or given.get("use_cache") or given.get("past_key_values") is not None:
+        set_attention(stack.config, by_mask)
 
 
 def _by_mask(model: PreTrainedModel) -> str:

@@ -27,6 +27,7 @@ from moetune.run.resolve import ResolvedRun
 from moetune.training.step.batch import collate
 from moetune.training.step.micro_step import held_out_loss
 
+
 def predict_eval(found: Found, lengths: Sequence[int], *, gpu: str | Gpu | None = None) -> MemoryReport:
     """Predict the peak memory of evaluating a model on rows of these lengths, without weights or a GPU.
 

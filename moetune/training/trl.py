@@ -44,8 +44,8 @@ REASONS = {
     "gradient_accumulation_steps": "`train.accumulate`",
     "num_generations": "8 as in TRL, or the largest number below that divides the completions of a step, "
     "`train.micro_batch` · `train.accumulate`",
-    "max_completion_length": "512 as in TRL, or half of `train.sequence_length` where that is less; memory is predicted "
-    "for prompts that fill the rest",
+    "max_completion_length": "512 as in TRL, or half of `train.sequence_length` where that is less; memory is "
+    "predicted for prompts that fill the rest",
     "generation_kwargs": "with `use_cache`: a model that is built to train keeps no keys and values, unless its "
     "generation_config.json says so, and would compute all earlier tokens for each new one",
 }
@@ -126,10 +126,10 @@ def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:
     return arguments
 
 
-def prompt_length(config: RunConfig, completion: int) -> int:
+def prompt_length(config: RunConfig, completion: Any) -> int:
     """Return how many tokens of `train.sequence_length` GRPO's completions of `completion` tokens leave to prompts;
     raise `UserError` if there is none."""
-    if not 0 < completion < config.train.sequence_length:
+    if not isinstance(completion, int) or not 0 < completion < config.train.sequence_length:
         raise UserError(
             f"max_completion_length={completion}: give 1 to {config.train.sequence_length - 1}, so that a prompt has a "
             f"token of train.sequence_length = {config.train.sequence_length}"

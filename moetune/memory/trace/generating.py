@@ -53,7 +53,7 @@ def generate_ends(
     _generate(generate, ids, first, **more, max_new_tokens=most)
     if (last := min(_LAST, most - first)) > 0:
         if kept is not None:
-            _lengthen(kept, prompt + most - 1 - last, tracker, [*watched.layers])
+            _lengthen(kept, prompt + most - 1 - last, tracker)
         written = ids.new_zeros((len(ids), prompt + most - last))
         _generate(generate, written, last, **more, max_new_tokens=last + 1)
 
@@ -87,12 +87,9 @@ class _Filling:
                 state.cumulative_length_int = max(state.cumulative_length_int, state.max_cache_len)
 
 
-def _lengthen(cache: DynamicCache, length: int, tracker: Tracker, layers: list[int]) -> None:
-    """Put keys and values of `length` tokens into a cache, or of as many as a layer's window keeps.
-
-    `layers` are the numbers of the decoder layers, to which they are attributed.
-    """
-    for number, layer in zip(layers, cache.layers, strict=False):
+def _lengthen(cache: DynamicCache, length: int, tracker: Tracker) -> None:
+    """Put keys and values of `length` tokens into a cache, or of as many as a layer's window keeps."""
+    for number, layer in enumerate(cache.layers):
         state: Any = layer
         if getattr(state, "keys", None) is None:
             continue

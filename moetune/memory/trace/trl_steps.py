@@ -37,8 +37,6 @@ from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.training.trl import TrlTrainer, prompt_length, trl_arguments
 
-_HAVE_REFERENCES = ("dpo", "kto")
-
 
 class TrlSteps(Watched):
     """Steps of one of TRL's trainers on an adapted model: the trainer's own code, on batches of the run's sizes.
@@ -76,20 +74,23 @@ class TrlSteps(Watched):
         accumulate = adapted.run.config.train.accumulate if trainer == "grpo" else micro_steps
         arguments |= {"gradient_accumulation_steps": accumulate, "max_steps": STEPS}
         self.precomputes = arguments.pop("precompute_ref_log_probs", False)
-        self.completion, prompt = arguments.get("max_completion_length"), 1
-        if self.completion is not None:
+        self.completion, prompt = None, 1
+        if trainer == "grpo":
+            self.completion = arguments["max_completion_length"]
             prompt = prompt_length(adapted.run.config, self.completion)
-        copies = trainer in _HAVE_REFERENCES and not self.precomputes or bool(arguments.get("beta") and self.completion)
+        has_reference = bool(arguments.get("beta")) if trainer == "grpo" else trainer in ("dpo", "kto")
         with self._faking(), nullcontext() if mode is None else Answers():
-            self.reference = Reference(adapted) if copies else None
+            self.reference = Reference(adapted) if has_reference and not self.precomputes else None
         self._folder = TemporaryDirectory()
         arguments["output_dir"] = self._folder.name
         rows = arguments["per_device_train_batch_size"] * accumulate * STEPS
         model = (_Generating if trainer == "grpo" else SelfReferencing)(adapted.model, self._referencing)
-        with quiet(), self._refusing(TypeError, ValueError):
+        with quiet(), self._refusing(TypeError, ValueError, ImportError):
             self.trainer = make_trainer(trainer, model, arguments, rows, prompt)
         if isinstance(model, _Generating):
-            model.steps, self.cache = self, cache_of(self.trainer)
+            model.steps = self
+            with self._refusing(ValueError, said="no prediction"):
+                self.cache = cache_of(self.trainer)
         self.batches = batches_of(self.trainer, STEPS, accumulate)
 
     def run(self, tracker: Tracker, short: Shortened | None = None) -> Trace:
@@ -118,12 +119,12 @@ class TrlSteps(Watched):
             yield
 
     @contextmanager
-    def _refusing(self, *errors: type[Exception]) -> Iterator[None]:
+    def _refusing(self, *errors: type[Exception], said: str = "TRL's trainer refuses this run") -> Iterator[None]:
         """Raise `UserError` for errors with which TRL refuses an argument."""
         try:
             yield
         except errors as error:
-            raise UserError(f"TRL's trainer refuses this run: {error}") from error
+            raise UserError(f"{said}: {error}") from error
 
     def _given(self, tensor: Tensor) -> Tensor:
         """Return a tensor of a batch as the steps get it, and record it."""

@@ -59,7 +59,9 @@ class Running:
         self, toy: Path, kind: str, part: str, more: dict[str, Any], train: dict[str, Any] | None = None
     ) -> None:
         adam = {"name": "adamw", "lr": 1e-4}
-        self.run = resolve(a_run(toy, ADAPT[part], optimizer=adam, train={"max_grad_norm": 1.0, **(train or {})}), "cpu")
+        self.run = resolve(
+            a_run(toy, ADAPT[part], optimizer=adam, train={"max_grad_norm": 1.0, **(train or {})}), "cpu"
+        )
         adapted = build(self.run, "cpu")
         self._generate, adapted.model.generate = adapted.model.generate, self._generating
         self.most_of_generation = 0
@@ -186,7 +188,7 @@ def test_a_real_run_of_grpo(
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "grpo"])
 def test_a_few_layers_stand_for_all(kind: Any, part: str, tmp_path: Path) -> None:
     adapt = ADAPT[part] | ({"experts": {"layers": "all", "ids": [0, 2]}} if part == "experts" else {})
-    toy_config("mixtral", num_hidden_layers=5).save_pretrained(tmp_path)
+    toy_config("mixtral", num_hidden_layers=5, sliding_window=None).save_pretrained(tmp_path)
     more = {"precompute_ref_log_probs": False} if kind in ("dpo", "kto") else {}
     run = a_run(tmp_path, adapt, optimizer={"name": "adamw"}, model={"weights": "random"})
     short, whole = (trace_trl(run, trainer=kind, more=more, shortened=how) for how in (True, False))
@@ -209,6 +211,13 @@ def test_the_report(toy: Path) -> None:
     assert max(report.phases, key=lambda one: one[1])[1] <= report.fullest.peak_allocated
 
 
+def test_the_report_of_grpo(toy: Path) -> None:
+    run = a_run(toy, ADAPT["router"], optimizer={"name": "adamw"}, hardware={"gpu": "1GiB"})
+    report = predict_trl(run, "grpo", {"max_completion_length": 24})
+    assert [phase for phase, _ in report.phases] == ["forward", "generation", "backward", "optimizer"]
+    assert "4 completions of 24 tokens are generated at once, 4 for each prompt of 40 tokens" in report.assumptions
+
+
 @pytest.mark.parametrize(
     ("train", "trainer", "more", "named"),
     [
@@ -216,6 +225,12 @@ def test_the_report(toy: Path) -> None:
         ({"micro_batch": 1}, "kto", {}, "batch size"),
         ({}, "dpo", {"betta": 1}, "betta"),
         ({}, "dpo", {"loss_type": "none"}, "none"),
+        ({}, "grpo", {"max_completion_length": 64}, "1 to 63"),
+        ({}, "grpo", {"max_completion_length": "long"}, "1 to 63"),
+        ({}, "grpo", {"use_vllm": True}, "vLLM"),
+        ({}, "grpo", {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        ({}, "grpo", {"num_generations": 3}, "num_generations"),
+        ({}, "grpo", {"cache_implementation": "offloaded"}, "offloaded"),
     ],
 )
 def test_what_cannot_be_predicted(
