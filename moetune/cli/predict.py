@@ -1,7 +1,5 @@
 """The command `moetune predict`: print the memory that a run will need, without running it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any

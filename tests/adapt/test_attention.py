@@ -1,7 +1,5 @@
 """Packed documents by their cu_seqlens are what they are by a mask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The guide from preference pairs to a served adapter: its blocks are run in order; its table is that of the code."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable

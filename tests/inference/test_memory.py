@@ -1,7 +1,5 @@
 """What `generate --predict` counts: keys and values of every prompt of a batch, prompt and new tokens together."""
 
-from __future__ import annotations
-
 from moetune.inference.memory import predict_generate
 from moetune.inference.opened import find
 

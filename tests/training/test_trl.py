@@ -1,7 +1,5 @@
 """TRL's trainers on adapted models: against the plain model with a reference of its own; one model in memory."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

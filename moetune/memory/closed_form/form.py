@@ -4,8 +4,6 @@ One closed form serves all runs of a kind: runs that differ only in sizes (rows 
 division in the loss, tokens of each expert) and in settings that no tensor depends on (steps, learning rates, files).
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

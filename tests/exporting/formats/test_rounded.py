@@ -1,14 +1,14 @@
 """A merged checkpoint in a published format: what was not trained keeps its bytes, and what survives is said."""
 
-from __future__ import annotations
-
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
 
 from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
@@ -17,7 +17,7 @@ from moetune.models.hub.dequantize import Nvfp4, Quantized, open_checkpoint
 from tests.exporting import runs
 from tests.exporting.runs import tensors_of, write_base, write_run
 from tests.published import write_fp8, write_mxfp4, write_nvfp4
-from tests.reference import run_config, token_ids
+from tests.reference import plain_weights, run_config, token_ids
 from tests.resolved import build
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64}
@@ -102,6 +102,61 @@ def test_a_small_change_does_not_survive_4_bits(tmp_path: Path) -> None:
     every = export(run.path, "merged", tmp_path / "out", into="nvfp4").survival[-1]
     assert every.kept < 0.5
     assert every.error > 0.5
+
+
+def of_stock(folder: Path, into: str) -> tuple[nn.Module, set[str]]:
+    """The model as transformers alone loads and dequantizes it, in float32; and the names of weights that it reads
+    wrongly: transformers 5.23 leaves the global scale of experts in NVFP4 out."""
+    settings: Any = {
+        "fp8": lambda: FineGrainedFP8Config(dequantize=True),
+        "mxfp4": lambda: Mxfp4Config(dequantize=True),
+        "nvfp4": lambda: CompressedTensorsConfig(dequantize=True),
+    }[into]()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=settings).eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
+    return model, {name for name, _ in model.named_parameters() if into == "nvfp4" and ".experts." in name}
+
+
+@pytest.mark.parametrize(
+    ("base", "into"),
+    [
+        ("16 bits", "fp8"),
+        ("mxfp4", "mxfp4"),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (
+            ("fp8", "fp8"), ("gpt-oss", "mxfp4"), ("16 bits", "nvfp4"), ("compressed-tensors", "nvfp4"))
+        ),
+    ],
+)  # fmt: skip
+def test_other_libraries_read_the_same_weights(base: str, into: Any, tmp_path: Path) -> None:
+    """transformers, and compressed-tensors where it is installed, which are stock and know nothing of this project."""
+    compressed = pytest.importorskip("compressed_tensors") if into == "nvfp4" else None
+    folder, wide = tmp_path / "base", {"hidden_size": 128, "moe_intermediate_size": 256}
+    if base in ("16 bits", "gpt-oss"):
+        sizes = wide if base == "16 bits" else {"hidden_size": 64, "intermediate_size": 96}
+        write_base(folder, "qwen3_moe" if base == "16 bits" else "gpt_oss", dtype=torch.bfloat16, **sizes)
+    else:
+        PUBLISHED[base][1](folder)
+    run = write_run(tmp_path / "run", folder, runs.ADAPT["lora"], storage="auto" if base in PUBLISHED else "fp32")
+    export(run.path, "merged", tmp_path / "out", into=into)
+    stock, unread = of_stock(tmp_path / "out", into)
+    settings = {"weights": "pretrained", "base": "auto", "dtype": "fp32"}
+    ours = build(run_config(tmp_path / "out", {"also": ["norm"]}, model=settings), "cpu")
+    expected, weights = plain_weights(ours, stock, ours.trainable()), dict(stock.named_parameters())
+    assert unread < weights.keys()
+    for name in weights.keys() - unread:
+        is_16_bit = into == "nvfp4" and "_proj" in name  # so compressed-tensors dequantizes, whatever the model's dtype
+        assert weights[name].equal(expected[name].bfloat16().float() if is_16_bit else expected[name]), name
+    if compressed is not None:
+        said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+        scheme = compressed.QuantizationConfig.model_validate(said).config_groups["group_0"]
+        compressor = compressed.BaseCompressor.get_value_from_registry(said["format"])
+        stored = open_checkpoint(tmp_path / "out")
+        matrices = [tensor for name, tensor in stored.items() if isinstance(tensor, Nvfp4) and ".experts." in name]
+        assert matrices
+        for one in matrices:
+            parts = {f"weight_{part}": tensor.whole() for part, tensor in one.parts.items()}
+            assert one.rows().bfloat16().equal(compressor.decompress(parts, scheme)["weight"].bfloat16())
 
 
 def test_what_has_no_such_layout_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """One record serves runs that differ in how many experts of a layer train: to the byte what their own records say."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path
