@@ -71,8 +71,13 @@ def predict_generate(
     gpu: str | Gpu | None = None,
 ) -> MemoryReport:
     """Predict the peak memory of generating at most `most` tokens after each of `batch` prompts of at most `prompt`
-    tokens, keys and values of all of them included. `gpu` and errors are as in `predict_eval`."""
-    new = new_tokens(found.settings, prompt, most)
+    tokens, keys and values of all of them included. `gpu` is as in `predict_eval`.
+
+    Raises:
+        UserError: the prompt takes all positions of the model; or as `predict_eval`.
+    """
+    if (new := new_tokens(found.settings, prompt, most)) < 1:
+        raise UserError(f"a prompt of {prompt:,} tokens leaves no position of {found.name!r} for another token")
     said = {"generates": f"{new:,} tokens after a prompt of {prompt:,}", "batch": counted(batch, "text")}
     return predict_forward(
         _run_of(found), Generating(prompt, new, temperature, batch, found.name), said, gpu=gpu, filled=found.filled
