@@ -1,7 +1,5 @@
 """The command `moetune predict`: print the memory that a run will need, without running it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
@@ -48,7 +46,7 @@ def predict(
         str | None, option("RUN", "Estimate time by the tokens/s of a similar run: its folder or metrics.jsonl.")
     ] = None,
     trainer: Annotated[
-        str | None, choice("sft|dpo|kto|orpo", "Predict for a trainer of TRL instead of moetune's own.")
+        str | None, choice("sft|dpo|kto|orpo|grpo", "Predict for a trainer of TRL instead of moetune's own.")
     ] = None,
     trl: Annotated[
         list[str] | None, option("KEY=VALUE", "With --trainer: an argument of its configuration; repeatable.", "--trl")
@@ -83,7 +81,7 @@ def predict(
     if trainer is None:
         report = predict_run(config, gpu=card, routing=routed, **chosen)
     else:
-        from moetune.memory.trl import predict_trl
+        from moetune.memory.commands.trl import predict_trl
 
         which: Any = trainer
         report = predict_trl(config, which, arguments, gpu=card, routing=routed, allocator=chosen["allocator"])

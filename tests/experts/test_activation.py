@@ -1,7 +1,5 @@
 """An activation is recognized by the numbers that it gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

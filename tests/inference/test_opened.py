@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moetune.config.schema import RunConfig
 from moetune.exporting.export import export
-from moetune.training.manifest import write_manifest
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.manifest import write_manifest
+from moetune.training.folder.run_folder import RunFolder
 from moetune.watch import memory_record
 from tests import small
 from tests.resolved import train, write_packed_base

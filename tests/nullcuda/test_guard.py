@@ -19,7 +19,7 @@ from moetune.config.load import load_run_config
 from moetune.config.schema import QuantizedDtype
 from moetune.experts.kernels.registry import OPERATORS, use_kernels, without_kernel
 from moetune.inference import evaluate
-from moetune.memory import verify
+from moetune.memory.measurement import verify
 from moetune.report.console import terminal
 from moetune.routing.recorder import Recorder
 from moetune.routing.score import load_base, record_batch, to_score

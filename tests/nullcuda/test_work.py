@@ -12,26 +12,27 @@ import torch
 
 from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.time.work import Work
 from moetune.memory.trace import trace
-from moetune.memory.trace.steps import batches_of
-from moetune.memory.verify import catalog_name
+from moetune.memory.trace.steps import Steps, batches_of
+from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
 from moetune.training.optim.optimizers import make_optimizer
+from moetune.training.step.batch import Batch
 from moetune.training.step.micro_step import count_loss_tokens, token_loss
 from tests.nullcuda import device, runs
-from tests.resolved import measure
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
 from host_time import host_time
 from predict_vs_measured import shrunk
 
-BOUNDS = {  # of a step of two micro-batches
-    "mixtral-8x7b": {"launches": 2330, "synchronizations": 23, "copies": 157},
-    "qwen3-30b-a3b": {"launches": 2602, "synchronizations": 22, "copies": 157},
-    "deepseek-v2-lite": {"launches": 2894, "synchronizations": 22, "copies": 175},
+BOUNDS = {  # of a step of two micro-batches, on 8.6, 8.9 and 9.0
+    "mixtral-8x7b": {"launches": 1682, "synchronizations": 22, "copies": 93},
+    "qwen3-30b-a3b": {"launches": 1570, "synchronizations": 22, "copies": 93},
+    "deepseek-v2-lite": {"launches": 2406, "synchronizations": 20, "copies": 107},
 }
 
 
@@ -41,15 +42,14 @@ def test_a_step_asks_no_more_of_the_device(model: str, tmp_path: Path) -> None:
     A trace counts the same."""
     (tmp_path / "config.json").write_text(json.dumps(shrunk(model)), encoding="utf-8")
     config = runs.toy_run(tmp_path, "lora")
-    two, three = (asked_in(config, steps) for steps in (2, 3))
-    step = three - two
+    step = asked_in_a_step(config)
     asked = {"launches": step.launches, "synchronizations": step.synchronizations, "copies": step.copies}
     assert all(asked[what] <= bound for what, bound in BOUNDS[model].items()), asked
     assert step.registrations == 0
     traced = trace(resolve(config, "cuda"), gpu=find_gpu(catalog_name(torch.device("cuda", 0))))
     work = sum(traced.work.values(), Work())
     assert work.launches == pytest.approx(step.launches, rel=OFF.get(model, 0.001)), step
-    assert 0 <= step.synchronizations - work.synchronizations <= 2  # whoever measures waits once a step
+    assert step.synchronizations == work.synchronizations
 
 
 OFF = {"deepseek-v2-lite": 0.03}
@@ -83,6 +83,22 @@ def test_a_layer_of_full_width_asks_no_more_of_the_device(model: str, expert_mem
     assert update.synchronizations == 0
 
 
+def asked_in_a_step(config: RunConfig) -> device.Asked:
+    """By the third step, from its first batch until it has ended. Building is left out: torch waits there once for each
+    stretch of cached memory that it gives back, and how many there are depends on what ran before."""
+    adapted, marks = build(resolve(config, "cuda"), "cuda"), []
+    adapted.model.train()
+    make = batches_of(adapted, device=torch.device("cuda"))
+
+    def batch(rows: int) -> Batch:
+        marks.append(device.asked())
+        return make(rows)
+
+    running = Steps(adapted, batch)
+    running.run(Tracker(running.named), config.train.accumulate, steps=3, tracking=False)
+    return device.asked() - marks[2 * config.train.accumulate]
+
+
 def asked_in_a_micro_step(config: RunConfig) -> tuple[device.Asked, device.Asked, device.Asked]:
     """By the forward pass, the backward pass and the update, of the second step."""
     adapted = build(resolve(config, "cuda"), "cuda")
@@ -110,9 +126,3 @@ def test_the_hosts_time_is_of_micro_steps() -> None:
     assert found["layers"] == 1
     assert len(found["seconds"]["all"]) == len(found["worked"]["all"]) == 2
     assert min(found["worked"]["all"]) > 0
-
-
-def asked_in(config: RunConfig, steps: int) -> device.Asked:
-    before = device.asked()
-    measure(config, "cuda", steps=steps)
-    return device.asked() - before

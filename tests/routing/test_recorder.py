@@ -1,7 +1,5 @@
 """What is counted, against brute force on the plain model: exactly, however rows are batched, packed and padded."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence

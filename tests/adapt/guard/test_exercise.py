@@ -1,7 +1,5 @@
 """Exercises make the calls of a run's training step: the same operators, layouts and numbers, whatever its rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 what they compile to). Tolerances: 1e-5 relative in float32, 4e-3 in float16, whose torch operations round more
 often; what is unpacked is equal bit for bit. The interpreter takes bfloat16 for integers. Not measured on a GPU."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import accumulate, product
