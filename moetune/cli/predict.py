@@ -46,7 +46,7 @@ def predict(
         str | None, option("RUN", "Estimate time by the tokens/s of a similar run: its folder or metrics.jsonl.")
     ] = None,
     trainer: Annotated[
-        str | None, choice("sft|dpo|kto|orpo", "Predict for a trainer of TRL instead of moetune's own.")
+        str | None, choice("sft|dpo|kto|orpo|grpo", "Predict for a trainer of TRL instead of moetune's own.")
     ] = None,
     trl: Annotated[
         list[str] | None, option("KEY=VALUE", "With --trainer: an argument of its configuration; repeatable.", "--trl")
