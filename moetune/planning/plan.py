@@ -213,7 +213,8 @@ def plan(
         candidates = [_training_on(one, tokens) for one in candidates]
     candidates = _useful_first(candidates)
     ways = (progress.searched, progress.all if is_whole else max(progress.all, progress.searched + 1))
-    notes = [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
+    notes = [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
+    notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
     notes += [*late, *dict.fromkeys(note for one in candidates for note in one.report.notes)]
     miss = None
     if not candidates and is_whole:
