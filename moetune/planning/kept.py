@@ -1,7 +1,5 @@
 """Reports by trace, kept on disk: a plan that is asked for again, or that shares runs with another, need not trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """`moetune plan MODEL`: the largest run of each strategy that fits a GPU, ranked; or the run that nearly fits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ A trace runs the training step on fake tensors and records every storage, in sec
 whose bytes are formulas of the run's sizes, evaluated in milliseconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
