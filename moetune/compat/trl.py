@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import torch
@@ -109,6 +110,15 @@ class Answers(TorchDispatchMode):
         """Return whether a tensor has no values to read."""
         return isinstance(tensor, FakeTensor)
 
+    def __enter__(self) -> Answers:
+        self._lists = patch.object(FakeTensor, "tolist", _ones)  # FakeTensor's own reads number by number
+        self._lists.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._lists.stop()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and self.lacks_values(args[0]):
             dtype = args[0].dtype
@@ -120,6 +130,11 @@ class Answers(TorchDispatchMode):
             found = mask.new_empty((mask.dim(), self.selected(mask)), dtype=torch.long)  # where the mask is set
             return values.new_empty((found.shape[1], *values.shape[mask.dim() :]))
         return func(*args, **(kwargs or {}))
+
+
+def _ones(tensor: Tensor) -> Any:
+    """Return what `tolist` returns for a tensor of ones."""
+    return functools.reduce(lambda inner, size: [inner] * size, reversed(tensor.shape), cast(Any, 1))
 
 
 def _is_mask(indices: Sequence[Tensor | None]) -> bool:

@@ -28,6 +28,7 @@ from moetune.planning.solve import headroom, last_that_fits
 from moetune.planning.strategies import Goal, Strategy
 from moetune.run.resolve import resolve_model
 from moetune.training.optim.saved import saved_bytes
+from moetune.training.trl import InTrl
 
 RANKS = (4, 8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -142,14 +143,21 @@ class Search:
 
     @classmethod
     def of(
-        cls, start: RunConfig, card: Gpu | None = None, *, tight: bool = False, routing: AssumedRouting | None = None
+        cls,
+        start: RunConfig,
+        card: Gpu | None = None,
+        *,
+        tight: bool = False,
+        routing: AssumedRouting | None = None,
+        trainer: InTrl | None = None,
     ) -> Search:
         """Return a search for the model in `model.path` of a run file, and a GPU; None: that in `hardware.gpu`.
-        `routing` is how many tokens each expert is assumed to receive; None: not known."""
+        `routing` is how many tokens each expert is assumed to receive; None: not known. `trainer` is as in
+        `Predictor`."""
         if card is None:
             assert start.hardware.gpu is not None
             card = find_gpu(start.hardware.gpu)
-        predictor = Predictor(card, routing or UNKNOWN, "expected" if tight else "high")
+        predictor = Predictor(card, routing or UNKNOWN, "expected" if tight else "high", trainer=trainer)
         structure, context = resolve_model(start.model).structure, card.context_range[0]
         return cls(start, structure, predictor, card.memory.value, context, tight=tight)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -15,6 +17,20 @@ from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 TrlTrainer = Literal["sft", "dpo", "kto", "orpo", "grpo"]
 TRAINERS: tuple[TrlTrainer, ...] = get_args(TrlTrainer)
+
+
+@dataclass(frozen=True)
+class InTrl:
+    """A trainer of TRL, and arguments of its configuration, as JSON, that replace those of `trl_arguments`."""
+
+    trainer: TrlTrainer
+    arguments: str = "{}"
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """The arguments."""
+        return dict(json.loads(self.arguments))
+
 
 _OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
