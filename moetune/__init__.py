@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moetune.adapt.weights.quantizer import MoetuneConfig
     from moetune.config.load import load_run_config
     from moetune.config.resolved import ResolvedConfig
-    from moetune.config.schema import RunConfig
+    from moetune.config.schema.run import RunConfig
     from moetune.errors import DoesNotFit, UserError
     from moetune.exporting.apply import apply_delta
     from moetune.exporting.export import ExportResult, export
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
     from moetune.inference.evaluate import Evaluation, evaluate
     from moetune.inference.generate import generate
     from moetune.inference.opened import Opened, open_model
+    from moetune.memory.measurement.verify import Outcome, verify
     from moetune.memory.predict import predict
     from moetune.memory.report import MemoryReport
-    from moetune.memory.verify import Outcome, verify
     from moetune.planning.plan import Plan, plan
     from moetune.planning.predictor import Predictor
     from moetune.planning.solve import Solved, solve
-    from moetune.routing.drift import Drift, drift
+    from moetune.routing.drift import drift
     from moetune.routing.score import score
     from moetune.routing.select import within_budget
+    from moetune.run.folder_files import Drift
     from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve
     from moetune.run.scores import Scores
     from moetune.training.run import TrainResult
@@ -61,7 +62,7 @@ _NAMES = {
     "adapt.weights.quantizer": "MoetuneConfig",
     "config.load": "load_run_config",
     "config.resolved": "ResolvedConfig",
-    "config.schema": "RunConfig",
+    "config.schema.run": "RunConfig",
     "errors": "DoesNotFit UserError",
     "exporting.apply": "apply_delta",
     "exporting.export": "ExportResult export",
@@ -71,13 +72,14 @@ _NAMES = {
     "inference.opened": "Opened open_model",
     "memory.predict": "predict",
     "memory.report": "MemoryReport",
-    "memory.verify": "Outcome verify",
+    "memory.measurement.verify": "Outcome verify",
     "planning.plan": "Plan plan",
     "planning.predictor": "Predictor",
     "planning.solve": "Solved solve",
     "routing.select": "within_budget",
-    "routing.drift": "Drift drift",
+    "routing.drift": "drift",
     "routing.score": "score",
+    "run.folder_files": "Drift",
     "run.resolve": "ResolvedModel ResolvedRun resolve",
     "run.scores": "Scores",
     "training.run": "TrainResult",

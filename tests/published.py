@@ -1,7 +1,5 @@
 """Checkpoints as they are published quantized, made from random bytes: nothing of ours has packed them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,14 +87,15 @@ def write_nvfp4(
         else:
             tensors |= {f"{name}_packed": codes, f"{name}_global_scale": 1 / scale.view(1)}
             tensors[f"{path}.input_global_scale"] = torch.rand(1)
-    weights = {"num_bits": 4, "type": "float", "group_size": 16}
-    settings: dict[str, Any] = {"quant_method": producer, "config_groups": {"group_0": {"weights": weights}}}
+    weights: dict[str, Any] = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
+    group = {"weights": weights, "targets": ["Linear"]}
+    settings: dict[str, Any] = {"quant_method": producer, "config_groups": {"group_0": group}}
     settings["ignore"] = ["lm_head", *(f"model.layers.*.{one}*" for one in left_out)]
     if producer == "modelopt":
         settings |= {"quant_algo": "NVFP4", "producer": {"name": "modelopt", "version": "0.47.0"}}
     else:
         settings["ignore"] = ["lm_head", *(f"re:.*{one}$" for one in left_out)]
-        settings["format"] = "nvfp4-pack-quantized"
+        settings |= {"format": "nvfp4-pack-quantized", "quantization_status": "compressed"}
     _write(folder, config, tensors, settings, shards=False)
     return folder
 

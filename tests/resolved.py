@@ -15,8 +15,8 @@ from moetune.run.resolve import examine, resolve, resolve_model
 
 if TYPE_CHECKING:
     from moetune.adapt.build import Adapted
-    from moetune.memory.measure import Measured
-    from moetune.memory.verify import Outcome
+    from moetune.memory.measurement.measure import Measured
+    from moetune.memory.measurement.verify import Outcome
     from moetune.training.run import TrainResult
 
 
@@ -38,13 +38,13 @@ def train(
 
 
 def measure(config: RunConfig, device: torch.device | str, *more: Any, **options: Any) -> Measured:
-    from moetune.memory import measure
+    from moetune.memory.measurement import measure
 
     return measure.measure(resolve(config, device_kind(device)), device, *more, **options)
 
 
 def verify(config: RunConfig, *more: Any, **options: Any) -> Outcome:
-    from moetune.memory import verify
+    from moetune.memory.measurement import verify
 
     return verify.verify(resolve(config, this_device()), *more, **options)
 

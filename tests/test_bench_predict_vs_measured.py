@@ -1,7 +1,5 @@
 """The accuracy benchmark at toy size, its cases for CUDA without a GPU, and the script that runs all that needs one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,7 +13,7 @@ import torch
 
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import BALANCED
-from moetune.memory.measure import Measured
+from moetune.memory.measurement.measure import Measured
 from moetune.memory.predict import quick
 from moetune.run.resolve import resolve
 

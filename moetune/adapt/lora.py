@@ -1,7 +1,5 @@
 """Add LoRA to a model's linear layers with PEFT; LoRA on experts is in experts/bank.py."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +9,7 @@ from peft import inject_adapter_in_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.adapt.low_rank import adapted
+from moetune.adapt.layers.low_rank import adapted
 from moetune.compat.peft import compute_in_the_inputs_dtype
 from moetune.config.schema import LoraConfig
 from moetune.errors import UserError

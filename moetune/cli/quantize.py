@@ -1,7 +1,5 @@
 """The command `moetune quantize`: write a quantized copy of a checkpoint, which loads faster than the original."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +47,7 @@ def quantize(
         from moetune.run.resolve import resolve_model
 
         process_here()  # before the imports that only a prediction needs
-        from moetune.memory.quantizing import predict_quantize
+        from moetune.memory.commands.quantizing import predict_quantize
         from moetune.planning.at_hand import refuse_unfit, surely_below
         from moetune.report.memory import memory_view
 

@@ -1,7 +1,5 @@
 """The command `moetune report`: write a run as one HTML page."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated
@@ -25,8 +23,8 @@ def report(
         from moetune.report.memory_charts import memory_chart
         from moetune.report.page import write_page
         from moetune.run.resolve import resolve
-        from moetune.training.run_folder import PAGE_FILE
-        from moetune.training.run_writer import RunWriter
+        from moetune.training.folder.run_folder import PAGE_FILE
+        from moetune.training.folder.run_writer import RunWriter
 
     resolved, path = run_of(run), out or run / PAGE_FILE
     if out is None:

@@ -1,7 +1,5 @@
 """The command `moetune train`: check the options, start the ranks, call watch/train.py, print the result."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -52,7 +50,7 @@ def train(
         import torch
 
         from moetune.memory.closed_form.form import record_ahead
-        from moetune.memory.verify import settled_on
+        from moetune.memory.measurement.verify import settled_on
         from moetune.parallel.ranks import SINGLE_RANK
         from moetune.run.dtypes import this_device
         from moetune.run.keeps import is_open

@@ -1,7 +1,5 @@
 """The command `moetune verify`: take real steps on this machine, and print measured beside predicted memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -27,8 +25,8 @@ def verify(
     config = read_run(run, set_)
     with heavy_imports():
         from moetune.memory.assumed_routing import parse_routing
-        from moetune.memory.profile import profile_step
-        from moetune.memory.verify import verify as verify_run
+        from moetune.memory.measurement.profile import profile_step
+        from moetune.memory.measurement.verify import verify as verify_run
         from moetune.report.profile import profile_sections
         from moetune.report.run import memory_table
         from moetune.run.dtypes import this_device

@@ -1,7 +1,5 @@
 """`moetune adapter`: open an adapter and its base, check, convert, merge and compare (layouts: `moetune.adapters`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +16,8 @@ from moetune.adapters.write import laid_out
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of
 from moetune.exporting.folder import keep_apart, new_folder, write_export_manifest
-from moetune.exporting.merged import copy_checkpoint
-from moetune.exporting.updates import Update, expert_with_lora, linear_with_lora, new_rows, placed, whole
+from moetune.exporting.formats.merged import copy_checkpoint
+from moetune.exporting.formats.updates import Update, expert_with_lora, linear_with_lora, new_rows, placed, whole
 from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.models.hub.dequantize import open_checkpoint

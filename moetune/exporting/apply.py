@@ -3,15 +3,13 @@
 A delta is a folder that `moetune export --format delta` wrote: the tensors that full-precision training changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from moetune.errors import UserError
 from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_export_manifest
-from moetune.exporting.merged import copy_checkpoint
+from moetune.exporting.formats.merged import copy_checkpoint
 from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.models.hub.delta_folder import Delta, read_delta

@@ -1,18 +1,16 @@
 """`moetune.export`: write a trained model to a folder as a delta, a PEFT or vLLM adapter, or a merged checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError
-from moetune.exporting.delta import write_delta
 from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
 from moetune.exporting.folder import keep_apart, new_folder
-from moetune.exporting.merged import bytes_needed, write_merged
-from moetune.exporting.rounded import Into, Survival, write_rounded
+from moetune.exporting.formats.delta import write_delta
+from moetune.exporting.formats.merged import bytes_needed, write_merged
+from moetune.exporting.formats.rounded import Into, Survival, write_rounded
 from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.training.data.load import chat_template
@@ -67,8 +65,8 @@ def export(
         UserError: there is no such run, or it has no checkpoint; what was trained cannot be written in this format;
             `out` is occupied, or holds the run or its base. In all these cases nothing is written.
     """
-    from moetune.exporting.peft import write_peft
-    from moetune.exporting.vllm import write_vllm
+    from moetune.exporting.formats.peft import write_peft
+    from moetune.exporting.formats.vllm import write_vllm
 
     if into is not None and format != "merged":
         raise UserError(f"--into {into} rounds a whole checkpoint; use it with --format merged, not {format}")

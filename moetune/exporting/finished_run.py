@@ -1,7 +1,5 @@
 """`FinishedRun`: the trained tensors, configuration and base of a run, read from its folder or a model in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +17,8 @@ from moetune.files import expanded
 from moetune.models.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint
 from moetune.models.hub.tensor_files import Held, Stored, read_header, refuse_not_finite
 from moetune.run.resolve import ResolvedModel, resolve
-from moetune.training.checkpoint import TRAINED_FILE, parts_of
-from moetune.training.run_folder import BASE_FILE, RUN_FILE, RunFolder, step_of
+from moetune.training.folder.checkpoint import TRAINED_FILE, parts_of
+from moetune.training.folder.run_folder import BASE_FILE, RUN_FILE, RunFolder, step_of
 from moetune.training.same_run import beside_weights
 
 

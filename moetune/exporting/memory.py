@@ -1,7 +1,5 @@
 """`moetune export --format merged --predict`: the host memory of writing a merged checkpoint, by its own code."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -11,11 +9,11 @@ import torch
 
 from moetune.compat.torch import QuickFakeMode, add_missing_fakes
 from moetune.exporting.finished_run import FinishedRun, base_folder
-from moetune.exporting.updates import Trained, Update, new_rows, placed, updates
+from moetune.exporting.formats.updates import Trained, Update, new_rows, placed, updates
+from moetune.memory.commands.unread import Reading, report_of, unread
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.tracing import refusing_values
 from moetune.memory.trace.tracker import Tracker
-from moetune.memory.unread import Reading, report_of, unread
 from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping
 from moetune.models.hub.tensor_files import Stored

@@ -1,7 +1,5 @@
 """`push`: upload an exported folder to the Hugging Face hub, with a model card written from the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
@@ -12,7 +10,7 @@ from moetune.config.lora_rank import ranks_as_text
 from moetune.errors import UserError, one_line
 from moetune.files import Ledger, expanded
 from moetune.models.hub.delta_folder import MANIFEST
-from moetune.training.run_folder import RUN_FILE, RunFolder
+from moetune.training.folder.run_folder import RUN_FILE, RunFolder
 
 _LIBRARIES = {"merged": "transformers", "peft": "peft", "vllm": "peft", "delta": None}
 

@@ -5,8 +5,6 @@ a PEFT adapter    the plain base that the adapter names, with the adapter, loade
 a checkpoint      the model unquantized; or quantized, if a precision is given or the checkpoint is published so
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -41,7 +39,7 @@ from moetune.models.source import ModelSource, find_model_source
 from moetune.run.dtypes import DeviceType, dtype_on, this_device
 from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve, resolve_model
 from moetune.training.data.load import chat_template, tokenizer_of
-from moetune.training.run_folder import RUN_FILE
+from moetune.training.folder.run_folder import RUN_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +96,7 @@ class Found(_Named):
     def settings(self) -> PretrainedConfig:
         return self.model.settings
 
-    def open(self) -> Opened:
+    def open(self) -> "Opened":
         """Load the model; raises as `open_model`."""
         mine = {one.name: getattr(self, one.name) for one in fields(_Named)}
         return Opened(model=self.load(), **mine)

@@ -4,7 +4,6 @@ A *trace* runs the trainer's step on fake tensors and records each storage (trac
 with each storage's bytes as a formula of the run's sizes (closed_form/), so that other sizes need no new trace.
 
 The files beside these packages are one layer each between a record and a report: what is assumed (assumed_routing,
-equal_ranks, unknowns), what a record does not hold (allocator, outside_allocator, host), the report and its words
-(report, terms, about, changes), the measurement (measure, live, verify, profile), and predictions of what is not a step
-of `moetune train` (forward, quantizing, unread, trl).
+equal_ranks, unknowns), what a record does not hold (allocator, outside_allocator, host), and the report and its words
+(report, terms, about, changes). measurement/ takes real steps; commands/ predicts other commands than `moetune train`.
 """

@@ -14,8 +14,6 @@ The output head stays whole, because the loss runs it in chunks (training/step/l
 the head and quantized weights.
 """
 
-from __future__ import annotations
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -26,7 +24,7 @@ from moetune.experts.bank import ExpertBank
 from moetune.models.stack import decoder_layers, decoder_stack
 from moetune.models.structure import ModelStructure
 from moetune.parallel.ranks import Ranks
-from moetune.run.tensor_plan import SPLIT, style_of, tensor_plan
+from moetune.run.linears import SPLIT, style_of, tensor_plan
 
 
 def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) -> None:

@@ -1,7 +1,5 @@
 """The machine at hand: its GPU and the memory that is free (`card_at_hand`); commands that it cannot hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -9,8 +7,8 @@ import torch
 
 from moetune.errors import DoesNotFit, UserError, counted
 from moetune.memory.host import this_machine
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.report import MemoryReport
-from moetune.memory.verify import catalog_name
 from moetune.models.catalog.gpus import Figure, Gpu, find_gpu
 from moetune.models.structure import ModelStructure
 from moetune.report.memory import verdict

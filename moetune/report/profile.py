@@ -1,10 +1,8 @@
 """Tables for `moetune verify --profile`: time of a step by part, and the share of measured limits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
-from moetune.memory.profile import Profile
+from moetune.memory.measurement.profile import Profile
 from moetune.report.units import named
 from moetune.report.view import Table, ViewSection
 

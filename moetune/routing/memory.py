@@ -1,8 +1,6 @@
 """`moetune score --predict`: predict the peak memory of scoring from a trace of its forward pass."""
 
-from __future__ import annotations
-
-from moetune.memory.forward import predict_forward
+from moetune.memory.commands.forward import predict_forward
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace import vocabulary_of
 from moetune.memory.trace.tracker import Tracker

@@ -1,8 +1,7 @@
-"""The frozen linear layers outside of experts that are stored in the precision `model.base`."""
+"""Linear layers outside of experts: those stored in the precision `model.base`, and how `parallel.tp` splits them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 
 from transformers import PreTrainedModel
 
@@ -14,6 +13,13 @@ from moetune.models.structure import ModelStructure
 QUANTIZED_COMPONENTS: tuple[Component, ...] = ("attention", "dense_mlp", "shared_experts")
 """Components whose frozen linear layers are quantized. Embeddings, routers, norms and the LM head never are."""
 _SMALLEST = 64  # rows and columns: smaller layers, such as a scalar gate, save no memory worth the lost precision
+SPLIT = ("colwise", "rowwise")
+"""Styles of `tp_plan` that divide a linear layer's weight over the ranks."""
+LEFT_ALONE = ("replicated_with_grad_allreduce",)
+"""Style of norms inside split heads, whose weight every rank holds whole.
+
+Only a norm that trains would need its gradient summed over ranks.
+"""
 
 
 def linears_to_quantize(
@@ -43,3 +49,13 @@ def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = Fal
     """Return whether a layer's parent uses its weight (with `or_its_dtype`, or its dtype) without calling the layer."""
     parent, _, name = path.rpartition(".")
     return reads_weight(model.get_submodule(parent), name, or_its_dtype=or_its_dtype)
+
+
+def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
+    """Return module path, with `*` for layer numbers -> style of split. `parallel.tp` does not split experts."""
+    return {name: style for name, style in (model.tp_plan or {}).items() if ".experts" not in name}
+
+
+def style_of(path: str, plan: Mapping[str, str]) -> str | None:
+    """Return the style in which the module at `path` is split, such as `colwise`; None if the plan does not name it."""
+    return plan.get(re.sub(r"\.\d+\.", ".*.", path))

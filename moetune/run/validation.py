@@ -3,8 +3,6 @@
 Each function yields one line for each problem; `resolve` raises all of them together in one `UserError`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import gcd
 from typing import Any
@@ -22,9 +20,8 @@ from moetune.models.structure import ModelStructure
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import recomputes_layers, unknown_layers
-from moetune.run.linears import read_directly
+from moetune.run.linears import LEFT_ALONE, SPLIT, read_directly, style_of, tensor_plan
 from moetune.run.resolved import ResolvedRun, raise_problems
-from moetune.run.tensor_plan import LEFT_ALONE, SPLIT, style_of, tensor_plan
 
 
 def problems_of(run: ResolvedRun) -> Iterator[str]:

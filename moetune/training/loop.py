@@ -1,7 +1,5 @@
 """The training loop: `Loop.train`, and `Watcher`, the interface of what observes a run."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +23,11 @@ from moetune.errors import DoesNotFit, UserError
 from moetune.parallel.ranks import local_tensor
 from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
-from moetune.training import checkpoint, trainer_state
 from moetune.training.data.load import Datasets
+from moetune.training.folder import checkpoint, trainer_state
+from moetune.training.folder.run_folder import best_step, is_stopped
+from moetune.training.folder.run_writer import RunWriter
+from moetune.training.folder.trainer_state import refusing_damage
 from moetune.training.interrupt import Interrupted, Signals
 from moetune.training.metrics import Interval, Pace, Sums
 from moetune.training.optim.optimizers import make_optimizer
@@ -34,16 +35,13 @@ from moetune.training.optim.schedule import rate_factor
 from moetune.training.optim.values import as_float, generator_states, set_generator_states
 from moetune.training.order import MicroBatch, share, shuffled
 from moetune.training.reporters import Reporters
-from moetune.training.run_folder import best_step, is_stopped
 from moetune.training.run_warnings import RunWarnings, refuse_broken_weights
-from moetune.training.run_writer import RunWriter
 from moetune.training.step.batch import Batch, Row, collate, uncounted
 from moetune.training.step.loss import IGNORED
 from moetune.training.step.micro_step import held_out_loss
 from moetune.training.step.observer import Where
 from moetune.training.step.router_losses import RouterWatch
 from moetune.training.step.stepper import Stepper
-from moetune.training.trainer_state import refusing_damage
 
 
 class Loop:
@@ -71,7 +69,7 @@ class Loop:
         pad_token_id: int,
         console: Console,
         warnings: RunWarnings,
-        watcher: Watcher,
+        watcher: "Watcher",
         resume: Path | None = None,
     ) -> None:
         self.adapted, self.config, self.ranks = adapted, adapted.run.config, adapted.ranks

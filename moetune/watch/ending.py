@@ -1,7 +1,5 @@
 """Summary that `moetune train` prints after a run."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +8,7 @@ from moetune.config.load import load_run_config
 from moetune.json_files import read_json
 from moetune.report.units import gib
 from moetune.run.folder_files import MemoryFile
-from moetune.training.run_folder import MEMORY_FILE, RUN_FILE, RunFolder
+from moetune.training.folder.run_folder import MEMORY_FILE, RUN_FILE, RunFolder
 
 
 def ending(path: Path) -> Iterator[str]:

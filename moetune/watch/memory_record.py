@@ -1,7 +1,5 @@
 """`MemoryRecord`: measure the memory of a run's first steps, and write it beside the prediction to `memory.json`."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -17,18 +15,18 @@ from moetune.experts.context import ReadCounts
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.closed_form.form import ClosedForm
-from moetune.memory.live import Refused, refused_by_tracker, watch_cuda
+from moetune.memory.measurement.live import Refused, refused_by_tracker, watch_cuda
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.predict import time_of
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.trace.tracker import Tracker
-from moetune.memory.verify import catalog_name
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolve import ResolvedRun
+from moetune.training.folder.run_folder import MEMORY_FILE
 from moetune.training.loop import Loop
 from moetune.training.metrics import Pace
 from moetune.training.optim.values import generator_states, set_generator_states
-from moetune.training.run_folder import MEMORY_FILE
 
 MEASURED_STEPS = 2
 """Number of steps that are measured: optimizer states appear in the first, and the second is like all later ones."""
@@ -62,7 +60,7 @@ class MemoryRecord:
         self._had_states = self._has_states()
         self._seen = watch_cuda() if self.device.type == "cuda" else {}
 
-    def _predict(self, routing: AssumedRouting) -> Predicted:
+    def _predict(self, routing: AssumedRouting) -> "Predicted":
         """Predict the run, leaving random generators as they were; if it fails, print why and return an empty one."""
         drawn = generator_states(self.device)
         try:

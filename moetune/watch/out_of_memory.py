@@ -1,7 +1,5 @@
 """The report of a run that ran out of memory: actual beside predicted memory, largest tensors, remedies."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,10 +12,10 @@ from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.changes import Remedy
-from moetune.memory.live import Owned, Process, Refused, owned, processes_on
+from moetune.memory.measurement.live import Owned, Process, Refused, owned, processes_on
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.report import PART_NAMES, PartName, Parts
 from moetune.memory.trace import Trace, trace
-from moetune.memory.verify import catalog_name
 from moetune.models.catalog.gpus import find_gpu
 from moetune.planning.remedy import remedies
 from moetune.report.units import gib

@@ -1,7 +1,5 @@
 """`moetune.train`, the Python API: call training/run.py with a `Watch` that shows progress and records memory."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -11,8 +9,8 @@ import torch
 from rich.console import Console
 
 from moetune.errors import DoesNotFit
-from moetune.memory.live import watch_cuda
-from moetune.memory.verify import settled_on
+from moetune.memory.measurement.live import watch_cuda
+from moetune.memory.measurement.verify import settled_on
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
 from moetune.report.progress import ProgressBar, loading_progress

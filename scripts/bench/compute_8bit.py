@@ -26,7 +26,7 @@ from _common import commit, cpu_name, versions, write_json
 from choosing_experts import QUIET, held_out_file
 from torch import Tensor
 
-from moetune.adapt import low_rank
+from moetune.adapt.layers import low_rank
 from moetune.config.schema import RunConfig
 from moetune.experts.kernels.grouped import GroupedGemm
 from moetune.run.folder_files import read_metrics

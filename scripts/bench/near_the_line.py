@@ -39,7 +39,7 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts import context
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
-from moetune.memory.measure import measure
+from moetune.memory.measurement.measure import measure
 from moetune.memory.predict import predict
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve

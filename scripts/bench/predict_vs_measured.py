@@ -49,7 +49,7 @@ from moetune.experts.context import CountRows
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting, parse_routing
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.closed_form.record import NoClosedForm
-from moetune.memory.measure import Measured, measure
+from moetune.memory.measurement.measure import Measured, measure
 from moetune.memory.predict import predict
 from moetune.memory.trace import NotTraceable, trace
 from moetune.models.catalog import find_model

@@ -5,8 +5,6 @@ backward, and lets experts' gradients pass for the tokens alone that chose them:
 weights of experts that are not chosen have a constant in the place of the normalizer.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.about import dense_gradient_cost
 from moetune.memory.closed_form.form import ClosedForm
-from moetune.memory.measure import measure as measure_run
+from moetune.memory.measurement.measure import measure as measure_run
 from moetune.memory.trace import trace
 from moetune.models.catalog import find_model, model_names
 from moetune.models.routers import find_logits, score_functions

@@ -1,7 +1,5 @@
 """Run folders of toys, as training leaves them, without the training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,8 @@ from moetune.adapt.build import Adapted
 from moetune.config.schema import RunConfig
 from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.models.hub.tensor_files import weight_files
-from moetune.training.checkpoint import TRAINED_FILE, parts_of
-from moetune.training.run_writer import RunWriter
+from moetune.training.folder.checkpoint import TRAINED_FILE, parts_of
+from moetune.training.folder.run_writer import RunWriter
 from tests.reference import run_config
 from tests.resolved import build
 from tests.toys import toy_model

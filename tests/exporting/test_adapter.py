@@ -1,7 +1,5 @@
 """Adapters of stock PEFT and of toys, converted and merged: stock transformers computes what the adapter computed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,8 @@ from moetune.inference.opened import open_model
 from moetune.models.hub.tensor_files import read_headers
 from moetune.models.structure import meta_model, read_structure
 from tests.adapters.made import RANK, SCALE, make_adapter, write
+from tests.exporting.formats.test_peft import logits
 from tests.exporting.runs import tensors_of, write_base, write_run
-from tests.exporting.test_peft import logits
 from tests.reference import excite_
 
 MODELS = [

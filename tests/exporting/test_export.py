@@ -3,8 +3,6 @@
 On a quantized base they agree to what quantizing alone changes; on float32 bases: test_merged.py, test_peft.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from moetune.exporting.export import export
-from moetune.training.checkpoint import TRAINED_FILE
-from moetune.training.run_writer import RunWriter
+from moetune.training.folder.checkpoint import TRAINED_FILE
+from moetune.training.folder.run_writer import RunWriter
 from tests.exporting.runs import ToyRun, make_toy, write_base, write_run
 from tests.reference import plain_weights, small_linears_are_packed, token_ids
 from tests.resolved import build

@@ -1,14 +1,12 @@
 """What an export copies is the model's: a link out of its folder is refused by name, the hub's own are followed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
 import pytest
 
 from moetune.errors import UserError
-from moetune.exporting.merged import copy_checkpoint
+from moetune.exporting.formats.merged import copy_checkpoint
 from tests.resolved import write_packed_base
 
 

@@ -1,7 +1,5 @@
 """A run on a base as it is published quantized, from training to every export: all compute the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass
@@ -22,8 +20,8 @@ from moetune.inference.opened import open_model
 from moetune.models.catalog import find_model
 from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Base, take_fingerprint
-from moetune.training.checkpoint import TRAINED_FILE
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.checkpoint import TRAINED_FILE
+from moetune.training.folder.run_folder import RunFolder
 from tests import small
 from tests.exporting import runs
 from tests.exporting.runs import tensors_of, write_run

@@ -1,7 +1,5 @@
 """Damaged run folders, checkpoints that were sealed again, and the manifests of whatever moetune writes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -30,12 +28,13 @@ from moetune.models.source_quantization import read_quantized_manifest
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.folder_files import read_expert_load
 from moetune.run.resolve import resolve
-from moetune.training import checkpoint as checkpoints
-from moetune.training import same_run, trainer_state
-from moetune.training.manifest import damage, write_manifest
+from moetune.training import same_run
+from moetune.training.folder import checkpoint as checkpoints
+from moetune.training.folder import trainer_state
+from moetune.training.folder.manifest import damage, write_manifest
+from moetune.training.folder.run_folder import step_of
+from moetune.training.folder.run_writer import RunWriter
 from moetune.training.optim.optimizers import make_optimizer
-from moetune.training.run_folder import step_of
-from moetune.training.run_writer import RunWriter
 from tests import small
 from tests.fuzz.damage import answer, cases, damaged, damaged_json, damaged_yaml, garbled_bytes, write
 from tests.resolved import build, train, write_packed_base

@@ -1,7 +1,5 @@
 """Every JSON or YAML file that is read back × every kind of value at every key × every command that reads it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -19,7 +17,7 @@ from moetune.config.schema import RunConfig
 from moetune.exporting.export import export
 from moetune.memory import predict as predict_module
 from moetune.memory.closed_form import store
-from moetune.training.manifest import MANIFEST, write_manifest
+from moetune.training.folder.manifest import MANIFEST, write_manifest
 from tests import small
 from tests.fuzz.damage import within
 from tests.resolved import train, write_packed_base
@@ -64,7 +62,7 @@ READ_BY = {
     "adapt/weights/quantized_base.py": "packed/packed.json",
     "adapters/files.py": "adapter/adapter_config.json",
     "models/source.py": "config.json: test_models.py",
-    "exporting/merged.py": "config.json: test_models.py",
+    "exporting/formats/merged.py": "config.json: test_models.py",
     "models/hub/delta_folder.py": "delta/manifest.json",
     "models/hub/dequantize.py": "config.json: test_models.py",
     "models/hub/tensor_files.py": "delta/delta.safetensors",
@@ -74,11 +72,11 @@ READ_BY = {
     "models/source_quantization.py": "packed/packed.json",
     "run/folder_files.py": "run/metrics.jsonl",
     "run/scores.py": "scores.json",
-    "training/checkpoint.py": "run/checkpoints/step-2/optimizer.json",
+    "training/folder/checkpoint.py": "run/checkpoints/step-2/optimizer.json",
     "watch/ending.py": "run/memory.json",
     "training/same_run.py": "config.json: test_models.py",
-    "training/manifest.py": "run/checkpoints/step-2/manifest.json",
-    "training/run_folder.py": "run/base.json",
+    "training/folder/manifest.py": "run/checkpoints/step-2/manifest.json",
+    "training/folder/run_folder.py": "run/base.json",
 }
 """Who calls the reader -> a file of the table, or where else it is damaged."""
 RAW = {

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moetune.config.schema import RunConfig
 from moetune.exporting.export import export
-from moetune.training.manifest import write_manifest
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.manifest import write_manifest
+from moetune.training.folder.run_folder import RunFolder
 from moetune.watch import memory_record
 from tests import small
 from tests.resolved import train, write_packed_base
@@ -307,7 +307,13 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(("name", "command"), in_pairs(ADAPTERS, ["eval", "score"], every=2))
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        *in_pairs(ADAPTERS, ["eval", "score"], every=2),
+        *(pytest.param(name, command, marks=pytest.mark.full) for name in ADAPTERS for command in ("generate", "chat")),
+    ],
+)
 def test_an_adapter_that_matches_in_part(
     name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 """Run files of a toy Mixtral, and what one takes on the device beside what is predicted."""
 
-from __future__ import annotations
-
 import gc
 import json
 from dataclasses import dataclass
@@ -12,8 +10,8 @@ import bitsandbytes.functional as bnb
 import torch
 
 from moetune.config.schema import RunConfig
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.predict import predict
-from moetune.memory.verify import catalog_name
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
 from tests.nullcuda import device

@@ -1,7 +1,5 @@
 """A kernel that does not work on this machine: the run trains to its end without it and says so, before and after."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ from moetune.config.load import load_run_config
 from moetune.config.schema import QuantizedDtype
 from moetune.experts.kernels.registry import OPERATORS, use_kernels, without_kernel
 from moetune.inference import evaluate
-from moetune.memory import verify
+from moetune.memory.measurement import verify
 from moetune.report.console import terminal
 from moetune.routing.recorder import Recorder
 from moetune.routing.score import load_base, record_batch, to_score

@@ -1,14 +1,12 @@
 """Scoring on CUDA takes what is predicted, as torch's allocator counts, and asks the device for little."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.predict import predict
-from moetune.memory.verify import catalog_name
 from moetune.routing.memory import predict_score
 from moetune.routing.score import to_score
 from moetune.run.resolve import resolve

@@ -1,7 +1,5 @@
 """What a step asks of the device: launches, waits of the host, copies. Upper bounds; lower them when they fall."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import pairwise
@@ -12,11 +10,11 @@ import torch
 
 from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.time.work import Work
 from moetune.memory.trace import trace
 from moetune.memory.trace.steps import Steps, batches_of
 from moetune.memory.trace.tracker import Tracker
-from moetune.memory.verify import catalog_name
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve

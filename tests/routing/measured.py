@@ -1,13 +1,11 @@
 """Scoring for real, with random weights and tokens, for comparing with what is predicted."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
 from moetune.experts.context import ReadCounts
-from moetune.memory.forward import follow
+from moetune.memory.commands.forward import follow
 from moetune.memory.trace import Trace
 from moetune.memory.trace.watched import Watched
 from moetune.routing.memory import Scoring

@@ -1,7 +1,5 @@
 """`moetune drift`, against the model's own router logits before and after training."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.routing.data_sets import read_sources
 from moetune.routing.drift import Drift, drift, jensen_shannon
-from moetune.training.checkpoint import read_trained
+from moetune.training.folder.checkpoint import read_trained
 from tests import small
 from tests.resolved import build, train
 

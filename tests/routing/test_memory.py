@@ -1,7 +1,5 @@
 """Scoring is predicted as training is: by its own pass, which takes on fake tensors what it takes on real ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from moetune.memory.forward import trace_forward
+from moetune.memory.commands.forward import trace_forward
 from moetune.memory.report import PART_NAMES
 from moetune.memory.trace import Trace
 from moetune.routing.memory import Scoring

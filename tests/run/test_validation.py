@@ -1,7 +1,5 @@
 """Refusals of a run file, all at once and before a weight is read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from moetune.errors import UserError
-from moetune.memory.measure import measure
+from moetune.memory.measurement.measure import measure
 from moetune.run import validation
 from moetune.run.resolve import examine, resolve
 from moetune.watch.train import train

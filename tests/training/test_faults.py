@@ -3,8 +3,6 @@
 After each of them the run either ends as if nothing had happened, bit for bit, or says what is damaged.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -22,7 +20,7 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.run_folder import RunFolder
 from tests import small
 from tests.processes import processes
 from tests.resolved import train

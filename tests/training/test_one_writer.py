@@ -1,7 +1,5 @@
 """A run folder has one writer at a time; whoever comes second is told, and readers go on beside it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ import yaml
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.training.manifest import damage
-from moetune.training.run_folder import RunFolder
-from moetune.training.run_writer import RunWriter
+from moetune.training.folder.manifest import damage
+from moetune.training.folder.run_folder import RunFolder
+from moetune.training.folder.run_writer import RunWriter
 from tests import small
 from tests.processes import processes
 from tests.resolved import train

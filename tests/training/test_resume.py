@@ -4,8 +4,6 @@ The processes are real: forked from a server that has imported everything, so th
 A process kills itself at an exact moment, which no polling from outside could hit.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json
@@ -22,8 +20,8 @@ from safetensors.torch import load_file
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.training.manifest import write_manifest
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.manifest import write_manifest
+from moetune.training.folder.run_folder import RunFolder
 from tests import small
 from tests.processes import processes
 from tests.resolved import train
@@ -33,19 +31,19 @@ Moment = tuple[str, int, str]
 """A function, the number of its call, and whether the process dies `before` it, `after` it, or `within` a write."""
 
 MOMENTS: dict[str, Moment] = {
-    "nothing but an empty folder": ("moetune.training.run_writer.write_whole", 1, "before"),
+    "nothing but an empty folder": ("moetune.training.folder.run_writer.write_whole", 1, "before"),
     "run file not renamed": ("moetune.files.sync", 1, "after"),
-    "base not noted": ("moetune.training.run_writer.write_whole", 2, "before"),
-    "inputs not noted": ("moetune.training.run_writer.write_whole", 3, "before"),
-    "no metrics file": ("moetune.training.run_writer.write_whole", 4, "before"),
+    "base not noted": ("moetune.training.folder.run_writer.write_whole", 2, "before"),
+    "inputs not noted": ("moetune.training.folder.run_writer.write_whole", 3, "before"),
+    "no metrics file": ("moetune.training.folder.run_writer.write_whole", 4, "before"),
     "before the first step": ("moetune.training.step.stepper.micro_step", 1, "before"),
     "before the first checkpoint": ("moetune.training.step.stepper.micro_step", 4, "before"),
-    "within the first checkpoint": ("moetune.training.checkpoint.save_file", 1, "after"),
+    "within the first checkpoint": ("moetune.training.folder.checkpoint.save_file", 1, "after"),
     "a checkpoint complete but for its name": ("pathlib.Path.rename", 5, "before"),
     "just after a checkpoint": ("pathlib.Path.rename", 5, "after"),
     "between checkpoints, mid-step": ("moetune.training.step.stepper.micro_step", 9, "before"),
-    "within a line of metrics": ("moetune.training.run_writer.RunWriter.append_metrics", 6, "within"),
-    "within the second checkpoint": ("moetune.training.checkpoint.dcp.save", 2, "after"),
+    "within a line of metrics": ("moetune.training.folder.run_writer.RunWriter.append_metrics", 6, "within"),
+    "within the second checkpoint": ("moetune.training.folder.checkpoint.dcp.save", 2, "after"),
     "an old checkpoint half removed": ("pathlib.Path.rename", 7, "after"),
     "after the epoch's end": ("moetune.training.step.stepper.micro_step", 13, "before"),
 }

@@ -1,7 +1,5 @@
 """What would go wrong silently, or after a long wait, stops a run at once, and leaves everything as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moetune.errors import UserError
 from moetune.training.data.preview import preview
-from moetune.training.manifest import write_manifest
+from moetune.training.folder.manifest import write_manifest
 from moetune.training.step import router_losses
 from tests import small
 from tests.resolved import train

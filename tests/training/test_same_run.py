@@ -1,7 +1,5 @@
 """A run that goes on is given what it began with: data, configuration, tokenizer, and its own checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -13,8 +11,8 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.finished_run import open_run
 from moetune.json_files import sealed
-from moetune.training.manifest import write_manifest
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.manifest import write_manifest
+from moetune.training.folder.run_folder import RunFolder
 from tests import small
 from tests.resolved import train
 

@@ -3,8 +3,6 @@
 The device is a tracker with a limit, which raises torch's own error.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +15,7 @@ from moetune.config.load import read_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import DoesNotFit, UserError
 from moetune.memory.trace.tracker import Tracker
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.run_folder import RunFolder
 from moetune.watch import memory_record, out_of_memory
 from tests import small
 from tests.resolved import train

@@ -5,8 +5,6 @@ that it calls with its reference. So a part of the model that calls a new operat
 `exercise`, and a field of `Sizes`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from moetune.adapt.low_rank import adapted
+from moetune.adapt.layers.low_rank import adapted
 from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit
 from moetune.compat.transformers import activation_of, calls_rotary, norms_heads, softmax_router
 from moetune.config.schema import LINEAR_STORAGES, Storage
@@ -86,7 +84,7 @@ class LinearSizes:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Properties of attention that decide how queries and keys are rotated (`adapt/rotary.py`).
+    """Properties of attention that decide how queries and keys are rotated (`adapt/layers/rotary.py`).
 
     Attributes:
         heads, kv_heads: numbers of heads of queries and of keys, of `size` elements each.
@@ -122,7 +120,7 @@ class HeadSizes:
 
 @dataclass(frozen=True)
 class RouterSizes:
-    """Properties of a router that decide how experts are chosen (`adapt/routers.py`).
+    """Properties of a router that decide how experts are chosen (`adapt/layers/routers.py`).
 
     Attributes:
         normalized: whether a token's weights are divided by their sum.

@@ -1,7 +1,5 @@
 """Open `adapt.start_from`, a PEFT adapter or a delta: check it before any weight is loaded, load it afterwards."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delt
 from moetune.models.hub.fingerprint import Base
 
 _RUN_FILE, _CHECKPOINTS = "run.yaml", "checkpoints"
-"""Names as in training/run_folder.py, which cannot be imported here because it imports this package."""
+"""Names as in training/folder/run_folder.py, which cannot be imported here because it imports this package."""
 _ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, "adapter_model.bin")
 
 

@@ -1,7 +1,5 @@
 """Adapters of stock PEFT load into an adapted model; what does not fit is named and changes nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ from moetune.adapters.factors import join_experts
 from moetune.adapters.stacked import ORDERS
 from moetune.errors import UserError
 from moetune.exporting.export import export
+from tests.exporting.formats.test_peft import LORA, assert_same, logits, make_run
 from tests.exporting.runs import ToyRun
-from tests.exporting.test_peft import LORA, assert_same, logits, make_run
 from tests.reference import excite_, token_ids
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -1,7 +1,5 @@
 """`adapt.start_from`: training begins where an adapter or a delta ended; what does not fit is named before it does."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -20,7 +18,7 @@ from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.memory.predict import predict
 from moetune.training.data.load import load_data
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.run_folder import RunFolder
 from tests import small
 from tests.reference import excite_
 from tests.resolved import train, write_packed_base

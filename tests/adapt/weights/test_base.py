@@ -1,7 +1,5 @@
 """`base.json`: which base a run was trained on. Another one is named, on resume and by every export."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -17,7 +15,7 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.models.hub.fingerprint import take_fingerprint
-from moetune.training.run_folder import RunFolder
+from moetune.training.folder.run_folder import RunFolder
 from tests import small
 from tests.resolved import train, write_packed_base
 

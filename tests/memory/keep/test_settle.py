@@ -1,7 +1,5 @@
 """What layers keep for backward takes what memory is left, saves most, and never makes a run not fit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -15,10 +13,10 @@ from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.keep.costs import Costs
 from moetune.memory.keep.settle import rows_of, settled
+from moetune.memory.measurement.verify import settled_on
 from moetune.memory.predict import predict, quick
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace import Trace, trace
-from moetune.memory.verify import settled_on
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.planning.predictor import Predictor
 from moetune.report.memory import rows as sentence

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from moetune.experts.host import mark_on_host
-from moetune.memory.live import refused_by_tracker
+from moetune.memory.measurement.live import refused_by_tracker
 from moetune.memory.trace.tracker import Tracker
 
 

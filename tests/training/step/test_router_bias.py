@@ -1,7 +1,5 @@
 """Correction biases: updated by the load that is logged, saved, resumed and exported with their routers; or left."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.inference.opened import open_model
-from moetune.memory.measure import measure
+from moetune.memory.measurement.measure import measure
 from moetune.memory.trace import trace
 from moetune.models.catalog import find_model
 from moetune.parallel.ranks import Ranks

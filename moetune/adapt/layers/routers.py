@@ -1,0 +1,53 @@
+"""Softmax routers by two kernels: one forward, after the product of weight and hidden states, and one backward.
+
+transformers' code launches seven kernels from the logits to the weights, and thirteen for their gradient.
+experts/kernels/routing.py has the formulas. The backward pass keeps the logits in their dtype, and the ids.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from moetune.compat.transformers import softmax_router
+from moetune.experts.kernels import routing as kernels
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def fuse_routers(model: nn.Module) -> None:
+    """Replace the forward method of every router whose code is Mixtral's or Qwen3-MoE's by the fused one, in place."""
+    for module in model.modules():
+        if softmax_router(module) is not None:
+            module.forward = partial(_forward, module)
+
+
+def _forward(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if isinstance(router.weight, DTensor) or router.weight.dtype not in _DTYPES:
+        return type(router).forward(router, hidden)
+    kind = softmax_router(router)  # as its attributes are now
+    assert kind is not None
+    logits = nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    dtype = torch.float32 if kind.keeps_float32 else logits.dtype
+    weights, ids = _Choose.apply(logits, kind.top_k, kind.normalized, dtype)
+    return logits, weights, ids
+
+
+class _Choose(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, top_k: int, normalized: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        weights, ids = kernels.choose(logits, top_k, normalized, dtype)
+        ctx.normalized = normalized
+        ctx.save_for_backward(logits, ids)
+        ctx.mark_non_differentiable(ids)
+        ctx.set_materialize_grads(False)  # zeros for the ids
+        return weights, ids
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweights: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+        logits, ids = ctx.saved_tensors
+        return kernels.weigh_backward(dweights, logits, ids, ctx.normalized), None, None, None

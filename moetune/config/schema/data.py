@@ -1,0 +1,72 @@
+"""`data:` of a run file: data sets, and how they become sequences."""
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from moetune.config.fields import FilePath
+from moetune.config.schema.section import Section
+
+
+class WeightedData(Section):
+    """One of several data sets.
+
+    Attributes:
+        path: a file, folder, catalog data set or hub data set.
+        weight: how often each record occurs in an epoch; 0.5 takes a random half of the records.
+    """
+
+    path: FilePath
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+
+
+_MaybeWeighted = Annotated[
+    Annotated[FilePath, Tag("one")] | Annotated[WeightedData, Tag("weighted")],
+    Discriminator(lambda raw: "one" if isinstance(raw, str) else "weighted"),
+]
+OneOrSeveral = Annotated[
+    Annotated[FilePath, Tag("one")] | Annotated[tuple[_MaybeWeighted, ...], Field(min_length=1), Tag("several")],
+    Discriminator(lambda raw: "several" if isinstance(raw, (list, tuple)) else "one"),
+]
+
+
+class DataConfig(Section):
+    """Training and evaluation data (`data:`).
+
+    A data set is a file, a folder, a catalog data set, or a hub data set (`org/name:config:split`).
+
+    Attributes:
+        train: one data set or several.
+        eval: data sets for evaluation; None for none.
+        packing: fill each sequence with several documents, which do not attend to each other.
+        chat_template: a file, or a model whose template is used; None for the tokenizer's own.
+        too_long: what to do with prompts and chats longer than a sequence.
+        validation: fraction of the training records to hold out for evaluation, if `eval` is not given; None for none.
+    """
+
+    train: OneOrSeveral
+    eval: OneOrSeveral | None = None
+    format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"] = "auto"
+    packing: bool = True
+    chat_template: FilePath | None = None
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    validation: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _held_out_once(self) -> "DataConfig":
+        """Raise `ValueError` if both `validation` and `eval` are set."""
+        if self.eval is not None and self.validation is not None:
+            raise ValueError("validation splits held-out records off the training data, and eval names some; leave one")
+        return self
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run has held-out data."""
+        return self.eval is not None or self.validation is not None
+
+
+def data_sets(written: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
+    """Return (name, weight) of each data set under `data.train` or `data.eval`; an empty list for None."""
+    several = (written,) if isinstance(written, str) else written or ()
+    return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in several]

@@ -1,0 +1,39 @@
+"""`model:` of a run file, and the formats in which frozen weights are stored."""
+
+from typing import Literal
+
+from moetune.config.fields import FilePath
+from moetune.config.schema.section import Section
+
+QuantizedDtype = Literal["nf4", "int8", "fp8", "nvfp4", "mxfp4"]
+Storage = Literal[QuantizedDtype, "bf16", "fp32"]
+LINEAR_STORAGES: tuple[Storage, ...] = ("nf4", "int8", "fp8", "nvfp4")
+"""Quantized storages of linear layers as well as of experts; MXFP4 is one of experts only."""
+FP8_BLOCK = 128
+"""Rows, and columns, of a block of weights that share one scale in the storage `fp8`."""
+NV_BLOCK = 16
+"""Consecutive weights of a row that share one scale in the storage `nvfp4`."""
+
+
+class ModelConfig(Section):
+    """The model, and how its frozen weights are stored (`model:`).
+
+    Attributes:
+        path: a catalog name, a local folder in hub format, or a hub id.
+        weights: read the published weights, or draw random ones.
+        base: precision in which frozen weights are stored; `auto` keeps the format of checkpoints in NF4, MXFP4,
+            NVFP4 or FP8 and of quantized bases, and is nf4 for all others.
+        double_quant: with nf4, store the scales in 8 bits.
+        dtype: dtype of compute and of trained weights; `auto` is bf16 on a GPU and fp32 on a CPU.
+        attention: the attention implementation, by transformers' name; `auto` is sdpa if it computes the model's
+            attention, else eager.
+        experts_on: where quantized experts are kept: in GPU memory, or in pinned host memory.
+    """
+
+    path: FilePath
+    weights: Literal["pretrained", "random"] = "pretrained"
+    base: Literal["auto", Storage] = "auto"
+    double_quant: bool = True
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    experts_on: Literal["gpu", "host"] = "gpu"

@@ -1,0 +1,25 @@
+"""`Section`, the base of every section of a run file: immutable, without unknown keys."""
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A section of the run file: an immutable pydantic model that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True)
+
+    def but(self, **changes: Any) -> Self:
+        """Return a copy with some values changed; nothing is validated.
+
+        For a key that holds a section, a dict of some of the section's keys changes only these. Any other dict, such as
+        ids by layer, replaces the section.
+        """
+        sections = {key: part for key in changes if isinstance(part := getattr(self, key), Section)}
+        nested = {
+            key: part.but(**new)
+            for key, part in sections.items()
+            if isinstance(new := changes[key], dict) and new.keys() <= type(part).model_fields.keys()
+        }
+        return self.model_copy(update=changes | nested)

@@ -1,0 +1,114 @@
+"""`write_merged`: export a whole checkpoint, the base with trained values in it; `copy_checkpoint`.
+
+Each file of the base is copied byte for byte, then the trained rows are overwritten in place. All other bytes stay
+equal to the base's, and memory holds one expert, or one block of a tensor, at a time. A base that is published in a
+quantized format is written dequantized, in 16 bits.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
+from moetune.exporting.folder import Written, write_export_manifest
+from moetune.exporting.formats.updates import new_rows, placed, updates
+from moetune.json_files import read_json
+from moetune.models.hub.dequantize import Quantized, open_checkpoint
+from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
+from moetune.models.hub.snapshot import copy_small_file, small_files
+from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
+
+
+def write_merged(run: FinishedRun, out: Path) -> Written:
+    """Write the base checkpoint with the trained values in it; LoRA is added as W + scale·B·A, in float32.
+
+    Raises:
+        UserError: the run began with random weights; the base is missing, has changed since the run, or has no tensor
+            for a trained parameter.
+    """
+    folder = base_folder(run)
+    base = open_checkpoint(folder)
+    targets = placed(run.adapted.run.model, updates(run), base)
+    fingerprint, places = copy_checkpoint(folder, out)
+    of_base = confirmed_base(run, folder, fingerprint)
+    changed: set[str] = set()
+    for update, mapping in targets:
+        for key, start, rows in new_rows(update, mapping, base):
+            places[key].write(rows, start)
+            changed.add(key)
+    notes: tuple[str, ...] = ()
+    if any(isinstance(tensor, Quantized) for tensor in base.values()):
+        method = run.adapted.run.model.source.quantization.method
+        notes = (f"the base is published quantized ({method}); all weights are in 16 bits here, unless with --into",)
+    write_export_manifest(out, manifest_entries(run) | {"format": "merged", "base": of_base.to_json()})
+    return Written(len(changed), sum(base[key].nbytes for key in changed), notes)
+
+
+def bytes_needed(run: FinishedRun) -> int:
+    """Return the bytes that the weights of a run's merged checkpoint take on disk."""
+    return sum(tensor.nbytes for tensor in open_checkpoint(base_folder(run)).values())
+
+
+def copy_checkpoint(
+    folder: Path, out: Path, on_read: Callable[[int], None] | None = None
+) -> tuple[Fingerprint, dict[str, Stored]]:
+    """Copy a checkpoint into the empty folder `out`, block by block. A quantized checkpoint is copied dequantized.
+
+    Args:
+        on_read: called with the number of bytes of each block of weights that was read.
+
+    Returns:
+        The fingerprint of `folder`, and the tensors of the copy by name, for writing in place.
+
+    Raises:
+        UserError: the folder has no safetensors; a file is damaged; or a symbolic link leads out of the folder.
+    """
+    for file in small_files(folder):
+        copy_small_file(file, folder, out)
+    tensors = open_checkpoint(folder)
+    if any(isinstance(tensor, Quantized) for tensor in tensors.values()):
+        return take_fingerprint(folder, on_read=on_read), _dequantize(tensors, folder, out)
+    if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        copy_small_file(folder / INDEX_FILE, folder, out)
+    fingerprint = take_fingerprint(folder, copy_to=out, on_read=on_read)
+    return fingerprint, {name: tensor.within(out) for name, tensor in tensors.items()}
+
+
+def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str, Stored]:
+    """Write tensors dequantized, to files of the same names, with index and `config.json`; return the copies."""
+    written = create_files(tensors, out, lambda name, tensor: {name: (tensor.torch_dtype, tensor.shape)})
+    for name, tensor in tensors.items():
+        for start, stop in tensor.blocks():
+            written[name].write(tensor.rows(start, stop), start)
+    write_config(folder, out, None)
+    return written
+
+
+def create_files(
+    tensors: Mapping[str, Stored], out: Path, parts: Callable[[str, Stored], Mapping[str, Any]]
+) -> dict[str, Stored]:
+    """Create files of zeros, and their index, with the names of the files that hold `tensors`; return the tensors in
+    them by name. `parts` returns what a tensor becomes: names, each with its dtype and shape, as for `create_file`."""
+    written: dict[str, Stored] = {}
+    for file in sorted({tensor.file.name for tensor in tensors.values()}):
+        here = [parts(name, tensor) for name, tensor in tensors.items() if tensor.file.name == file]
+        written |= create_file(out / file, {name: kind for one in here for name, kind in one.items()})
+    if not (out / SINGLE_FILE).is_file():
+        size = sum(tensor.nbytes for tensor in written.values())
+        files = {name: tensor.file.name for name, tensor in sorted(written.items())}
+        _write_json(out / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": files})
+    return written
+
+
+def write_config(folder: Path, out: Path, quantization: Mapping[str, Any] | None) -> None:
+    """Write the `config.json` of a checkpoint to `out` with another `quantization_config`, None for none; remove
+    ModelOpt's file of the same settings, which was copied."""
+    config = read_json(folder / "config.json", dict[str, Any])
+    config.pop("quantization_config", None)
+    _write_json(out / "config.json", config if quantization is None else config | {"quantization_config": quantization})
+    (out / "hf_quant_config.json").unlink(missing_ok=True)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,291 @@
+"""`write_rounded`: a merged checkpoint in FP8, NVFP4 or MXFP4, and how much of the training survives the rounding.
+
+A base that is published in the format is copied byte for byte, and the tensors that training changed are rounded again,
+under the same names. Of any other base, experts and linear layers of the decoder are rounded, and all else is in 16
+bits.
+
+Shapes: a matrix is [out, in].
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moetune.config.schema import FP8_BLOCK, NV_BLOCK
+from moetune.errors import UserError
+from moetune.experts.kernels.operators import MX_BLOCK
+from moetune.experts.rounding import SLACK, round_to_fp8, round_to_mxfp4, round_to_nvfp4
+from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
+from moetune.exporting.folder import Written, write_export_manifest
+from moetune.exporting.formats.merged import create_files, write_config
+from moetune.exporting.formats.updates import new_rows, placed, updates
+from moetune.models.hub.dequantize import BlockFp8, Mxfp4, Nvfp4, Quantized, open_checkpoint
+from moetune.models.hub.fingerprint import take_fingerprint
+from moetune.models.hub.key_mapping import key_mappings
+from moetune.models.hub.snapshot import copy_small_file, small_files
+from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored
+from moetune.models.selection import NOTHING
+from moetune.run.linears import linears_to_quantize
+from moetune.run.names import stacks
+from moetune.run.resolved import ResolvedModel
+
+Into = Literal["fp8", "nvfp4", "mxfp4"]
+_KINDS: dict[Into, type[Quantized]] = {"fp8": BlockFp8, "nvfp4": Nvfp4, "mxfp4": Mxfp4}
+_LARGEST_NVFP4 = 448 * 6
+"""Largest magnitude in NVFP4, before the global scale."""
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What rounding leaves of the change Δ of the matrices of one layer.
+
+    With Q(W) the base in the format and Q(W + Δ) what was exported, `kept` is ⟨Q(W + Δ) − Q(W), Δ⟩ / ⟨Δ, Δ⟩: 1 if the
+    change survives on the whole, 0 if it is lost. `error` is ‖Q(W + Δ) − Q(W) − Δ‖ / ‖Δ‖. A base that is published in
+    the format is its own Q(W).
+
+    Attributes:
+        layer: number of the decoder layer; None for all layers together, or for a matrix outside of them.
+    """
+
+    layer: int | None
+    kept: float
+    error: float
+
+
+class _Sums:
+    """Sums over the matrices of one layer, from which its `Survival` follows."""
+
+    def __init__(self) -> None:
+        self.along, self.change, self.off = 0.0, 0.0, 0.0
+
+    def add(self, change: Tensor, rounded: Tensor) -> None:
+        """Add a matrix: its change, and its change as it was rounded, in float32."""
+        self.along += float((rounded * change).sum(dtype=torch.float64))
+        self.change += float(change.square().sum(dtype=torch.float64))
+        self.off += float((rounded - change).square().sum(dtype=torch.float64))
+
+    def survival(self, layer: int | None) -> Survival:
+        change = self.change or 1.0
+        return Survival(layer, self.along / change, (self.off / change) ** 0.5)
+
+
+def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tuple[Survival, ...]]:
+    """Write the merged checkpoint of a run, rounded to a quantized format; return the survival of each layer's change,
+    by layer, and last of all together.
+
+    Raises:
+        UserError: as `write_merged`; or checkpoints of the model type have no layout in this format.
+    """
+    folder, model = base_folder(run), run.adapted.run.model
+    base = {
+        name: replace(tensor, dtype="F32") if isinstance(tensor, Quantized) else tensor
+        for name, tensor in open_checkpoint(folder).items()
+    }
+    targets = placed(model, updates(run), base)
+    if is_published := _is_published(base.values(), into):
+        chosen: set[str] = set()
+    else:
+        chosen = _to_round(model, base, into)
+    for file in small_files(folder):
+        copy_small_file(file, folder, out)
+    if is_published:
+        if not (folder / SINGLE_FILE).is_file():
+            copy_small_file(folder / INDEX_FILE, folder, out)
+        fingerprint = take_fingerprint(folder, copy_to=out)
+    else:
+        fingerprint = take_fingerprint(folder)
+        _write_base(base, chosen, folder, out, into)
+    of_base = confirmed_base(run, folder, fingerprint)
+    places = {
+        name: replace(tensor, dtype="F32") if isinstance(tensor, Quantized) else tensor
+        for name, tensor in open_checkpoint(out).items()
+    }
+    sums: dict[int | None, _Sums] = {}
+    changed: set[str] = set()
+    for update, mapping in targets:
+        number = re.search(r"\.(\d+)\.", update.parameter)
+        layer = None if number is None else int(number[1])
+        for key, start, rows in _whole(new_rows(update, mapping, base, exact=True), places):
+            changed.add(key)
+            if not isinstance(place := places[key], Quantized):
+                place.write(rows, start)
+                continue
+            stop = start + len(rows)
+            before = place.rows(start, stop)
+            _write(place, rows.float(), start, keep=is_published)
+            rounded = place.rows(start, stop) - before
+            sums.setdefault(layer, _Sums()).add(rows.float() - base[key].rows(start, stop).float(), rounded)
+    write_export_manifest(out, manifest_entries(run) | {"format": "merged", "into": into, "base": of_base.to_json()})
+    size = sum(part.nbytes for key in changed for part in _parts(places[key]))
+    return Written(len(changed), size), _survivals(sums)
+
+
+def _survivals(sums: Mapping[int | None, _Sums]) -> tuple[Survival, ...]:
+    every = _Sums()
+    for one in sums.values():
+        every.along, every.change, every.off = every.along + one.along, every.change + one.change, every.off + one.off
+    ordered = sorted(sums.items(), key=lambda item: (item[0] is None, item[0] or 0))
+    return (*(one.survival(layer) for layer, one in ordered), *([every.survival(None)] if sums else []))
+
+
+def _parts(tensor: Stored) -> Iterable[Stored]:
+    return tensor.parts.values() if isinstance(tensor, Quantized) else (tensor,)
+
+
+def _is_published(base: Iterable[Stored], into: Into) -> bool:
+    """Return whether a checkpoint has weights in this format, in the block size in which they are rounded."""
+    kept = [tensor for tensor in base if isinstance(tensor, _KINDS[into])]
+    return bool(kept) and all(not isinstance(one, BlockFp8) or one.block == (FP8_BLOCK, FP8_BLOCK) for one in kept)
+
+
+def _to_round(model: ResolvedModel, base: Mapping[str, Stored], into: Into) -> set[str]:
+    """Return the names of the checkpoint's tensors that are rounded, of a base in another format.
+
+    Raises `UserError` if the checkpoint holds a layer's experts otherwise than the format's checkpoints do.
+    """
+    mappings, structure = key_mappings(model.plain, base), model.structure
+    experts: set[str] = set()
+    for layer in structure.moe_layers:
+        for stack in stacks(layer):
+            mapping = mappings[f"{layer.experts}.{stack}"]
+            if stack.endswith("bias"):
+                continue
+            apart = mapping.has_experts_apart and mapping.only_merges
+            of_gpt_oss = mapping.conversion is None and layer.shape.is_transposed
+            if not (of_gpt_oss if into == "mxfp4" else apart):
+                layout = "gpt-oss" if into == "mxfp4" else "models with a tensor for each expert"
+                raise UserError(
+                    f"--into {into}: of model type {structure.model_type!r} no checkpoints are published so, only of "
+                    f"{layout}; export without --into, or as an adapter"
+                )
+            experts |= {*mapping.every_key()}
+    if into == "mxfp4":
+        return {key for key in experts if base[key].shape[1] % MX_BLOCK == 0}
+    linears = (mappings.get(f"{path}.weight") for path in linears_to_quantize(model.plain, structure, NOTHING))
+    keys = experts | {one.every_key()[0] for one in linears if one is not None and one.conversion is None}
+    return {key for key in keys if into == "fp8" or base[key].shape[1] % NV_BLOCK == 0}
+
+
+def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out: Path, into: Into) -> None:
+    """Write a checkpoint to `out` with the tensors in `chosen` rounded, and all others in their dtype; quantized ones
+    dequantized in bfloat16."""
+
+    def parts(name: str, tensor: Stored) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        if name in chosen:
+            return {f"{name}_{part}".rstrip("_"): kind for part, kind in _LAYOUTS[into](*tensor.shape).items()}
+        return {name: (torch.bfloat16 if isinstance(tensor, Quantized) else tensor.torch_dtype, tensor.shape)}
+
+    create_files(base, out, parts)
+    others = [name for name, tensor in base.items() if name not in chosen and len(tensor.shape) == 2]
+    write_config(folder, out, _quantization(into, [name.removesuffix(".weight") for name in sorted(others)]))
+    places = open_checkpoint(out)
+    largest: dict[str, Tensor] = {}
+    if into == "nvfp4":  # matrices that inference joins have one global scale
+        for name in chosen:
+            weight = base[name].rows().abs().max().float()
+            largest[_joined(name)] = torch.maximum(largest.get(_joined(name), weight), weight)
+    for name, tensor in base.items():
+        if name not in chosen:
+            for start, stop in tensor.blocks():
+                places[name].write(tensor.rows(start, stop), start)
+        elif into == "mxfp4":
+            for expert in range(tensor.num_rows):
+                _write(places[name], tensor.rows(expert, expert + 1).float(), expert)
+        else:
+            _write(places[name], tensor.rows().float(), 0, largest.get(_joined(name)))
+
+
+def _joined(name: str) -> str:
+    """Return a name that is equal for matrices which vLLM joins to one: gate and up, and queries, keys and values."""
+    return re.sub(r"\b(gate|up)_proj\b|\bw[13]\b", "gate_up", re.sub(r"\b[qkv]_proj\b", "qkv", name))
+
+
+_Layout = Callable[..., dict[str, tuple[torch.dtype, tuple[int, ...]]]]
+_LAYOUTS: dict[Into, _Layout] = {
+    "fp8": lambda out, into: {
+        "": (torch.float8_e4m3fn, (out, into)),
+        "scale_inv": (torch.float32, (-(-out // FP8_BLOCK), -(-into // FP8_BLOCK))),
+    },
+    "nvfp4": lambda out, into: {
+        "packed": (torch.uint8, (out, into // 2)),
+        "scale": (torch.float8_e4m3fn, (out, into // NV_BLOCK)),
+        "global_scale": (torch.float32, (1,)),
+    },
+    "mxfp4": lambda experts, into, out: {
+        "blocks": (torch.uint8, (experts, out, into // MX_BLOCK, MX_BLOCK // 2)),
+        "scales": (torch.uint8, (experts, out, into // MX_BLOCK)),
+    },
+}
+"""Format -> function of a tensor's shape that returns part -> dtype and shape: DeepSeek-V3's layout of FP8,
+compressed-tensors' of NVFP4, and gpt-oss's of MXFP4."""
+
+
+def _quantization(into: Into, others: list[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of a checkpoint in which the modules `others` are in 16 bits."""
+    match into:
+        case "fp8":
+            return {
+                "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                "weight_block_size": [FP8_BLOCK, FP8_BLOCK], "modules_to_not_convert": others,
+            }  # fmt: skip
+        case "nvfp4":
+            weights = {
+                "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NV_BLOCK, "symmetric": True,
+                "dynamic": False,
+            }  # fmt: skip
+            group = {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}
+            return {
+                "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status":
+                "compressed", "config_groups": {"group_0": group}, "ignore": others,
+            }  # fmt: skip
+    return {"quant_method": "mxfp4", "modules_to_not_convert": others}
+
+
+def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]) -> Iterator[tuple[str, int, Tensor]]:
+    """Join the rows of each quantized matrix, because its blocks are rounded together; other rows pass as they are."""
+    held: list[Tensor] = []
+    for key, start, part in rows:
+        place = places[key]
+        if not isinstance(place, Quantized) or isinstance(place, Mxfp4):
+            yield key, start, part
+            continue
+        held.append(part)
+        if start + len(part) == place.num_rows:
+            yield key, 0, torch.cat(held) if len(held) > 1 else held[0]
+            held = []
+
+
+def _write(place: Stored, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False) -> None:
+    """Round float32 weights and write their parts: a whole matrix, or experts of a stack in MXFP4 from `start` on.
+
+    Args:
+        largest: the largest magnitude that NVFP4's global scale is for; by default that of the weights.
+        keep: leave the scales that are stored, unless a weight is too large for them.
+    """
+    assert isinstance(place, Quantized)
+    is_stack = isinstance(place, Mxfp4)
+    stored = {
+        name: part.rows(start, start + len(weight)) if is_stack else part.whole() for name, part in place.parts.items()
+    }
+    if isinstance(place, BlockFp8):
+        data, scales = stored[""].view(torch.uint8), stored["scale_inv"].float()
+        round_to_fp8(weight, data, scales, keep=keep)
+        stored["scale_inv"] = scales
+    elif isinstance(place, Nvfp4):
+        fraction = place.fraction
+        keep = keep and bool(weight.abs().max() <= _LARGEST_NVFP4 * fraction[0] / fraction[1] * SLACK)
+        data, scales = stored["packed" if "packed" in stored else ""], stored["scale"].view(torch.uint8)
+        round_to_nvfp4(weight, data, scales, fraction, largest=largest, keep=keep)
+        if not keep:
+            stored |= {"scale_2": 1 / fraction[1]} if "scale_2" in stored else {"global_scale": fraction[1:]}
+    else:
+        blocks, scales = stored["blocks"], stored["scales"]
+        round_to_mxfp4(weight[0].T.flatten(), blocks.view(-1), scales.view(-1), keep=keep)
+    for name, tensor in stored.items():
+        part = place.parts[name]
+        part.write(tensor.reshape(-1, *part.row_shape), start)

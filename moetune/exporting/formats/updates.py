@@ -1,0 +1,170 @@
+"""`Update`: new values of each trained parameter, and the tensors of the base checkpoint that they belong in."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moetune.adapt.weights.target import out_in
+from moetune.errors import UserError
+from moetune.experts.bank import ExpertBank, ExpertLora
+from moetune.exporting.finished_run import FinishedRun
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings
+from moetune.models.hub.tensor_files import Held, Stored
+from moetune.models.structure import MoeLayer
+from moetune.run.names import linear_factors, matrix_of, stacks, trained_name, whole_name
+from moetune.run.resolved import ResolvedModel
+
+Trained = Stored | Held
+
+
+@dataclass(frozen=True)
+class Update:
+    """The new value of a parameter of the plain transformers model, or of one expert's row of a stacked parameter.
+
+    Attributes:
+        expert: the id of the expert; None if the whole parameter is updated.
+        is_added: whether the new value is computed from the base's value, as for LoRA, instead of replacing it.
+        rows: function (old, start, stop) -> the new rows start to stop - 1 in the plain model's layout; for an expert
+            its one row [1, …]. `old` are the base's rows in float32, which it may overwrite; None if not `is_added`.
+        dtype: the dtype of the new rows.
+    """
+
+    parameter: str
+    expert: int | None
+    is_added: bool
+    rows: Callable[[Tensor | None, int, int], Tensor]
+    dtype: torch.dtype = torch.float32
+
+
+def updates(run: FinishedRun) -> list[Update]:
+    """Return the updates of all trained parameters of a run. `Update.rows` reads the tensors."""
+    adapted, trained, selection = run.adapted, run.trained, run.adapted.selection
+    found: list[Update] = []
+    for layer in adapted.structure.moe_layers:
+        bank = adapted.model.get_submodule(layer.experts)
+        assert isinstance(bank, ExpertBank)
+        for expert in bank.plan.trained:
+            for stack in stacks(layer):
+                stored = trained[trained_name(layer, expert, stack)]
+                rows = partial(_expert, layer, stack, stored)
+                found.append(Update(f"{layer.experts}.{stack}", expert, False, rows, stored.torch_dtype))
+        if bank.lora is not None:
+            found += _expert_lora(trained, layer, bank.lora)
+    for path in selection.lora_linears:
+        assert selection.lora is not None
+        A, B = (trained[name] for name in linear_factors(path).values())
+        scale = selection.lora.scale(selection.ranks[path])
+        found.append(Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, scale)))
+    in_full = {name: whole_name(name, selection) for name in sorted(selection.full)}
+    in_full |= {name: name for name in adapted.run.router_biases.values()}
+    for name, checkpoint_name in in_full.items():
+        stored = trained[checkpoint_name]
+        found.append(Update(name, None, False, partial(whole, stored), stored.torch_dtype))
+    return found
+
+
+def whole(stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
+    """`Update.rows` of a parameter that `stored` replaces."""
+    return stored.rows(start, stop)
+
+
+def linear_with_lora(A: Trained, B: Trained, scale: float, old: Tensor | None, start: int, stop: int) -> Tensor:
+    """`Update.rows` of a linear layer with LoRA: W + scale · B · A in float32."""
+    assert old is not None
+    return old + scale * B.rows(start, stop).float() @ A.rows().float()
+
+
+def _expert(layer: MoeLayer, stack: str, stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
+    return out_in(layer, stack, stored.rows()).unsqueeze(0)  # a transposition, if any, so it is its own inverse
+
+
+def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLora) -> Iterator[Update]:
+    for expert in lora.slots:
+        for stack in stacks(layer):
+            matrix = matrix_of(stack)
+            if matrix.endswith("_bias"):
+                continue
+            A, B = (trained[f"{layer.experts}.lora.{matrix}_{factor}.{expert}"] for factor in "AB")
+            rows = partial(expert_with_lora, layer, stack, A, B, lora.rows_of_parts[matrix], lora.scale)
+            yield Update(f"{layer.experts}.{stack}", expert, True, rows)
+
+
+def expert_with_lora(
+    layer: MoeLayer,
+    stack: str,
+    A: Trained,
+    B: Trained,
+    parts: tuple[slice, ...],
+    scale: float,
+    old: Tensor | None,
+    start: int,
+    stop: int,
+) -> Tensor:
+    """`Update.rows` of an expert with LoRA; A [P, r, in] and B [P, out / P, r] hold the factors of the P `parts`."""
+    assert old is not None
+    weight = out_in(layer, stack, old[0])
+    for part, a, b in zip(parts, A.rows().float(), B.rows().float(), strict=True):
+        weight[part].addmm_(b, a, alpha=scale)
+    return old
+
+
+def placed(
+    model: ResolvedModel, chosen: Iterable[Update], base: Mapping[str, Stored]
+) -> list[tuple[Update, KeyMapping]]:
+    """Pair each update with the tensors of the base checkpoint that store its parameter.
+
+    A tied parameter gives one pair for each of its names in the checkpoint. Raise `UserError` if it has none there.
+    """
+    mappings, found = key_mappings(model.plain, base), []
+    for one in chosen:
+        tied = (name for name, first in model.structure.tied.items() if first == one.parameter)
+        there = [mappings[name] for name in (one.parameter, *tied) if name in mappings]
+        if not there:
+            raise UserError(f"the base checkpoint has no tensors for {one.parameter}")
+        found += [(one, mapping if one.expert is None else mapping.of_expert(one.expert)) for mapping in there]
+    return found
+
+
+def new_rows(
+    update: Update, mapping: KeyMapping, base: Mapping[str, Stored], *, exact: bool = False
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (name of a tensor in the checkpoint, index of its first new row, new rows) for an update.
+
+    Rows are computed one expert at a time, or in blocks of about 4 million weights; a parameter that transformers
+    converts on loading is computed whole.
+
+    Args:
+        mapping: the checkpoint's tensors that store the parameter, from `placed`.
+        base: the tensors of the base checkpoint by name.
+        exact: leave what is added to the base in float32, where it may be rounded to the base's dtype otherwise.
+
+    Raises:
+        UserError: the base's tensors give the parameter another shape than the model has.
+    """
+    if mapping.conversion is None and update.expert is None:
+        (key,) = mapping.every_key()
+        for start, stop in base[key].blocks():
+            old = base[key].rows(start, stop).float() if update.is_added else None
+            yield key, start, update.rows(old, start, stop)
+        return
+    first, last, old = 0, None, None
+    shape = tuple(mapping.model.get_parameter(update.parameter).shape)
+    if update.expert is not None:
+        shape = 1, *shape[1:]
+        if not mapping.has_experts_apart:
+            first, last = update.expert, update.expert + 1
+    if update.is_added:
+        old = mapping.to_model(lambda key: base[key].rows(first, last)).float()
+        if tuple(old.shape) != shape:
+            raise UserError(f"{update.parameter} is {[*old.shape]} in the base checkpoint, not {[*shape]}")
+    new = update.rows(old, 0, shape[0])
+    if update.is_added:
+        del old
+        new = (
+            new if exact else new.to(base[mapping.every_key()[0]].torch_dtype)
+        )  # cast first: the conversion copies the tensor
+    for key, rows in mapping.to_checkpoint(new, base).items():
+        yield key, first, rows

@@ -1,0 +1,103 @@
+"""`moetune quantize --predict`: the memory of quantizing a checkpoint, by its own code on fake tensors."""
+
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import torch
+from torch import Tensor, nn
+
+from moetune.adapt.weights.published import CheckpointReader
+from moetune.adapt.weights.quantize import target_of
+from moetune.adapt.weights.quantized_base import plain_tensors, rest_of
+from moetune.adapt.weights.target import LoadTarget
+from moetune.compat.torch import QuickFakeMode, add_missing_fakes, answering_no
+from moetune.experts.quantized import BLOCK, QuantizedExperts
+from moetune.memory.commands.unread import Reading, described, report_of, unread
+from moetune.memory.report import MemoryReport
+from moetune.memory.trace.tracing import refusing_values
+from moetune.memory.trace.tracker import Tracker
+from moetune.models.catalog.gpus import Gpu
+from moetune.models.hub.dequantize import open_checkpoint
+from moetune.models.hub.key_mapping import KeyMapping, key_mappings, published_tensors
+from moetune.models.hub.tensor_files import NAMES, Stored
+from moetune.run.resolve import ResolvedModel
+
+
+def predict_quantize(model: ResolvedModel, gpu: str | Gpu | None = None) -> MemoryReport:
+    """Predict the peak memory of `quantize`, on a GPU, or on this machine's CPU (`gpu` None).
+
+    Of layers whose experts have equal shapes only one is quantized, because each is written before the next is read. If
+    the checkpoint is not on this machine, it is taken to be stored as transformers stores models of its type.
+
+    Raises:
+        NotTraceable: the checkpoint is published in a format whose stored values say how to read it.
+        UserError: the tensors of the checkpoint do not fit the model.
+    """
+    folder = model.source.local_folder()
+    tensors = _published(model) if folder is None else open_checkpoint(folder)
+    tiny = QuantizedExperts(1, (BLOCK, BLOCK), model.config.base, double_quant=model.config.double_quant)
+    tiny.quantize_(0, torch.zeros(BLOCK, BLOCK))  # creates the real lookup tables that bitsandbytes caches
+    add_missing_fakes()
+    tracker, device = Tracker({}, on_cpu=gpu is None), torch.device("cpu")
+    reading = Reading(tracker, device, gpu is not None)
+    stored = unread(tensors, reading)
+    target, on_meta = target_of(model, device, kind=_FakeTarget), target_of(model, torch.device("meta"))
+    reader = CheckpointReader(folder or Path(), model.plain, model.source.name, target, stored)
+    different = {layer.shape: path for path, layer in target.layers.items()}
+    target.banks |= {path: on_meta.bank(path) for path in different.values()}  # its tables need real tensors
+    del on_meta
+    mappings = key_mappings(model.plain, stored)
+    with refusing_values(model.config.path, model.structure.model_type), QuickFakeMode(), tracker, torch.no_grad():
+        _convert(target, reader, stored, mappings, reading)
+    name = model.config.path
+    how = f"{model.config.base}{', double-quantized' * (model.config.base == 'nf4' and model.config.double_quant)}"
+    return report_of(tracker, name, {"quantizes": f"{name} to {how}"}, gpu)
+
+
+def _published(model: ResolvedModel) -> dict[str, Stored]:
+    """Return the tensors that a published checkpoint of a model has, in the dtype that its config.json names."""
+    dtype = model.source.config.dtype
+    return described(published_tensors(model.plain), NAMES[dtype if isinstance(dtype, torch.dtype) else torch.bfloat16])
+
+
+def _convert(
+    target: LoadTarget,
+    reader: CheckpointReader,
+    stored: dict[str, Stored],
+    mappings: dict[str, KeyMapping],
+    reading: Reading,
+) -> None:
+    """Read, quantize and write as `quantize` does; what is written is first copied to the host."""
+    for path in target.layers:
+        if path in target.banks:
+            target.bank(path).to_empty(device=target.device)
+            reader.read_experts(path)
+            written = [reading.on_host(tensor) for tensor in target.bank(path).buffers()]
+            del written
+        target.release(path)
+    with answering_no():  # whether a buffer that was computed is not a number
+        reader.read_rest(target.model)
+    tensors = rest_of(plain_tensors(target.model), stored, mappings)
+    written = [reading.on_host(tensor) for tensor in tensors.values()]
+    del written
+
+
+class _FakeTarget(LoadTarget):
+    """A model whose linear layers are quantized on fake tensors, of which bitsandbytes' parameters cannot be made."""
+
+    def put_linear(self, path: str, weight: Tensor) -> None:
+        if self.config.base != "nf4":
+            super().put_linear(path, weight)
+            return
+        linear: Any = self.model.get_submodule(path)
+        data, state = bnb.quantize_4bit(
+            weight.contiguous(), compress_statistics=self.config.double_quant, quant_type="nf4"
+        )
+        holder = nn.Module()
+        holder.register_buffer("weight", data)
+        scales = [state.absmax] if state.state2 is None else [state.absmax, state.offset, state.state2.absmax]
+        for number, tensor in enumerate(scales):
+            holder.register_buffer(f"scales{number}", tensor)
+        holder.register_parameter("bias", linear.bias)
+        self.model.set_submodule(path, holder)

@@ -1,0 +1,106 @@
+"""`predict_trl`: the memory report of a run in one of TRL's trainers, traced from that trainer's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from moetune.errors import UserError
+from moetune.experts.context import CountRows
+from moetune.memory.assumed_routing import BALANCED, UNKNOWN, AssumedRouting
+from moetune.memory.predict import Allocator, predict
+from moetune.memory.report import MemoryReport
+from moetune.memory.trace.loading import load_peaks
+from moetune.memory.trace.tracing import faked
+from moetune.memory.trace.views import Trace
+from moetune.models.catalog.gpus import Gpu
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
+from moetune.run.validation import refuse_unpredictable
+from moetune.training.trl import TrlTrainer, prompt_length, trl_arguments
+
+
+def predict_trl(
+    run: AnyRun,
+    trainer: TrlTrainer,
+    more: Mapping[str, Any] | None = None,
+    *,
+    gpu: str | Gpu | None = None,
+    routing: AssumedRouting = UNKNOWN,
+    allocator: Allocator | None = None,
+) -> MemoryReport:
+    """Predict the peak memory of a run in a TRL trainer, with the arguments of `trl_arguments`, phase by phase.
+
+    Every row is as long as `max_length`, and its prompt has one token; GRPO's rows have `train.sequence_length` tokens,
+    of which the last `max_completion_length` are generated. The report has no time and no changes.
+
+    Args:
+        more: arguments of TRL's configuration that replace those of `trl_arguments`.
+        run, gpu, routing, allocator: as in `predict`.
+
+    Raises:
+        UserError: as `predict` and `trl_arguments`; TRL is not installed or refuses the arguments; the run has several
+            ranks or `keep_rows: auto`.
+        NotTraceable: as `predict`.
+    """
+    if find_spec("trl") is None:
+        raise UserError("a prediction for TRL runs its trainers; install it: pip install 'moetune[trl]'")
+    run = resolve(run, "cuda")
+    if run.config.parallel.ranks > 1:
+        raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
+    if run.config.train.keep_rows == "auto":
+        raise UserError("train.keep_rows: auto is by moetune's own steps; give a number of layers, or none")
+    options: dict[str, Any] = {"gpu": gpu, "routing": routing, "allocator": allocator}
+    tracing = partial(trace_trl, trainer=trainer, more=more or {})
+    report = predict(run, method="trace", tracing=tracing, advise=False, **options)
+    assumptions = [one for one in report.assumptions if not one.startswith("every sequence has")]
+    named = ("trainer", f"TRL's {trainer.upper()}" + "".join(f", {key}={value}" for key, value in (more or {}).items()))
+    about = dict((named, *report.about))
+    if trainer == "grpo":
+        assumptions += _of_generation(run, trl_arguments(run, trainer) | dict(more or {}))
+        about["attention"] += ", until it generates: then by a mask" * about["attention"].startswith("flash, by")
+    else:
+        assumptions += ["rows of train.sequence_length tokens, of which the prompt has one; some are padded"]
+    report = replace(report, assumptions=tuple(assumptions), about=tuple(about.items()))
+    return replace(report, trainer=trainer, time=None, rows=None)
+
+
+def _of_generation(run: ResolvedRun, arguments: Mapping[str, Any]) -> list[str]:
+    """Return what a prediction of GRPO assumes of what is generated, with these arguments."""
+    length, steps = arguments["max_completion_length"], arguments.get("steps_per_generation")
+    rows = arguments["per_device_train_batch_size"] * (steps or run.config.train.accumulate)
+    return [
+        f"{arguments.get('generation_batch_size') or rows} completions of {length:,} tokens are generated at once, "
+        f"{arguments['num_generations']} for each prompt of {prompt_length(run.config, length):,} tokens",
+        "the reward is a function that takes no memory of the card",
+    ]
+
+
+def trace_trl(
+    run: AnyRun,
+    routing: AssumedRouting | CountRows = BALANCED,
+    *,
+    trainer: TrlTrainer,
+    more: Mapping[str, Any],
+    shortened: bool = True,
+    rank: int = 0,
+    gpu: Gpu | None = None,
+) -> Trace:
+    """Trace the first two steps of a run in a TRL trainer on fake tensors, and its reference's pass before them.
+
+    Arguments and errors are those of `predict_trl` and of `trace`.
+    """
+    from moetune.memory.trace.trl_steps import TrlSteps
+
+    whole = resolve(run, "cuda")
+    refuse_unpredictable(whole.config)
+    is_even = isinstance(routing, AssumedRouting) and not routing.load
+    count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
+    with faked(whole, rank, gpu, shortened=shortened and is_even) as (adapted, short, mode):
+        kept = None if short is None else short.kept
+        steps = TrlSteps(adapted, trainer, more, min(2, whole.config.train.accumulate), mode, kept, gpu)
+        with adapted.expert_context.hooks.using(count_rows=count_rows):
+            traced = steps.run(steps.tracker(), short)
+    return replace(traced, load=load_peaks(whole, traced))

@@ -1,0 +1,124 @@
+"""Tensors of a checkpoint that a prediction reads without a value, and what a command that only moves tensors takes.
+
+`quantize` and `export` run no step: they read tensors, convert them, and write them. Here their own code runs on fake
+tensors, which `unread` gives them in place of a file's. On a GPU, a tensor is first read into host memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moetune.config.schema import HardwareConfig
+from moetune.experts.host import mark_on_host
+from moetune.memory.about import version
+from moetune.memory.host import host_of
+from moetune.memory.predict import allocator_here, rank_memory
+from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, RankMemory
+from moetune.memory.trace import Trace
+from moetune.memory.trace.tracker import Tracker
+from moetune.memory.unknowns import of_context
+from moetune.models.catalog.gpus import Gpu, find_gpu
+from moetune.models.hub.dequantize import Quantized
+from moetune.models.hub.tensor_files import Stored
+
+COPIED = 8 << 20
+"""Bytes of two blocks of a file that is copied, or whose digest is computed (hub/fingerprint.py)."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where fake tensors of files are put.
+
+    Attributes:
+        tracker: records them.
+        device: what the command's code calls the device; tensors of any other are host memory.
+        has_gpu: whether the device is a GPU, so that the host's memory is another.
+    """
+
+    tracker: Tracker
+    device: torch.device
+    has_gpu: bool
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as host memory: itself, if it is there, else a copy."""
+        if not self.has_gpu or self.tracker.is_host(tensor):
+            return tensor.contiguous()
+        return self.host(torch.empty(tensor.shape, dtype=tensor.dtype))
+
+    def host(self, tensor: Tensor) -> Tensor:
+        """Record a new tensor as host memory, and return it."""
+        if self.has_gpu:
+            self.tracker.read_marks(mark_on_host(tensor))
+        return tensor
+
+
+@dataclass(frozen=True)
+class Unread(Stored):
+    """A tensor of a file whose rows are read as fake tensors.
+
+    Attributes:
+        reading: where they are put.
+        at_once: whether they go to the device as soon as they are read, whatever device is asked for: parts of a
+            weight that is stored quantized.
+    """
+
+    reading: Reading = field(kw_only=True)
+    at_once: bool = field(default=False, kw_only=True)
+
+    def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
+        """Return rows [stop - start, ...] without values; arguments as in `Stored.rows`."""
+        shape = ((self.num_rows if stop is None else stop) - start, *self.row_shape)
+        rows = self.reading.host(torch.empty(shape, dtype=self.torch_dtype))
+        goes = self.reading.has_gpu and (self.at_once or device is self.reading.device)
+        return torch.empty(shape, dtype=self.torch_dtype) if goes else rows
+
+
+def unread(tensors: Mapping[str, Stored], reading: Reading) -> dict[str, Stored]:
+    """Return the tensors of a checkpoint as ones that are read without values."""
+
+    def one(stored: Stored, *, at_once: bool = False) -> Stored:
+        if isinstance(stored, Quantized):
+            return replace(stored, parts={name: one(part, at_once=True) for name, part in stored.parts.items()})
+        return Unread(stored.file, stored.dtype, stored.shape, stored.offset, reading=reading, at_once=at_once)
+
+    return {name: one(stored) for name, stored in tensors.items()}
+
+
+def described(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Stored]:
+    """Return the tensors that a checkpoint would have, whose floats are of a dtype in safetensors' spelling."""
+    file = Path("model.safetensors")
+    return {
+        name: Stored(file, dtype if tensor.is_floating_point() else "I64", tuple(tensor.shape), 0)
+        for name, tensor in tensors.items()
+    }
+
+
+def report_of(tracker: Tracker, model: str, about: Mapping[str, str], card: Gpu | str | None) -> MemoryReport:
+    """Return the report of a command whose tensors a tracker recorded; on a CPU (`card` None) of the host alone."""
+    tracker.enter("load", "end")
+    tracker.stop()
+    traced = Trace.of(tracker.log, lambda message: "")
+    lines = (*about.items(), ("moetune", version()))
+    parts = traced.parts()
+    if card is None:
+        rank = RankMemory(0, parts, 0, parts.total)
+        host = host_of(HardwareConfig(), None, max(parts.total, COPIED), 0)
+        load = LoadPeaks(parts.total, 0)
+        return MemoryReport(model, "trace", None, (rank,), (), load, about=lines, host=host, device="cpu")
+    gpu = card if isinstance(card, Gpu) else find_gpu(card)
+    allocator, outside = allocator_here("expandable"), gpu.context.value
+    rank = rank_memory(traced, gpu, outside, allocator, 0, gpu.memory.value - outside)
+    return MemoryReport(
+        model,
+        "trace",
+        GpuMemory(card if isinstance(card, str) else gpu.full_name, gpu.memory.value),
+        (replace(rank, host_bytes=0),),
+        gpu.assumptions,
+        LoadPeaks(traced.host_peak, 0),
+        about=lines,
+        unknowns=(of_context(gpu),),
+        host=host_of(HardwareConfig(), gpu, max(traced.host_peak, COPIED), 0),
+    )

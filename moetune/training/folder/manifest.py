@@ -1,0 +1,78 @@
+"""The manifest of a checkpoint: size and SHA-256 of each of its files, written last and checked to find damage."""
+
+from pathlib import Path
+
+from typing_extensions import TypedDict
+
+from moetune.errors import UserError, one_line
+from moetune.json_files import Amount, read_sealed, sealed
+from moetune.models.hub.fingerprint import digest
+
+MANIFEST = "manifest.json"
+
+
+class _File(TypedDict):
+    bytes: Amount
+    sha256: str
+
+
+class _Manifest(TypedDict):
+    step: Amount
+    files: dict[str, _File]
+
+
+def write_manifest(folder: Path, step: int) -> None:
+    """Write `manifest.json` of the complete checkpoint of `step`, with a seal (a digest of the manifest itself)."""
+    files = {
+        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": digest(file)}
+        for file in files_in(folder)
+        if file.name != MANIFEST
+    }
+    (folder / MANIFEST).write_text(sealed({"step": step, "files": files}), encoding="utf-8")
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Return every file in a folder and its subfolders, sorted by path."""
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def sealed_files(folder: Path) -> set[str]:
+    """Return the relative paths of a manifest and of the files it lists; an empty set if it is missing or damaged."""
+    try:
+        return {*read_sealed(folder / MANIFEST, _Manifest)["files"], MANIFEST}
+    except UserError:
+        return set()
+
+
+def damage(folder: Path) -> str | None:
+    """Check every byte of a checkpoint folder against its manifest; return what is wrong, or None if nothing is.
+
+    Additional files are damage too, except hidden ones.
+    """
+    if not (folder / MANIFEST).exists():
+        return f"{MANIFEST} is missing"
+    try:
+        manifest = read_sealed(folder / MANIFEST, _Manifest, MANIFEST)
+        return _damage(folder, manifest)
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # such as a listed name that no file can have, or a file without read permission
+        return f"it cannot be read: {one_line(error)}"
+
+
+def _damage(folder: Path, manifest: _Manifest) -> str | None:
+    """Return the first difference between a checkpoint folder and its manifest; None if there is none."""
+    if folder.name != f"step-{manifest['step']}":
+        return f"it is of step {manifest['step']}, and its name says otherwise"
+    for name, expected in manifest["files"].items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != expected["bytes"]:
+            return f"{name} has {file.stat().st_size:,} bytes, not {expected['bytes']:,}"
+        if digest(file) != expected["sha256"]:
+            return f"{name} was changed after it was written"
+    # File managers and file systems add hidden files, such as .DS_Store and .nfs0001, which do no harm.
+    there = {str(file.relative_to(folder)) for file in files_in(folder) if not file.name.startswith(".")}
+    unknown = sorted(there - manifest["files"].keys() - {MANIFEST})
+    return f"{unknown[0]} does not belong there; remove it" if unknown else None

@@ -1,0 +1,164 @@
+"""Reads a run folder: names of its files, checkpoints, metrics, recorded base and inputs, best step, early stopping.
+
+    run.yaml, base.json, inputs.json     what the run was started with
+    metrics.jsonl                        a line for each logged step and each evaluation
+    memory.json, out_of_memory.json      memory, predicted and measured; the state in which memory ran out
+    checkpoints/step-N/                  one checkpoint, with copies of run.yaml, inputs.json and metrics.jsonl
+    .moetune                             the list of files that moetune wrote
+
+A checkpoint gets its final name when it is complete, and its manifest has the SHA-256 of every file. So its copies show
+whether run.yaml, inputs.json and metrics.jsonl in the run folder are damaged.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from moetune.config.schema import EarlyStoppingConfig
+from moetune.errors import UserError
+from moetune.files import expanded, lock
+from moetune.json_files import read_sealed
+from moetune.models.hub.fingerprint import Base
+from moetune.run.folder_files import MetricsLine, parse_metrics
+from moetune.training.folder.manifest import MANIFEST, damage
+from moetune.training.same_run import FREE_ON_EXPORT, Inputs, changed_settings
+
+RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE = "run.yaml", "base.json", "inputs.json", "memory.json"
+METRICS_FILE, DRIFT_FILE, PAGE_FILE = "metrics.jsonl", "drift.json", "report.html"
+OUT_OF_MEMORY_FILE = "out_of_memory.json"
+
+
+class RunFolder:
+    """The folder of one run, for reading. No lock is needed, even while a run is writing there.
+
+    `damaged` has a line for each checkpoint that the last `newest_whole` skipped: its path and what is wrong with it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = expanded(path)
+        self.metrics_file = self.path / METRICS_FILE
+        self.checkpoints_path = self.path / "checkpoints"
+        self.damaged: list[str] = []
+        self._held: IO[bytes] | None = None
+
+    def checkpoints(self) -> list[Path]:
+        """Return the folders of the complete checkpoints, oldest first; they may be damaged."""
+        found = (path for path in self.checkpoints_path.glob("step-*") if re.fullmatch(r"step-\d+", path.name))
+        return sorted(found, key=step_of)
+
+    def by_preference(self, *, best: bool) -> list[Path]:
+        """Return the folders of the complete checkpoints, newest first; with `best`, the one with the lowest held-out
+        loss before all others."""
+        there = {step_of(path): path for path in reversed(self.checkpoints())}
+        held_out = self.held_out() if best else {}
+        first = best_step({step: held_out[step] for step in there if step in held_out})
+        return sorted(there.values(), key=lambda path: step_of(path) != first)
+
+    def newest_whole(self, *, best: bool = False, hold: bool = False) -> Path | None:
+        """Return the folder of the newest undamaged checkpoint; None if there is no checkpoint at all.
+
+        Args:
+            best: prefer the checkpoint with the lowest held-out loss to newer ones.
+            hold: lock the checkpoint, so that a run that is writing here does not delete it while this object exists;
+                has no effect on a file system without locks.
+
+        Raises:
+            UserError: all checkpoints are damaged, the one found fails `refuse_foreign_checkpoint`, or, with `best`,
+                the metrics cannot be read.
+        """
+        self.damaged = []
+        there = self.checkpoints()
+        for checkpoint in self.by_preference(best=best):
+            if hold:
+                with suppress(OSError):  # the checkpoint was removed meanwhile, or the file system has no locks
+                    self._held = lock(checkpoint / MANIFEST, "rb", shared=True)
+            reason = damage(checkpoint)
+            if reason is None:
+                self.refuse_foreign_checkpoint(checkpoint)
+                return checkpoint
+            self.damaged.append(f"{checkpoint}: {reason}")
+            if there != self.checkpoints():  # a run is writing here: look again
+                return self.newest_whole(best=best, hold=hold)
+        if self.damaged:
+            raise UserError(
+                f"no checkpoint of the run in {str(self.path)!r} is undamaged:\n  "
+                + "\n  ".join(self.damaged)
+                + "\nStart a new run with --overwrite, or choose another output"
+            )
+        return None
+
+    def refuse_foreign_checkpoint(self, checkpoint: Path) -> None:
+        """Raise `UserError` if an undamaged checkpoint is of another run, or has other settings than `run.yaml` now.
+
+        Settings in `FREE_ON_EXPORT` may differ. An `inputs.json` that only the checkpoint has is an error too.
+        """
+        its, mine = self.inputs(checkpoint), self.inputs()
+        if its is not None and mine is None:
+            raise UserError(f"{str(self.path / INPUTS_FILE)!r} is missing; copy it back from {str(checkpoint)!r}")
+        if its is not None and mine is not None and its.run != mine.run:
+            raise UserError(f"checkpoint {str(checkpoint)!r} is of another run than {str(self.path)!r}; move it away")
+        before, now = checkpoint / RUN_FILE, self.path / RUN_FILE
+        if before.is_file() and now.is_file() and (changed := changed_settings(before, now, FREE_ON_EXPORT)):
+            raise UserError(
+                f"{str(now)!r} was changed after {checkpoint.name} was written:\n  "
+                + "\n  ".join(changed)
+                + f"\nCopy it back from {str(checkpoint)!r}"
+            )
+
+    def base(self) -> Base | None:
+        """Return the base that `base.json` records; None if there is no such file, `UserError` if it is damaged."""
+        file = self.path / BASE_FILE
+        what = f"{str(file)!r}, which says what the run was trained on,"
+        remedy = (
+            "restore it, or, if model.path has not changed, delete it: moetune train "
+            f"{self.path / RUN_FILE} --resume auto records it again"
+        )
+        return read_sealed(file, Base, what, remedy) if os.path.lexists(file) else None
+
+    def inputs(self, checkpoint: Path | None = None) -> Inputs | None:
+        """Return what `inputs.json` records, in the run folder or in a checkpoint; None if there is no such file.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        file = (checkpoint or self.path) / INPUTS_FILE
+        return read_sealed(file, Inputs, remedy="copy it back from a checkpoint") if os.path.lexists(file) else None
+
+    def metrics(self) -> list[MetricsLine]:
+        """Return every complete line of `metrics.jsonl`; an empty list if there is no file and no checkpoint.
+
+        The file only grows. If it does not begin with the copy in the newest checkpoint, it is damaged, and the copy is
+        read instead.
+
+        Raises:
+            UserError: a line is not what a run writes (`parse_metrics`).
+        """
+        text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
+        for checkpoint in self.checkpoints()[-1:]:
+            copy = checkpoint / METRICS_FILE
+            if copy.is_file() and not text.startswith(whole := copy.read_bytes()) and damage(checkpoint) is None:
+                text = whole
+        return parse_metrics(text, self.metrics_file)
+
+    def held_out(self) -> dict[int, float]:
+        """Return step -> held-out loss of the evaluations after the first update, from the metrics."""
+        return {line["step"]: line["eval_loss"] for line in self.metrics() if line["step"] and "eval_loss" in line}
+
+
+def best_step(held_out: Mapping[int, float]) -> int | None:
+    """Return the step of the lowest loss in `held_out` (step -> loss), the first of equal ones; None if it is empty."""
+    return min(sorted(held_out), key=held_out.__getitem__, default=None)
+
+
+def is_stopped(held_out: Mapping[int, float], early: EarlyStoppingConfig | None) -> bool:
+    """Return whether early stopping ends a run after these evaluations: the best is older than the last `patience`."""
+    best = best_step(held_out)
+    return early is not None and best is not None and sum(step > best for step in held_out) >= early.patience
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step N of a checkpoint from the name of its folder, `step-N`."""
+    return int(checkpoint.name.removeprefix("step-"))

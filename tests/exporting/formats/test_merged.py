@@ -1,0 +1,238 @@
+"""The merged checkpoint: stock transformers computes what was trained, and what did not train is what it was."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from moetune.errors import UserError
+from moetune.exporting.export import export
+from moetune.exporting.finished_run import base_folder, open_run
+from moetune.inference.check import check_export
+from moetune.models.hub.tensor_files import read_headers
+from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
+from tests.processes import processes
+from tests.reference import token_ids
+from tests.resolved import write_packed_base
+from tests.thinned import in_pairs
+
+TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
+TOLERANCE = 1e-5
+EXPERT = {
+    "mixtral": "model.layers.1.block_sparse_moe.experts.5.",
+    "qwen2_moe": "model.layers.1.mlp.experts.5.",
+    "deepseek_v2": "model.layers.1.mlp.experts.5.",
+}
+
+
+def merge(run: ToyRun, out: Path, **options: Any) -> Path:
+    export(run.path, "merged", out, **options)
+    return out
+
+
+def difference_of_logits(run: ToyRun, merged: Path) -> float:
+    stock = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        found, expected = (m(input_ids=token_ids(), use_cache=False).logits for m in (stock, run.adapted.model))
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("model_type", "adapt"), in_pairs(TYPES, ADAPT, every=2))
+def test_logits_are_those_of_the_trained_model(
+    model_type: str, adapt: str, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", base(model_type), ADAPT[adapt])
+    merged = merge(run, tmp_path / "merged")
+    assert difference_of_logits(run, merged) < TOLERANCE
+    assert difference_of_logits(run, run.base) > 100 * TOLERANCE  # what trained shows
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_what_did_not_train_is_equal_bit_for_bit(model_type: str, base: Callable[[str], Path], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", base(model_type), FULL)
+    before, after = tensors_of(run.base), tensors_of(merge(run, tmp_path / "merged"))
+    assert {n: (t.dtype, t.shape) for n, t in before.items()} == {n: (t.dtype, t.shape) for n, t in after.items()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    trained_experts = {name for name in changed if any(word in name for word in (".experts.", "t_linear."))}
+    rest = {name for name in changed - trained_experts if "norm" not in name}
+    assert all(".1." in name and (".gate." in name or ".router." in name) for name in rest), rest
+    assert rest
+    if model_type in EXPERT:
+        five = {name for name in before if name.startswith(EXPERT[model_type])}
+        assert len(five) == 3
+        assert trained_experts == five | {name.replace("experts.5", "experts.0") for name in five}
+        return
+    for name in trained_experts:
+        moved = (before[name] != after[name]).flatten(1).any(1)
+        assert moved.tolist() == [expert in (0, 5) for expert in range(8)]
+
+
+def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "mixtral", shard="60KB", num_hidden_layers=2)
+    (base / "tokenizer.json").write_text("{}")
+    (base / "chat_template.jinja").write_text("{{ messages }}")
+    (base / "modeling_own.py").write_text("raise SystemExit")
+    run = write_run(tmp_path / "run", base, ADAPT["both"])
+    merged = merge(run, tmp_path / "merged")
+    assert difference_of_logits(run, merged) < TOLERANCE
+    names = {file.name for file in base.iterdir()} - {"modeling_own.py"}
+    assert {file.name for file in merged.iterdir()} == names | {"manifest.json", ".moetune"}
+    assert len(list(merged.glob("model-*-of-*.safetensors"))) > 2
+    for file in merged.iterdir():
+        if file.name not in ("manifest.json", ".moetune") and file.suffix != ".safetensors":
+            assert file.read_bytes() == (base / file.name).read_bytes(), file.name
+    before, after = read_headers(base), read_headers(merged)
+    assert {name: (t.file.name, t.offset) for name, t in before.items()} == {
+        name: (t.file.name, t.offset) for name, t in after.items()
+    }
+
+
+def test_a_bf16_base_is_written_in_bf16_and_summed_in_float32(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "mixtral", dtype=torch.bfloat16, num_hidden_layers=2)
+    run = write_run(tmp_path / "run", base, ADAPT["lora"], storage="bf16")
+    before, after = tensors_of(base), tensors_of(merge(run, tmp_path / "merged"))
+    path = "model.layers.1.self_attn.q_proj"
+    layer = run.adapted.model.get_submodule(path)
+    A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = (before[f"{path}.weight"].float() + 5 / 2 * B @ A).bfloat16()
+    assert torch.equal(after[f"{path}.weight"], expected)
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+
+
+def test_a_base_saved_with_stacked_experts(tmp_path: Path) -> None:
+    """transformers also reads checkpoints that keep its own names, with a layer's experts in one tensor."""
+    toy = write_base(tmp_path / "toy", "mixtral", num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_pretrained(toy, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base", save_original_format=False)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in tensors_of(tmp_path / "base")
+    run = write_run(tmp_path / "run", tmp_path / "base", ADAPT["both"])
+    assert difference_of_logits(run, merge(run, tmp_path / "merged")) < TOLERANCE
+
+
+def test_a_head_tied_to_the_embedding(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", "granitemoe", num_hidden_layers=2, tie_word_embeddings=True)
+    run = write_run(tmp_path / "run", base, {"also": ["embedding"]})
+    assert difference_of_logits(run, merge(run, tmp_path / "merged")) < TOLERANCE
+
+
+@pytest.mark.parametrize("packing", ["fp32", "nf4"])
+def test_check_says_how_far_the_losses_are_apart(packing: str, base: Callable[[str], Path], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", base("mixtral"), ADAPT["both"], storage=packing)
+    export(run.path, "merged", tmp_path / "merged")
+    check = check_export(run.path, tmp_path / "merged", 3)
+    assert (check.rows, check.of, check.tokens, check.unread) == (3, "random tokens", 3 * 63, None)
+    difference = abs(check.trained_loss / check.exported_loss - 1)
+    assert difference < TOLERANCE if packing == "fp32" else 0 < difference < 0.1
+
+
+def test_the_newest_checkpoint_is_taken(base: Callable[[str], Path], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", base("mixtral"), FULL, steps=(2, 10))
+    result = export(run.path, "merged", tmp_path / "merged")
+    assert result.step == 10
+    assert difference_of_logits(run, tmp_path / "merged") < TOLERANCE
+
+
+class Trap:
+    """A pickle of it makes a folder when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("safetensors", [True, False])
+def test_a_pickle_in_the_base_is_not_executed(safetensors: bool, tmp_path: Path) -> None:
+    base, sprung = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2), tmp_path / "sprung"
+    run = write_run(tmp_path / "run", base, FULL)
+    for name in ("pytorch_model.bin", "model.pt", "training_args.bin", "tokenizer.pkl"):
+        (base / name).write_bytes(pickle.dumps(Trap(sprung)))
+    if safetensors:
+        merged = merge(run, tmp_path / "merged")
+        check_export(run.path, merged, 1)
+        assert not [file for file in merged.iterdir() if file.suffix in (".bin", ".pt", ".pkl")]
+    else:
+        (base / "model.safetensors").unlink()
+        with pytest.raises(UserError, match=r"holds no model\.safetensors and no .*; only safetensors"):
+            merge(run, tmp_path / "merged")
+        assert not (tmp_path / "merged").exists()
+    assert not sprung.exists()
+
+
+def test_a_failure_leaves_nothing_behind(
+    base: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", base("mixtral"), FULL)
+    out = tmp_path / "out" / "merged"
+    monkeypatch.setattr(
+        "moetune.exporting.formats.merged.write_export_manifest", lambda *_: os.open(tmp_path / "none", os.O_RDONLY)
+    )
+    with pytest.raises(UserError, match="none' cannot be read or written: No such file"):
+        merge(run, out)
+    assert list(out.parent.iterdir()) == []
+    monkeypatch.setattr("shutil.disk_usage", lambda _: os.statvfs_result and type("Usage", (), {"free": 1000}))
+    with pytest.raises(UserError, match=r"[\d,]+ bytes are needed there and 1,000 are free"):
+        merge(run, out)
+
+
+def test_a_damaged_checkpoint_is_named(base: Callable[[str], Path], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", base("mixtral"), FULL)
+    file = run.path / "checkpoints" / "step-7" / "trained.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"step-7: trained\.safetensors has .* bytes, not"):
+        open_run(run.path)
+    file.write_bytes(whole)
+    text = (run.path / "run.yaml").read_text()
+    (run.path / "run.yaml").write_text(text.replace("- 5\n", "- 4\n"))
+    with pytest.raises(UserError, match=r"run\.yaml' was changed after step-7 .*:\n.*\[0, 5\] before, \[0, 4\] now"):
+        open_run(run.path)
+
+
+STATUS = Path("/proc/self/status")
+
+
+def peaks_of_merging(folder: Path, told: Any) -> None:
+    """Peak memory of this process in kB, after it merged the small model, and after the large one."""
+    for name in ("small", "large"):
+        export(folder / f"run-{name}", "merged", folder / f"out-{name}")
+        told.send(int(next(line for line in STATUS.open() if line.startswith("VmHWM")).split()[1]))
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Merging 80 MB takes less than 40 MB more than merging a toy does."""
+    adapt = {"experts": {"layers": "0", "ids": [0]}, "lora": {"rank": 4, "alpha": 4, "ids": "1-7"}}
+    for name, sizes in (("small", {}), ("large", {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64})):
+        base = write_base(tmp_path / name, "mixtral", num_hidden_layers=6, **sizes)
+        write_run(tmp_path / f"run-{name}", base, adapt)
+    mine, theirs = processes.Pipe(duplex=False)
+    process = processes.Process(target=peaks_of_merging, args=(tmp_path, theirs))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    before, after = (1024 * mine.recv() for _ in range(2))
+    assert sum(file.stat().st_size for file in (tmp_path / "out-large").glob("*.safetensors")) > 7.5e7
+    assert after - before < 4e7
+
+
+def test_a_run_on_a_packed_base_is_merged_into_what_was_packed(base: Callable[[str], Path], tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    write_packed_base(str(base("mixtral")), packed, "nf4", True)
+    run = write_run(tmp_path / "run", base("mixtral"), FULL)
+    text = (run.path / "run.yaml").read_text()
+    (run.path / "run.yaml").write_text(text.replace(str(base("mixtral")), str(packed)))
+    assert base_folder(open_run(run.path)) == base("mixtral").resolve()
+    manifest = packed / "packed.json"
+    manifest.write_text(manifest.read_text().replace(str(base("mixtral").resolve()), str(tmp_path / "elsewhere")))
+    with pytest.raises(UserError, match=r"is a quantized base; .* '?.*elsewhere'? is gone"):
+        base_folder(open_run(run.path))

@@ -1,0 +1,41 @@
+"""What was predicted is compared with the routing that happened, so that a right prediction holds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moetune.config.schema import RunConfig
+from moetune.memory.assumed_routing import BALANCED
+from tests import small
+from tests.resolved import train, verify
+
+
+@pytest.fixture
+def config(small_data: Path, tmp_path: Path) -> RunConfig:
+    """A small run with LoRA whose peak is of the expert that receives most. All batches are full."""
+    model = small.write_model(tmp_path / "model", intermediate_size=512)
+    settings = {
+        "sequence_length": 64, "micro_batch": 3, "accumulate": 1, "steps": 2, "loss_memory": "1MiB", "expert_memory": 0
+    }  # fmt: skip
+    adapt = {"lora": {"rank": 4, "alpha": 8, "targets": ["experts"]}}
+    return small.run_config(model, small_data, tmp_path / "run", adapt=adapt, train=settings, data={"packing": True})
+
+
+def test_verify_replays_every_call(config: RunConfig) -> None:
+    outcome = verify(config, 2)
+    assert (outcome.routing, outcome.holds) == ("measured", True)
+    assert outcome.predicted["peak_allocated"] == outcome.measured["peak_allocated"]
+    even = verify(config, 2, BALANCED)
+    assert even.predicted["peak_allocated"] != even.measured["peak_allocated"]
+
+
+@pytest.mark.full
+def test_so_does_the_record_of_a_short_run(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the call in which an expert received most."""
+    train(config, predicts=True)
+    record = json.loads((Path(str(config.output)) / "memory.json").read_text())
+    predicted, measured = record["predicted"], record["measured"]["peak_allocated"]
+    assert predicted["as_routed"] == pytest.approx(measured, rel=0.05)
+    assert predicted["peak_allocated"] < 0.95 * measured
+    assert "memory: predicted" not in capsys.readouterr().err
