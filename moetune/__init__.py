@@ -36,9 +36,10 @@ if TYPE_CHECKING:
     from moetune.planning.plan import Plan, plan
     from moetune.planning.predictor import Predictor
     from moetune.planning.solve import Solved, solve
-    from moetune.routing.drift import Drift, drift
+    from moetune.routing.drift import drift
     from moetune.routing.score import score
     from moetune.routing.select import within_budget
+    from moetune.run.folder_files import Drift
     from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve
     from moetune.run.scores import Scores
     from moetune.training.run import TrainResult
@@ -76,8 +77,9 @@ _NAMES = {
     "planning.predictor": "Predictor",
     "planning.solve": "Solved solve",
     "routing.select": "within_budget",
-    "routing.drift": "Drift drift",
+    "routing.drift": "drift",
     "routing.score": "score",
+    "run.folder_files": "Drift",
     "run.resolve": "ResolvedModel ResolvedRun resolve",
     "run.scores": "Scores",
     "training.run": "TrainResult",

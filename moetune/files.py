@@ -1,9 +1,8 @@
 """Path checks, atomic writes and file locks; the ledger of the files that moetune wrote into a folder."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import socket
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -69,6 +69,15 @@ def cache_folder(kind: str) -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetune" / kind
     except (ValueError, RuntimeError) as error:
         raise UserError(f"MOETUNE_CACHE: {own!r} cannot be a path: {error}; set it to a folder") from None
+
+
+@cache
+def source_digest(*patterns: str) -> str:
+    """Return a digest of moetune's source files that match patterns such as `adapt/*.py`."""
+    digest, root = hashlib.sha256(), Path(__file__).parent
+    for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def names_in(folder: Path) -> list[str]:

@@ -4,8 +4,6 @@ A sealed document has the form `{"schema": 1, …, "seal": "<SHA-256>"}`, where 
 other keys. Reading a sealed document that was edited after it was written raises `UserError`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

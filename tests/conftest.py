@@ -1,7 +1,5 @@
 """What every test may count on: one thread, no network, a small model on disk, no GPU needed unless a test says so."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Processes of their own for what tests do: forked from one that has imported everything, so they cost what they do."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from pathlib import Path

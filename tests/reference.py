@@ -4,8 +4,6 @@ Every stored weight is unpacked, every low-rank factor merged (W + s·B·A) and 
 layout, so autograd through stock code gives the gradients that the adapted model should have.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ Two layers of four experts, hidden size 64, random weights, on disk as the hub h
 `tiny-mixtral`. `DATA` holds fourteen records of unlike lengths, so that batches and epochs do not come out even.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from copy import deepcopy

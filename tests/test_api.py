@@ -1,7 +1,5 @@
 """The public names: there, what they are meant to be, and loaded when they are asked for."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

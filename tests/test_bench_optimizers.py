@@ -1,7 +1,5 @@
 """The benchmark of optimizers at its smallest: it runs, its JSON has its keys, its bytes add up. No time."""
 
-from __future__ import annotations
-
 import json
 from types import ModuleType
 from typing import Any, get_args

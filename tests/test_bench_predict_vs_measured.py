@@ -1,7 +1,5 @@
 """The accuracy benchmark at toy size, its cases for CUDA without a GPU, and the script that runs all that needs one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

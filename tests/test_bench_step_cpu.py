@@ -1,7 +1,5 @@
 """The step benchmark at toy size: it runs, both sides agree, its JSON has its keys. No time is asserted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """A case of docs/benchmarks/step_model.md is what its script prints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The benchmark of tokens a second, shrunk: sides train the same, what did not run is a row. No time is asserted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 from typing import Any

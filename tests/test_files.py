@@ -1,7 +1,5 @@
 """Files that are written whole."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

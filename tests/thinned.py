@@ -1,7 +1,5 @@
 """Part of a large set of cases on a push, the rest with `--all`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from itertools import product
 from typing import Any

@@ -4,8 +4,6 @@
 that it can be built on a CPU and run forward on random ids. A field is shrunk only if the type has it.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

@@ -6,8 +6,6 @@ function, or shapes would not match. So the chosen indices are kept (T·K intege
 per token), and all else is recomputed.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -102,7 +100,7 @@ class _Call:
             recomputation.
     """
 
-    def __init__(self, routers: ChoicesOf, mode: _Choices, rows: list[list[int]]) -> None:
+    def __init__(self, routers: ChoicesOf, mode: "_Choices", rows: list[list[int]]) -> None:
         self._routers, self._mode, self._rows, self._is_on = routers, mode, rows, False
 
     def __enter__(self) -> None:

@@ -1,7 +1,5 @@
 """Count a model's parameters, and those that a run would train, without reading weights (`moetune count`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -10,8 +10,6 @@ activation checkpointing keeps, so that a layer recomputes what it computed.
 Shapes: B rows of S tokens each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any

@@ -4,8 +4,6 @@ The fake tensors are on the device `cpu` even if a prediction is for a GPU, beca
 differentiate fake CUDA tensors. The predictor accounts for what differs on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Add LoRA to a model's linear layers with PEFT; LoRA on experts is in experts/bank.py."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The reference of preference training: the adapted model as it was before training, in place of a second model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

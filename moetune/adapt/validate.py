@@ -1,7 +1,5 @@
 """Checks of a built model: frozen weights are quantized, and every tensor is on its device."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel
 

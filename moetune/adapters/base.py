@@ -1,7 +1,5 @@
 """`AdapterBase`: the model that an adapter belongs to, and the names of its experts and layers in every program."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

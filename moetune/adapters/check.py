@@ -1,7 +1,5 @@
 """`moetune adapter check`: what of an adapter reaches its base, and which programs read it as it is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`moetune adapter diff`: where the updates of two adapters differ, whatever their layouts, ranks and scales."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

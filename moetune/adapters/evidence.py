@@ -8,8 +8,6 @@ Two signs, each of which favours one order of B over the other ([out, r, E] or [
   statistic of an analysis of variance of their logarithms, experts as groups, is about 1 without such a difference.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -88,7 +86,7 @@ class _Spread:
         self.between += experts - 1
         self.within += experts * (rank - 1)
 
-    def likelier(self, other: _Spread) -> float:
+    def likelier(self, other: "_Spread") -> float:
         """Return the logarithm of the ratio of the likelihoods of these groups and of others of the same numbers."""
         count = self.between + self.within
         return count / 2 * math.log(other.squares_within / self.squares_within) if self.squares_within else 0.0

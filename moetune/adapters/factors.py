@@ -3,8 +3,6 @@
 Shapes: E experts, rank r, hidden size H, intermediate size I.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,7 +42,7 @@ class Factors:
         """Return scale · B · A in float32."""
         return self.scale * (self.B.float() @ self.A.float())
 
-    def padded(self, rank: int) -> Factors:
+    def padded(self, rank: int) -> "Factors":
         """Return equal updates whose factors are filled with zeros up to `rank`."""
         missing = rank - self.rank
         if not missing:
@@ -52,13 +50,13 @@ class Factors:
         pad = torch.nn.functional.pad
         return replace(self, A=pad(self.A, (0, 0, 0, missing)), B=pad(self.B, (0, missing)))
 
-    def trimmed(self, rank: int | None) -> Factors:
+    def trimmed(self, rank: int | None) -> "Factors":
         """Return equal updates of rank `rank` if the factors are zero beyond it; else, and for None, the factors."""
         if rank is None or self.A[..., rank:, :].any() or self.B[..., rank:].any():
             return self
         return replace(self, A=self.A[..., :rank, :], B=self.B[..., :rank])
 
-    def scaled(self, scale: float) -> Factors:
+    def scaled(self, scale: float) -> "Factors":
         """Return equal updates with `scale`: B is multiplied by the ratio of the two scales."""
         return self if scale == self.scale else replace(self, B=self.B * (self.scale / scale), scale=scale)
 

@@ -4,8 +4,6 @@
 tensors. Every program of docs/reference/adapters.md writes both.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -23,7 +21,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from moetune.errors import UserError, reading, shown
-from moetune.json_files import parse_json, read_json
+from moetune.json_files import first_problem, parse_json, read_json
 from moetune.models.hub.tensor_files import create_file, read_header, refuse_not_finite
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -167,9 +165,7 @@ def open_adapter(folder: Path) -> StoredAdapter:
     try:
         scales = Scales.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE}: {key}: {first['msg']}") from None
+        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE}: {first_problem(error)}") from None
     named = {_OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
     return StoredAdapter(folder, settings, named, scales, _record(folder))
 

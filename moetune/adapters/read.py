@@ -8,8 +8,6 @@ The layouts and their sources are in docs/reference/adapters.md:
                   the first axis 1 for a factor that all experts share
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

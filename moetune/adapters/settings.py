@@ -1,7 +1,5 @@
 """`adapter_config.json` as PEFT writes it: targets, and rank and alpha of each."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ from the projection's name. moetune stores it with every adapter that it writes.
 and up, or another scale give another number; a change of dtype does not, within the tolerance.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ wrapper's factors are at `<experts>.lora_A`, those of the next at `<experts>.bas
 matrices have the same shapes in four ways of reading them, which `Order` names.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -6,8 +6,6 @@ vllm              per expert, or stacked where the base checkpoint stacks its ex
 sglang            per expert; one rank and one scale; of layers that it joins (q, k and v) all or none
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any

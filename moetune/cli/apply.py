@@ -1,7 +1,5 @@
 """The command `moetune apply`: write a checkpoint from a base and a delta."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

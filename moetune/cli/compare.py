@@ -1,7 +1,5 @@
 """The command `moetune compare`: print the predicted memory of several run files in one table."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

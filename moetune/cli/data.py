@@ -1,7 +1,5 @@
 """The command `moetune data`: print how a run's data are tokenized, and which tokens carry loss."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from moetune.cli.options import Json, Overrides, Page, RunFile, answer, heavy_imports, number

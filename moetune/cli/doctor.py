@@ -1,7 +1,5 @@
 """The command `moetune doctor`: print whether this machine can train, and how to fix what prevents it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

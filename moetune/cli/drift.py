@@ -1,7 +1,5 @@
 """The command `moetune drift`: print how training changed the routing of held-out data."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from moetune.cli.options import Json, Picture, RunFolder, Scored, answer, heavy_imports, option
@@ -22,8 +20,7 @@ def drift(
 
     found = drift_of(run, data, tokens)
     write_drift(found, run)
-    as_json = found.to_json()
     if figure is not None:
-        drift_chart(as_json).save(figure)
+        drift_chart(found).save(figure)
     changed = f"{100 * found.changed:.1f} % of the tokens have other experts in some layer"
-    answer(json_, as_json, drift_section(as_json), changed)
+    answer(json_, found.to_json(), drift_section(found), changed)

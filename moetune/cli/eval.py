@@ -1,7 +1,5 @@
 """The command `moetune eval`: print the held-out loss of a run, an adapter or a checkpoint."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from moetune.cli.options import (

@@ -1,7 +1,5 @@
 """The command `moetune models`: list the models in the catalog, with their published parameter counts."""
 
-from __future__ import annotations
-
 from moetune.cli.options import Json, answer
 from moetune.report.view import Table
 

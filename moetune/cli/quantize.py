@@ -1,7 +1,5 @@
 """The command `moetune quantize`: write a quantized copy of a checkpoint, which loads faster than the original."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

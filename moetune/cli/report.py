@@ -1,7 +1,5 @@
 """The command `moetune report`: write a run as one HTML page."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """The command `moetune train`: check the options, start the ranks, call watch/train.py, print the result."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

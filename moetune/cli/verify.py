@@ -1,7 +1,5 @@
 """The command `moetune verify`: take real steps on this machine, and print measured beside predicted memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -3,8 +3,6 @@
 Import bitsandbytes' names from here: its own import loads torch's compiler, which takes two seconds (`_lazily`).
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence

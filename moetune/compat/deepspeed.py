@@ -3,8 +3,6 @@
 Only parallel/deepspeed.py and training/run.py use this file.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """glibc: memory that is freed goes back to the system."""
 
-from __future__ import annotations
-
 import ctypes
 from contextlib import suppress
 

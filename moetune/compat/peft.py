@@ -1,7 +1,5 @@
 """PEFT: LoRA layers that compute in the dtype of their input instead of the dtype of their factors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """torch: private interfaces of autograd, attention, fake tensors, process groups, checkpoints, the CUDA allocator."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator
@@ -41,7 +39,7 @@ class HostModule(nn.Module):
         """Whether the tensors stay in host memory."""
         raise NotImplementedError
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HostModule:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HostModule":
         return self if self.on_host else super()._apply(fn, recurse)
 
 
@@ -174,7 +172,7 @@ class _Made(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: FakeTensor) -> _Made:
+    def of(cls, tensor: FakeTensor) -> "_Made":
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
 
 

@@ -1,7 +1,5 @@
 """transformers: private attributes, hooks for loading and checkpointing, and facts that only its source code tells."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

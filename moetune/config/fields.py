@@ -1,7 +1,5 @@
 """Types of single values in a run file: bounded numbers, memory sizes, paths, lists of layer indices or expert ids."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """`LoraRank`, the type of `adapt.lora.rank`: one rank, or ranks by target, by layers, or by layers of each target."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Discriminator, Tag

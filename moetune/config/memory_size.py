@@ -1,7 +1,5 @@
 """Parser of memory sizes such as `44GiB`."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

@@ -1,7 +1,5 @@
 """Keys of other training tools (`learning_rate`, `lora_r`, …) and the run-file key to suggest for each."""
 
-from __future__ import annotations
-
 OTHER_NAMES = {
     **dict.fromkeys(("base_model", "model_name_or_path", "model_name", "pretrained_model_name_or_path"), "model.path"),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization_bit", "quantization"), "model.base"),

@@ -3,8 +3,6 @@
 `run/resolve.py` makes it from a `RunConfig`; the run file together with its model is `ResolvedRun` (run/resolved.py).
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, TypeVar
 
 from moetune.config.fields import ExpertIds

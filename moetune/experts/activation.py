@@ -12,8 +12,6 @@ gate. Two functions have a kernel:
 Any other function runs as the model defines it, with autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol

@@ -5,8 +5,6 @@ stored as [out, in] whatever layout the model uses. The order of the gate and up
 interleaved, stays as in the model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,7 +57,7 @@ class BankPlan:
     trained: tuple[int, ...] = ()
     lora: LoraPlan | None = None
 
-    def of(self, held: Sequence[int]) -> BankPlan:
+    def of(self, held: Sequence[int]) -> "BankPlan":
         """Return the plan for the expert ids in `held`, in their order; `lora` is None if none of them has LoRA."""
         lora = None if self.lora is None else tuple(expert for expert in held if expert in self.lora.ids)
         return BankPlan(

@@ -1,7 +1,5 @@
 """State that all expert banks of a model share: constant settings, and hooks that can be replaced temporarily."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -14,8 +14,6 @@ the tokens routed to them. experts/mlp.py computes the inner products.
 Shapes: T tokens, K chosen experts per token, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

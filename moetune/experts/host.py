@@ -6,8 +6,6 @@ on fake tensors the same code runs without streams. Storages of host tensors and
 each, so that a memory tracker can count them separately.
 """
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from collections.abc import Iterable, Mapping, Sequence

@@ -17,8 +17,6 @@ Shapes: T tokens, K chosen experts per token, E experts, H hidden size, I interm
 without gate); C experts in a group with N rows together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 

@@ -4,8 +4,6 @@ Shapes: T tokens, K chosen experts per token, E experts, H hidden size; C expert
 slot is an expert's position in the order in which the experts are computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -47,7 +45,7 @@ class Permutation:
     top_k: int
 
     @classmethod
-    def of(cls, slots_TK: Tensor, counts: list[int]) -> Permutation:
+    def of(cls, slots_TK: Tensor, counts: list[int]) -> "Permutation":
         """Sort the chosen slots [T, K]; `counts` says how often each slot occurs."""
         return cls(sorted_positions(slots_TK.flatten(), len(counts))[0], counts, slots_TK.shape[-1])
 

@@ -3,8 +3,6 @@
 Shapes: C experts in the group with N rows together, `in` and `out` features, rank r. Rows are in the compute dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,7 +47,7 @@ class Gradients(dict[nn.Parameter, Tensor]):
             self[parameter] = self._like(parameter)
         return self[parameter]
 
-    def hand_over(self, projection: Projection) -> None:
+    def hand_over(self, projection: "Projection") -> None:
         """Call the hook, if there is one, for each fully trained parameter of a projection, with its gradient
         or zeros."""
         if self.hook is None:

@@ -3,8 +3,6 @@
 Shapes: E matrices, each [R, C] = [out_features, in_features].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ With `keep`, a block's scale stays what it was if no weight is too large for it,
 that hardly change are rounded to what they were.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

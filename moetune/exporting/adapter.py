@@ -1,7 +1,5 @@
 """`moetune adapter`: open an adapter and its base, check, convert, merge and compare (layouts: `moetune.adapters`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 A delta is a folder that `moetune export --format delta` wrote: the tensors that full-precision training changed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`moetune.export`: write a trained model to a folder as a delta, a PEFT or vLLM adapter, or a merged checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """`FinishedRun`: the trained tensors, configuration and base of a run, read from its folder or a model in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`new_folder`: write an export under a temporary name and rename it to `out` when it is complete."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """`moetune export --format merged --predict`: the host memory of writing a merged checkpoint, by its own code."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """`push`: upload an exported folder to the Hugging Face hub, with a model card written from the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData

@@ -1,7 +1,5 @@
 """`moetune export --check`: compare the loss of an export, loaded by stock libraries, with the trained model's."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path

@@ -5,8 +5,6 @@ texts are collected in a file beside the output, with a line for each finished b
 generates the rest; when all are there, the output is written and that file removed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -196,7 +194,7 @@ class _Begun:
         self.done: list[list[str]] = []
         self._added = False
 
-    def __enter__(self) -> _Begun:
+    def __enter__(self) -> "_Begun":
         try:
             held = lock(self._file, "a+b")
         except OSError as error:

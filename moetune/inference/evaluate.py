@@ -1,7 +1,5 @@
 """`moetune eval`: mean held-out loss and perplexity of a run, an adapter or a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

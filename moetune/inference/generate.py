@@ -1,7 +1,5 @@
 """`moetune generate` and `moetune chat`: generate text with any opened model, by transformers' `generate`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +10,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, TextStreamer
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
-from moetune.errors import UserError, shown
+from moetune.errors import UserError
 from moetune.inference.opened import Found, Opened, open_model
+from moetune.json_files import first_problem
 from moetune.training.data.load import pad_token_id
 
 Message = dict[str, str]
@@ -184,7 +183,5 @@ def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
     try:
         found = _Sampling.model_validate(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise UserError(f"generation_config.json of {name!r}: {key}: {shown(first['input'])}: {first['msg']}") from None
+        raise UserError(f"generation_config.json of {name!r}: {first_problem(error)}") from None
     return GenerationConfig(**found.model_dump(exclude_none=True))

@@ -5,8 +5,6 @@ a PEFT adapter    the plain base that the adapter names, with the adapter, loade
 a checkpoint      the model unquantized; or quantized, if a precision is given or the checkpoint is published so
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -98,7 +96,7 @@ class Found(_Named):
     def settings(self) -> PretrainedConfig:
         return self.model.settings
 
-    def open(self) -> Opened:
+    def open(self) -> "Opened":
         """Load the model; raises as `open_model`."""
         mine = {one.name: getattr(self, one.name) for one in fields(_Named)}
         return Opened(model=self.load(), **mine)

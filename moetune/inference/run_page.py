@@ -1,7 +1,5 @@
 """`moetune report`: the content of a run's HTML page: curves, memory, expert load, what trained, the run file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +18,7 @@ from moetune.report.console import note
 from moetune.report.run import drift_chart, drift_section, heatmaps, memory_table, trainable_table
 from moetune.report.view import View, ViewSection
 from moetune.run.dtypes import this_device
-from moetune.run.folder_files import DriftFile, MemoryFile
+from moetune.run.folder_files import Drift, MemoryFile
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training.folder.run_folder import DRIFT_FILE, MEMORY_FILE, RUN_FILE, RunFolder
 
@@ -49,9 +47,9 @@ def run_page(path: Path, run: ResolvedRun) -> tuple[View, list[Chart]]:
     memory: Any = None
     if (path / MEMORY_FILE).is_file():
         memory = read_json(path / MEMORY_FILE, MemoryFile, remedy="delete it, and the page goes without")
-    drift: Any = None
+    drift: Drift | None = None
     if (path / DRIFT_FILE).is_file():
-        drift = read_json(path / DRIFT_FILE, DriftFile, remedy="write it again with moetune drift")
+        drift = read_json(path / DRIFT_FILE, Drift, remedy="write it again with moetune drift")
     verdict, *lines = _words(metrics, run.config.train.steps)
     sections = [*_sections(path, run, memory), *([] if drift is None else [drift_section(drift)])]
     charts = [Chart("curves", (10, 5.4), lambda figure: _draw_curves(figure, metrics))]

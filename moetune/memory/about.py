@@ -1,7 +1,5 @@
 """Descriptions of a run as text (what trains, batch, optimizer, ranks), for the head of a memory report."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from datetime import date

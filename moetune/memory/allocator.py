@@ -5,8 +5,6 @@ default settings and a single stream; docs/concepts/allocator.md explains them a
 in bytes; requests are first rounded up to multiples of 512.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterable
@@ -137,7 +135,7 @@ class _Block:
         self.before: _Block | None = None
         self.after: _Block | None = None
 
-    def split(self, size: int) -> _Block:
+    def split(self, size: int) -> "_Block":
         """Shrink this block to its first `size` bytes and return a new block with the remaining bytes."""
         rest = _Block(self.address + size, self.size - size, mapped=self.mapped)
         rest.before, rest.after = self, self.after

@@ -3,8 +3,6 @@
 Sizes in this file: T tokens, K chosen experts per token, E experts. The experts of a layer receive T·K rows in all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -35,8 +33,8 @@ class AssumedRouting:
     fullest: float | None = 1.0
     load: tuple[tuple[int, tuple[float, ...]], ...] = ()
     curve: tuple[tuple[float, float], ...] = ()
-    lowest: AssumedRouting | None = field(default=None, compare=False)
-    highest: AssumedRouting | None = field(default=None, compare=False)
+    lowest: "AssumedRouting | None" = field(default=None, compare=False)
+    highest: "AssumedRouting | None" = field(default=None, compare=False)
 
     def rows(self, layer: int, tokens: int, top_k: int, num_experts: int) -> list[int]:
         """Return the rows of each expert of a layer: `num_experts` ints that sum to T·K, each at most T.

@@ -1,7 +1,5 @@
 """Run-file changes with which a predicted run fits its GPU: list of candidates, tried singly and combined."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -5,8 +5,6 @@ or not. The system's file cache does not count: it is given back when memory is 
 has the figures and how they were measured.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache

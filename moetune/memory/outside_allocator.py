@@ -1,7 +1,5 @@
 """GPU memory of a process outside torch's allocator: CUDA context (size from gpus.yaml) plus NCCL buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from moetune.config.schema import ParallelConfig

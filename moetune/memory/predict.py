@@ -1,7 +1,5 @@
 """`predict`: the memory report of a run by trace or closed form, for one GPU or each rank of several."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

@@ -10,8 +10,6 @@ optimizers.md). They only explain the bytes; no prediction is computed from them
   byte, and a float32 for each 256 scales (QLoRA, arXiv 2305.14314).
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping

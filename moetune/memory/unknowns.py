@@ -3,8 +3,6 @@
 Explained in docs/concepts/allocator.md, with the sources of the figures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

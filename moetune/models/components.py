@@ -5,8 +5,6 @@ the modules around them, for example an `nn.Embedding`, a norm class, or `self_a
 of modules for images or audio are `other`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Literal, get_args

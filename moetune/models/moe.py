@@ -5,8 +5,6 @@ recognized by these flags alone, because the names of config fields vary between
 without the flags is refused, because neither their number nor their layout is known.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Parameter counts of a model: total, active per token, by component, by layer and per expert."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

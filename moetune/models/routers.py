@@ -3,8 +3,6 @@
 Shapes: T tokens, K experts per token, E experts, H hidden size.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Hashable, Iterable
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """`select`: apply the `adapt:` section to a model's structure; `Selection`: which parameters and experts train."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,7 +35,7 @@ class Selection:
     lora: LoraConfig | None
     left_out: tuple[str, ...] = ()
 
-    def without(self, layers: Collection[int], structure: ModelStructure) -> Selection:
+    def without(self, layers: Collection[int], structure: ModelStructure) -> "Selection":
         """Return the selection without the given decoder layers."""
         rest = structure.without(layers)
         paths = {*rest.linears(), *(layer.experts for layer in rest.moe_layers)}

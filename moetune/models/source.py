@@ -1,7 +1,5 @@
 """`find_model_source`: from `model.path` to a model's configuration, its weights, and their storage format."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Only the configuration and the manifest are read here; hub/dequantize.py reads the quantized tensors.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Access to a transformers model's decoder stack and layers, and `leave_out`, which makes the model skip layers."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection
 from typing import Any
@@ -50,7 +48,7 @@ class LeftOut(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_layer"], name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LeftOut:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LeftOut":
         return LeftOut(self._layer, copy.deepcopy(self._last, memo))
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,8 +3,6 @@
 Only shapes are read, so the model may be on the meta device. Dense models are supported as well.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -86,7 +84,7 @@ class ModelStructure:
         """Return module path -> linear layer, for all components or only for `component`."""
         return {name: linear for name, linear in self._linears.items() if component in (None, linear.component)}
 
-    def without(self, layers: Collection[int]) -> ModelStructure:
+    def without(self, layers: Collection[int]) -> "ModelStructure":
         """Return the structure without the decoder layers with the indices `layers`; `num_layers` stays as it is."""
         return replace(
             self,

@@ -4,8 +4,6 @@ Such a model is built whole, and then everything but its decoder, embedding and 
 the names of the whole model, exports fit it, and the text passes through the whole model's own forward pass.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A rank's coordinates on the axes of `parallel:`, and the sizes of its groups; without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import gcd
 
@@ -35,7 +33,7 @@ class Coordinates:
     copy: int = 0
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, rank: int) -> Coordinates:
+    def of(cls, parallel: ParallelConfig, rank: int) -> "Coordinates":
         """Return the coordinates of rank number `rank`, from 0."""
         stage, inner = divmod(rank, parallel.replicate * parallel.fsdp * parallel.tp)
         shards = expert_shards(parallel)

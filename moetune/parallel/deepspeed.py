@@ -5,8 +5,6 @@ over ranks. Here each rank's loss is its share of the step's loss, so gradients 
 multiplied by the number of ranks before backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec

@@ -7,8 +7,6 @@ Shapes: T tokens of this rank, K chosen experts per token, E experts of the laye
 experts per rank, S rows received by this rank, H hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 

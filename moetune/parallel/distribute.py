@@ -14,8 +14,6 @@ The output head stays whole, because the loss runs it in chunks (training/step/l
 the head and quantized weights.
 """
 
-from __future__ import annotations
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard

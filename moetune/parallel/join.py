@@ -1,7 +1,5 @@
 """Turns this process into a rank of a run: with the other ranks' processes, or alone for a prediction."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -1,7 +1,5 @@
 """Bytes that a rank sends in each torch.distributed collective, read from the dispatched operation."""
 
-from __future__ import annotations
-
 import typing
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """`Ranks`: this process's rank in a run, its device meshes and its collective operations."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -43,7 +41,7 @@ class Ranks:
     data: Any = None
 
     @classmethod
-    def join(cls, parallel: ParallelConfig, device_type: str) -> Ranks:
+    def join(cls, parallel: ParallelConfig, device_type: str) -> "Ranks":
         """Return the `Ranks` of this process, with meshes made by torch.distributed, which must be initialized for
         `parallel.ranks` processes."""
         if parallel.ranks == 1:

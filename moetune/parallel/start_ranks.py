@@ -1,7 +1,5 @@
 """Starts one process per rank on this machine, and reports the first rank that fails; without importing torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

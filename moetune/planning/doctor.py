@@ -26,11 +26,14 @@ from moetune.memory.predict import allocator_here, predict
 from moetune.memory.time.bench import measured
 from moetune.memory.time.speeds import PER_EVENT, Speeds
 from moetune.models.catalog.gpus import find_gpu
+from moetune.report.console import note
 from moetune.report.units import gib
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 
 Outcome = Literal["ok", "note", "problem"]
+_IMPOSSIBLE = 4.0
+"""Share of a data sheet's limit that no card reaches, whatever its variant, clock and slot."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,8 @@ def measure_card() -> Iterator[Check]:
     take them. Yield a check for each speed.
 
     Raises:
-        UserError: there is no GPU; the catalog lacks its limits, which are compared with; or the file of the speeds
-            cannot be written.
+        UserError: there is no GPU; the catalog lacks its limits, which are compared with; its clock is wrong; or the
+            file of the speeds cannot be written.
     """
     if not torch.cuda.is_available():
         raise UserError("--measure measures the speeds of a GPU, and torch finds none on this machine")
@@ -129,9 +132,18 @@ def measure_card() -> Iterator[Check]:
     name, card = torch.cuda.get_device_name(device), find_gpu(catalog_name(device))
     if (card.bf16 or card.fp16) is None or None in (card.fp32, card.bandwidth, card.host_link):
         raise UserError(f"--measure: the catalog has no speeds of {name!r} to compare with (docs/reference/gpus.md)")
+    note(f"measuring the speeds of {name}, about a minute")
     speeds = Speeds.here(device, measured(card, device))
+    torch.cuda.empty_cache()  # what was measured with is no longer in use
+    factors = speeds.factors(card)
+    for kind, one in factors.items():
+        if kind not in PER_EVENT and one.slow > _IMPOSSIBLE:
+            raise UserError(
+                f"--measure: by the clock of {name!r}, {kind}: {one.slow:.3g} times as fast as its data sheet allows; "
+                "no speeds are kept. Update the driver, and measure again"
+            )
     speeds.keep()
-    for kind, one in speeds.factors(card).items():
+    for kind, one in factors.items():
         if kind in PER_EVENT:
             found = f"{1e6 * one.fast:.3g} to {1e6 * one.slow:.3g} µs each"
         else:

@@ -1,7 +1,5 @@
 """Plans and comparisons as tables and sentences, for the terminal and the HTML page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from moetune.errors import counted
@@ -22,9 +20,8 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
     for row in rows:
         report = row.report
         assert report.gpu is not None
-        host = gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""
         needs, left = gib(report.required), gib(report.headroom_bytes or 0)
-        cells.append((row.name, report.gpu.name, str(report.verdict), needs, left, host))
+        cells.append((row.name, report.gpu.name, str(report.verdict), needs, left, _host(report)))
     yield Table(("run", "card", "fits", ">needs", ">left", ">host"), cells)
     for row in rows:
         if row.report.fits is False:
@@ -100,7 +97,7 @@ def _row(number: int, one: Candidate, plan: Plan) -> Iterator[str]:
     yield f"{number:2}  {_cut(one.trains, width):{width}} {right}".rstrip()
     sizes = {axis: getattr(one.config.parallel, axis) for axis in ("fsdp", "ep")}
     layout = " · ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    host = f"{gib(report.fullest.host_bytes)} of host memory" if report.fullest.host_bytes else ""
+    host = f"{on_host} of host memory" if (on_host := _host(report)) else ""
     steps = "" if plan.tokens is None else counted(train.steps, "step")
     given_up = f"given up: {'; '.join(one.strategy.gives_up)}" if one.strategy.gives_up else ""
     how = [one.optimizer, layout, host, speed(one, plan.tokens), steps, given_up]

@@ -4,8 +4,6 @@ Figures are drawn by matplotlib without pyplot, so that no global state is chang
 Ito, which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/).
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """View of `moetune data`: example records with the tokens that carry loss, and statistics of a data set."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Charts of a `MemoryReport`: bars of each rank's peak against the GPU, and a timeline of one step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from matplotlib.axes import Axes

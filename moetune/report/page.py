@@ -1,7 +1,5 @@
 """Views and charts as HTML pages: a single file that loads nothing from elsewhere and runs no scripts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables for `moetune verify --profile`: time of a step by part, and the share of measured limits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from moetune.memory.measurement.profile import Profile

@@ -1,7 +1,5 @@
 """Progress on stderr (reading weights, counting items, training): bars on a terminal, else lines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

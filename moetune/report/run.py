@@ -1,7 +1,5 @@
 """Tables and charts of a run: memory against prediction, trained parameters, expert load, routing drift."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +8,7 @@ from matplotlib.figure import Figure
 from moetune.report.charts import Chart
 from moetune.report.units import gib, named, percent
 from moetune.report.view import Table, ViewSection
+from moetune.run.folder_files import Drift
 
 Load = Mapping[Any, Sequence[float]]
 """Layer -> load of each expert of the layer."""
@@ -35,14 +34,14 @@ def trainable_table(trainable: Mapping[str, int], parameters: int) -> Table:
     return Table(("part", ">parameters", ">of the model"), [row for row in rows if row not in total], total)
 
 
-def drift_section(drift: Mapping[str, Any]) -> ViewSection:
-    """Return a table of how routing changed in each layer; `drift` is the content of `drift.json`."""
+def drift_section(drift: Drift) -> ViewSection:
+    """Return a table of how routing changed in each layer."""
     rows = [
-        (str(index), f"{layer['distance']:.3f}", percent(layer["changed"], 1), _ids(layer["died"]), _ids(layer["came"]))
-        for index, layer in drift["layers"].items()
+        (str(index), f"{layer.distance:.3f}", percent(layer.changed, 1), _ids(layer.died), _ids(layer.came))
+        for index, layer in drift.layers.items()
     ]
     headings = (">layer", ">Jensen-Shannon distance", ">tokens with other experts", "died", "came")
-    title = f"routing of {drift['tokens']:,} tokens, before and after step {drift['step']}"
+    title = f"routing of {drift.tokens:,} tokens, before and after step {drift.step}"
     return ViewSection(title, Table(headings, rows))
 
 
@@ -50,10 +49,10 @@ def _ids(experts: Sequence[int]) -> str:
     return ", ".join(map(str, experts))
 
 
-def drift_chart(drift: Mapping[str, Any]) -> Chart:
-    """Return heat maps of expert load before and after a run. `drift` is the content of `drift.json`."""
-    titles = {"before": "before", "after": f"after step {drift['step']}"}
-    loads = {title: {n: one[key] for n, one in drift["layers"].items()} for key, title in titles.items()}
+def drift_chart(drift: Drift) -> Chart:
+    """Return heat maps of expert load before and after a run."""
+    before = {index: layer.before for index, layer in drift.layers.items()}
+    loads = {"before": before, f"after step {drift.step}": {n: layer.after for n, layer in drift.layers.items()}}
     return heatmaps("what training did to routing", loads)
 
 

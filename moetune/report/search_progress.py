@@ -3,8 +3,6 @@
 Importing this does not import torch, so that something is printed at once.
 """
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -27,7 +25,7 @@ class SearchProgress:
         self.bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.bar.add_task("", total=None, now="")
 
-    def __enter__(self) -> SearchProgress:
+    def __enter__(self) -> "SearchProgress":
         self.bar.start()
         return self
 

@@ -1,7 +1,5 @@
 """`show`: prints views, sections and tables on a terminal, readable from 80 columns up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from rich.console import Console, Group, RenderableType

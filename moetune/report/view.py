@@ -1,7 +1,5 @@
 """`View`, `ViewSection`, `Table`: a command's answer as data, which terminal.py prints and page.py writes as HTML."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

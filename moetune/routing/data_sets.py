@@ -1,7 +1,5 @@
 """Read the data sets for `moetune score` and `moetune drift`: tokenized rows in a seeded random order."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 import datasets
 import numpy as np
 
-from moetune.config.schema import DataConfig, RunConfig
+from moetune.config.schema import DataConfig, RunConfig, data_sets
 from moetune.errors import UserError
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens, tokenizer_of
@@ -30,8 +28,7 @@ class RoutedData:
 
 def names_of(config: RunConfig) -> list[str]:
     """Return the files or names of the data sets that a run trains on; empty without `data:`."""
-    train = () if config.data is None else config.data.train
-    return [one if isinstance(one, str) else one.path for one in ((train,) if isinstance(train, str) else train)]
+    return [] if config.data is None else [name for name, _ in data_sets(config.data.train)]
 
 
 def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> tuple[list[RoutedData], int]:

@@ -4,14 +4,10 @@ Before is the model that training started from, with `adapt.start_from` if set; 
 compute in the same precision. Only tokens that carry loss are compared, as in scores.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -21,57 +17,15 @@ from moetune.config.schema import HardwareConfig, ParallelConfig
 from moetune.errors import UserError
 from moetune.exporting.finished_run import fill_trained, open_run
 from moetune.files import write_output
-from moetune.json_files import Answer
 from moetune.report.console import terminal
 from moetune.routing.data_sets import read_sources
 from moetune.routing.recorder import Recorder
 from moetune.routing.score import load_base, record_batches, refuse_dense, to_score
 from moetune.run.dtypes import this_device
+from moetune.run.folder_files import Drift, LayerDrift
 from moetune.run.resolve import resolve
 from moetune.training.folder.run_folder import DRIFT_FILE
 from moetune.training.folder.run_writer import RunWriter
-
-
-@dataclass(frozen=True)
-class LayerDrift:
-    """How the routing of one layer changed.
-
-    Attributes:
-        before, after: the number of tokens that each expert received before and after training.
-        distance: Jensen-Shannon distance of the two loads, base 2: 0 if they are equal, 1 if they have no expert in
-            common (Endres and Schindelin, "A new metric for probability distributions", 2003).
-        changed: the share of tokens whose set of top-k experts is not the same, from 0 to 1.
-        died: experts that received tokens before training and none after.
-        came: experts that received tokens after training and none before.
-    """
-
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    distance: float
-    changed: float
-    died: tuple[int, ...]
-    came: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Drift(Answer):
-    """How the routing of a model changed in a run.
-
-    Attributes:
-        tokens: number of tokens that were compared.
-        changed: share of these tokens, 0 to 1, whose experts changed in at least one layer.
-        layers: MoE layers by their number.
-    """
-
-    run: str
-    step: int
-    data: str
-    tokens: int
-    changed: float
-    layers: dict[int, LayerDrift]
-
-    def to_json(self) -> dict[str, Any]:
-        return {**super().to_json(), "layers": {str(index): asdict(one) for index, one in self.layers.items()}}
 
 
 def drift(

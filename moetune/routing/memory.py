@@ -1,7 +1,5 @@
 """`moetune score --predict`: predict the peak memory of scoring from a trace of its forward pass."""
 
-from __future__ import annotations
-
 from moetune.memory.commands.forward import predict_forward
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace import vocabulary_of

@@ -4,8 +4,6 @@ Shapes: T tokens of a batch (batch size B × sequence length S); E experts; K ex
 bootstrap replicates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,7 +133,7 @@ class Recorder:
             self._add(self.layers[layer], self._batch, *self._chosen.pop(layer), norms_TK)
 
     @torch.no_grad()
-    def _add(self, layer: MoeLayer, tokens: _Tokens, ids_TK: Tensor, weights_TK: Tensor, norms_TK: Tensor) -> None:
+    def _add(self, layer: MoeLayer, tokens: "_Tokens", ids_TK: Tensor, weights_TK: Tensor, norms_TK: Tensor) -> None:
         """Add the statistics of one layer to the sums of this batch, from the chosen experts, their weights and
         output norms."""
         experts = layer.shape.num_experts
@@ -250,7 +248,7 @@ class _Tokens:
     source: int
 
     @classmethod
-    def of(cls, batch: Batch, documents: int, source: int, number: int) -> _Tokens:
+    def of(cls, batch: Batch, documents: int, source: int, number: int) -> "_Tokens":
         is_token = batch.get("attention_mask", batch.get("is_token"))
         ids_BS = batch["input_ids"]
         is_token_BS = torch.ones_like(ids_BS, dtype=torch.bool) if is_token is None else is_token.bool()

@@ -7,8 +7,6 @@ The sums of an interrupted pass are saved beside the output, and the same comman
 ranks, each rank that reads data of its own reads every n-th batch, and the sums of all ranks are added.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

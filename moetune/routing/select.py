@@ -1,7 +1,5 @@
 """`moetune select`: put a choice of experts into a run file; find how many experts fit a memory budget."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path

@@ -4,8 +4,6 @@ Scores are the statistics that `moetune score` records (scores.py). The experts 
 the tokens that carry loss, whose next token counts in the training loss (docs/concepts/choosing-experts.md).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Nothing here imports torch or deepspeed, so a run file can be refused before anything is loaded.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any, get_args
 

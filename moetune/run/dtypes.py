@@ -1,7 +1,5 @@
 """Names of dtypes in a run file (`bf16`, `fp16`, `fp32`), kinds of devices, and the value of `model.dtype: auto`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

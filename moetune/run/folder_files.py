@@ -1,8 +1,7 @@
 """Types of `metrics.jsonl`, `memory.json` and `drift.json`, and readers of the first two (run_folder.py)."""
 
-from __future__ import annotations
-
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -10,7 +9,7 @@ from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from moetune.errors import UserError, reading
-from moetune.json_files import Amount, Number, parse_json, read_json
+from moetune.json_files import Amount, Answer, Number, parse_json, read_json
 
 _REMEDY = "delete that line, if this is a run's metrics.jsonl"
 _LARGEST = 1e300  # so that sums and shares of such numbers are finite
@@ -66,23 +65,46 @@ class MemoryFile(TypedDict):
     expert_load: ExpertLoad
 
 
-class _LayerDrift(TypedDict):
-    """Routing of one layer before and after a run; the keys are those of `LayerDrift` in routing/drift.py."""
+@dataclass(frozen=True)
+class LayerDrift:
+    """How the routing of one layer changed.
 
-    before: Annotated[list[Amount], Field(min_length=1)]
-    after: Annotated[list[Amount], Field(min_length=1)]
+    Attributes:
+        before, after: the number of tokens that each expert received before and after training.
+        distance: Jensen-Shannon distance of the two loads, base 2: 0 if they are equal, 1 if they have no expert in
+            common (Endres and Schindelin, "A new metric for probability distributions", 2003).
+        changed: the share of tokens whose set of top-k experts is not the same, from 0 to 1.
+        died: experts that received tokens before training and none after.
+        came: experts that received tokens after training and none before.
+    """
+
+    before: Annotated[tuple[Amount, ...], Field(min_length=1)]
+    after: Annotated[tuple[Amount, ...], Field(min_length=1)]
     distance: Number
     changed: Number
-    died: list[Amount]
-    came: list[Amount]
+    died: tuple[Amount, ...]
+    came: tuple[Amount, ...]
 
 
-class DriftFile(TypedDict):
-    """The keys of `drift.json` that pages show."""
+@dataclass(frozen=True)
+class Drift(Answer):
+    """How the routing of a model changed in a run: the content of `drift.json`.
 
+    Attributes:
+        tokens: number of tokens that were compared.
+        changed: share of these tokens, 0 to 1, whose experts changed in at least one layer.
+        layers: MoE layers by their number.
+    """
+
+    run: str
     step: Amount
+    data: str
     tokens: Amount
-    layers: Annotated[dict[Amount, _LayerDrift], Field(min_length=1)]
+    changed: Number
+    layers: Annotated[dict[Amount, LayerDrift], Field(min_length=1)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**super().to_json(), "layers": {str(index): asdict(one) for index, one in self.layers.items()}}
 
 
 class _WithLoad(TypedDict):

@@ -1,7 +1,5 @@
 """What each decoder layer keeps for backward, as `train.checkpointing` and `train.keep_rows` say it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Literal
 

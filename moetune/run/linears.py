@@ -1,7 +1,5 @@
 """Linear layers outside of experts: those stored in the precision `model.base`, and how `parallel.tp` splits them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 

@@ -4,8 +4,6 @@ At the loss, as in that backward, all saved activations are alive, so a loss wit
 of the step. To be safe, only the largest tensors of the backward are counted.
 """
 
-from __future__ import annotations
-
 from moetune.models.moe import MoeLayer
 
 LEAST = 256 << 20

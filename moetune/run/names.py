@@ -11,8 +11,6 @@ The plain model is the one that transformers builds; the adapted model is the sa
 expert banks (experts/bank.py) in place of the modules of experts. `<experts>` and `<linear>` are paths of modules.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from moetune.config.schema import Part

@@ -5,8 +5,6 @@ decreasing cost, each on the rank with the lowest cost so far over all layers: l
 "Bounds on multiprocessing timing anomalies", 1969).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """`resolve`: build a run file's model on the meta device, check all settings, and return a `ResolvedRun`."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 The resolved run file itself (`ResolvedConfig`, values without torch) is in config/resolved.py.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -193,12 +191,12 @@ class ResolvedRun:
         """Return the experts on the rank with the index `ep` among `parallel.ep` ranks; all if there is one rank."""
         return Placement(ep, self.placement) if self.placement else EVERYTHING
 
-    def with_random_weights(self) -> ResolvedRun:
+    def with_random_weights(self) -> "ResolvedRun":
         """Return a copy of the run with `model.weights: random`. The model is shared, not copied."""
         config = self.config.but(model={"weights": "random"})
         return replace(self, config=config, model=replace(self.model, config=config.model))
 
-    def keeping(self, keeps: Mapping[int, Kept]) -> ResolvedRun:
+    def keeping(self, keeps: Mapping[int, Kept]) -> "ResolvedRun":
         """Return a copy of the run whose layers keep what `keeps` says, in `train.checkpointing`; but with
         `train.keep_rows: auto` that many rows, of the last layers."""
         if self.config.train.keep_rows == "auto":
@@ -208,7 +206,7 @@ class ResolvedRun:
             config = self.config.but(train={"checkpointing": section_of(keeps)})
         return replace(self, config=config, keeps=kept_by_layer(config.train, self.structure))
 
-    def without_layers(self, layers: Collection[int]) -> ResolvedRun:
+    def without_layers(self, layers: Collection[int]) -> "ResolvedRun":
         """Return a copy of the run, with its own meta model, that lacks the decoder layers with these indices."""
         structure, selection = self.structure.without(layers), self.selection.without(layers, self.structure)
         return replace(

@@ -3,8 +3,6 @@
 Shapes, for one layer: E experts, K experts per token, T tokens.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,7 +64,7 @@ class LayerScores(BaseModel):
     all: Statistics
 
     @model_validator(mode="after")
-    def _check_lengths(self) -> LayerScores:
+    def _check_lengths(self) -> "LayerScores":
         """Raise `ValueError` if a list does not have one entry for each expert."""
         for of_scope in (self.loss, self.all):
             for name in ("tokens", "share", "weight_sum", "reap"):

@@ -3,8 +3,6 @@
 Each function yields one line for each problem; `resolve` raises all of them together in one `UserError`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import gcd
 from typing import Any

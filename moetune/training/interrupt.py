@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM: a run saves a checkpoint after the current step and ends; a second signal ends it at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -43,7 +41,7 @@ class Signals:
         self._number, self._at = 0, 0.0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
             self._before = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
         return self

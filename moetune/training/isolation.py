@@ -11,8 +11,6 @@ from `position_ids`, and this works only if all of the following holds:
 The code of a model does not show this reliably, so the model is run, on rows of the length that it trains with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The training loop: `Loop.train`, and `Watcher`, the interface of what observes a run."""
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +69,7 @@ class Loop:
         pad_token_id: int,
         console: Console,
         warnings: RunWarnings,
-        watcher: Watcher,
+        watcher: "Watcher",
         resume: Path | None = None,
     ) -> None:
         self.adapted, self.config, self.ranks = adapted, adapted.run.config, adapted.ranks

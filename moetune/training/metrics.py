@@ -3,8 +3,6 @@
 *Expert load* is the number of tokens that each expert of a layer received: a dict of layer index -> tensor [E].
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping
@@ -60,7 +58,7 @@ class Sums:
     positions: int = 0
     tokens: int = 0
 
-    def add(self, done: MicroStep | Sums, positions: int, tokens: int) -> None:
+    def add(self, done: "MicroStep | Sums", positions: int, tokens: int) -> None:
         """Add a micro-step, or the sums over several, with its number of `positions` and `tokens`."""
         add_load(self.load, done.load)
         if done.router_loss is not None:

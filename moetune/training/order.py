@@ -5,8 +5,6 @@ rows, and a step takes the next A of them. With D ranks that see different data,
 so a step of D ranks with A micro-batches each has the same rows as a step of one process with D·A micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

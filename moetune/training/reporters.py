@@ -1,7 +1,5 @@
 """`train.report_to`: send the numbers of `metrics.jsonl` to trackers such as TensorBoard, through accelerate."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`moetune train`: check all input before files are written, print what will run, build the model, run the loop."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable
@@ -33,14 +31,7 @@ from moetune.run import validation
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.keeps import Kept, is_open, kept_by_layer
 from moetune.run.resolve import ResolvedRun, raise_problems
-from moetune.training.data.load import (
-    DataCounts,
-    Datasets,
-    load_data,
-    pad_token_id,
-    refuse_unknown_tokens,
-    tokenizer_of,
-)
+from moetune.training.data.load import DataCounts, Datasets, data_of, pad_token_id
 from moetune.training.data.preview import notes, steps_an_epoch
 from moetune.training.folder.run_folder import BASE_FILE, OUT_OF_MEMORY_FILE, RUN_FILE, is_stopped, step_of
 from moetune.training.folder.run_writer import RunWriter
@@ -114,12 +105,12 @@ def train(
     with closing(RunWriter(Path(output), ranks)) as folder:
         # Check run file, run folder, start and data, and report all problems at once. A resumed run does not read
         # `adapt.start_from`, which may have been deleted since.
-        checkpoint, (plain, start), _, _, (data, padding) = _all_of(
+        checkpoint, (plain, start), _, _, (data, tokenizer) = _all_of(
             lambda: folder.check(run.config, resume, overwrite),
             lambda: _without_weights(run, overwrite, reads_start=resume == "never"),
             lambda: check_reporters(run.config.train.report_to),
             lambda: require_deepspeed() if run.config.parallel.engine == "deepspeed" else None,
-            lambda: _data(run),
+            lambda: data_of(run.config, run.model.source, run.model.settings),
         )
         counts = count_trainable(plain)
         if run.config.train.epochs is not None:
@@ -182,7 +173,7 @@ def train(
             for reason in folder.damaged:
                 say(f"skipping damaged {reason}")
             say(f"resuming from {checkpoint}")
-        loop = Loop(adapted, data, folder, padding, console, warnings, watcher, checkpoint)
+        loop = Loop(adapted, data, folder, pad_token_id(tokenizer), console, warnings, watcher, checkpoint)
         failed = None
         try:
             loop.train()
@@ -252,17 +243,6 @@ def _start(plain: Adapted, overwrite: bool) -> Start | None:
                 "empties; choose another output"
             )
     return open_start(plain)
-
-
-def _data(run: ResolvedRun) -> tuple[Datasets, int]:
-    """Return the tokenized training and evaluation data, and the id of the padding token."""
-    config = run.config
-    assert config.data is not None
-    tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
-    data = load_data(config.data, tokenizer, config.train)
-    padding = pad_token_id(tokenizer)
-    refuse_unknown_tokens(run.model.settings, config.model.path, padding, data.train, data.eval)
-    return data, padding
 
 
 def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> list[str]:

@@ -1,7 +1,5 @@
 """Warnings of a run (idle experts, collapsed routing, lost updates), printed once and named in the metrics."""
 
-from __future__ import annotations
-
 import math
 
 import torch

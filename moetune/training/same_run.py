@@ -1,7 +1,5 @@
 """Compare a run with its beginning on resume and export: settings, training data and the base's small files."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections import Counter
@@ -67,14 +65,14 @@ class Inputs:
     quantization: int = 1
 
     @classmethod
-    def of(cls, data: Datasets, base: Path | None) -> Inputs:
+    def of(cls, data: Datasets, base: Path | None) -> "Inputs":
         """Return the inputs of a run that begins now; `base` is the folder of its weights, None if not here."""
         tokens = {
             name: _digest(rows) for name, rows in (("train", data.train), ("eval", data.eval)) if rows is not None
         }
         return cls(secrets.token_hex(16), tokens, *beside_weights(base), QUANTIZATION)
 
-    def refuse_others(self, now: Inputs, where: str) -> list[str]:
+    def refuse_others(self, now: "Inputs", where: str) -> list[str]:
         """Compare the inputs with which a run began with those that it would be resumed with, `now`.
 
         Args:

@@ -1,7 +1,5 @@
 """Summary that `moetune train` prints after a run."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 from pathlib import Path

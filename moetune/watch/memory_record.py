@@ -1,7 +1,5 @@
 """`MemoryRecord`: measure the memory of a run's first steps, and write it beside the prediction to `memory.json`."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -62,7 +60,7 @@ class MemoryRecord:
         self._had_states = self._has_states()
         self._seen = watch_cuda() if self.device.type == "cuda" else {}
 
-    def _predict(self, routing: AssumedRouting) -> Predicted:
+    def _predict(self, routing: AssumedRouting) -> "Predicted":
         """Predict the run, leaving random generators as they were; if it fails, print why and return an empty one."""
         drawn = generator_states(self.device)
         try:

@@ -1,7 +1,5 @@
 """The report of a run that ran out of memory: actual beside predicted memory, largest tensors, remedies."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

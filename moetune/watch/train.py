@@ -1,7 +1,5 @@
 """`moetune.train`, the Python API: call training/run.py with a `Watch` that shows progress and records memory."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """`build` on checkpoints in the hub's format: right weights, right gradients, and nothing else moves."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Recomputing a layer replays its routing and does not run the experts' products again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

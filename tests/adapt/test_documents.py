@@ -3,8 +3,6 @@
 Tolerance: relative, of the norm of each gradient, in float32; rounding, as products have other sizes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

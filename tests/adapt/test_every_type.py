@@ -4,8 +4,6 @@ Each toy mixes all ways to train: its routers and norms, two whole experts a lay
 The base is NF4, small linear layers included. The reference and its tolerance are in tests/reference.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Values of a field are set in the toy of each type that has it. Every expert trai
 large, so that limits are reached; biases are drawn, so that they count. Tolerance: relative, of the norm of all logits.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

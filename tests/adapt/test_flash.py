@@ -1,7 +1,5 @@
 """Attention with sinks by torch's kernels is the model's own eager attention: values and every gradient, in float32."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

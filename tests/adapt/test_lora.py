@@ -1,7 +1,5 @@
 """LoRA lands on exactly the linear layers that were chosen."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

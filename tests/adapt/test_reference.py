@@ -1,7 +1,5 @@
 """An adapted model as it was before training, in place of a second model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What stays frozen is in base precision, every tensor where the run file says; other models are refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random adapters of toys in one form, and the folders in which programs would leave them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `check` says of an adapter; every wrong reading is found, with and without what moetune notes in its files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two adapters compared by what they do: layouts, ranks and scales do not count, mistakes are named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

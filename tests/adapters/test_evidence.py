@@ -1,7 +1,5 @@
 """What numbers say about the order of experts, and when they say nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

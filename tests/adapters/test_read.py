@@ -1,7 +1,5 @@
 """Every layout on every kind of model: told from the files, read, written again, equal to the byte."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

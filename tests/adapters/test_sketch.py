@@ -1,7 +1,5 @@
 """The sketch changes with every wrong reading, and not with the dtype."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What programs need beside the right layout: one rank and scale, no gaps, their notes; and what they cannot hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

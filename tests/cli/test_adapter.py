@@ -1,7 +1,5 @@
 """`moetune adapter` as a user meets it: answers, exit codes, JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

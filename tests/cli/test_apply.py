@@ -1,7 +1,5 @@
 """`moetune apply` as a user meets it: a delta and its base become a checkpoint, and nothing else does."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Every command: its help is instant, its stdout is data only, and what it writes works."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

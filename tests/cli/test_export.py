@@ -1,7 +1,5 @@
 """`moetune export` as a user meets it: what it prints, what it refuses, what it leaves alone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

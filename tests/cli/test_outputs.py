@@ -1,8 +1,6 @@
 """Every path that a command writes: what is there already is replaced only if it is ours, and what the system refuses
 is said. Whatever else is there is the same afterwards, byte for byte."""
 
-from __future__ import annotations
-
 import builtins
 import errno
 import io

@@ -1,7 +1,5 @@
 """The commands `plan` and `compare`, and `predict` of a model, as a user runs them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

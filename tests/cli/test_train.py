@@ -1,7 +1,5 @@
 """`moetune train` as a process: two streams, kill and resume, interruption."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What moetune relies on in TRL and PEFT, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

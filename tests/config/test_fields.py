@@ -1,7 +1,5 @@
 """Values of a run file: lists of layers and experts, sizes of memory."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

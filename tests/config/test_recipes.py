@@ -1,7 +1,5 @@
 """What the header of a recipe says is what is predicted of it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

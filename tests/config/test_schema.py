@@ -1,7 +1,5 @@
 """The run file as typed values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

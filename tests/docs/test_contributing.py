@@ -1,7 +1,5 @@
 """CONTRIBUTING.md: what it says to change is changed in a copy of the program, which then does what the page says."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The guide from a file to a model in use, as a new user would follow it: on its model, and on other folders."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

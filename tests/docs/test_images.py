@@ -1,7 +1,5 @@
 """README's pictures show, and its text states, what is predicted now."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

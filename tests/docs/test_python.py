@@ -1,7 +1,5 @@
 """The guide to the Python API does what it says: its blocks are run in order, and what they leave is checked."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

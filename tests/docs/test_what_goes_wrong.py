@@ -1,7 +1,5 @@
 """What the page quotes is what the program says, and its commands exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

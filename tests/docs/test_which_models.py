@@ -1,7 +1,5 @@
 """The page on models says what is predicted now."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

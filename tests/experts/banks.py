@@ -1,8 +1,6 @@
 """Banks of toys, and what they are compared with: the model's own experts module in float64, run by autograd on the
 bank's dequantized weights with the low-rank factors merged in."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """What a bank holds, in which groups it computes, and what it asks its hooks."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

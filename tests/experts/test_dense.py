@@ -5,8 +5,6 @@ backward, and lets experts' gradients pass for the tokens alone that chose them:
 weights of experts that are not chosen have a constant in the place of the normalizer.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

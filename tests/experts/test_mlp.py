@@ -1,8 +1,6 @@
 """The autograd node gives the outputs and gradients of the experts that it replaces, in groups of any size, whatever
 their weights are and however tokens are routed. Tolerances: 1e-5 relative in float32, 3e-2 in bfloat16."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 

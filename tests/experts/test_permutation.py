@@ -1,7 +1,5 @@
 """Rows are grouped under the experts that they are sent to."""
 
-from __future__ import annotations
-
 import torch
 
 from moetune.experts.permutation import Permutation

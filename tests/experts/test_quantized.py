@@ -1,7 +1,5 @@
 """Every storage holds exactly what bitsandbytes (or a cast) makes of each matrix, in exactly the promised bytes."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Rounding with the scales that are stored: what does not change keeps its bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Run folders of toys, as training leaves them, without the training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Adapters of stock PEFT and of toys, converted and merged: stock transformers computes what the adapter computed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 On a quantized base they agree to what quantizing alone changes; on float32 bases: test_merged.py, test_peft.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model in memory is exported as its run folder is, whoever trained it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The folder that an export writes: whole or not there, and what was there before is lost only to what replaces it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

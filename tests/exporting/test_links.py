@@ -1,7 +1,5 @@
 """What an export copies is the model's: a link out of its folder is refused by name, the hub's own are followed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

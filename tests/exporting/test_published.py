@@ -1,7 +1,5 @@
 """A run on a base as it is published quantized, from training to every export: all compute the same."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Seeded damage: values that nobody expects, put into JSON, YAML, text and bytes; and how a reader may answer."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """Damaged data and chat templates: sequences, or one short message."""
 
-from __future__ import annotations
-
 import json
 import random
 import resource

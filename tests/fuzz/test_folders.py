@@ -1,7 +1,5 @@
 """Damaged run folders, checkpoints that were sealed again, and the manifests of whatever moetune writes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

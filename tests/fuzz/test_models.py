@@ -1,7 +1,5 @@
 """Damaged model folders: a model, or one short message; nothing is opened by pickle, and nothing runs."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Every JSON or YAML file that is read back × every kind of value at every key × every command that reads it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

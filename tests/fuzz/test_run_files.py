@@ -1,7 +1,5 @@
 """Damaged run files and `--set`: a configuration that reads back equal, or one short message."""
 
-from __future__ import annotations
-
 import random
 from itertools import product
 from pathlib import Path

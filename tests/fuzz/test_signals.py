@@ -1,7 +1,5 @@
 """Every command that writes, ended by signals at random moments and begun again, leaves what it leaves undisturbed."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """On the null device, tests that need no values find there what they cannot do without."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Texts for the records of a file: those of single prompts, in whatever batch, however often the call was cut off."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

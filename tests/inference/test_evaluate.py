@@ -1,7 +1,5 @@
 """A run, its exports and its base in use: the same number and the same text from each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

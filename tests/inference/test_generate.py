@@ -1,7 +1,5 @@
 """Batches of prompts with a static cache generate, for every type, what each prompt generates without a cache."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,8 @@
 """What `generate --predict` counts: keys and values of every prompt of a batch, prompt and new tokens together."""
 
-from __future__ import annotations
+import pytest
 
+from moetune.errors import UserError
 from moetune.inference.memory import predict_generate
 from moetune.inference.opened import find
 
@@ -17,3 +18,9 @@ def test_keys_and_values_of_a_batch() -> None:
     more = many.fullest.peak_allocated - few.fullest.peak_allocated
     cached = 8 * 1024 * 32 * 8 * 128 * 2 * 2
     assert cached <= more <= 1.1 * cached
+
+
+def test_a_prompt_that_takes_every_position() -> None:
+    found = find("mixtral-8x7b", base="nf4", device="cuda")
+    with pytest.raises(UserError, match=r"32,768 tokens leaves no position of 'mixtral-8x7b' for another"):
+        predict_generate(found, 32_768, 16, gpu="l40s")

@@ -1,7 +1,5 @@
 """Changes that make a run fit: the mildest first, none that does not, and several only where one is not enough."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Host memory: how much there is, how much a run takes, and that no verdict and no plan forgets it."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every causal language model of the installed transformers is read right, or refused by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading routers, top_k and fields off models that no type in transformers has, but a future one may."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

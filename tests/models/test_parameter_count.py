@@ -1,7 +1,5 @@
 """Counts that are published, and the invariants of the parameters."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

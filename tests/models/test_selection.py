@@ -1,7 +1,5 @@
 """The `adapt:` block against a model: what is selected, and the message for what does not exist."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Finding a model: catalog, folder, hub; and every way to fail."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

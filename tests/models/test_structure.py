@@ -1,7 +1,5 @@
 """The structure of single models whose numbers are known."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The text of a checkpoint that also has towers: read without them, computed and exported as of the whole model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of layouts share."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

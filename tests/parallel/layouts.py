@@ -1,7 +1,5 @@
 """The layouts that are tested, and what each of them can do; docs/reference/parallel.md has the table."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

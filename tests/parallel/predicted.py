@@ -1,7 +1,5 @@
 """A layout measured by real ranks and predicted without them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

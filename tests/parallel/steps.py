@@ -1,7 +1,5 @@
 """Steps of a run by its own stepper, on the batches that one process would see, by as many ranks as it has."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any

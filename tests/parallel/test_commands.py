@@ -1,7 +1,5 @@
 """`moetune train` over several ranks: every layout with all that can train starts, evaluates, saves and is resumed."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Training by DeepSpeed against one process: what is not finite, what a trace leaves, and what is not predicted."""
 
-from __future__ import annotations
-
 import os
 import sys
 from importlib.util import find_spec

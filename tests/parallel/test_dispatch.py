@@ -1,7 +1,5 @@
 """Experts on several ranks: ranks that no token is sent to, and what a rank reads and holds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every layout against one process: losses, gradient norms and weights; and against its prediction: bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank sends: every collective of torch is counted, sends nothing, or stops the count by its name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

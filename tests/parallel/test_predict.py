@@ -1,7 +1,5 @@
 """`predict` of several ranks: each has its own figures, and ranks that are alike share a trace."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What several ranks cannot do is refused by name, before a process is started or a weight is read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole runs of several ranks: what they log and leave is what one process logs and leaves, and others can go on."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

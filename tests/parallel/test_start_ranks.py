@@ -1,7 +1,5 @@
 """How ranks are started, and how a run of several ends when one of them does."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Real processes on this machine, joined by gloo."""
 
-from __future__ import annotations
-
 import io
 import os
 import tempfile

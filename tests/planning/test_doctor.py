@@ -53,6 +53,11 @@ def test_the_speeds_of_a_card(moetune: Run, monkeypatch: pytest.MonkeyPatch, tmp
     (file,) = tmp_path.glob("speeds-*.json")
     assert str(file) in said.pop(f"{card.full_name}, speeds")
     assert not said
+    file.unlink()
+    found = (Point("memory", "a copy", {"bytes": 8.64e11}, 1e-9),)
+    with pytest.raises(UserError, match=r"by the clock of .*, memory: 1e\+09 times as fast"):
+        list(doctor.measure_card())
+    assert not file.exists()
     monkeypatch.setattr(doctor, "catalog_name", lambda device: "44GiB")
     with pytest.raises(UserError, match=f"no speeds of '{card.full_name}'"):
         list(doctor.measure_card())

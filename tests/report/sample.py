@@ -1,7 +1,5 @@
 """A report with everything in it, the numbers of a 47-billion-parameter model on a 44 GiB card."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

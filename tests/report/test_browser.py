@@ -1,7 +1,5 @@
 """The pages in a browser: they ask for nothing, and write nothing to the console."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

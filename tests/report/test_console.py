@@ -1,7 +1,5 @@
 """What is printed is what was given: no markup, no emoji, whatever a path is called."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

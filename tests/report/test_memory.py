@@ -1,7 +1,5 @@
 """A memory report in words and tables: the verdict in each case, sums that balance, nothing cut off at 80 columns."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Files that are what their suffix says, drawn from any report; the chart was looked at by eye."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page is whole, well-formed and alone, and shows names as text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser

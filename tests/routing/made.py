@@ -1,7 +1,5 @@
 """Scores that are written down, for tests of what is done with them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scoring for real, with random weights and tokens, for comparing with what is predicted."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

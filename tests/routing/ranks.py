@@ -1,7 +1,5 @@
 """Scoring as one of several ranks, for processes that tests start."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`moetune drift`, against the model's own router logits before and after training."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Scoring is predicted as training is: by its own pass, which takes on fake tensors what it takes on real ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several ranks count what one counts: exactly, whatever they share."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`moetune score` and `select`: the file that is written, going on after an interruption, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

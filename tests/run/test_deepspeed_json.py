@@ -1,7 +1,5 @@
 """The settings that DeepSpeed gets, and what it is refused for."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

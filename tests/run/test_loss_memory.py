@@ -1,7 +1,5 @@
 """The loss may take what a layer's backward takes, and so is never the fullest moment of a step because of `auto`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

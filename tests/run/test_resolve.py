@@ -1,7 +1,5 @@
 """A run resolved: made once, with what it says of its model."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

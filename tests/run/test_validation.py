@@ -1,7 +1,5 @@
 """Refusals of a run file, all at once and before a weight is read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Documents are longer than each window, block and budget of the toys. Tolerance: 
 logits, in float32; rounding, as products have other sizes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 After each of them the run either ends as if nothing had happened, bit for bit, or says what is damaged.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Models that keep packed documents apart, and models that do not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

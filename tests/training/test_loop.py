@@ -1,7 +1,5 @@
 """A run as the run file says: metrics, schedules, clipping, seeds, evaluation, reporters, and what stays untouched."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -25,8 +23,10 @@ from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.closed_form.form import kind_of
+from moetune.models.source import find_model_source
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training import interrupt, run
+from moetune.training.data.load import Datasets, data_of
 from moetune.training.folder.checkpoint import parts_of
 from moetune.training.folder.manifest import write_manifest
 from moetune.training.folder.run_writer import RunWriter
@@ -339,6 +339,11 @@ def test_weights_that_the_last_update_broke_are_not_kept(
     assert len(list((tmp_path / "run/checkpoints").glob("*"))) == steps - 1
 
 
+def data_of_run(config: RunConfig) -> Datasets:
+    source = find_model_source(config.model.path)
+    return data_of(config, source, source.config)[0]
+
+
 @pytest.mark.full
 def test_a_checkpoint_does_not_grow_with_the_steps(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     settings = {"steps": 6, "save_every": 1, "keep_checkpoints": 9}
@@ -346,7 +351,7 @@ def test_a_checkpoint_does_not_grow_with_the_steps(small_model: Path, small_data
     sizes = [len(file.read_bytes()) for file in (tmp_path / "run").rglob("trainer_state.json")]
     assert len(sizes) == 6
     assert max(sizes) - min(sizes) <= 2  # of digits
-    data, _ = run._data(resolve(load_run_config(tmp_path / "run/run.yaml"), "cpu"))
+    data = data_of_run(load_run_config(tmp_path / "run/run.yaml"))
     second = [len(data.train[row]["input_ids"]) for row in shuffled(len(data.train), 0, 1)[:8]]
     assert result.train_tokens == data.counts.tokens + sum(second)  # an epoch of four steps, and two
 
@@ -363,7 +368,7 @@ def test_tokens_that_a_checkpoint_does_not_say_are_not_made_up(
     longer = small.run_config(small_model, small_data, tmp_path / "run", train=settings | {"steps": 2})
     result = train(longer, resume="auto")
     assert "step-1 does not say how many tokens" in "".join(capsys.readouterr())
-    data, _ = run._data(resolve(longer, "cpu"))
+    data = data_of_run(longer)
     assert result.train_tokens == sum(len(data.train[row]["input_ids"]) for row in shuffled(len(data.train), 0, 0)[4:8])
 
 

@@ -1,7 +1,5 @@
 """Expert load in the lines of metrics."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

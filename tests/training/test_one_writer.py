@@ -1,7 +1,5 @@
 """A run folder has one writer at a time; whoever comes second is told, and readers go on beside it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

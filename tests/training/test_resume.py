@@ -4,8 +4,6 @@ The processes are real: forked from a server that has imported everything, so th
 A process kills itself at an exact moment, which no polling from outside could hit.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

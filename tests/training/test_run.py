@@ -1,7 +1,5 @@
 """What would go wrong silently, or after a long wait, stops a run at once, and leaves everything as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

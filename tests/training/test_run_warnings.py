@@ -1,7 +1,5 @@
 """What trains nothing, or nothing of use, is said on the terminal and in the metrics."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """A run that goes on is given what it began with: data, configuration, tokenizer, and its own checkpoints."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

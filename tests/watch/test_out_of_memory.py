@@ -3,8 +3,6 @@
 The device is a tracker with a limit, which raises torch's own error.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Disable the kernels that do not work on this machine: by comparing them before a run, or from earlier verdicts."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace

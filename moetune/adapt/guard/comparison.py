@@ -4,8 +4,6 @@ A kernel that accesses memory illegally ends its whole process, and one that han
 process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -5,8 +5,6 @@ that it calls with its reference. So a part of the model that calls a new operat
 `exercise`, and a field of `Sizes`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

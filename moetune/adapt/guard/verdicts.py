@@ -1,14 +1,12 @@
 """Verdicts: results of comparing kernels on this machine, kept on disk so that later runs need not compare again."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,8 +14,11 @@ import torch
 
 from moetune.adapt.guard.exercise import Sizes
 from moetune.errors import UserError
-from moetune.files import cache_folder, write_whole
+from moetune.files import cache_folder, source_digest, write_whole
 from moetune.json_files import read_sealed, sealed
+
+KERNELS = ("experts/**/*.py", "adapt/*.py", "adapt/layers/*.py", "adapt/guard/*.py")
+"""Source files of the kernels, their references and the exercises."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Key:
         card: the GPU's name and compute capability.
         driver: version of the driver, and of the CUDA that it supports.
         versions: of torch and Triton; for ptxas, "Triton's own" or the files that the environment names (`_ptxas`).
-        kernels: digest of the source of kernels and references.
+        kernels: digest of `KERNELS`.
         sizes: the sizes at which they are compared.
     """
 
@@ -39,12 +40,12 @@ class Key:
     sizes: Sizes
 
     @classmethod
-    def of(cls, device: torch.device, sizes: Sizes) -> Key:
+    def of(cls, device: torch.device, sizes: Sizes) -> "Key":
         """Return the key of a comparison on a device of this machine."""
         major, minor = torch.cuda.get_device_capability(device)
         card = f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
         versions = {"torch": torch.__version__, "triton": _triton(), "ptxas": _ptxas()}
-        return cls(card, driver_here(), versions, _digest(), sizes)
+        return cls(card, driver_here(), versions, source_digest(*KERNELS), sizes)
 
     @property
     def file(self) -> Path:
@@ -135,12 +136,3 @@ def _ptxas() -> str:
                 found = Path(path).stat()
                 named.append(f"{path} {found.st_size} {found.st_mtime_ns}")
     return ", ".join(named) or "Triton's own"
-
-
-@cache
-def _digest() -> str:
-    """Return a digest of the source of the kernels, their references and the exercises."""
-    adapt, digest = Path(__file__).parents[1], hashlib.sha256()
-    for file in sorted([*adapt.glob("*.py"), *adapt.glob("guard/*.py"), *(adapt.parent / "experts").rglob("*.py")]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()

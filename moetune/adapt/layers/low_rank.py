@@ -7,8 +7,6 @@ and A·x are kept for the backward pass.
 Shapes: p input features, q output features, r rank, N rows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ of which read and write whole tensors. experts/kernels/rotary.py has the formula
 and keys before their norms, and nothing if they have none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ transformers' code launches seven kernels from the logits to the weights, and th
 experts/kernels/routing.py has the formulas. The backward pass keeps the logits in their dtype, and the ids.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -4,8 +4,6 @@ Every tensor of the delta must be needed for a parameter that trains. Parameters
 keep their initial values: the base model's, or freshly drawn LoRA factors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

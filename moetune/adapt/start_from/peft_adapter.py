@@ -1,7 +1,5 @@
 """Load an adapter folder, in the layout of any program, into an adapted model. Pickles are never opened."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

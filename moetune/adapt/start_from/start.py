@@ -1,7 +1,5 @@
 """Open `adapt.start_from`, a PEFT adapter or a delta: check it before any weight is loaded, load it afterwards."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

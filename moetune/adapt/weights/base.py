@@ -4,8 +4,6 @@ The fingerprint (models/hub/fingerprint.py) consists of the names, dtypes and sh
 each weight file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 

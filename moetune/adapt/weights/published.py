@@ -1,7 +1,5 @@
 """Read a Hugging Face checkpoint, in 16 bits or published in a quantized format, into a model."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`moetune quantize`: convert a checkpoint to a quantized base on disk, layer by layer."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import closing

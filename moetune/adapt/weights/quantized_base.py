@@ -7,8 +7,6 @@ last; it says what was quantized and how, with the size and SHA-256 of each weig
 threads compute the digests of its files; one that has changed raises `UserError`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping

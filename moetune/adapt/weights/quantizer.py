@@ -6,8 +6,6 @@ from moetune import MoetuneConfig
 AutoModelForCausalLM.from_pretrained(folder, quantization_config=MoetuneConfig(base="nf4"), device_map="cuda")
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Draw random weights module by module, quantizing as it goes, so the model in 16 bits need not fit in memory."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """Load a checkpoint with transformers alone, unquantized, and check that all tensors were used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 Checkpoints (published.py), random draws (random.py) and quantized bases (quantized_base.py) all use its methods.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import cast
 

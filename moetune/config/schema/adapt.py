@@ -1,7 +1,5 @@
 """`adapt:` of a run file: routers, experts, LoRA and other parameters that train, and choices of experts by scores."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -49,7 +47,7 @@ class ChoiceConfig(Section):
     seed: NonNegative = 0
 
     @model_validator(mode="after")
-    def _one_size(self) -> ChoiceConfig:
+    def _one_size(self) -> "ChoiceConfig":
         """Raise `ValueError` unless exactly one size is set and the rule goes with `p` and `background`."""
         given = [name for name in SIZES if getattr(self, name) is not None]
         if len(given) != 1:
@@ -82,7 +80,7 @@ class ExpertsConfig(Section):
     ids: ExpertIds = "all"
 
     @model_validator(mode="after")
-    def _layers_once(self) -> ExpertsConfig:
+    def _layers_once(self) -> "ExpertsConfig":
         """Raise `ValueError` if `ids` already names layers and `layers` is set too."""
         if isinstance(self.ids, dict) and self.layers != "all":
             raise ValueError("ids: names the layers already; leave layers out")
@@ -124,7 +122,7 @@ class LoraConfig(Section):
     gate_up: Literal["fused", "split"] = "fused"
 
     @model_validator(mode="after")
-    def _a_rank_for_each_target(self) -> LoraConfig:
+    def _a_rank_for_each_target(self) -> "LoraConfig":
         """Raise `ValueError` if `rank` names targets, but lacks one of `targets`, or has one that is not among them."""
         if isinstance(self.rank, dict) and is_by_target(self.rank):
             for key in self.rank:

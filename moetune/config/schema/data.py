@@ -1,7 +1,5 @@
 """`data:` of a run file: data sets, and how they become sequences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -56,7 +54,7 @@ class DataConfig(Section):
     validation: Annotated[float, Field(gt=0, lt=1)] | None = None
 
     @model_validator(mode="after")
-    def _held_out_once(self) -> DataConfig:
+    def _held_out_once(self) -> "DataConfig":
         """Raise `ValueError` if both `validation` and `eval` are set."""
         if self.eval is not None and self.validation is not None:
             raise ValueError("validation splits held-out records off the training data, and eval names some; leave one")

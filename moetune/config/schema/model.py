@@ -1,7 +1,5 @@
 """`model:` of a run file, and the formats in which frozen weights are stored."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from moetune.config.fields import FilePath

@@ -1,7 +1,5 @@
 """`optimizer:` of a run file: one optimizer, or one for each part that trains."""
 
-from __future__ import annotations
-
 import typing
 from typing import Annotated, Any, Literal
 
@@ -70,7 +68,7 @@ class OptimizerConfig(Section):
         return own | {"fused_backward": name in _FUSED and not raw.get("offload")} | given
 
     @model_validator(mode="after")
-    def _no_setting_of_another(self) -> OptimizerConfig:
+    def _no_setting_of_another(self) -> "OptimizerConfig":
         """Raise `ValueError` for settings that the optimizer would ignore or that cannot be combined."""
         own = _OWN_SETTINGS.get(self.name, {})
         for key in ("betas", "eps", "momentum"):

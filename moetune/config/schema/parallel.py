@@ -1,7 +1,5 @@
 """`parallel:` and `hardware:` of a run file: ranks, and the GPUs that memory is predicted for."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import model_validator
@@ -49,7 +47,7 @@ class ParallelConfig(Section):
         return self.replicate * self.fsdp * self.tp * self.pp
 
     @model_validator(mode="after")
-    def _consistent(self) -> ParallelConfig:
+    def _consistent(self) -> "ParallelConfig":
         """Raise `ValueError` for `deepspeed:` without its engine, and for an `ep` that does not divide the ranks."""
         if self.deepspeed is not None and self.engine != "deepspeed":
             raise ValueError("deepspeed: has settings of another engine; set engine: deepspeed, or leave it out")

@@ -1,7 +1,5 @@
 """`RunConfig`: a whole run file, and the checks that sections make of each other."""
 
-from __future__ import annotations
-
 import yaml
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -58,7 +56,7 @@ class RunConfig(Section):
         return {part: optimizer for part in PARTS if (optimizer := getattr(self.optimizer, part)) is not None}
 
     @model_validator(mode="after")
-    def _fused_steps_are_single(self) -> RunConfig:
+    def _fused_steps_are_single(self) -> "RunConfig":
         """Raise `ValueError` for `fused_backward` with more than one micro-step per update."""
         fused = {optimizer.name: None for optimizer in self.optimizers.values() if optimizer.fused_backward}
         if self.train.accumulate > 1 and fused:
@@ -70,7 +68,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _stops_by_held_out_loss(self) -> RunConfig:
+    def _stops_by_held_out_loss(self) -> "RunConfig":
         """Raise `ValueError` for early stopping without held-out data."""
         if self.train.early_stopping is not None and self.data is not None and not self.data.evaluates:
             raise ValueError(
@@ -80,7 +78,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _as_many_gpus_as_ranks(self) -> RunConfig:
+    def _as_many_gpus_as_ranks(self) -> "RunConfig":
         """Raise `ValueError` if `hardware.count` is not the number of ranks."""
         if self.parallel.ranks != self.hardware.count:
             raise ValueError(

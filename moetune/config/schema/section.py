@@ -1,7 +1,5 @@
 """`Section`, the base of every section of a run file: immutable, without unknown keys."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict

@@ -1,7 +1,5 @@
 """`train:` of a run file: the training loop, and what layers keep for backward."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -132,14 +130,14 @@ class TrainConfig(Section):
         return {k: v for k, v in raw.items() if (k, v) != ("steps", None)} if isinstance(raw, dict) else raw
 
     @model_validator(mode="after")
-    def _one_length(self) -> TrainConfig:
+    def _one_length(self) -> "TrainConfig":
         """Raise `ValueError` if both `steps` and `epochs` are set."""
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError("steps and epochs both say how long to train; leave one out")
         return self
 
     @model_validator(mode="after")
-    def _rows_kept_once(self) -> TrainConfig:
+    def _rows_kept_once(self) -> "TrainConfig":
         """Raise `ValueError` if `keep_rows` is set although `checkpointing` says which layers keep their rows."""
         if self.checkpointing == "none" and isinstance(self.keep_rows, int):
             raise ValueError(

@@ -3,8 +3,6 @@
 models/hub/delta_folder.py describes the files.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

@@ -5,8 +5,6 @@ equal to the base's, and memory holds one expert, or one block of a tensor, at a
 quantized format is written dequantized, in 16 bits.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

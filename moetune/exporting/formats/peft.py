@@ -1,7 +1,5 @@
 """`write_peft`: export LoRA and fully trained modules as an adapter that `PeftModel.from_pretrained` loads."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ bits.
 Shapes: a matrix is [out, in].
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`trained_adapter`: what a run trained with LoRA, as an `Adapter`, from which every adapter format is written."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """`Update`: new values of each trained parameter, and the tensors of the base checkpoint that they belong in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 The layout is that of `moetune.adapters.write` for vLLM: it follows the base checkpoint, and has one rank and one scale.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from moetune.adapters.base import base_of

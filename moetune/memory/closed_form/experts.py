@@ -10,8 +10,6 @@ the first record, rewritten for the second number, must equal the second record 
 of the code of a model or an optimizer, each number of experts needs a record of its own.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +47,7 @@ class Choices:
     scales: tuple[Scale, ...]
 
     @classmethod
-    def of(cls, one: Record, banks: Sequence[Bank | None], other: Record, others: Sequence[Bank | None]) -> Choices:
+    def of(cls, one: Record, banks: Sequence[Bank | None], other: Record, others: Sequence[Bank | None]) -> "Choices":
         """Find which bytes grow with the number of experts by comparing the records `one` and `other`.
 
         `banks` and `others` are the banks of their layers. Raises `Unlike` if `one`, rewritten for `others`, does not
@@ -134,7 +132,7 @@ def _with_constant(one: Record, source: int, now: int, then: int, sizes: Counts,
     return [("trained", now - (then - now) // (becomes - was) * was)] if becomes != was else []
 
 
-def _refuse_other_entries(one: Record, rewritten: _Rewriting, record: Record) -> None:
+def _refuse_other_entries(one: Record, rewritten: "_Rewriting", record: Record) -> None:
     """Raise `Unlike` if the allocations and releases of a rewritten record differ from those of `record`, apart from
     their bytes."""
 

@@ -4,8 +4,6 @@ One closed form serves all runs of a kind: runs that differ only in sizes (rows 
 division in the loss, tokens of each expert) and in settings that no tensor depends on (steps, learning rates, files).
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -79,7 +77,12 @@ class ClosedForm:
     @cached_property
     def kinds(self) -> list[Hashable]:
         """For each decoder layer, the properties that its memory depends on; equal for identical layers."""
-        return kinds_of(self.run, Coordinates.of(self.run.config.parallel, self.rank).ep)
+        return kinds_of(self.run, self.ep)
+
+    @cached_property
+    def ep(self) -> int:
+        """The rank's index among those that the experts are divided over."""
+        return Coordinates.of(self.run.config.parallel, self.rank).ep
 
     @cached_property
     def short(self) -> Shortened:

@@ -3,8 +3,6 @@
 Lengths are a large prime times the power of two that their alignment requires.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -33,7 +31,7 @@ class ProbeSizes:
     idle: tuple[tuple[int, ...], tuple[int, ...]]
 
     @classmethod
-    def of(cls, shape: Shape, own: Collection[int], number: int) -> ProbeSizes:
+    def of(cls, shape: Shape, own: Collection[int], number: int) -> "ProbeSizes":
         """Choose the sizes of a step to record: rows and length with large prime factors, and chunks of the loss.
 
         `own` are the dimensions of the model's weights; none of them is a multiple of the rows or of a number of tiles.
@@ -63,7 +61,7 @@ class ProbeSizes:
         """Return the limits that are greater than the sequence length, ascending."""
         return tuple(sorted(limit for limit in limits if limit > self.sequence))
 
-    def of_length(self, sequence: int, shape: Shape) -> ProbeSizes:
+    def of_length(self, sequence: int, shape: Shape) -> "ProbeSizes":
         """Return the same sizes with rows of `sequence` tokens, which need not be prime: a step of this size checks the
         monomials, and is not factored."""
 

@@ -19,8 +19,6 @@ A monomial is a product of powers of sizes, such as B·S². The sizes have these
 probe.py chooses values at which the bytes of a tensor show which sizes they are a product of.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

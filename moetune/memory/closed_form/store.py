@@ -5,8 +5,6 @@ nothing from a file. A file that cannot be read or written is treated as missing
 kind, the rank, the versions of libraries and moetune's source, so that outdated records are never found.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -21,7 +19,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from moetune.errors import UserError
-from moetune.files import cache_folder, write_whole
+from moetune.files import cache_folder, source_digest, write_whole
 from moetune.memory.closed_form.record import Record
 from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.trace.alike import Shortened
@@ -69,23 +67,13 @@ class Recorded:
 def key_of(kind: dict[str, Any], rank: int) -> str:
     """Return the digest that names the file of a kind of run's records for one rank: 32 hexadecimal digits. `kind` has
     the settings that the step's storages depend on, as JSON values."""
-    whole = {"kind": kind, "rank": rank, "versions": _versions(), "source": _source()}
+    whole = {"kind": kind, "rank": rank, "versions": _versions(), "source": source_digest("**/*.py")}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @cache
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in _MADE_BY}
-
-
-@cache
-def _source() -> str:
-    """Return a digest of all of moetune's Python files."""
-    digest = hashlib.sha256()
-    root = Path(__file__).parents[2]
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def folder() -> Path:

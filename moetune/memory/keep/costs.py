@@ -1,7 +1,5 @@
 """`Costs`: what each layer of a run may keep for backward, and what that takes and saves, from recorded steps."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
@@ -52,7 +50,7 @@ class Costs:
     end: int
 
     @classmethod
-    def of(cls, base: ResolvedRun, asked: ResolvedRun, card: Gpu, routing: AssumedRouting) -> Costs:
+    def of(cls, base: ResolvedRun, asked: ResolvedRun, card: Gpu, routing: AssumedRouting) -> "Costs":
         """Record steps of a few layers of each kind, and the step of `base`, a run whose layers keep nothing more.
 
         `asked` is the run that the user wrote. A GPU of unknown speed is taken to have the ratios of an L40S.

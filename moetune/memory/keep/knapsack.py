@@ -1,7 +1,5 @@
 """`best`: one option for each layer of a stack, so that most time is saved under a limit of memory; exact."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """`settled`: what each layer keeps, in place of `train.checkpointing: auto` or `train.keep_rows: auto`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from moetune.memory.assumed_routing import AssumedRouting

@@ -14,8 +14,6 @@ Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v], ma
 B, heads h, key-value heads h_kv, lengths S and S_k, head sizes d and d_v. Comments name torch's functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -8,8 +8,6 @@ Shapes: query [B, h, S, d], key [B, h_kv, S_k, d], value [B, h_kv, S_k, d_v] for
 lengths S and S_k, head sizes d and d_v; gradients are those of the output, [B, h, S, d_v].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ On a CPU, the storages are read from a `Tracker` with a memory limit. On CUDA, t
 before it raises its error, because the operands of the failed operation are freed while the error propagates.
 """
 
-from __future__ import annotations
-
 import gc
 import shutil
 import subprocess

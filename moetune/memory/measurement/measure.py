@@ -1,7 +1,5 @@
 """Real training steps with random weights: measured peak memory, speed and expert load, without a prediction."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

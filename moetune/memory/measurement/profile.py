@@ -1,7 +1,5 @@
 """Profile of one real training step: seconds, FLOP/s and bytes/s by part, beside measured limits of the device."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Mapping

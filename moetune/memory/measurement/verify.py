@@ -1,7 +1,5 @@
 """Comparison of a prediction with real steps on this machine, for `moetune verify`; at most 5 % apart is a pass."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Measure the speeds of a card: products, attention, passes over memory, dequantization, copies, launches and waits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """`Counter`: records the GPU work of each operation of a traced step, by part of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 

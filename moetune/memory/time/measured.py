@@ -1,7 +1,5 @@
 """`speed_of`: tokens per second that a finished run reached, from its `metrics.jsonl`."""
 
-from __future__ import annotations
-
 import statistics
 
 from moetune.errors import UserError

@@ -7,8 +7,6 @@ dimension, called places here, among several tiles (split-K); kernels of grouped
 not considered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 

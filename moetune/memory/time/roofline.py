@@ -17,8 +17,6 @@ divided by the bandwidth of host memory. t(communication): bytes sent / (half of
 l). Explained in docs/concepts/time.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -121,7 +119,7 @@ class Duration:
         """Share of the GPU's 16-bit FLOP/s (`limit`) that the step reaches, 0 to 1."""
         return Range(self.flops / self.seconds.fast / self.limit, self.flops / self.seconds.slow / self.limit)
 
-    def as_measured(self, tokens_per_second: float) -> Duration:
+    def as_measured(self, tokens_per_second: float) -> "Duration":
         """Return a copy whose seconds per step follow from a measured speed."""
         seconds = self.tokens / tokens_per_second
         return replace(self, seconds=Range(seconds, seconds), measured=tokens_per_second)

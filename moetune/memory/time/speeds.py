@@ -5,8 +5,6 @@ of a limit was reached, or how long a launch took. How far a further call may be
 point is left out in turn, and the range of all is widened by what the one that was left out lay outside of the others.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import suppress
@@ -79,7 +77,7 @@ class Speeds:
     points: tuple[Point, ...]
 
     @classmethod
-    def here(cls, device: torch.device, points: tuple[Point, ...] = ()) -> Speeds:
+    def here(cls, device: torch.device, points: tuple[Point, ...] = ()) -> "Speeds":
         """Return points that are measured on a GPU of this machine now."""
         major, minor = torch.cuda.get_device_capability(device)
         card = f"{torch.cuda.get_device_name(device)}, {major}.{minor}"

@@ -5,8 +5,6 @@ counts as half. Bytes are those of the inputs and outputs, each read or written 
 that looks up rows reads only these rows. A launch is one kernel or one cuBLAS call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -66,10 +64,10 @@ class Work:
     copies: float = 0
     copied: float = 0
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)))
 
-    def __mul__(self, times: float) -> Work:
+    def __mul__(self, times: float) -> "Work":
         return Work(*(times * number for number in self.numbers()))
 
     def numbers(self) -> tuple[float, ...]:

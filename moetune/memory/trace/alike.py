@@ -7,8 +7,6 @@ neighbours of its own kind on both sides and stands for all repetitions that are
 part of the log.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256

@@ -4,8 +4,6 @@ Quantization of one matrix is traced on fake tensors. How much of a checkpoint i
 checkpoints of the model type store experts (`expert_layout`).
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

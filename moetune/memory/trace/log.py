@@ -1,7 +1,5 @@
 """Record types of a trace: the log of storages allocated and freed, phases, layer boundaries and messages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

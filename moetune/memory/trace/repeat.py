@@ -18,8 +18,6 @@ Device copies of host tensors are fetched one layer ahead and freed one layer la
 equal size, the oldest is freed first.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -177,7 +175,7 @@ class Events:
     _columns: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, log: Log, short: Shortened | None = None) -> Events:
+    def of(cls, log: Log, short: Shortened | None = None) -> "Events":
         """Expand a log into the events of the whole model. `short` has the decoder layers that ran and the groups that
         stand for others; None if all layers ran, and then the events are the entries of the log."""
         units = () if short is None else short.units

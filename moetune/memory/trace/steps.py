@@ -1,7 +1,5 @@
 """`Steps`: run training steps under a tracker, on fake or real tensors, and make the batches for them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -4,8 +4,6 @@ The model comes from the same `build` as in training, and step and optimizer are
 of tokens that each expert receives is assumed (`routing`), because shapes depend on it and fake tensors have no values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`Trace`: results read from a log of storages: peak, bytes by part, timeline, input of the allocator simulation."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -60,7 +58,7 @@ class Trace:
         short: Shortened | None = None,
         left_out: int = 0,
         last_step: bool = False,
-    ) -> Trace:
+    ) -> "Trace":
         """Build the trace of the whole model from a tracker's log.
 
         Args:

@@ -1,7 +1,5 @@
 """`Watched`: registers a model's tensors, layer boundaries and expert groups with a tracker; labels for reports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -3,8 +3,6 @@
 Every figure in the file names its source (docs/reference/gpus.md).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace

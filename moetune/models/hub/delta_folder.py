@@ -7,8 +7,6 @@ Tensors have the names and shapes of the base checkpoint, the one that training 
 experts of a layer, the delta may contain only the rows of some experts, whose ids `slices` lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ dequantized when they are read, with the results of transformers, compressed-ten
 of activations and of the key-value cache are left out, because activations are computed unquantized.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from abc import ABC, abstractmethod

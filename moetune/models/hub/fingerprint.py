@@ -3,8 +3,6 @@
 Two checkpoints with equal fingerprints have the same weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading
@@ -39,7 +37,7 @@ class Fingerprint:
         """The digest of the checkpoint: SHA-256 of the lines `<file name> <digest>`, sorted by name."""
         return hashlib.sha256("".join(f"{n} {d}\n" for n, d in sorted(self.files.items())).encode()).hexdigest()
 
-    def difference(self, other: Fingerprint) -> str | None:
+    def difference(self, other: "Fingerprint") -> str | None:
         """Return in one line how `other` differs from this fingerprint; None if both are of the same weights."""
         if (of_tensors := self.difference_of_tensors(other.tensors)) is not None:
             return of_tensors
@@ -67,7 +65,7 @@ class Fingerprint:
 
     @model_validator(mode="wrap")
     @classmethod
-    def _check_content(cls, raw: Any, read: Callable[[Any], Fingerprint]) -> Fingerprint:
+    def _check_content(cls, raw: Any, read: "Callable[[Any], Fingerprint]") -> "Fingerprint":
         """Validate JSON that `to_json` wrote; raise `ValueError` if `content` is not the digest of `files`."""
         made = read(raw)
         if made.content != raw.get("content"):

@@ -6,8 +6,6 @@ transformers reads is supported. Values are written back under the checkpoint's 
 expert at a time.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +68,7 @@ class KeyMapping:
         return len(self.every_key()) == 1 and all(isinstance(operation, Transpose) for operation in operations)
 
     @cached_property
-    def experts(self) -> dict[int, KeyMapping]:
+    def experts(self) -> "dict[int, KeyMapping]":
         """Expert id -> mapping of this expert's share [1, ...] of the parameter; only if `has_experts_apart`."""
         found: dict[int, dict[str, list[str]]] = {}
         for pattern, keys in self.keys.items():
@@ -83,7 +81,7 @@ class KeyMapping:
         """Whether the checkpoint has tensors for every pattern of the conversion."""
         return len(self.keys) == (1 if self.conversion is None else len(self.conversion.source_patterns))
 
-    def of_expert(self, expert: int) -> KeyMapping:
+    def of_expert(self, expert: int) -> "KeyMapping":
         """Return the mapping of one expert's share [1, ...] of the parameter; `self` unless `has_experts_apart`.
 
         Raises `UserError` if the checkpoint does not have all tensors of this expert.

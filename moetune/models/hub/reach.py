@@ -1,7 +1,5 @@
 """Check, within three seconds, whether the Hugging Face hub can be reached; its clients retry for most of a minute."""
 
-from __future__ import annotations
-
 import socket
 from contextlib import suppress
 from threading import Thread

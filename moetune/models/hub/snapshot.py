@@ -1,7 +1,5 @@
 """Download of a model from the hub, its folder in the local cache, and the small files that belong to a checkpoint."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

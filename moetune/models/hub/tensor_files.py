@@ -4,8 +4,6 @@ Files are read and written with plain I/O, not memory-mapped, so only the reques
 file is executed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct
@@ -114,7 +112,7 @@ class Stored:
         for start in range(0, self.num_rows, step):
             yield start, min(start + step, self.num_rows)
 
-    def within(self, folder: Path) -> Stored:
+    def within(self, folder: Path) -> "Stored":
         """Return the same tensor in a copy of its file, with the same name, in another folder."""
         return replace(self, file=folder / self.file.name)
 

@@ -1,7 +1,5 @@
 """Render chats as text with the tokenizer's chat template, and find the characters that the assistant wrote."""
 
-from __future__ import annotations
-
 import re
 import resource
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The files are unnamed, so the operating system removes them when the process ends, even if it is killed.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import secrets
@@ -46,7 +44,7 @@ class Document:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def segment(self, start: int, stop: int) -> Document:
+    def segment(self, start: int, stop: int) -> "Document":
         """Return the tokens from `start` to `stop` as a document of its own, whose first token has no loss.
 
         The ids are a view, the labels a copy.
@@ -55,7 +53,7 @@ class Document:
         labels[0] = IGNORED
         return Document(self.ids[start:stop], labels, self.divisible)
 
-    def shortened(self, longest: int) -> tuple[Document, bool]:
+    def shortened(self, longest: int) -> "tuple[Document, bool]":
         """Cut the document to at most `longest` tokens, after the last stretch of trained tokens that fits completely.
 
         Returns (document, whether a stretch fits); if none does, the document has the first `longest` tokens.

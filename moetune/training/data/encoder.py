@@ -8,8 +8,6 @@
 A label has the same position as its token; the loss shifts the labels by one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any, Literal

@@ -4,8 +4,6 @@ Alpaca    {"instruction": .., "input": .., "output": ..}           in some files
 ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  in some files also "system" and "tools"
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

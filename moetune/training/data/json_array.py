@@ -1,7 +1,5 @@
 """Parse a JSON array from a file one value at a time, so that the file may be larger than memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Load the data of a run: read, check and tokenize what the `data:` section names, and lay it out in sequences."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -17,11 +15,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from moetune.config.schema import DataConfig, TrainConfig, data_sets
+from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
 from moetune.errors import UserError, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
-from moetune.models.source import find_model_source
+from moetune.models.source import ModelSource, find_model_source
 from moetune.training.data.chat_template import Marking
 from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
@@ -118,6 +116,21 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
     rows, counts = _laid(training, documents, length, padding)
     held_rows, held_counts = _laid(held_out, documents, length, padding) if data.evaluates else (None, None)
     return Datasets(rows, held_rows, counts, held_counts)
+
+
+def data_of(
+    config: RunConfig, source: ModelSource, settings: PretrainedConfig
+) -> tuple[Datasets, PreTrainedTokenizerBase]:
+    """Return the data of a run, tokenized for a model with these settings, and the tokenizer of `source`.
+
+    Raises:
+        UserError: as by `tokenizer_of`, `load_data` and `refuse_unknown_tokens`.
+    """
+    assert config.data is not None
+    tokenizer = tokenizer_of(source.name, source.folder)
+    data = load_data(config.data, tokenizer, config.train)
+    refuse_unknown_tokens(settings, config.model.path, pad_token_id(tokenizer), data.train, data.eval)
+    return data, tokenizer
 
 
 def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:

@@ -5,8 +5,6 @@ preceding segment, as context without a loss. So every token except a document's
 each segment has at least two tokens: one token of context and one token to predict.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 from array import array

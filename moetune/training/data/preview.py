@@ -1,7 +1,5 @@
 """Preview of a run's data: the first documents token by token, statistics, and the steps of an epoch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -14,14 +12,7 @@ from moetune.errors import UserError, counted
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
 from moetune.training.data.chat_template import MARKINGS
-from moetune.training.data.load import (
-    DataCounts,
-    Datasets,
-    load_data,
-    pad_token_id,
-    refuse_unknown_tokens,
-    tokenizer_of,
-)
+from moetune.training.data.load import DataCounts, Datasets, data_of
 from moetune.training.step.loss import IGNORED
 
 BINS = 12
@@ -73,9 +64,7 @@ def preview(config: RunConfig, records: int = 3) -> Preview:
     if config.data is None:
         raise UserError("moetune data needs data: in the run file")
     source = find_model_source(config.model.path)
-    tokenizer = tokenizer_of(source.name, source.folder)
-    data = load_data(config.data, tokenizer, config.train)
-    refuse_unknown_tokens(source.config, config.model.path, pad_token_id(tokenizer), data.train, data.eval)
+    data, tokenizer = data_of(config, source, source.config)
     return Preview(
         name=source.name,
         sequence_length=config.train.sequence_length,

@@ -1,7 +1,5 @@
 """Tokenize all records of a source into documents, and summarize the records that cannot be used."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

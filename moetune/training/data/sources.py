@@ -10,8 +10,6 @@ unicode-names[:split]           a data set of the catalog, as JSONL inside the p
 org/name[[:config]:split]       a data set on the Hugging Face Hub
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable, Iterator

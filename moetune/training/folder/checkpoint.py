@@ -10,8 +10,6 @@ parameter. Low-rank factors of several experts are stacked in one parameter and 
 of the stack and the expert's index: `….lora.down_A.5`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """The manifest of a checkpoint: size and SHA-256 of each of its files, written last and checked to find damage."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from typing_extensions import TypedDict

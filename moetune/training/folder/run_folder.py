@@ -10,8 +10,6 @@ A checkpoint gets its final name when it is complete, and its manifest has the S
 whether run.yaml, inputs.json and metrics.jsonl in the run folder are damaged.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ neither replaced nor deleted. A file or checkpoint is written under a temporary 
 resume `metrics.jsonl` is replaced by the copy in the checkpoint, because later steps run again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The state of a run in a checkpoint, apart from its tensors: step, tokens, expert load, random generators."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -11,8 +11,6 @@ All three compute in float32 and round the result to the dtype of the weights on
 of a matrix at a time.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -4,8 +4,6 @@ float16 rounds magnitudes up to 2^-25 ≈ 3e-8 to zero. Method: "Mixed Precision
 3.2); initial factor and interval as in `torch.amp.GradScaler`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ parameter are copied back while the host updates the next parameter. A step of a
 sends a·b·n bytes to the host and b·n bytes back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any

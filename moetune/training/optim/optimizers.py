@@ -1,7 +1,5 @@
 """Make the optimizers of a run: one for each group of parameters with equal settings, combined into one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Sizes in bytes of optimizer states and of saved parameters, computed from shapes."""
 
-from __future__ import annotations
-
 import math
 
 from moetune.config.schema import OptimizerConfig

@@ -1,7 +1,5 @@
 """The learning rate schedule: warmup, then constant, linear or cosine."""
 
-from __future__ import annotations
-
 import math
 
 from moetune.config.schema import TrainConfig

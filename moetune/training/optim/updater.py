@@ -11,8 +11,6 @@ below 2^-9 of it. `optimizer.master_weights` chooses what the optimizer updates:
 For float32 weights all three are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 

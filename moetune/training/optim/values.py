@@ -3,8 +3,6 @@
 A prediction runs the same step on fake tensors, which have no values. So the step reads numbers only by `as_float`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

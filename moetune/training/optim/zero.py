@@ -1,7 +1,5 @@
 """Updates by DeepSpeed's ZeRO (parallel/deepspeed.py), which shards gradients, states and weights over ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

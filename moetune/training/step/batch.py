@@ -1,7 +1,5 @@
 """Collation of rows of tokens into batches, and random rows to trace or measure a step."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

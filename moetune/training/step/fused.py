@@ -6,8 +6,6 @@ call the post-accumulate-gradient hook themselves, for one matrix at a time, so 
 are not in memory together.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping

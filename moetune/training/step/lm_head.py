@@ -7,8 +7,6 @@ states, so no architecture needs code of its own.
 Shapes: B sequences of S tokens, H hidden size, V vocabulary size, n tokens of a chunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol

@@ -16,8 +16,6 @@ the data.
 Shapes: N tokens of a batch, n tokens of a chunk, b tokens of a block; H hidden size, V vocabulary size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +49,7 @@ class Chunks:
     block: int
 
     @classmethod
-    def of(cls, memory: int | None, head: LMHeadSizes, tokens: int) -> Chunks:
+    def of(cls, memory: int | None, head: LMHeadSizes, tokens: int) -> "Chunks":
         """Return the largest chunks whose logits fit in `memory` bytes (None: all tokens in one chunk)."""
         size = chunk_tokens(memory, head.vocabulary, head.width, head.row_bytes, tokens)
         return cls(tokens, size, size if head.width == 4 else min(size, block_tokens(memory, head.vocabulary)))

@@ -1,7 +1,5 @@
 """A micro-step: forward and backward pass of one micro-batch, with token loss and router losses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Observers that a `Stepper` notifies of backward passes and of gradients that no autograd hook sees."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ b_e is added to the score of expert e when the top-k experts are chosen, and not
 a rate of 0.001).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

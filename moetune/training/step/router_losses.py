@@ -12,8 +12,6 @@ the same effect here. With `per_layer` it is mean_l(E · Σ_e f_e · P_e), which
 for every architecture whose routers return their logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ A gradient that is not finite never updates a weight. A plain step, and a fused 
 at all; a fused step without a norm has already updated the parameters that the backward pass reached before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

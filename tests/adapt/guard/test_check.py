@@ -1,7 +1,5 @@
 """A run without the kernels that do not work on its machine, on one rank or on several."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The comparison of a run's kernels: what children find becomes a verdict, however they end."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Verdicts are read back whole or not at all, under all that they depend on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+import moetune
+from moetune.adapt.guard import exercise
 from moetune.adapt.guard.exercise import samples
-from moetune.adapt.guard.verdicts import Key, Verdict, failed_at_any_sizes, keep, kept
+from moetune.adapt.guard.verdicts import KERNELS, Key, Verdict, failed_at_any_sizes, keep, kept
+from moetune.adapt.layers import low_rank
+from moetune.experts import mlp
+from moetune.experts.kernels import triton_rotary
+from moetune.files import source_digest
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +26,13 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def key_of(**changes: Any) -> Key:
     key = Key("a card, 9.0", "driver", {"torch": "2.12"}, "digest", samples(torch.bfloat16))
     return replace(key, **changes)
+
+
+def test_a_key_has_the_source_of_all_that_an_exercise_runs() -> None:
+    root = Path(str(moetune.__file__)).parent
+    sources = {path for pattern in KERNELS for path in root.glob(pattern)}
+    assert {Path(str(module.__file__)) for module in (low_rank, mlp, exercise, triton_rotary)} <= sources
+    assert source_digest(*KERNELS) != source_digest(*KERNELS[1:])
 
 
 def test_a_verdict_is_kept_under_all_it_depends_on() -> None:

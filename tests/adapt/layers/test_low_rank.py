@@ -1,8 +1,6 @@
 """A linear layer with low-rank factors, as one operation, beside autograd through W·x + b + s·B·(A·x). Relative
 tolerance 1e-5 in float32; a packed weight is compared with what it unpacks to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Fused RMS norms: whose they replace, and what they compute."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

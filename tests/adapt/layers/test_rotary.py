@@ -1,7 +1,5 @@
 """Rotation and norms of heads by one kernel: which attention layers run it, and that models stay what they are."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

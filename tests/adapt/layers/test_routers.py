@@ -1,7 +1,5 @@
 """Routers by one kernel: whose they replace, and that models stay what they are."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

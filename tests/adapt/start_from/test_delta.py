@@ -1,7 +1,5 @@
 """A delta read back: what trains has the values that were exported, whatever the layout of the checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters of stock PEFT load into an adapted model; what does not fit is named and changes nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`adapt.start_from`: training begins where an adapter or a delta ended; what does not fit is named before it does."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

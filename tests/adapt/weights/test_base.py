@@ -1,7 +1,5 @@
 """`base.json`: which base a run was trained on. Another one is named, on resume and by every export."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A checkpoint is quantized as it is read: the same bytes as quantizing the whole model, whatever its layout."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

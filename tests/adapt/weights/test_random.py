@@ -1,7 +1,5 @@
 """Random weights: every tensor is drawn, as the model's authors draw it, and nothing drawn is drawn twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

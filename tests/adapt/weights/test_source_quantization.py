@@ -1,7 +1,5 @@
 """Checkpoints that are published quantized: kept as they are, to the bit, or packed as what they stand for."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

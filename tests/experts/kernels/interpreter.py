@@ -1,7 +1,5 @@
 """Modules of Triton kernels under Triton's interpreter, on the CPU."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import ModuleType

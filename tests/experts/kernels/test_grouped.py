@@ -1,7 +1,5 @@
 """Whose kernel multiplies the groups of experts on which card."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

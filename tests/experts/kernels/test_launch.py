@@ -1,7 +1,5 @@
 """The launcher of Triton kernels: errors of the first launch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rotated heads: torch's operations are transformers', and Triton's interpreter gives what they give."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

@@ -1,7 +1,5 @@
 """Choice and sorting: gradients are autograd's, and Triton's interpreter gives what torch's operations give."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import pytest

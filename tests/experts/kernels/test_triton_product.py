@@ -1,8 +1,6 @@
 """Grouped products in Triton's interpreter give what a loop over the experts gives, in float32 to 1e-5, and each tile
 compiles for the cards that moetune is for. Not measured on a GPU."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from types import ModuleType
 

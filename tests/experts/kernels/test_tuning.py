@@ -1,7 +1,5 @@
 """A kernel's tile is measured once for a card and its shapes, and kept on disk; without a clock it is the first."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The delta: the checkpoint's own names, nothing that did not train, and no other base without being told."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

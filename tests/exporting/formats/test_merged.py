@@ -1,7 +1,5 @@
 """The merged checkpoint: stock transformers computes what was trained, and what did not train is what it was."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Stock PEFT with an exported adapter on the plain model computes what was trained, and the adapter comes back."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A merged checkpoint in a published format: what was not trained keeps its bytes, and what survives is said."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ What is expected is made without this project: the trained values are put into t
 it. The merged checkpoint must have the same tensors, bit for bit, although the base was packed in between.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

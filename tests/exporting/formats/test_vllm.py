@@ -1,7 +1,5 @@
 """The adapter that vLLM reads: its keys and shapes, and that they multiply out to what was trained."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

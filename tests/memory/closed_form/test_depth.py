@@ -1,7 +1,5 @@
 """One record serves runs that differ in how many layers are alike: to the byte what their own records say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

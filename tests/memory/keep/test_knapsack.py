@@ -1,7 +1,5 @@
 """The choice saves as much as the best of all choices, found by trying each."""
 
-from __future__ import annotations
-
 from itertools import product
 from random import Random
 

@@ -1,7 +1,5 @@
 """What layers keep for backward takes what memory is left, saves most, and never makes a run not fit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

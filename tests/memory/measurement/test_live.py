@@ -1,7 +1,5 @@
 """Who else is on a card, as nvidia-smi lists it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

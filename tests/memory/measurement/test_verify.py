@@ -1,7 +1,5 @@
 """What was predicted is compared with the routing that happened, so that a right prediction holds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

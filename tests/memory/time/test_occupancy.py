@@ -1,7 +1,5 @@
 """What multiprocessors without a tile could compute, by the arithmetic of tiles."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, randn

@@ -1,7 +1,5 @@
 """How long a step takes: arithmetic of the roofline, and runs that others have published."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

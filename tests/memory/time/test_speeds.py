@@ -1,7 +1,5 @@
 """A synthetic card, whose speeds are known, is measured: estimates on it hold, and range less than twofold."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

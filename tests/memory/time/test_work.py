@@ -1,7 +1,5 @@
 """What single operations do, against formulas; what a step does, against the arithmetic of its model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

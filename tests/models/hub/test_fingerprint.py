@@ -1,7 +1,5 @@
 """Which checkpoint exactly: any changed byte, name, shape or dtype is another one, and the difference is named."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every tensor of a checkpoint has its place in the model, and what goes back to it is what came from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

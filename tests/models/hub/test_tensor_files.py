@@ -1,7 +1,5 @@
 """Safetensors files, row by row: what safetensors itself reads and writes, and nothing of a broken one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What trains and its optimizer come back from disk exactly, whatever optimizer it is, and the run goes on."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

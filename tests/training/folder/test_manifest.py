@@ -1,7 +1,5 @@
 """A checkpoint's manifest: damage of any kind is named."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

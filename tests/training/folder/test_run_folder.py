@@ -1,7 +1,5 @@
 """Reading a run folder: metrics, the newest checkpoint, and what is damaged."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writing a run folder: what a run may start in, what it deletes, what it refuses to resume."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

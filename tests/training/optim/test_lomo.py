@@ -1,7 +1,5 @@
 """LOMO and AdaLomo against their formulas and against the authors' package."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

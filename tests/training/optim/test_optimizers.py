@@ -1,7 +1,5 @@
 """Which parameters an optimizer holds, with which decay, and what its update is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

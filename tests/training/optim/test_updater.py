@@ -1,7 +1,5 @@
 """Weights of 16 bits: small updates that are lost, kept in a float32 copy, or kept on average."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows that are made up become the batches that data become."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The loss by chunks, against torch's cross-entropy of all logits at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

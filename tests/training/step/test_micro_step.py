@@ -1,7 +1,5 @@
 """The training step: one micro-batch of four is four of one, whatever the lengths; losses count tokens, not batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Correction biases: updated by the load that is logged, saved, resumed and exported with their routers; or left."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every optimizer, fused into backward or not, in every precision, against the plain float32 step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
