@@ -82,10 +82,8 @@ def banks_of(run: ResolvedRun, ep: int = 0) -> dict[int, Bank]:
     placed, chosen, banks = run.placed_at(ep), run.selection, dict[int, Bank]()
     for layer in run.structure.moe_layers:
         held = placed.held(layer.index, layer.shape.num_experts)
-        trained, lora = (
-            tuple(expert for expert in held if expert in set(of_layers.get(layer.index, ())))
-            for of_layers in (chosen.experts, chosen.lora_experts)
-        )
+        of_layer = (set(chosen.experts.get(layer.index, ())), set(chosen.lora_experts.get(layer.index, ())))
+        trained, lora = (tuple(expert for expert in held if expert in ids) for ids in of_layer)
         banks[layer.index] = Bank(held, trained, lora, most_together(layer.shape, run.expert_memory, run.dtype))
     return banks
 
