@@ -1,7 +1,5 @@
 """Checkpoints as they are published quantized, made from random bytes: nothing of ours has packed them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

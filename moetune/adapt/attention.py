@@ -30,7 +30,14 @@ from transformers.masking_utils import eager_mask
 
 from moetune.adapt.documents import document_lengths, is_split_by_documents, layers_with_state, split_by_documents
 from moetune.adapt.flash import within_documents
-from moetune.compat.transformers import attention_name, fix_rotary_length, has_flash_interface, has_sinks, set_attention
+from moetune.compat.transformers import (
+    attention_name,
+    fix_rotary_length,
+    has_flash_interface,
+    has_sinks,
+    set_attention,
+    without_packages,
+)
 from moetune.config.schema import RunConfig
 from moetune.models.moe import is_experts
 from moetune.models.stack import decoder_layers, decoder_stack
@@ -61,13 +68,35 @@ def attention_for(
         return VARLEN  # stands for the flash_attn package, which has the same kernels and interface
     if wanted != "sdpa":
         return wanted
-    by_mask = MASKED_SINKS if has_sinks(plain) else "sdpa"
+    by_mask = _by_mask(plain)
     on_cpu = capability is None
     if not config.packs or (on_cpu and by_mask == "sdpa" and not layers_with_state(plain)):
         return by_mask
     if not takes_cu_seqlens(plain, capability):
         return by_mask
     return VARLEN_CPU if on_cpu else VARLEN
+
+
+def give_way_to_masks(model: PreTrainedModel) -> None:
+    """Make a model with variable-length attention change to attention by a mask, for good, as soon as a pass needs one:
+    with keys of earlier tokens (text generation), or with rows that are padded on their left.
+
+    Rows that are padded on the right need no mask: no token attends to what follows it.
+    """
+    if attention_name(model) in (VARLEN, VARLEN_CPU):
+        hook = partial(_give_way, by_mask=_by_mask(model))
+        decoder_stack(model).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _give_way(stack: Any, _: Any, given: dict[str, Any], *, by_mask: str) -> None:
+    mask = given.get("attention_mask")
+    is_padded = isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 0] == 0).any())
+    if is_padded or given.get("use_cache") or given.get("past_key_values") is not None:
+        set_attention(stack.config, by_mask)
+
+
+def _by_mask(model: PreTrainedModel) -> str:
+    return MASKED_SINKS if has_sinks(model) else "sdpa"
 
 
 _IN_WORDS = {
@@ -151,7 +180,7 @@ def _largest_head(plain: PreTrainedModel) -> int:
         layer.register_forward_hook(lambda layer, args, output: ran.append(layer))
     ids = torch.zeros(1, _ROW, dtype=torch.long, device="meta")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_packages(model):
             decoder_stack(model)(
                 input_ids=ids,
                 attention_mask=torch.ones(1, _ROW, dtype=torch.long),  # not on meta: read where a layer has a state

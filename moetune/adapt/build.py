@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, set_seed
 from transformers.integrations.neftune import activate_neftune
 
-from moetune.adapt.attention import Capability, attention_for
+from moetune.adapt.attention import Capability, attention_for, give_way_to_masks
 from moetune.adapt.checkpointing import checkpoint_layers
 from moetune.adapt.documents import split_by_documents
 from moetune.adapt.guard import checked
@@ -164,6 +164,7 @@ def build(
     model.to(device)  # type: ignore[arg-type]  # its signature is that of the function it wraps
     if config.packs:
         split_by_documents(model)
+    give_way_to_masks(model)
     fuse_norms(model)
     fuse_rotary(model)
     fuse_routers(model)

@@ -46,7 +46,7 @@ _debug = False  # whether the last command had --debug
 _INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 _OF_MEMORY: dict[type, tuple[str, ...]] = {
     RuntimeError: ("DefaultCPUAllocator",),  # the message of torch's CPU allocator
-    ImportError: ("failed to map segment",),  # a shared library for which no memory is left
+    **dict.fromkeys((ImportError, OSError), ("failed to map segment",)),  # a library for which no memory is left
 }
 _LACKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 

@@ -187,6 +187,12 @@ Routed = Annotated[
     ),
 ]
 Tokens = Annotated[int | None, number("Tokens to train on: also estimate the hours.", most=2**60)]
+Trainer = Annotated[
+    str | None, choice("sft|dpo|kto|orpo|grpo", "Predict for a trainer of TRL instead of moetune's own.")
+]
+TrlSettings = Annotated[
+    list[str] | None, option("KEY=VALUE", "With --trainer: an argument of its configuration; repeatable.", "--trl")
+]
 Scored = Annotated[int, number("Tokens to read from each data set.")]
 KeepQuantized = Annotated[
     str | None, choice("nf4|int8|fp8|nvfp4|mxfp4", "Quantize a model. A run is loaded as in training.", "--base")
@@ -296,3 +302,21 @@ def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool =
             show(one, terminal(), verbose=verbose)
     if fails:
         raise typer.Exit(1)
+
+
+def trl_settings(trainer: str | None, settings: Sequence[str] | None) -> dict[str, Any]:
+    """Return the arguments in `KEY=VALUE` strings for a trainer of TRL, with values as in YAML.
+
+    Raises `UserError` for any other string, and for arguments without a trainer.
+    """
+    from moetune.config.load import parse
+
+    if settings and trainer is None:
+        raise UserError("--trl is an argument of a trainer of TRL; add --trainer, such as --trainer dpo")
+    found = {}
+    for setting in settings or ():
+        key, separator, value = setting.partition("=")
+        if not separator or not key:
+            raise UserError(f"--trl {shown(setting)}: give KEY=VALUE, such as beta=0.1")
+        found[key] = parse(value, f"--trl {shown(setting)}: the value {shown(value)}")
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,8 @@ from moetune.cli.options import (
     Routed,
     Tight,
     Tokens,
+    Trainer,
+    TrlSettings,
     answer,
     argument,
     at_hand,
@@ -27,6 +30,7 @@ from moetune.cli.options import (
     option,
     read_run,
     refuse_set,
+    trl_settings,
 )
 from moetune.errors import UserError, one_line, shown
 from moetune.report.console import note, terminal
@@ -57,6 +61,8 @@ def plan(
     html: Page = None,
     figure: Picture = None,
     routing: Routed = None,
+    trainer: Trainer = None,
+    trl: TrlSettings = None,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -71,6 +77,9 @@ def plan(
             if is_file
             else f"--solve changes a run file, and {what!r} is none"
         )
+    arguments = trl_settings(trainer, trl)
+    if trainer is not None and (tokens is not None or solve == "train.eval_micro_batch"):
+        raise UserError("--trainer predicts memory of training only; leave --tokens and train.eval_micro_batch out")
     progress: Any = terminal(stderr=True)
     if solve is not None:
         if html or figure or write or tokens:
@@ -79,12 +88,14 @@ def plan(
             from moetune.memory.assumed_routing import parse_routing
             from moetune.planning.predictor import Predictor
             from moetune.planning.solve import solve as solve_for
+            from moetune.training.trl import InTrl
 
         config = read_run(what, set_)
+        of = None if trainer is None else InTrl(trainer, json.dumps(arguments))  # type: ignore[arg-type]
         with progress.status(Text(f"looking for the largest {solve}")):
             here = None if solve == "hardware.gpu" else at_hand(gpu, config.hardware.gpu, config.hardware.count)
             card = here.gpu if here else gpu
-            solved = solve_for(config, solve, Predictor(card, parse_routing(routing)), tight=tight)
+            solved = solve_for(config, solve, Predictor(card, parse_routing(routing), trainer=of), tight=tight)
         answer(json_, solved.to_json(), _solved(solved), fails=solved.report is None)
         return
 
@@ -108,6 +119,7 @@ def plan(
         from moetune.planning.tables import briefly, plan_view
         from moetune.report.page import write_page
         from moetune.training.data.sources import looks_like_a_file, open_sources
+        from moetune.training.trl import InTrl
 
     here = at_hand(gpu, count=count)
     card = gpu if here is None else here.gpu
@@ -132,6 +144,7 @@ def plan(
             tokens=tokens,
             tight=tight,
             routing=parse_routing(routing),
+            trainer=None if trainer is None else InTrl(trainer, json.dumps(arguments)),  # type: ignore[arg-type]
             processes=min(4, torch.get_num_threads()),
             show=lambda now: searching.show(now.searched, now.all, now.now, (now.best and briefly(now.best)) or ""),
         )

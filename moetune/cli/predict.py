@@ -1,6 +1,5 @@
 """The command `moetune predict`: print the memory that a run will need, without running it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -13,6 +12,8 @@ from moetune.cli.options import (
     Picture,
     Routed,
     Tokens,
+    Trainer,
+    TrlSettings,
     answer,
     argument,
     at_hand,
@@ -20,9 +21,10 @@ from moetune.cli.options import (
     heavy_imports,
     number,
     option,
+    trl_settings,
     within_memory,
 )
-from moetune.errors import UserError, shown
+from moetune.errors import UserError
 from moetune.report.console import note
 
 
@@ -45,12 +47,8 @@ def predict(
     measured: Annotated[
         str | None, option("RUN", "Estimate time by the tokens/s of a similar run: its folder or metrics.jsonl.")
     ] = None,
-    trainer: Annotated[
-        str | None, choice("sft|dpo|kto|orpo", "Predict for a trainer of TRL instead of moetune's own.")
-    ] = None,
-    trl: Annotated[
-        list[str] | None, option("KEY=VALUE", "With --trainer: an argument of its configuration; repeatable.", "--trl")
-    ] = None,
+    trainer: Trainer = None,
+    trl: TrlSettings = None,
     html: Page = None,
     figure: Picture = None,
     set_: Overrides = None,
@@ -64,9 +62,7 @@ def predict(
     from moetune.planning.from_options import as_yaml, config_of
 
     config, stands_for = config_of(run, set_ or (), router=router, experts=experts, lora=lora, gpu=gpu)
-    config, arguments = within_memory(config), _arguments(trl or ())
-    if trl and trainer is None:
-        raise UserError("--trl is an argument of a trainer of TRL; add --trainer, such as --trainer dpo")
+    config, arguments = within_memory(config), trl_settings(trainer, trl)
     if trainer is not None and (method == "formula" or measured is not None or tokens is not None):
         raise UserError("--trainer predicts memory, by a trace; leave --method formula, --measured and --tokens out")
     speed = None if measured is None else speed_of(measured)
@@ -111,16 +107,3 @@ def predict(
     hours = None if report.time is None or tokens is None else report.time.hours(tokens).to_json()
     found = {**report.to_json(), "hours": hours, "run": config.model_dump(mode="json")}
     answer(json_, found, *shown, view, verbose=verbose, fails=report.fits is False)
-
-
-def _arguments(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments in `KEY=VALUE` strings, with values as in YAML; raise `UserError` for any other string."""
-    from moetune.config.load import parse
-
-    found = {}
-    for setting in settings:
-        key, separator, value = setting.partition("=")
-        if not separator or not key:
-            raise UserError(f"--trl {shown(setting)}: give KEY=VALUE, such as beta=0.1")
-        found[key] = parse(value, f"--trl {shown(setting)}: the value {shown(value)}")
-    return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import torch
@@ -20,8 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallba
 
 Computing = Literal["step", "backward", "optimizer"]
 """What a trainer computes: a micro-step, its backward pass within it, an update."""
-Batches = list[tuple[list[dict[str, Tensor]], Any]]
-"""For each step its micro-batches, and the number of tokens in the loss, if the trainer counts them."""
+Batches = list[tuple[list[Any], Any]]
+"""For each step its micro-batches, and the number of tokens in the loss, if the trainer counts them. A micro-batch is a
+dictionary of tensors; GRPO's are the prompts of all completions that are generated at once."""
 
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 _NONZERO = torch.ops.aten.nonzero.default
@@ -91,23 +93,48 @@ class Answers(TorchDispatchMode):
     """Dispatch mode in which TRL's code gets answers about values that fake tensors lack, so that it can be traced.
 
     A number read from a fake tensor is 1, a truth value False; a mask selects everything; every value is unlike zero.
+
+    Args:
+        scored: tokens at the end of each row that a mask [rows, tokens] selects; None for all.
     """
+
+    def __init__(self, scored: int | None = None) -> None:
+        super().__init__()
+        self.scored = scored
+
+    def selected(self, mask: Tensor) -> int:
+        """Return how many elements a mask selects."""
+        return mask.numel() if self.scored is None or mask.dim() < 2 else mask[:, -self.scored :].numel()
 
     def lacks_values(self, tensor: Tensor) -> bool:
         """Return whether a tensor has no values to read."""
         return isinstance(tensor, FakeTensor)
+
+    def __enter__(self) -> Answers:
+        self._lists = patch.object(FakeTensor, "tolist", _ones)  # FakeTensor's own reads number by number
+        self._lists.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._lists.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and self.lacks_values(args[0]):
             dtype = args[0].dtype
             return False if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is _NONZERO and self.lacks_values(args[0]):
-            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.long)
+            return args[0].new_empty((self.selected(args[0]), args[0].dim()), dtype=torch.long)
         if func is _INDEX and self.lacks_values(args[0]) and _is_mask(args[1]):
             values, mask = args[0], args[1][0]
-            found = mask.new_empty((mask.dim(), mask.numel()), dtype=torch.long)  # where the mask is set
+            found = mask.new_empty((mask.dim(), self.selected(mask)), dtype=torch.long)  # where the mask is set
             return values.new_empty((found.shape[1], *values.shape[mask.dim() :]))
         return func(*args, **(kwargs or {}))
+
+
+def _ones(tensor: Tensor) -> Any:
+    """Return what `tolist` returns for a tensor of ones."""
+    return functools.reduce(lambda inner, size: [inner] * size, reversed(tensor.shape), cast(Any, 1))
 
 
 def _is_mask(indices: Sequence[Tensor | None]) -> bool:
@@ -155,13 +182,13 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows: int) -> Any:
+def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows: int, prompt: int = 1) -> Any:
     """Return a trainer of TRL on rows of made-up words, each row as long as `max_length` cuts it.
 
-    Prompts have one token, so that every other one counts in the loss.
+    Prompts have `prompt` tokens: one, so that every other one counts in the loss, or what GRPO generates after.
 
     Args:
-        kind: `sft`, `dpo`, `kto` or `orpo`.
+        kind: `sft`, `dpo`, `kto`, `orpo` or `grpo`.
         arguments: of the trainer's configuration.
         rows: of the data set; for pairs, pairs.
 
@@ -175,10 +202,12 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
 
     module, name = _TRAINERS[kind]
     trl = import_module(module)
-    length = arguments["max_length"]
-    words = " a" * length
-    data: dict[str, list[Any]] = {"prompt": ["a"] * rows}
-    if kind in ("dpo", "orpo"):
+    words = " a" * arguments.get("max_length", 0)
+    data: dict[str, list[Any]] = {"prompt": ["a" + " a" * (prompt - 1)] * rows}
+    given: dict[str, Any] = {}
+    if kind == "grpo":
+        given["reward_funcs"] = _no_reward
+    elif kind in ("dpo", "orpo"):
         data |= {"chosen": [words] * rows, "rejected": [words] * rows}
     else:
         data["completion"] = [words] * rows
@@ -192,9 +221,14 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
         args=getattr(trl, f"{name}Config")(**arguments),
         train_dataset=Dataset.from_dict(data),
         processing_class=tokenizer,
+        **given,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _no_reward(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
 
 
 _TRAINERS = {
@@ -227,25 +261,39 @@ def run_steps(
     batches: Batches,
     given: Callable[[Tensor], Tensor],
     computing: Callable[[Computing], AbstractContextManager[None]],
+    most: int,
 ) -> None:
     """Run `trainer.train()` on `batches`, which is emptied.
 
     Args:
         given: called with each tensor of a step's batches when the step begins; the trainer gets what it returns.
         computing: context within which the trainer computes a part of a step.
+        most: micro-steps of a step that run; those after them, which are alike, do not.
     """
     step, backward = trainer.training_step, trainer.accelerator.backward
+    generates, done = hasattr(trainer.args, "steps_per_generation"), 0
+    result: Any = None
 
-    def get_batch_samples(*_: Any) -> tuple[list[dict[str, Tensor]], Any]:
+    def get_batch_samples(*_: Any) -> tuple[list[Any], Any]:
+        nonlocal done
+        done = 0
         samples, items = batches.pop(0)
         if getattr(trainer, "precompute_ref_logps", False):
             known = torch.zeros(trainer.args.per_device_train_batch_size)
             samples = [sample | dict.fromkeys(_PRECOMPUTED, known) for sample in samples]
-        return [{name: _given(one, given) for name, one in sample.items()} for sample in samples], _given(items, given)
+        if not generates:
+            samples = [{name: _given(one, given) for name, one in sample.items()} for sample in samples]
+        return samples, _given(items, given)
 
     def training_step(*args: Any, **kwargs: Any) -> Tensor:
-        with computing("step"):
-            return step(*args, **kwargs)
+        nonlocal done, result
+        if done < most:
+            if generates:  # by the number of the micro-step TRL decides whether it generates anew
+                trainer._step = 0 if done == 0 or _generates_beside_gradients(trainer.args) else 1
+            with computing("step"):
+                result = step(*args, **kwargs)
+        done += 1
+        return result
 
     def counted_backward(loss: Tensor, **kwargs: Any) -> None:
         with computing("backward"):
@@ -257,6 +305,31 @@ def run_steps(
     trainer.get_batch_samples, trainer.training_step = get_batch_samples, training_step
     trainer.accelerator.backward = counted_backward
     trainer.train()
+
+
+def _generates_beside_gradients(arguments: Any) -> bool:
+    """Return whether GRPO, by its arguments, generates after the first micro-step of some step."""
+    every = arguments.steps_per_generation * arguments.num_iterations
+    return every % arguments.gradient_accumulation_steps != 0
+
+
+def cache_of(trainer: Any) -> Literal["grows", "static", "none"]:
+    """Return how GRPO's trainer keeps keys and values while it generates.
+
+    Raises:
+        ValueError: it generates outside of the model's own `generate`, or in a way that is not known.
+    """
+    arguments, settings = trainer.args, trainer.generation_config
+    for name in ("use_vllm", "use_transformers_continuous_batching"):
+        if getattr(arguments, name):
+            raise ValueError(f"{name} generates with memory of its own, which is not predicted")
+    if (settings.num_beams or 1) > 1:
+        raise ValueError("generation_kwargs: num_beams above 1 is not predicted")
+    if settings.use_cache is False:
+        return "none"
+    if settings.cache_implementation not in (None, "dynamic", "static"):
+        raise ValueError(f"cache_implementation={settings.cache_implementation!r} is not predicted; static is")
+    return "static" if settings.cache_implementation == "static" else "grows"
 
 
 def _given(value: Any, given: Callable[[Tensor], Tensor]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,6 @@ import datasets
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from moetune.adapt.weights.published import finish_reading
 from moetune.compat.torch import answering_no
@@ -21,15 +19,13 @@ from moetune.inference.generate import has_static_cache, new_tokens, sampling, w
 from moetune.inference.opened import Found
 from moetune.memory.commands.forward import predict_forward
 from moetune.memory.report import MemoryReport
+from moetune.memory.trace.generating import generate_ends
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.batch import collate
 from moetune.training.step.micro_step import held_out_loss
-
-_LAST = 2
-"""Tokens that a trace generates after the prompt, and again at the greatest length: the second is like all others."""
 
 
 def predict_eval(found: Found, lengths: Sequence[int], *, gpu: str | Gpu | None = None) -> MemoryReport:
@@ -88,17 +84,9 @@ def predict_generate(
     )
 
 
-class _Enough(Exception):
-    """Ends a generation whose further tokens would be like those before."""
-
-
 @dataclass(frozen=True)
 class Generating:
-    """The forward passes of `generate`: over the prompts, for a second token, and for the last token.
-
-    A static cache has keys and values of all tokens from the beginning. One that grows is given those of the tokens
-    between, instead of computing them one by one.
-    """
+    """The forward passes of `generate`: over the prompts, for a second token, and for the last tokens."""
 
     prompt: int
     new_tokens: int
@@ -112,54 +100,15 @@ class Generating:
             finish_reading(model, folder)
         model.generation_config = sampling(self.name, model.generation_config)
         tracker.enter("forward")
-        if has_static_cache(model.config):
-            filling = model.register_forward_pre_hook(self._fill_windows, with_kwargs=True)
-            self._go_on(model, self.prompt, self.new_tokens)
-            filling.remove()
-            return
-        cache = DynamicCache(config=model.config)
-        growing: dict[str, Any] = {"past_key_values": cache, "cache_implementation": None}
-        self._go_on(model, self.prompt, _LAST + 1, **growing)
-        if (between := self.new_tokens - _LAST) > 0:
-            tracker.step = 1
-            self._lengthen(cache, self.prompt + between)
-            self._go_on(model, self.prompt + between + 1, _LAST + 1, **growing)
+        is_static = has_static_cache(model.config)
 
-    def _go_on(self, model: Any, length: int, most: int, **more: Any) -> None:
-        """Generate up to `_LAST` of `most` tokens after `length` tokens, of which a cache in `more` may hold all but
-        the last."""
-        left = min(_LAST, self.new_tokens)
+        def generate(ids: Tensor, *, max_new_tokens: int, **more: Any) -> None:
+            more |= {} if is_static else {"cache_implementation": None}
+            written_after(model, ids, torch.ones_like(ids), max_new_tokens, self.temperature, ends=0, pad=0, **more)
 
-        def count(_: Tensor, logits: Tensor) -> Tensor:
-            nonlocal left
-            left -= 1
-            if not left:
-                raise _Enough
-            return logits
-
-        ids = torch.zeros(self.batch, length, dtype=torch.int64, device=model.device)
-        with answering_no(), suppress(_Enough):
-            written_after(model, ids, ids + 1, most, self.temperature, ends=0, pad=0, logits_processor=[count], **more)
-
-    def _fill_windows(self, _: Any, __: Any, given: dict[str, Any]) -> None:
-        """Before a pass for a further token, mark the windows as full that the last token finds full."""
-        for layer in given["past_key_values"].layers:
-            state: Any = layer
-            if getattr(state, "cumulative_length_int", 0) and state.max_cache_len < self.prompt + self.new_tokens - 1:
-                state.cumulative_length_int = max(state.cumulative_length_int, state.max_cache_len)
-
-    def _lengthen(self, cache: DynamicCache, length: int) -> None:
-        """Put keys and values of `length` tokens into the cache, or of as many as a layer's window keeps."""
-        for layer in cache.layers:
-            state: Any = layer
-            if getattr(state, "keys", None) is None:
-                continue
-            kept = length
-            if (window := getattr(state, "sliding_window", None)) is not None:
-                kept, state.cumulative_length = min(length, window - 1), length
-            for name in ("keys", "values"):
-                old: Tensor = getattr(state, name)
-                setattr(state, name, old.new_empty((*old.shape[:-2], kept, old.shape[-1])))
+        ids = torch.zeros(self.batch, self.prompt, dtype=torch.int64, device=model.device)
+        with answering_no():
+            generate_ends(watched, tracker, generate, ids, self.new_tokens, "static" if is_static else "grows")
 
 
 def _run_of(found: Found) -> ResolvedRun:

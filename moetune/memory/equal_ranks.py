@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from moetune.adapt.build import build
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
+from moetune.memory.trace.alike import kinds_of
 from moetune.parallel.coordinates import Coordinates, token_shares
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
@@ -37,12 +38,8 @@ def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
     parallel = run.config.parallel
     if parallel.ranks == 1:
         return [()]
-    adapted = build(run, "meta")
-    rows = {p.shape[0] for p in adapted.model.parameters() if p.dim()}
-    # DeepSpeed shards one flat tensor of all trained parameters, padded to divide evenly
-    is_even = parallel.engine == "deepspeed" or all(size % parallel.fsdp == 0 for size in rows)
+    is_even, selection = divides_evenly(run), run.selection
     shares_evenly = run.config.train.micro_batch * run.config.train.sequence_length % token_shares(parallel) == 0
-    selection = adapted.selection
     kinds: list[Hashable] = []
     for rank in range(parallel.ranks):
         at = Coordinates.of(parallel, rank)
@@ -52,3 +49,13 @@ def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
         shard = () if is_even else (at.fsdp, at.shard)
         kinds.append((trained, lora, shard, at.ep if by_expert else 0, 0 if shares_evenly else at.tp))
     return kinds
+
+
+def divides_evenly(run: ResolvedRun) -> bool:
+    """Return whether every tensor divides evenly among the FSDP ranks."""
+    parallel = run.config.parallel
+    if parallel.fsdp == 1 or parallel.engine == "deepspeed":  # which pads one flat tensor of all trained parameters
+        return True
+    unlike = {kind: layer for layer, kind in enumerate(kinds_of(run, 0))}  # a layer of each kind has all sizes
+    short = run.without_layers(set(range(run.structure.num_layers)) - set(unlike.values()))
+    return all(p.shape[0] % parallel.fsdp == 0 for p in build(short, "meta").model.parameters() if p.dim())

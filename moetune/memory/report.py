@@ -20,9 +20,12 @@ PartName = Literal[
     "transient_peak",
 ]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
-Phase = Literal["load", "reference", "forward", "recompute", "backward", "optimizer", "evaluation"]
+ForwardPhase = Literal["generation", "old_logprobs", "reference", "forward", "evaluation"]
+FORWARD_PHASES: tuple[ForwardPhase, ...] = get_args(ForwardPhase)
+Phase = Literal[ForwardPhase, "load", "recompute", "backward", "optimizer"]
 """Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward, `reference` is a
-forward pass of the model as it was before training, for preferences."""
+forward pass of the model as it was before training, for preferences, `old_logprobs` one of the model that generated,
+over what it generated."""
 Verdict = Literal["yes", "tight", "no"]
 """Whether GPU and host can hold a run: `yes` if the most that it may need fits, `no` if the least does not."""
 

@@ -1,7 +1,5 @@
 """The machine at hand: its GPU and the memory that is free (`card_at_hand`); commands that it cannot hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

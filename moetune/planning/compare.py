@@ -1,7 +1,5 @@
 """`moetune compare`: the predicted memory of several runs on several GPUs, a row for each run on each GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

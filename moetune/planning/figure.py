@@ -1,7 +1,5 @@
 """The chart of a plan: each candidate's GPU memory against its estimated speed or its trainable weights."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from matplotlib.figure import Figure

@@ -1,7 +1,5 @@
 """Write the candidates of a plan as commented run files, which `moetune train` accepts unchanged."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Build a run file from a model's name and options, as in `moetune predict MODEL --lora 16`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,10 +1,9 @@
 """Reports by trace, kept on disk: a plan that is asked for again, or that shares runs with another, need not trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
+from importlib.metadata import version
 
 from pydantic import TypeAdapter
 
@@ -15,14 +14,19 @@ from moetune.memory.report import MemoryReport
 from moetune.memory.time.roofline import duration
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.run.resolve import ResolvedRun
+from moetune.training.trl import InTrl
 
 
 def kept(
-    run: ResolvedRun, gpu: str | Gpu | None, routing: AssumedRouting, trace: Callable[[], MemoryReport]
+    run: ResolvedRun,
+    gpu: str | Gpu | None,
+    routing: AssumedRouting,
+    trace: Callable[[], MemoryReport],
+    trainer: InTrl | None = None,
 ) -> MemoryReport:
     """Return what `trace` returns, the report of a run on a GPU, from disk if it is there; else write it.
 
-    `gpu` is as in `predict`; None for `hardware.gpu`.
+    `gpu` is as in `predict`; None for `hardware.gpu`. `trainer` is the trainer of TRL that the report is of, if any.
     The time of a step is estimated anew from the work that was counted.
     """
     name = gpu or run.config.hardware.gpu or "l40s"
@@ -35,6 +39,7 @@ def kept(
             "gpu": [gpu if isinstance(gpu, str) else None, asdict(card)],
             "routing": asdict(routing),
             "allocator": allocator_here("expandable"),
+            **({} if trainer is None else {"trainer": [trainer.trainer, trainer.arguments, version("trl")]}),
         },
         rank=0,
     )

@@ -1,7 +1,5 @@
 """`moetune plan MODEL`: the largest run of each strategy that fits a GPU, ranked; or the run that nearly fits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +16,7 @@ from moetune.parallel.coordinates import data_ranks
 from moetune.planning.search import Candidate, Search, worth
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
+from moetune.training.trl import InTrl
 
 
 @dataclass(frozen=True)
@@ -143,6 +142,7 @@ def plan(
     tokens: int | None = None,
     tight: bool = False,
     routing: AssumedRouting | None = None,
+    trainer: InTrl | None = None,
     processes: int = 1,
     show: Callable[[Progress], None] = lambda progress: None,
 ) -> Plan:
@@ -163,24 +163,29 @@ def plan(
         tokens: the number of tokens to train on, from which `train.steps` follows; None to leave the steps alone.
         tight: also take runs that are expected to fit, but may need more memory than the GPU has.
         routing: how many tokens each expert is assumed to receive; None: not known.
+        trainer: the trainer of TRL that the runs are for; None for moetune's own. Every run is traced then, which takes
+            minutes, and no time is estimated.
         processes: the number of processes that search at the same time, this one included.
         show: called with what is searched next, and with each candidate that was found.
 
     Raises:
-        UserError: the model or the GPU is not known; or the model is dense and the goal is not `lora`.
+        UserError: the model or the GPU is not known; the model is dense and the goal is not `lora`; or a trainer of TRL
+            is to run on several GPUs.
     """
+    if trainer is not None and count > 1:
+        raise UserError("TRL trains a model of one rank; plan with --trainer for one GPU")
     source, card = find_model_source(model), gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     raw: dict[str, Any] = {
         "model": {"path": model},
         "adapt": {},
-        "train": {"sequence_length": length},
+        "train": {"sequence_length": length, **({"micro_batch": 2} if trainer and trainer.trainer == "kto" else {})},
         "hardware": {"gpu": gpu if isinstance(gpu, str) else gpu.name},
     }
     if host is not None:
         raw["hardware"]["host_memory"] = f"{host}B"
     start = read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan")
-    options = (card if isinstance(gpu, Gpu) else None, tight, routing)
-    search = Search.of(start, options[0], tight=tight, routing=routing)
+    options = (card if isinstance(gpu, Gpu) else None, tight, routing, trainer)
+    search = Search.of(start, options[0], tight=tight, routing=routing, trainer=trainer)
     base = source.quantization.base
     of_goals = [
         list(strategies(goal, search.structure, count, base)) for goal in goals if search.layers or goal == "lora"
@@ -206,7 +211,8 @@ def plan(
         candidates = [_training_on(one, tokens) for one in candidates]
     candidates = _useful_first(candidates)
     ways = (progress.searched, progress.all if is_whole else max(progress.all, progress.searched + 1))
-    notes = [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
+    notes = [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
+    notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
     notes += [*late, *dict.fromkeys(note for one in candidates for note in one.report.notes)]
     miss = None
     if not candidates and is_whole:
@@ -349,7 +355,9 @@ def _nearest(search: Search, tried: list[Strategy]) -> Miss | None:
         names = [card.full_name for card in cards if card.memory.value >= report.span.high][:2]
         if _fits_two(search, config):
             names.append(f"2 × {search.start.hardware.gpu}")
-        return Miss(config, report, next(fitting(config, report, search.predictor.whole), None), tuple(names))
+        own = search.predictor.trainer is None  # changes are known of moetune's own steps only
+        remedies = fitting(config, report, search.predictor.whole) if own else iter(())
+        return Miss(config, report, next(remedies, None), tuple(names))
     return None
 
 

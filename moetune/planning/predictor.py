@@ -4,14 +4,13 @@ A trace runs the training step on fake tensors and records every storage, in sec
 whose bytes are formulas of the run's sizes, evaluated in milliseconds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.closed_form.depth import Depths
+from moetune.memory.commands.trl import predict_trl
 from moetune.memory.predict import predict, quick
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu
@@ -19,6 +18,7 @@ from moetune.planning.kept import kept
 from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun, resolve
+from moetune.training.trl import InTrl
 
 
 @dataclass
@@ -33,12 +33,15 @@ class Predictor:
             the report expects that routing, and its `least_headroom` or `headroom_bytes` is that of a whole report.
             None: a whole report.
         device_type: the device that the runs are resolved for, `cuda` or `cpu`.
+        trainer: the trainer of TRL to predict for; None for moetune's own. TRL's have no closed form, so every run is
+            traced, once on this machine.
     """
 
     gpu: str | Gpu | None = None
     routing: AssumedRouting = UNKNOWN
     end: Literal["high", "expected"] | None = None
     device_type: DeviceType = "cuda"
+    trainer: InTrl | None = None
     _depths: Depths = field(default_factory=Depths)
     _like: ResolvedRun | None = None
 
@@ -57,17 +60,28 @@ class Predictor:
         if self.end is not None:
             only = routing.highest if self.end == "high" else None
             routing = only or replace(routing, lowest=None, highest=None)
-        return quick(self.resolve(config), gpu=self.gpu, routing=routing, depths=self._depths)
+        return self._quick(config, routing)
 
     def whole(self, config: RunConfig) -> MemoryReport:
         """Predict as `of` does, whatever `end` is: both ends of the routing."""
-        return quick(self.resolve(config), gpu=self.gpu, routing=self.routing, depths=self._depths)
+        return self._quick(config, self.routing)
 
     def traced(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run by a trace, or read its report from disk. Raises as `predict`."""
-        run, gpu, routing = self.resolve(config), self.gpu, self.routing
+        return self._traced(self.resolve(config), self.routing)
+
+    def _quick(self, config: RunConfig, routing: AssumedRouting) -> MemoryReport:
+        run = self.resolve(config)
+        if self.trainer is not None:
+            return self._traced(run, routing)
+        return quick(run, gpu=self.gpu, routing=routing, depths=self._depths)
+
+    def _traced(self, run: ResolvedRun, routing: AssumedRouting) -> MemoryReport:
+        gpu, trainer = self.gpu, self.trainer
 
         def traced() -> MemoryReport:
+            if trainer is not None:
+                return predict_trl(run, trainer.trainer, trainer.more, gpu=gpu, routing=routing)
             return predict(run, method="trace", gpu=gpu, routing=routing, depths=self._depths, advise=False)
 
-        return kept(run, gpu, routing, traced)
+        return kept(run, gpu, routing, traced, trainer)

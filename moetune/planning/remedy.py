@@ -1,7 +1,5 @@
 """After a run ran out of memory: `remedies` finds settings with which the run would have fitted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice

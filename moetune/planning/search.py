@@ -28,6 +28,7 @@ from moetune.planning.solve import headroom, last_that_fits
 from moetune.planning.strategies import Goal, Strategy
 from moetune.run.resolve import resolve_model
 from moetune.training.optim.saved import saved_bytes
+from moetune.training.trl import InTrl
 
 RANKS = (4, 8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -142,14 +143,21 @@ class Search:
 
     @classmethod
     def of(
-        cls, start: RunConfig, card: Gpu | None = None, *, tight: bool = False, routing: AssumedRouting | None = None
+        cls,
+        start: RunConfig,
+        card: Gpu | None = None,
+        *,
+        tight: bool = False,
+        routing: AssumedRouting | None = None,
+        trainer: InTrl | None = None,
     ) -> Search:
         """Return a search for the model in `model.path` of a run file, and a GPU; None: that in `hardware.gpu`.
-        `routing` is how many tokens each expert is assumed to receive; None: not known."""
+        `routing` is how many tokens each expert is assumed to receive; None: not known. `trainer` is as in
+        `Predictor`."""
         if card is None:
             assert start.hardware.gpu is not None
             card = find_gpu(start.hardware.gpu)
-        predictor = Predictor(card, routing or UNKNOWN, "expected" if tight else "high")
+        predictor = Predictor(card, routing or UNKNOWN, "expected" if tight else "high", trainer=trainer)
         structure, context = resolve_model(start.model).structure, card.context_range[0]
         return cls(start, structure, predictor, card.memory.value, context, tight=tight)
 
@@ -179,22 +187,23 @@ class Search:
             experts: the number of experts that train, in all layers together.
         """
         config = self.smallest(strategy)
-        bits, optimizer = _BITS[config.model.base], config.optimizer
-        numel = sum(part.numel for part in self.structure.parameters)
-        if config.model.experts_on == "host":
-            numel -= sum(part.numel for part in self.structure.parameters_of("experts"))
-        needed = numel * bits // 8
+        bits, optimizer, parallel = _BITS[config.model.base], config.optimizer, config.parallel
+        of_experts = sum(part.numel for part in self.structure.parameters_of("experts"))
+        rest = sum(part.numel for part in self.structure.parameters) - of_experts
+        needed = rest * bits // 8 // parallel.ranks
+        if config.model.experts_on != "host":  # frozen experts are divided by `ep` only
+            needed += of_experts * bits // 8 // parallel.ep
         if experts:
             assert isinstance(optimizer, OptimizerConfig)
             size = self.structure.moe_layers[0].shape.parameters_per_expert
             kept = 2 * size if optimizer.offload else saved_bytes(optimizer, (size,), 2)
             gradient = 0 if optimizer.offload or optimizer.fused_backward else 2 * size
-            needed += experts * (kept + gradient - size * bits // 8)
-        return self.context + needed // config.parallel.ranks
+            needed += experts * (kept + gradient) // parallel.ranks - experts * size * bits // 8 // parallel.ep
+        return self.context + needed
 
     def may_fit(self, strategy: Strategy) -> bool:
         """Return whether the lower bound of a strategy's smallest run fits the GPU."""
-        return self.bound(strategy, 1 if strategy.goal == "experts" else 0) <= self.usable
+        return self.bound(strategy, _step(strategy) if strategy.goal == "experts" else 0) <= self.usable
 
     def traced(self, found: Candidate) -> Candidate | None:
         """Confirm a candidate by a trace, and also trace the next larger run if it could fit.
@@ -245,10 +254,11 @@ class Search:
         return None if found is None else self._most_rows(found)
 
     def smallest(self, strategy: Strategy) -> RunConfig:
-        """Return the smallest run of a strategy: one expert of one layer, LoRA of the lowest rank, or all routers."""
+        """Return the smallest run of a strategy: one expert of one layer on each rank that stores experts of its own,
+        LoRA of the lowest rank, or all routers."""
         match strategy.goal:
             case "experts":
-                return self.of_experts(strategy, 1, 1)
+                return self.of_experts(strategy, 1, _step(strategy))
             case "lora":
                 return self._of_rank(strategy, RANKS[0])
         return self._with(strategy, {"adapt.router": "all"})
@@ -274,8 +284,10 @@ class Search:
         Few numbers of experts in each layer are predicted: next the one of which most is expected, until no other
         promises more than what was found, or than `more_than`, by what is worth it. Of each only numbers of layers are
         predicted that would be more. So the first and last numbers, which need records of their own, seldom are.
+        Over several ranks each trains as many experts as the others (`_step`).
         """
-        depth, best = len(self.layers), (0, 1)
+        depth, step = len(self.layers), _step(strategy)
+        best, of_layer = (0, step), range(step, self.experts + 1, step)
         reports: dict[tuple[int, int], MemoryReport] = {}
         room: dict[int, int] = {}  # experts in each layer -> experts in all layers that fit by its line
 
@@ -295,15 +307,16 @@ class Search:
         slope: float = self.bound(strategy, 1) - self.bound(strategy, 0)  # bytes of another expert
         while True:
             enough = max((worth(best[0] * best[1]), -best[1]), (worth(more_than), 0))
-            left = [each for each in range(1, self.experts + 1) if each not in room and promised(each) > enough]
+            left = [each for each in of_layer if each not in room and promised(each) > enough]
             if not left:
                 break
             # all experts of a layer, or all but one, need records of their own: they come last, unless all may fit
             is_all = most == depth * self.experts
-            each = max(left, key=lambda each: (is_all or each < self.experts - 1, expected(each)))
+            each = max(left, key=lambda each: (is_all or each < self.experts - step, expected(each)))
             start = depth if is_all else min(max(3, depth // 3), depth)
-            if len(room) == 1 and each > 2 * _NEAR and each // 2 not in room:
-                each //= 2  # a line through two numbers that are far apart bounds all others
+            half = each // (2 * step) * step
+            if len(room) == 1 and each > 2 * _NEAR and half not in room:
+                each = half  # a line through two numbers that are far apart bounds all others
                 room[each] = self._end_of_line({start: report(start, each)}, each, most, slope)
                 continue
             if len(room) > 1:
@@ -317,13 +330,13 @@ class Search:
             line = {number + 1: one for number, one in found.items()}
             room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each - 1
             slope = self._slope(line, each) or slope
-            if not best[0] and not more_than and self.left(report(1, 1)) < self.margin:
+            if not best[0] and not more_than and self.left(report(1, step)) < self.margin:
                 break
         layers, each = best
         if layers * each <= worth(more_than):
             return None
         candidate = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
-        larger = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + 1)), each + 1)
+        larger = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + step)), each + step)
         if larger[0] > depth or larger[1] > self.experts:
             return candidate
         what = f"{counted(larger[0], 'layer')} × {counted(larger[1], 'expert')}"
@@ -427,6 +440,13 @@ def worth(experts: int) -> int:
     """Return the largest number of experts that is not worth a search if `experts` were found to fit: a half percent
     more. Below 200 experts it is the same number."""
     return int(experts * (1 + _TOLERANCE))
+
+
+def _step(strategy: Strategy) -> int:
+    """Return of which number the experts that train in each layer are a multiple: the ranks that store different ones,
+    so that all need equal memory, and one record serves every number (memory/closed_form/)."""
+    ep: int = strategy.settings.get("parallel.ep", 1)
+    return ep
 
 
 def _rank(layers: int, each: int) -> tuple[int, int]:

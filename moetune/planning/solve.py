@@ -4,8 +4,6 @@ An axis lists the values of a setting by rising memory, which is linear in layer
 search predicts next the value at which a straight line through known values crosses the GPU's size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

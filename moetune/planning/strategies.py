@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, get_args
 
 from moetune.config.schema import Storage
@@ -103,11 +104,12 @@ def strategies(
 ) -> Iterator[Strategy]:
     """Yield the strategies for a goal on `count` GPUs, best first.
 
-    `published` is the storage type in which the model is published, if it is quantized.
+    `published` is the storage type in which the model is published, if it is quantized. Experts are trained with FSDP
+    alone only where expert parallelism is impossible: every rank then stores all frozen experts, so fewer fit.
     """
     order = 0
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
-    for layout in layouts(structure, count):
+    for layout in islice(layouts(structure, count), 1 if goal == "experts" else None):
         for base, lost in _AS_PUBLISHED.get(published, _BASES) if published else _BASES:
             for optimizer, lost_too in optimizers:
                 for checkpointing, lost_as_well in _CHECKPOINTING:

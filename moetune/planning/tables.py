@@ -1,7 +1,5 @@
 """Plans and comparisons as tables and sentences, for the terminal and the HTML page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from moetune.errors import counted

@@ -26,9 +26,10 @@ if TYPE_CHECKING:  # a new process must run `_begin` before slow imports
     from moetune.models.catalog.gpus import Gpu
     from moetune.planning.search import Candidate, Search
     from moetune.planning.strategies import Strategy
+    from moetune.training.trl import InTrl
 
-    _Options = tuple[Gpu | None, bool, AssumedRouting | None]
-    _Start = tuple[str, Gpu | None, bool, AssumedRouting | None]
+    _Options = tuple[Gpu | None, bool, AssumedRouting | None, InTrl | None]
+    _Start = tuple[str, Gpu | None, bool, AssumedRouting | None, InTrl | None]
 
 _Input = TypeVar("_Input", "Strategy", "Candidate")
 _Output: TypeAlias = "Candidate | UserError | None"
@@ -40,10 +41,10 @@ class Workers:
     Args:
         processes: the number of processes, this one included. The others are spawned (`multiprocessing`), so the
             program's main module must be importable.
-        options: further arguments of `Search.of`: GPU, `tight`, routing.
+        options: further arguments of `Search.of`: GPU, `tight`, routing, trainer.
     """
 
-    def __init__(self, search: Search, processes: int = 1, options: _Options = (None, False, None)) -> None:
+    def __init__(self, search: Search, processes: int = 1, options: _Options = (None, False, None, None)) -> None:
         self.search, self._start = search, (search.start.model_dump_json(exclude_unset=True), *options)
         self._pool: ProcessPoolExecutor | None = None
         self._others = processes - 1
@@ -151,8 +152,8 @@ def _search(start: _Start) -> Search:
     from moetune.planning.search import Search
 
     gc.freeze()  # imported objects are never freed: the collector need not search them
-    run, card, tight, routing = start
-    return Search.of(RunConfig.model_validate_json(run), card, tight=tight, routing=routing)
+    run, card, tight, routing, trainer = start
+    return Search.of(RunConfig.model_validate_json(run), card, tight=tight, routing=routing, trainer=trainer)
 
 
 def _answer(

@@ -25,6 +25,8 @@ METHODS = {
 }
 _PHASES = {
     "load": "while loading",
+    "generation": "while completions are generated",
+    "old_logprobs": "in the pass over what was generated",
     "reference": "in the reference's pass",
     "forward": "in the forward pass",
     "recompute": "in the recomputation",

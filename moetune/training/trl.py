@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -9,12 +11,26 @@ from torch import nn
 from moetune.adapt.build import Adapted
 from moetune.adapt.reference import Reference
 from moetune.compat.trl import SelfReferencing
-from moetune.config.schema import OptimizerConfig
+from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import UserError, suggest
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
 TrlTrainer = Literal["sft", "dpo", "kto", "orpo", "grpo"]
 TRAINERS: tuple[TrlTrainer, ...] = get_args(TrlTrainer)
+
+
+@dataclass(frozen=True)
+class InTrl:
+    """A trainer of TRL, and arguments of its configuration, as JSON, that replace those of `trl_arguments`."""
+
+    trainer: TrlTrainer
+    arguments: str = "{}"
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """The arguments."""
+        return dict(json.loads(self.arguments))
+
 
 _OPTIMIZERS = {
     "adamw": "adamw_torch_fused",
@@ -44,6 +60,10 @@ REASONS = {
     "gradient_accumulation_steps": "`train.accumulate`",
     "num_generations": "8 as in TRL, or the largest number below that divides the completions of a step, "
     "`train.micro_batch` · `train.accumulate`",
+    "max_completion_length": "512 as in TRL, or half of `train.sequence_length` where that is less; memory is "
+    "predicted for prompts that fill the rest",
+    "generation_kwargs": "with `use_cache`: a model that is built to train keeps no keys and values, unless its "
+    "generation_config.json says so, and would compute all earlier tokens for each new one",
 }
 """Arguments of `trl_arguments` that keep memory down or the model whole -> why. The others repeat the run file."""
 
@@ -111,6 +131,8 @@ def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:
     if trainer == "grpo":
         completions = train.micro_batch * train.accumulate
         arguments["num_generations"] = next((n for n in range(8, 1, -1) if completions % n == 0), completions)
+        arguments["max_completion_length"] = min(512, train.sequence_length // 2)
+        arguments["generation_kwargs"] = {"use_cache": True}
     else:
         arguments["max_length"] = train.sequence_length
     if trainer != "orpo":
@@ -118,6 +140,17 @@ def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:
     if trainer in ("dpo", "kto"):
         arguments["precompute_ref_log_probs"] = True
     return arguments
+
+
+def prompt_length(config: RunConfig, completion: Any) -> int:
+    """Return how many tokens of `train.sequence_length` GRPO's completions of `completion` tokens leave to prompts;
+    raise `UserError` if there is none."""
+    if not isinstance(completion, int) or not 0 < completion < config.train.sequence_length:
+        raise UserError(
+            f"max_completion_length={completion}: give 1 to {config.train.sequence_length - 1}, so that a prompt has a "
+            f"token of train.sequence_length = {config.train.sequence_length}"
+        )
+    return config.train.sequence_length - completion
 
 
 def _optimizer_arguments(run: ResolvedRun) -> dict[str, Any]:

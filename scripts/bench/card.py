@@ -29,7 +29,7 @@ from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
 from moetune.experts.kernels import rotary, routing  # noqa: F401  define their operators
 from moetune.experts.kernels.registry import OPERATORS
-from moetune.experts.kernels.self_check import calls, compared, copied, is_alike
+from moetune.experts.kernels.self_check import copied, differences, is_alike
 from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.time.bench import counted, seconds_of
 from moetune.memory.time.roofline import duration
@@ -39,6 +39,7 @@ from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
 from moetune.training.step.micro_step import count_loss_tokens, token_loss
 from scripts.bench._common import commit, versions, write_json
+from tests.experts.kernels.recorded import calls
 from tests.nullcuda import device as nullcuda
 
 Call = tuple[str, list[Any]]
@@ -90,7 +91,7 @@ def check(device: torch.device, tokens: int) -> int:
                 print(f"{model:15} {name:20} has no kernel here")
                 continue
             with torch.no_grad():
-                off = compared(operator, args, kernel)[1]
+                off = next(differences(operator, args, kernel))
             is_right = is_alike(off, torch.bfloat16)
             wrong += not is_right
             print(f"{model:15} {name:20} {'right' if is_right else 'WRONG'} {off:.1e}  {shapes(args)}")

@@ -1,10 +1,13 @@
 """How long `moetune plan` takes, from an empty cache and again.
 
-    python scripts/bench/plan_times.py --json docs/benchmarks/plan_times.json > table.md
+    python scripts/bench/plan_times.py qwen3-30b-a3b --json docs/benchmarks/plan_times.json
+    python scripts/bench/plan_times.py --json docs/benchmarks/plan_times.json --page docs/benchmarks/plan_times.md
 
 Each plan is a process of its own, with `MOETUNE_CACHE` an empty folder; the second run finds what the first one wrote.
 Wall time is what a user waits, imports included; CPU time is that of the process and of those that it started. The
-number of processes is the command's own choice: one for each core, up to four.
+number of processes is the command's own choice: one for each core, up to four. Plans that the JSON file has are not run
+again, so it can be filled bit by bit; each has its commit and the load of the machine. With `--page` nothing is run:
+the page's table is written anew, from the JSON file.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from _common import commit, cpu_name, versions, write_json
 import moetune.models.catalog
 
 MODELS = sorted(path.stem for path in (Path(moetune.models.catalog.__file__).parent / "models").glob("*.json"))
+GPUS = ("15GiB", "24GiB", "44GiB", "80GiB")
 LENGTH = 1024
+BEGIN, END = "<!-- table: scripts/bench/plan_times.py -->\n", "<!-- end of table -->"
 
 
 def plan(model: str, gpu: str, goal: str, count: int, cache: str, limit: float) -> dict[str, Any]:
@@ -48,35 +53,58 @@ def plan(model: str, gpu: str, goal: str, count: int, cache: str, limit: float) 
     return {"wall": wall, "cpu": cpu, "status": status, "rows": len(found), "best": best}
 
 
+def table(plans: list[dict[str, Any]]) -> str:
+    """The table of a page: a row for each model and goal, CPU seconds of both runs for each number of cards."""
+    columns = list(product((1, 2), GPUS))
+    heads = [gpu if count == 1 else f"{count} × {gpu}" for count, gpu in columns]
+    lines = [f"| model | goals | {' | '.join(heads)} |", f"|---|---|{'---:|' * len(columns)}"]
+    found = {(one["model"], one["goal"], one["count"], one["gpu"]): one for one in plans}
+    for model, goal in dict.fromkeys((model, goal) for model, goal, *_ in sorted(found)):
+        cells = []
+        for column in columns:
+            one = found.get((model, goal, *column))
+            both = () if one is None else (one["cold"], one["warm"])
+            ended = [{-9: "not ended", 2: "refused"}.get(run["status"], f"{run['cpu']:.0f}") for run in both]
+            cells.append(" / ".join(dict.fromkeys(ended)) or "–")
+        lines.append(f"| {model} | {goal} | {' | '.join(cells)} |")
+    missing = [model for model in MODELS if all(model != one["model"] for one in plans)]
+    return "\n".join(lines) + (f"\n\nNot measured: {', '.join(missing)}.\n" if missing else "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", default=MODELS, help="catalog names; all by default")
-    parser.add_argument("--gpu", nargs="+", default=["15GiB", "24GiB", "44GiB", "80GiB"])
+    parser.add_argument("--gpu", nargs="+", default=GPUS)
     parser.add_argument("--goal", nargs="+", default=["all", "router", "experts", "lora"])
     parser.add_argument("--count", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--limit", type=float, default=600, help="seconds after which a plan is ended")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--limit", type=float, default=600, help="seconds of wall time after which a plan is ended")
+    parser.add_argument("--json", type=Path, required=True, help="what was measured; is added to")
+    parser.add_argument("--page", type=Path, help="a page whose table is written anew")
     options = parser.parse_args()
     report: dict[str, Any] = {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "versions": versions("moetune", "torch", "transformers"),
-        "commit": commit(),
-        "load_before": os.getloadavg(),
         "plans": [],
     }
-    print("| model | goal | card | empty cache: wall, CPU | again: wall, CPU | rows | first row |")
-    print("|---|---|---|---:|---:|---:|---|", flush=True)
+    if options.json.exists():
+        report = json.loads(options.json.read_text(encoding="utf-8"))
+    if options.page is not None:
+        before, _, rest = options.page.read_text(encoding="utf-8").partition(BEGIN)
+        whole = f"{before}{BEGIN}\n{table(report['plans'])}\n{END}{rest.partition(END)[2]}"
+        options.page.write_text(whole, encoding="utf-8")
+        return
+    known = {(one["model"], one["count"], one["gpu"], one["goal"]) for one in report["plans"]}
     for model, count, gpu, goal in product(options.models, options.count, options.gpu, options.goal):
+        if (model, count, gpu, goal) in known:
+            continue
+        load = os.getloadavg()[0]
         with tempfile.TemporaryDirectory() as cache:
             cold, warm = (plan(model, gpu, goal, count, cache, options.limit) for _ in range(2))
-        card = gpu if count == 1 else f"{count} × {gpu}"
-        times = (f"{one['wall']:.1f} s, {one['cpu']:.1f} s" for one in (cold, warm))
-        first = cold["best"][0] if cold["best"] else {1: "nothing fits", -9: "not ended"}.get(cold["status"], "refused")
-        print(f"| {model} | {goal} | {card} | {' | '.join(times)} | {cold['rows']} | {first} |", flush=True)
-        report["plans"].append({"model": model, "gpu": gpu, "goal": goal, "count": count, "cold": cold, "warm": warm})
-        if options.json is not None:
-            write_json(report, options.json)
+        about = {"model": model, "gpu": gpu, "goal": goal, "count": count, "commit": commit(), "load": load}
+        report["plans"].append(about | {"cold": cold, "warm": warm})
+        write_json(report, options.json)
+        print(f"{model}, {goal}, {count} × {gpu}: {cold} {warm}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moetune.adapt import attention
-from moetune.adapt.attention import MASKED_SINKS, VARLEN, VARLEN_CPU, attention_for, cu_seqlens, takes_cu_seqlens
+from moetune.adapt.attention import (
+    MASKED_SINKS,
+    VARLEN,
+    VARLEN_CPU,
+    attention_for,
+    cu_seqlens,
+    give_way_to_masks,
+    takes_cu_seqlens,
+)
 from moetune.adapt.documents import document_lengths, split_by_documents
 from moetune.compat.transformers import has_sinks
 from moetune.config.schema import RunConfig
@@ -127,6 +135,30 @@ def test_models_with_sinks_take_them_on_a_cpu_too_and_else_a_mask() -> None:
     assert chosen("gpt_oss", T4) == chosen("deepseek_v4", L40S) == chosen("hy_v4", None) == MASKED_SINKS
     assert chosen("gpt_oss", L40S, attention_dropout=0.1) == MASKED_SINKS
     assert chosen("gpt_oss", L40S, "eager") == "eager"
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_attention_gives_way_to_a_mask_where_a_pass_needs_one(model_type: str) -> None:
+    """Rows padded on the left, and keys of earlier tokens; padding on the right needs none."""
+    model: Any = toy_model(model_type).eval().float()
+    ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+    left, right = torch.ones_like(ids), torch.ones_like(ids)
+    left[0, :5] = right[0, 7:] = 0
+    with_attention(model, "eager")
+    wanted = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = [model(input_ids=ids, attention_mask=mask, use_cache=False).logits for mask in (left, right)]
+    written = model.generate(input_ids=ids, attention_mask=left, use_cache=True, **wanted)
+    with_attention(model, VARLEN_CPU)
+    give_way_to_masks(model)
+    padded = model(input_ids=ids, attention_mask=right, use_cache=False).logits
+    assert model.config._attn_implementation == VARLEN_CPU
+    torch.testing.assert_close(padded[right == 1], expected[1][right == 1], atol=1e-5, rtol=1e-4)
+    padded = model(input_ids=ids, attention_mask=left, use_cache=False).logits
+    assert model.config._attn_implementation == (MASKED_SINKS if model_type == "gpt_oss" else "sdpa")
+    torch.testing.assert_close(padded[left == 1], expected[0][left == 1], atol=1e-5, rtol=1e-4)
+    with_attention(model, VARLEN_CPU)
+    give_way_to_masks(model)
+    assert model.generate(input_ids=ids, attention_mask=left, use_cache=True, **wanted).equal(written)
 
 
 def test_offsets_are_the_sums_of_lengths() -> None:

@@ -45,6 +45,16 @@ def test_count_table_of_a_dense_model(moetune: Moetune) -> None:
     assert "none with experts" in out
 
 
+def test_a_name_is_printed_without_its_control_characters(
+    moetune: Moetune, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a\x1b[31m").symlink_to(small_model)
+    out = moetune("count", "./a\x1b[31m").out
+    assert "./a\\x1b[31m (mixtral)" in out
+    assert "\x1b" not in out
+
+
 def test_count_with_a_run_file_also_says_what_trains(moetune: Moetune, run: Path) -> None:
     trainable = json.loads(moetune("count", "--run", run, "--json").out)["trainable"]
     assert trainable["router"] == 4096

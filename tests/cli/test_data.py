@@ -54,9 +54,13 @@ def test_counts_add_up(run: Path) -> None:
 
 def test_text_marks_what_carries_loss(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
+    talks = run.with_name("talks.json")
+    talks.write_text(talks.read_text().replace("Say", "\\u001b[31mSay"))
     text = data(run, "--records", "1")
     assert "«so" in text
     assert "</s>»" in text
+    assert "\\x1b[31mSay" in text
+    assert "\x1b" not in text
     for line in words(json.loads(data(run, "--json"))):
         assert line in text
 

@@ -233,7 +233,7 @@ REFUSED = {
     "plan llama-7b --gpu 24GiB --goal experts": "is a dense model",
     "plan {tiny} --solve train.micro_batch --html p.html": "need a plan for a model",
     "plan tiny-mixtral --gpu 24GiB --figure plan.pdf": "a figure is .png or .svg",
-    "plan tiny-mixtral --gpu 44GiB --data nosuch.jsonl": "no such file: 'nosuch.jsonl'",
+    "plan tiny-mixtral --gpu 44GiB --data nosuch.jsonl --write new": "no such file: 'nosuch.jsonl'",
     "predict tiny-mixtral": "'tiny-mixtral' is a model | --lora RANK | --experts LAYERS:EXPERTS",
     "predict {tiny} --lora 4": "leave --lora out",
     "predict {router} --gpu l50s": "'l50s' | Did you mean 'l40s'? | 44GiB",

@@ -87,13 +87,14 @@ def test_every_command_explains_itself_with_an_example_and_speaks_json(moetune: 
         ("models >&-", 0, ""),
         ("models 2> /dev/full > /dev/full", 2, ""),
         ("models | exec true", 0, ""),
+        ("init tiny-router --out é.yaml", 0, ""),
         ("init '\x1b[31m'", 2, "recipe '\\x1b[31m'"),
     ],
 )
-def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, said: str) -> None:
+def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, said: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", f"PYTHONIOENCODING=ascii {sys.executable} -m moetune {shell}"],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert said in done.stderr
@@ -105,11 +106,13 @@ def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, s
     [
         (FileNotFoundError(2, "gone", "x\x1b[31m"), 2, r"'x\x1b[31m': gone; moetune --debug shows where"),
         (OSError(28, "No space left on device"), 2, "exhausted: No space left on device"),
+        (MemoryError(), 2, "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"),
         (EOFError("ended"), 70, "Traceback"),
         (RecursionError("maximum recursion depth exceeded"), 70, "Traceback"),
         (OSError("can't allocate memory for a joke"), 70, "Traceback"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "the host has no more memory"),
         (ImportError("libx.so: failed to map segment from shared object"), 2, "the host has no more memory"),
+        (OSError("libx.so: failed to map segment from shared object"), 2, "the host has no more memory"),
         (BrokenPipeError(32, "Broken pipe"), 70, "Traceback"),
     ],
 )
@@ -123,6 +126,21 @@ def test_only_what_the_system_says_is_a_message(
     ended = moetune("models")
     assert ended.code == code, ended.err
     assert said in ended.err
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_a_limit_of_memory_is_a_message() -> None:
+    """As `ulimit -v` sets it, 16 MiB above what is taken before the command begins: too little for torch."""
+    code = (
+        "import resource, sys; from moetune.cli.main import main\n"
+        "taken = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (taken + (16 << 20),) * 2)\n"
+        "sys.argv = ['moetune', 'count', 'tiny-mixtral']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    said = "error: the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
+    assert (done.returncode, done.stdout, said in done.stderr) == (2, "", True), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_control_characters_are_written_out(moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,11 +128,14 @@ def test_what_does_not_fit_is_said_with_its_remedy(shallow: list[str], moetune: 
 @pytest.mark.parametrize("method", ["trace", "formula"])
 def test_page_and_figure_are_written(method: str, moetune: Run, tmp_path: Path) -> None:
     page, figure = tmp_path / "report.html", tmp_path / "report.svg"
-    options = ["--gpu", "24GiB", "--method", method, "--html", page, "--figure", figure]
+    options = ["--gpu", "24GiB", "--method", method, "--tokens", "1000", "--html", page, "--figure", figure]
     ended = moetune("predict", TINY, *options, "--json")
     assert ended.code == 0
-    assert_contract(json.loads(ended.out))
-    assert json.loads(ended.out)["method"] == method
+    found = json.loads(ended.out)
+    assert_contract(found)
+    assert found["method"] == method
+    why_no_hours = [note for note in found["notes"] if note.startswith("no hours for --tokens: a closed form")]
+    assert (found["hours"], len(why_no_hours)) == (None, int(method == "formula"))
     html = page.read_text(encoding="utf-8")
     assert "<html" in html
     assert "tiny-mixtral" in html

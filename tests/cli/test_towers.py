@@ -1,7 +1,5 @@
 """Commands on a checkpoint that also has towers: their numbers are those of the stock whole model, given text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -82,6 +82,7 @@ sheduler: cosine
         ("a: 1\n\tb: 2", "is not valid YAML: .*line 2"),
         (BASE + "model: {}", "is not valid YAML: key 'model' is written twice.*line 3"),
         (BASE + "train: {steps: 1, steps: 2}", "key 'steps' is written twice"),
+        (BASE + 'more: {0: [1], "0": [2, 3]}', "key '0' is written twice"),  # a number, and the same as text
         ("? [a]\n: b", "is not valid YAML: .*unhashable key"),
         ("a: 2025-02-30", "is not valid YAML: day is out of range"),
         ("a: !!python/object/apply:os.getcwd []", "is not valid YAML: could not determine a constructor"),

@@ -42,7 +42,8 @@ def test_the_guide(moetune: Callable[..., Any], tmp_path: Path, monkeypatch: pyt
                 ended = moetune(*arguments)
                 assert ended.code == 0, ended
                 said.append(ended.out)
-    assert len(said) == 4
+    assert len(said) == 5
     assert "reference" in said[0]
     assert "reference" in said[1]
+    assert "generation" in said[2]
     assert Path("out/vllm/adapter_model.safetensors").exists()

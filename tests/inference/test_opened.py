@@ -307,7 +307,13 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(("name", "command"), in_pairs(ADAPTERS, ["eval", "score"], every=2))
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        *in_pairs(ADAPTERS, ["eval", "score"], every=2),
+        *(pytest.param(name, command, marks=pytest.mark.full) for name in ADAPTERS for command in ("generate", "chat")),
+    ],
+)
 def test_an_adapter_that_matches_in_part(
     name: str, command: str, made: Path, tmp_path: Path, moetune: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

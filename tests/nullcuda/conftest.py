@@ -1,7 +1,5 @@
 """The state in which every test on the null device begins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The null device (device.c) from Python: whether it is there, what it was asked, and answers that it cannot give."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +35,7 @@ class Asked:
     registrations: int
     managed: int
 
-    def __sub__(self, before: Asked) -> Asked:
+    def __sub__(self, before: "Asked") -> "Asked":
         return Asked(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
 

@@ -6,8 +6,6 @@ that one did came before (vector clocks, as race detectors have them). A copy th
 of without having waited for it is a race.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,7 +74,7 @@ class Access:
     operation: str
     after: Clock
 
-    def races_with(self, earlier: Access) -> bool:
+    def races_with(self, earlier: "Access") -> bool:
         """Whether nothing keeps this one behind an earlier one of the same memory."""
         return (
             self.who != earlier.who

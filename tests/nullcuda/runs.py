@@ -1,7 +1,5 @@
 """Run files of a toy Mixtral, and what one takes on the device beside what is predicted."""
 
-from __future__ import annotations
-
 import gc
 import json
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A case is one of storage × dtype × optimizer × checkpointing × residence of 
 that go with these, are drawn with a fixed seed. A push takes a sample, `--all` takes all.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

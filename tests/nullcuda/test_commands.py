@@ -1,7 +1,5 @@
 """The commands on CUDA: a run that is killed and resumed leaves whole results; what does not fit says so."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

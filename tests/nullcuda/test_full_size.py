@@ -1,7 +1,5 @@
 """Models at full size take what is predicted, as torch's own allocator counts. `docs/benchmarks/` has all of them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A kernel that does not work on this machine: the run trains to its end without it and says so, before and after."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Iterator

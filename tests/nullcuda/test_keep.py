@@ -1,7 +1,5 @@
 """What layers keep by `checkpointing: auto` takes what is predicted, and fits the card that it was chosen for."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs near what a card of 24 or 44 GiB has, with experts that receive unlike numbers of tokens: the range holds."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

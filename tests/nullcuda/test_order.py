@@ -1,7 +1,5 @@
 """No copy between host and device is used before it has arrived, and none overwrites what is still in use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

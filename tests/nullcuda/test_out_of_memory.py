@@ -1,7 +1,5 @@
 """A card that is too small: torch raises its own error, and training says what was there, or goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scoring on CUDA takes what is predicted, as torch's allocator counts, and asks the device for little."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step asks of the device: launches, waits of the host, copies. Upper bounds; lower them when they fall."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import pairwise

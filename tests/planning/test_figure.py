@@ -1,7 +1,5 @@
 """A plan as a picture and a page, from predictions that are made up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

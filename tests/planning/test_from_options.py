@@ -1,7 +1,5 @@
 """`predict MODEL --lora 16` is the run file that it prints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

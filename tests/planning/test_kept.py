@@ -1,7 +1,5 @@
 """A report by trace is read from disk where the same run was traced before."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A plan as a whole: its notes, its order, its rows, an end by Ctrl-C, and what several processes find."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What would have fitted: nothing that wants more host memory than there is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The search finds what trying everything finds, and predicts few of all runs; what it recommends fits by trace."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from pathlib import Path

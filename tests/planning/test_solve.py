@@ -1,7 +1,5 @@
 """The largest value that fits: with it the run fits by trace, and one notch further it does not."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ Those that Triton makes of the project's kernels, and no others; NVIDIA's "Paral
 Approximate instructions (ex2.approx, div.full, …) are as exact as numpy's, and none flushes denormals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of the operators with random sizes, layouts, data types and numbers of rows."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 from typing import Any

@@ -1,7 +1,5 @@
 """When the tests of this folder run, and the emulated GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A driver for Triton whose GPU is the emulator: kernels take tensors of the CPU."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterator, Sequence

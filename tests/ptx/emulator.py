@@ -1,7 +1,5 @@
 """Execution of a kernel's PTX for every block of a grid."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Hashable, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """What each instruction does."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.ptx import arithmetic, transfers  # noqa: F401  these note their instructions

@@ -1,7 +1,5 @@
 """Threads of many blocks that execute a program together, numpy over the threads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -46,7 +44,7 @@ class Machine:
         self._at = np.zeros(self.threads, np.int64)
         self._done, self._waiting = (np.zeros(self.threads, bool) for _ in range(2))
 
-    def run(self, operations: Sequence[Callable[[Machine, np.ndarray | None], None]]) -> None:
+    def run(self, operations: "Sequence[Callable[[Machine, np.ndarray | None], None]]") -> None:
         """Execute the program to its end.
 
         Args:

@@ -1,7 +1,5 @@
 """Global and shared memory of a launch, whose accesses are checked as a sanitizer checks them."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -97,7 +95,7 @@ class _Reached:
     width: int
     writes: bool
 
-    def of(self, which: np.ndarray) -> _Reached:
+    def of(self, which: np.ndarray) -> "_Reached":
         """Return those of some accesses."""
         return _Reached(self.places[which], self.block[which], self.warp[which], self.width, self.writes)
 

@@ -1,7 +1,5 @@
 """Operands of instructions: their types, and how the registers of threads are read and written."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import cache

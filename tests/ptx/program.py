@@ -1,7 +1,5 @@
 """PTX text read into instructions."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import dataclass

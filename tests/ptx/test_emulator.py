@@ -1,7 +1,5 @@
 """The emulator: what is undefined on a GPU is a fault, and what it cannot execute is refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The PTX of the kernels of heads and of routing gives what torch's operations give, and the self-check's tolerance."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +14,7 @@ from moetune.experts.kernels import (
     triton_routing,
 )
 from moetune.experts.kernels.registry import OPERATORS
-from moetune.experts.kernels.self_check import compared
+from moetune.experts.kernels.self_check import differences
 from tests.ptx.cases import Call, Draw
 from tests.ptx.driver import emulated
 
@@ -58,5 +56,5 @@ def test_kernels_agree(dtype: torch.dtype, capability: int) -> None:
     modules = vars(triton_rotary) | vars(triton_routing)
     with torch.no_grad(), emulated(capability):
         for name, args in calls:
-            off = compared(OPERATORS[name], args, modules[name])[1]
+            off = next(differences(OPERATORS[name], args, modules[name]))
             assert off <= TOLERANCE[dtype], (name, off)

@@ -1,7 +1,5 @@
 """The PTX of grouped products gives what a product for each expert gives, and the same bits with every tile."""
 
-from __future__ import annotations
-
 from itertools import accumulate, product
 
 import pytest

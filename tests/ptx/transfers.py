@@ -1,7 +1,5 @@
 """Instructions that move values to and from memory and between the threads of a warp; products of matrices."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.ptx.machine import Machine

@@ -22,7 +22,7 @@ from moetune.training.step.batch import collate
 from moetune.training.step.loss import IGNORED
 from tests.reference import build_toy, plain_model, plain_weights
 from tests.thinned import thinned
-from tests.toys import VOCAB, expert_model_types, toy_config
+from tests.toys import EXPERTS, VOCAB, expert_model_types, toy_config
 
 NO_LOGITS = {"deepseek_v4", "zaya"}
 """Routers by a table of tokens, whose logits transformers leaves out; one with a class more than there are experts."""
@@ -181,3 +181,22 @@ def test_counts_are_those_of_the_plain_model(model_type: str, tmp_path: Path) ->
             experts = found[index].num_experts
             assert_is(found[index].all, tokens, experts)
             assert_is(found[index].loss, [token for token in tokens if token.carries], experts)
+
+
+def test_a_token_that_skips_the_experts_is_not_counted(tmp_path: Path) -> None:
+    """ZAYA's routers have a class more than there are experts, whose tokens expert 0 gets with weight 0."""
+    adapted = build_toy(toy_config("zaya"), tmp_path, {"router": "all"}, model={"base": "fp32", "dtype": "fp32"})
+    classes: dict[int, list[int]] = {}
+    for layer in adapted.structure.moe_layers:
+        router = adapted.model.get_submodule(layer.router)
+        router.get_buffer("balancing_biases").zero_()
+
+        def saw(module: Any, args: Any, output: Any, index: int = layer.index) -> None:
+            classes[index] = output[0].argmax(-1).tolist()
+
+        router.register_forward_hook(saw)
+    ids, labels = documents()[3]
+    found = recorded(adapted, [{"input_ids": ids, "labels": labels}], 1)
+    for index, scores in found.items():
+        assert scores.all.tokens == [classes[index].count(expert) for expert in range(EXPERTS)]
+    assert any(EXPERTS in chosen for chosen in classes.values())

@@ -183,6 +183,8 @@ def test_ids_by_layer(mixtral: ModelStructure) -> None:
     assert resolve_ids(adapt, mixtral) == {0: (3,), 2: (0, 1)}
     with pytest.raises(ValueError, match="names the layers already"):
         AdaptConfig.model_validate({"experts": {"layers": 1, "ids": {2: [1]}}})
+    with pytest.raises(ValueError, match="layer 0 is written twice"):
+        AdaptConfig.model_validate({"experts": {"ids": {0: [1], "0": [2, 3]}}})
     with pytest.raises(UserError, match="layer 9 has no experts"):
         resolve_ids(AdaptConfig.model_validate({"experts": {"ids": {9: [1]}}}), mixtral)
     with pytest.raises(UserError, match="expert 8 does not exist; layer 2 has experts 0-7"):

@@ -259,7 +259,8 @@ def test_an_adapted_head_is_refused(toys: Callable[[str], Path]) -> None:
         trl_model(build(resolve(a_run(toys("mixtral"), lora), "cpu"), "cpu"))
 
 
-OF_SOME = {"precompute_ref_log_probs", "router_aux_loss_coef", "max_length", "num_generations"}
+OF_GRPO = {"num_generations", "max_completion_length", "generation_kwargs"}
+OF_SOME = {"precompute_ref_log_probs", "router_aux_loss_coef", "max_length"} | OF_GRPO
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -277,6 +278,7 @@ def test_arguments(trainer: Any, toys: Callable[[str], Path]) -> None:
     assert (made.lr_scheduler_type, made.warmup_steps, made.max_grad_norm) == ("cosine", 3, 0)
     assert getattr(made, "max_length", 64) == 64
     assert getattr(made, "num_generations", 4) == 4  # TRL's 8 does not divide 2 × 2
+    assert (getattr(made, "max_completion_length", None) or 32) == 32  # a prompt has the other half of 64 tokens
     assert getattr(made, "router_aux_loss_coef", 0.0) == 0.0
     assert getattr(made, "precompute_ref_log_probs", True) is True
 

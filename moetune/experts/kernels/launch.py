@@ -3,8 +3,6 @@
 Measurements are in docs/benchmarks/host_time.md. Import this file only with a GPU and Triton.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial, reduce

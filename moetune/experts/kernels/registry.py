@@ -5,8 +5,6 @@ runs where there is no kernel (a CPU), and where the kernel does not work: it do
 found that it differs. These operators are in one table for the process, `without_kernel`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager

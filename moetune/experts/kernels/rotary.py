@@ -11,8 +11,6 @@ Shapes: B rows of S tokens; h heads of queries, or fewer of keys, of size d. Hea
 have this shape, with memory in the order [B, S, h, d], as projections write them and attention reads them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ p, or p divided by its sum over the chosen experts.
 Shapes: T tokens, E experts, K chosen experts per token.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,13 +4,10 @@ The calls are recorded, not listed: an exercise runs a small bank of experts for
 dispatch mode intercepts each operator with the arguments, layouts and aliases of a training step.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -18,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetune.config.schema import Storage
-from moetune.errors import one_line
 from moetune.experts.activation import SwiGLU
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext
@@ -30,9 +26,6 @@ from moetune.run.dtypes import DTYPES
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
 """Largest accepted difference, relative to the largest value of a result; torch rounds more often in 16 bits."""
 TOKENS = 100
-
-Kernel = Callable[..., Callable[..., Any] | None]
-"""Function of an operator's arguments, as `Operator.kernel`."""
 
 
 # --- What is called -----------------------------------------------------------------------------------------------
@@ -161,56 +154,7 @@ def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, r
     yield replace(plain, storage="nvfp4")
 
 
-def calls(
-    device: torch.device,
-    dtype: torch.dtype,
-    tokens: int,
-    *,
-    hidden: int = 192,
-    intermediate: int = 144,
-    rank: int = 12,
-) -> list[tuple[str, list[Any]]]:
-    """Return (operator name, arguments) for each kind of call that `samples` make; the same on every call.
-
-    Calls that differ only in their number of rows are one kind.
-    """
-    found: dict[Hashable, tuple[str, list[Any]]] = {}
-
-    def compute(operator: Operator, args: Sequence[Any]) -> Any:
-        kind = operator.name, *map(_kind, args)
-        if kind not in found:
-            found[kind] = operator.name, copied(args, args)
-        return operator.reference(*args)
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        for sizes in samples(dtype, hidden=hidden, intermediate=intermediate, rank=rank):
-            run = sizes.exercise(device, tokens)
-            with CallsSeen(compute):
-                run()
-    return list(found.values())
-
-
-def _kind(arg: Any) -> Hashable:
-    """Return the properties of an argument that select a compiled kernel, to tell kinds of calls apart.
-
-    These leave out the number of rows, a float's value unless it is 0, and the alignment of rows' positions (int64).
-    """
-    if isinstance(arg, Tensor):
-        is_aligned = arg.dtype == torch.int64 or arg.storage_offset() * arg.itemsize % 16 == 0
-        return arg.dtype, arg.shape[1:], arg.stride(), is_aligned
-    if isinstance(arg, (list, tuple)):
-        return None
-    return bool(arg) if isinstance(arg, float) else arg
-
-
 # --- Comparison ---------------------------------------------------------------------------------------------------
-
-
-def compared(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> tuple[Any, float]:
-    """Return (result of the reference, difference of the kernel from it), with the tile that the kernel chooses."""
-    off = next(differences(operator, args, kernel))
-    return referred(operator, args), off
 
 
 def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> Iterator[float]:
@@ -291,28 +235,3 @@ def _difference(one: Tensor, other: Tensor, *, is_exact: bool) -> Tensor:
 def is_alike(difference: float, dtype: torch.dtype) -> bool:
     """Return whether a kernel's difference is within the tolerance of a dtype."""
     return difference <= TOLERANCE[dtype]
-
-
-def differing(
-    module: ModuleType, device: torch.device, dtype: torch.dtype, tokens: int = 80, **sizes: int
-) -> list[str]:
-    """Return a text for each of the `calls` in which the kernel in `module` differs from its reference or raises.
-
-    `module` has functions by the names of operators (triton_kernels.py); calls of other operators are skipped. `sizes`
-    are `hidden`, `intermediate` and `rank` of `calls`.
-    """
-    found = []
-    with torch.no_grad():
-        for name, args in calls(device, dtype, tokens, **sizes):
-            if not hasattr(module, name):
-                continue
-            try:
-                off = compared(OPERATORS[name], args, getattr(module, name))[1]
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # of the compiler, the driver or the device
-                found.append(f"{name} ({type(error).__name__}: {one_line(error)})")
-            else:
-                if not is_alike(off, dtype):
-                    found.append(f"{name} (off by {off:.1e} of the largest)")
-    return found

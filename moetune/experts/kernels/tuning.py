@@ -4,8 +4,6 @@ Choices are in `tiles.json` in moetune's cache folder (`files.cache_folder`), by
 file that cannot be read or written is treated as missing. Import this file only with a GPU and Triton.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress

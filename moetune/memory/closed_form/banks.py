@@ -8,7 +8,9 @@ from functools import cached_property
 
 from moetune.config.schema import ExpertsConfig
 from moetune.experts.bank import Kind, groups_of, most_together
+from moetune.parallel.coordinates import expert_shards
 from moetune.run.names import parts_by_name
+from moetune.run.placement import balance_experts
 from moetune.run.resolve import ResolvedRun
 
 _FIRST = 3
@@ -17,23 +19,23 @@ _FIRST = 3
 
 @dataclass(frozen=True)
 class Bank:
-    """Which experts of one layer train, and how.
+    """Which of a layer's experts on one rank train, and how.
 
     Attributes:
-        experts: number of experts.
+        held: ids of the experts on this rank, ascending.
         trained: ids of those that train in full.
         lora: ids of those with LoRA.
         most: largest number of experts that are computed together.
     """
 
-    experts: int
+    held: tuple[int, ...]
     trained: tuple[int, ...]
     lora: tuple[int, ...]
     most: int
 
     def groups(self, *, alone: bool) -> list[tuple[Kind, tuple[int, ...]]]:
         """Return (kind, expert ids) of each group that is computed together; `alone` as in `bank.groups_of`."""
-        frozen = [expert for expert in range(self.experts) if expert not in self.trained]
+        frozen = [expert for expert in self.held if expert not in self.trained]
         order = [*frozen, *self.trained]
         kinds: list[Kind] = ["lora" if expert in self.lora else "frozen" for expert in frozen]
         kinds += ["trained"] * len(self.trained)
@@ -49,58 +51,73 @@ class Bank:
 
     @property
     def _in_order(self) -> bool:
-        return self.trained == tuple(range(self.experts - len(self.trained), self.experts))
+        return self.trained == self.held[len(self.held) - len(self.trained) :]
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Numbers of trained and of other experts by name; a storage's bytes may be proportional to either."""
         trained = len(self.trained)
-        return {"trained": trained, "frozen": self.experts - trained}
+        return {"trained": trained, "frozen": len(self.held) - trained}
+
+    @cached_property
+    def places(self) -> Hashable:
+        """Key that is equal for banks that differ only in the ids of their experts."""
+        trained, lora = (tuple(map(self.held.index, ids)) for ids in (self.trained, self.lora))
+        return len(self.held), trained, lora, self.most
 
     def training(self, number: int) -> Bank:
         """Return the bank with `number` trained experts; all others have LoRA if any expert of this one has it."""
-        ids = range(self.experts - number, self.experts) if self._in_order else range(number)
-        rest = tuple(expert for expert in range(self.experts) if expert not in ids)
-        return replace(self, trained=tuple(ids), lora=rest if self.lora else ())
+        ids = self.held[len(self.held) - number :] if self._in_order else self.held[:number]
+        rest = tuple(expert for expert in self.held if expert not in ids)
+        return replace(self, trained=ids, lora=rest if self.lora else ())
 
     def serves(self, other: Bank) -> bool:
         """Return whether a record with this bank can be rewritten for the trained experts of `other` (experts.py)."""
-        return self.branches == other.branches and (self.experts, self.most) == (other.experts, other.most)
+        return self.branches == other.branches and (len(self.held), self.most) == (len(other.held), other.most)
 
 
-def banks_of(run: ResolvedRun) -> dict[int, Bank]:
-    """Return layer index -> the bank of each layer with experts; all experts must be on one rank."""
-    chosen = run.selection
-    return {
-        layer.index: Bank(
-            layer.shape.num_experts,
-            chosen.experts.get(layer.index, ()),
-            chosen.lora_experts.get(layer.index, ()),
-            most_together(layer.shape, run.expert_memory, run.dtype),
-        )
-        for layer in run.structure.moe_layers
-    }
+def banks_of(run: ResolvedRun, ep: int = 0) -> dict[int, Bank]:
+    """Return layer index -> the bank of each layer with experts, on the rank with the index `ep` among those that the
+    experts are divided over."""
+    placed, chosen, banks = run.placed_at(ep), run.selection, dict[int, Bank]()
+    for layer in run.structure.moe_layers:
+        held = placed.held(layer.index, layer.shape.num_experts)
+        of_layer = (set(chosen.experts.get(layer.index, ())), set(chosen.lora_experts.get(layer.index, ())))
+        trained, lora = (tuple(expert for expert in held if expert in ids) for ids in of_layer)
+        banks[layer.index] = Bank(held, trained, lora, most_together(layer.shape, run.expert_memory, run.dtype))
+    return banks
 
 
-def probes_of(run: ResolvedRun) -> tuple[ResolvedRun, ResolvedRun] | None:
-    """Return two runs with few trained experts, from whose records that of this run can be derived (experts.py).
+def probes_of(run: ResolvedRun, ep: int = 0) -> tuple[ResolvedRun, ResolvedRun] | None:
+    """Return two runs with few trained experts, from whose records that of this run can be derived (experts.py), for
+    the rank with the index `ep` among those that the experts are divided over.
 
-    None if this run needs a record of its own: layers train different numbers of experts, only some of the others have
-    LoRA or its optimizer is 8-bit, there are several ranks, experts are on the host, or no two numbers of experts suit.
+    None if this run needs a record of its own: layers or ranks train different numbers of experts, only some of the
+    others have LoRA or its optimizer is 8-bit, experts are on the host or sharded, or no two numbers of experts suit.
     """
-    banks = {layer: bank for layer, bank in banks_of(run).items() if bank.trained}
-    same = {(bank.branches, *bank.sizes.values(), len(bank.lora), bank.most) for bank in banks.values()}
-    if len(same) != 1 or run.config.parallel.ranks > 1 or run.config.model.experts_on == "host":
+    banks = {layer: bank for layer, bank in banks_of(run, ep).items() if bank.trained}
+    same = {_alike(bank) for bank in banks.values()}
+    if len(same) != 1 or run.config.model.experts_on == "host" or expert_shards(run.config.parallel) > 1:
         return None
     bank = next(iter(banks.values()))
     if bank.lora and (len(bank.lora) != bank.sizes["frozen"] or run.optimizers["lora"].name.endswith("8bit")):
         return None  # 8-bit optimizers keep the states of small tensors in 32 bits
-    numbers = [n for n in range(_FIRST, bank.experts) if bank.training(n).serves(bank)]
+    numbers = [n for n in range(_FIRST, len(bank.held)) if bank.training(n).serves(bank)]
     first = numbers[0] if numbers else 0
     second = next((n for n in numbers[1:] if _tells(bank.training(first), bank.training(n))), None)
     if second is None:
         return None
-    return _training(run, banks, first), _training(run, banks, second)
+    one, other = (_training(run, banks, bank, number) for number in (first, second))
+    for probe, number in ((one, first), (other, second)):
+        found = banks_of(probe, ep)
+        if any(_alike(found[layer]) != _alike(bank.training(number)) for layer in banks):
+            return None  # the trained experts are divided over the ranks in another way
+    return one, other
+
+
+def _alike(bank: Bank) -> Hashable:
+    """Return a key that is equal for the banks of layers, and of ranks, whose memory is the same."""
+    return bank.branches, *bank.sizes.values(), len(bank.lora), bank.most
 
 
 def _tells(one: Bank, other: Bank) -> bool:
@@ -112,14 +129,21 @@ def _tells(one: Bank, other: Bank) -> bool:
     return all(len(sizes) > 1 or sizes == {1} for sizes in counts.values())
 
 
-def _training(run: ResolvedRun, banks: dict[int, Bank], number: int) -> ResolvedRun:
-    """Return the run with `number` trained experts in each layer of `banks`."""
-    new = {layer: bank.training(number) for layer, bank in banks.items()}
+def _training(run: ResolvedRun, banks: dict[int, Bank], like: Bank, number: int) -> ResolvedRun:
+    """Return the run with `number` trained experts on each rank, in each layer of `banks`: the first ones or the last
+    ones of the layer, as `like.training` chooses."""
+    parallel, layers = run.config.parallel, {layer.index: layer.shape.num_experts for layer in run.structure.moe_layers}
+    count = number * (parallel.ep if run.placement else 1)
+    is_last = like.training(number).trained == like.held[len(like.held) - number :]
+    ids = {layer: range(layers[layer])[-count if is_last else 0 : None if is_last else count] for layer in banks}
+    trained = {layer: tuple(those) for layer, those in ids.items()}
+    rest = {layer: tuple(one for one in range(layers[layer]) if one not in those) for layer, those in ids.items()}
     selection = replace(
         run.selection,
-        experts={**run.selection.experts, **{layer: bank.trained for layer, bank in new.items()}},
-        lora_experts={**run.selection.lora_experts, **{layer: bank.lora for layer, bank in new.items() if bank.lora}},
+        experts={**run.selection.experts, **trained},
+        lora_experts={**run.selection.lora_experts, **(rest if like.lora else {})},
     )
-    chosen = ExpertsConfig(ids={layer: bank.trained for layer, bank in new.items()})
-    config = run.config.but(adapt={"experts": chosen})
-    return replace(run, config=config, selection=selection, parts=parts_by_name(run.structure, selection))
+    config = run.config.but(adapt={"experts": ExpertsConfig(ids=trained)})
+    placement = run.placement and balance_experts(run.structure, selection, parallel.ep)
+    parts = parts_by_name(run.structure, selection)
+    return replace(run, config=config, selection=selection, placement=placement, parts=parts)

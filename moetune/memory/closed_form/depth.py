@@ -21,6 +21,7 @@ from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.closed_form.record import Record
 from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.closed_form.store import Recorded
+from moetune.memory.equal_ranks import divides_evenly
 from moetune.memory.trace.tracing import can_be_shortened
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
@@ -47,13 +48,18 @@ class Depths:
         """
         form = ClosedForm(run, rank, gpu)
         if can_be_shortened(run.config):
-            form.recorded = self._of_experts(form, routing)
-            if form.recorded is None:
-                known = self._like(form)
-                if form.short.units == known.short.units:
-                    return known.at(run.config, routing)
-                form.recorded = known.with_records(run.config, routing)
+            form = self._with_records(form, routing)
         return form.at(run.config, routing)
+
+    def _with_records(self, form: ClosedForm, routing: AssumedRouting) -> ClosedForm:
+        """Return a closed form of the run in `form` that has, or makes, the records to evaluate the run."""
+        form.recorded = self._of_other_rank(form, routing) or self._of_experts(form, routing)
+        if form.recorded is None:
+            known = self._like(form)
+            if form.short.units == known.short.units:
+                return known
+            form.recorded = known.with_records(form.run.config, routing)
+        return form
 
     def _like(self, form: ClosedForm) -> ClosedForm:
         """Return the cached closed form of the same shortened model; if there is none, cache and return `form`."""
@@ -61,7 +67,7 @@ class Depths:
 
     def _of_experts(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
         """Derive a run's record from those of two runs with few trained experts (experts.py); None if impossible."""
-        probes = probes_of(form.run)
+        probes = probes_of(form.run, form.ep)
         if probes is None:
             return None
         one, other = (ClosedForm(probe, form.rank, form.gpu) for probe in probes)
@@ -74,14 +80,40 @@ class Depths:
         shapes = (form.shape(form.run.config, routing), other.shape(probes[1].config, routing))
         if shapes != (shape, shape) or any(shape.idle):
             return None  # another code path, or another division of the loss
-        banks = [_banks(run, form.short.kept) for run in (form.run, *probes)]
-        key = id(records), shape, banks[0]
+        its, *banks = (_banks(one) for one in (form, one, other))
+        key = id(records), shape, its
         if key[:2] not in self._choices:
-            self._choices[key[:2]] = _choices(one, other, shape, records.records[shape], banks[1:])
+            self._choices[key[:2]] = _choices(one, other, shape, records.records[shape], banks)
         choices = self._choices[key[:2]]
         if choices is not None and key not in self._rewritten:
-            self._rewritten[key] = Recorded(records.head, {shape: choices.at(banks[0])})
+            self._rewritten[key] = Recorded(records.head, {shape: choices.at(its)})
         return self._rewritten.get(key)
+
+    def _of_other_rank(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
+        """Derive the record of a rank from that of the rank whose experts come first, if both are alike but for their
+        experts; None if they are not, or are the same."""
+        parallel, config = form.run.config.parallel, form.run.config
+        if not form.ep or parallel.tp > 1 or not divides_evenly(form.run):
+            return None
+        first = ClosedForm(form.run, form.rank - form.ep, form.gpu)
+        banks, others = _banks(first), _banks(form)
+        if form.short.units != first.short.units or any(
+            (one and one.places) != (other and other.places) for one, other in zip(banks, others, strict=True)
+        ):
+            return None
+        first = self._with_records(first, routing)
+        records, shape = first.with_records(config, routing), first.shape(config, routing)
+        if any(shape.idle):
+            return None
+        key = id(records), shape, others
+        if key not in self._rewritten:
+            ids = [
+                {} if one is None or other is None else dict(zip(one.held, other.held, strict=True))
+                for one, other in zip(banks, others, strict=True)
+            ]
+            record = records.records[shape].on_rank(first.ep, form.ep, ids)
+            self._rewritten[key] = Recorded(records.head, {shape: record})
+        return self._rewritten[key]
 
 
 def _choices(one: ClosedForm, other: ClosedForm, shape: Shape, first: Record, banks: Sequence[_Banks]) -> _Choices:
@@ -106,7 +138,7 @@ def _scales() -> TypeAdapter[tuple[str, tuple[Scale, ...] | None]]:
     return TypeAdapter(tuple[str, tuple[Scale, ...] | None])
 
 
-def _banks(run: ResolvedRun, layers: Sequence[int]) -> _Banks:
-    """Return the bank of each of these decoder layers; None for a layer without experts."""
-    banks = banks_of(run)
-    return tuple(banks.get(layer) for layer in layers)
+def _banks(form: ClosedForm) -> _Banks:
+    """Return the bank on the form's rank of each decoder layer that is recorded; None for a layer without experts."""
+    banks = banks_of(form.run, form.ep)
+    return tuple(banks.get(layer) for layer in form.short.kept)

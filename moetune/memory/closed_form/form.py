@@ -77,7 +77,12 @@ class ClosedForm:
     @cached_property
     def kinds(self) -> list[Hashable]:
         """For each decoder layer, the properties that its memory depends on; equal for identical layers."""
-        return kinds_of(self.run, Coordinates.of(self.run.config.parallel, self.rank).ep)
+        return kinds_of(self.run, self.ep)
+
+    @cached_property
+    def ep(self) -> int:
+        """The rank's index among those that the experts are divided over."""
+        return Coordinates.of(self.run.config.parallel, self.rank).ep
 
     @cached_property
     def short(self) -> Shortened:

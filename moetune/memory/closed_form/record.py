@@ -6,7 +6,7 @@ A step is recorded at two choices of probe sizes: the monomials are derived from
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -117,6 +117,27 @@ class Record:
         for number, layers in stands_for.items():
             table[number] = np.resize(layers, table.shape[1])
         return events, table[self.layers[events.like], events.copies]
+
+    def on_rank(self, ep: int, other: int, ids: Sequence[Mapping[int, int]]) -> Record:
+        """Return the record of another rank, which is alike but for its experts; `log` still has the ids of this one's.
+
+        Args:
+            ep, other: indices of this rank and of the other among those that the experts are divided over.
+            ids: [layers that ran] id of each expert of this rank -> id of the expert of the other in its place.
+        """
+        names = {f"{name}{one}": f"{name}{two}" for name in "rq" for one, two in ((ep, other), (other, ep))}
+        powers = (tuple(sorted((names.get(name, name), number) for name, number in one)) for one in self.powers)
+        groups: dict[tuple[int, int], int] = {}  # (layer, group of this rank) -> group of the other rank
+        experts = [
+            group if group < 0 else groups.setdefault((layer, group), len(groups))
+            for layer, group in zip(self.layers.tolist(), self.experts.tolist(), strict=True)
+        ]
+        return replace(
+            self,
+            powers=tuple(powers),
+            experts=np.array(experts, dtype=np.int64),
+            groups=tuple(tuple(ids[layer][expert] for expert in self.groups[group]) for layer, group in groups),
+        )
 
     def formula(self, block: int) -> str:
         """Return the formula of the bytes of `log.blocks[block]` as text, such as "2·B·S·n"; sizes.py lists the names

@@ -4,8 +4,6 @@ A command gives its own passes (`Passes`), which here run on fake tensors; the m
 GPU's allocator and the host are as for training (`predict`, `trace`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial

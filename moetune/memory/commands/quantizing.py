@@ -1,7 +1,5 @@
 """`moetune quantize --predict`: the memory of quantizing a checkpoint, by its own code on fake tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

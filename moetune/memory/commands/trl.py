@@ -17,11 +17,9 @@ from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.tracing import faked
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
-from moetune.run.resolve import AnyRun, resolve
+from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
-from moetune.training.trl import TrlTrainer
-
-PREDICTED: tuple[TrlTrainer, ...] = ("sft", "dpo", "kto", "orpo")
+from moetune.training.trl import TrlTrainer, prompt_length, trl_arguments
 
 
 def predict_trl(
@@ -35,7 +33,8 @@ def predict_trl(
 ) -> MemoryReport:
     """Predict the peak memory of a run in a TRL trainer, with the arguments of `trl_arguments`, phase by phase.
 
-    Every row is as long as `max_length`, and its prompt has one token. The report has no time and no changes.
+    Every row is as long as `max_length`, and its prompt has one token; GRPO's rows have `train.sequence_length` tokens,
+    of which the last `max_completion_length` are generated. The report has no time and no changes.
 
     Args:
         more: arguments of TRL's configuration that replace those of `trl_arguments`.
@@ -48,8 +47,6 @@ def predict_trl(
     """
     if find_spec("trl") is None:
         raise UserError("a prediction for TRL runs its trainers; install it: pip install 'moetune[trl]'")
-    if trainer not in PREDICTED:
-        raise UserError(f"no prediction for the trainer {trainer!r}: {', '.join(PREDICTED)}")
     run = resolve(run, "cuda")
     if run.config.parallel.ranks > 1:
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
@@ -58,11 +55,27 @@ def predict_trl(
     options: dict[str, Any] = {"gpu": gpu, "routing": routing, "allocator": allocator}
     tracing = partial(trace_trl, trainer=trainer, more=more or {})
     report = predict(run, method="trace", tracing=tracing, advise=False, **options)
-    rows = "rows of train.sequence_length tokens, of which the prompt has one; some are padded"
     assumptions = [one for one in report.assumptions if not one.startswith("every sequence has")]
-    about = ("trainer", f"TRL's {trainer.upper()}" + "".join(f", {key}={value}" for key, value in (more or {}).items()))
-    report = replace(report, assumptions=(*assumptions, rows), about=(about, *report.about))
+    named = ("trainer", f"TRL's {trainer.upper()}" + "".join(f", {key}={value}" for key, value in (more or {}).items()))
+    about = dict((named, *report.about))
+    if trainer == "grpo":
+        assumptions += _of_generation(run, trl_arguments(run, trainer) | dict(more or {}))
+        about["attention"] += ", until it generates: then by a mask" * about["attention"].startswith("flash, by")
+    else:
+        assumptions += ["rows of train.sequence_length tokens, of which the prompt has one; some are padded"]
+    report = replace(report, assumptions=tuple(assumptions), about=tuple(about.items()))
     return replace(report, trainer=trainer, time=None, rows=None)
+
+
+def _of_generation(run: ResolvedRun, arguments: Mapping[str, Any]) -> list[str]:
+    """Return what a prediction of GRPO assumes of what is generated, with these arguments."""
+    length, steps = arguments["max_completion_length"], arguments.get("steps_per_generation")
+    rows = arguments["per_device_train_batch_size"] * (steps or run.config.train.accumulate)
+    return [
+        f"{arguments.get('generation_batch_size') or rows} completions of {length:,} tokens are generated at once, "
+        f"{arguments['num_generations']} for each prompt of {prompt_length(run.config, length):,} tokens",
+        "the reward is a function that takes no memory of the card",
+    ]
 
 
 def trace_trl(

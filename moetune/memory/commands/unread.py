@@ -4,8 +4,6 @@
 tensors, which `unread` gives them in place of a file's. On a GPU, a tensor is first read into host memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -32,7 +32,7 @@ from moetune.adapt.attention import Capability
 from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
 from moetune.memory.kernels import workspace
-from moetune.memory.report import PartName, Phase
+from moetune.memory.report import FORWARD_PHASES, PartName, Phase
 from moetune.memory.time.counter import Counter
 from moetune.memory.time.work import WorkPart
 from moetune.memory.trace.log import Block, Cut, Group, Log, Mark, Sent
@@ -348,7 +348,7 @@ class Tracker(TorchDispatchMode):
         `layer` is the layer's number, or `OUTSIDE`. An end of forward is ignored while the layer is recomputed in
         backward.
         """
-        if backward or self.phase in ("forward", "reference", "evaluation"):  # not in a recomputation
+        if backward or self.phase in FORWARD_PHASES:  # not in a recomputation
             self.log.cuts.append(Cut(len(self.log.entries), layer, backward))
 
     def _enter_backward(self, module: str) -> None:

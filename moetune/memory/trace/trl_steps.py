@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,6 +18,7 @@ from moetune.compat.trl import (
     Computing,
     SelfReferencing,
     batches_of,
+    cache_of,
     kernels_of_cuda,
     make_trainer,
     precompute_references,
@@ -24,28 +26,29 @@ from moetune.compat.trl import (
     run_steps,
 )
 from moetune.errors import UserError
+from moetune.memory.report import Phase
 from moetune.memory.trace.alike import Shortened
+from moetune.memory.trace.generating import generate_ends
 from moetune.memory.trace.log import OUTSIDE
 from moetune.memory.trace.steps import STEPS
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.views import Trace
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
-from moetune.training.trl import TrlTrainer, trl_arguments
-
-_HAVE_REFERENCES = ("dpo", "kto")
+from moetune.training.trl import TrlTrainer, prompt_length, trl_arguments
 
 
 class TrlSteps(Watched):
     """Steps of one of TRL's trainers on an adapted model: the trainer's own code, on batches of the run's sizes.
 
     A reference that TRL computes before training (`precompute_ref_log_probs`) is run for one batch before the steps.
+    GRPO generates completions of full length; of their tokens the first two and the last two are computed.
 
     Args:
         adapted: model to train; its tensors may be fake.
         trainer: the trainer.
         more: arguments of TRL's configuration that replace those of `trl_arguments`.
-        micro_steps: micro-steps of each step.
+        micro_steps: micro-steps of each step that run.
         mode: the mode of fake tensors; None for real ones.
         kept, gpu: as in `Watched`.
 
@@ -67,17 +70,28 @@ class TrlSteps(Watched):
         self.micro_steps, self.mode = micro_steps, mode
         silent = {"use_cpu": True, "report_to": "none", "logging_strategy": "no", "disable_tqdm": True}
         arguments = trl_arguments(adapted.run, trainer) | silent | dict(more)
-        arguments |= {"gradient_accumulation_steps": micro_steps, "max_steps": STEPS}
+        # GRPO generates for all micro-steps of a step at once, so that their number counts.
+        accumulate = adapted.run.config.train.accumulate if trainer == "grpo" else micro_steps
+        arguments |= {"gradient_accumulation_steps": accumulate, "max_steps": STEPS}
         self.precomputes = arguments.pop("precompute_ref_log_probs", False)
-        copies = trainer in _HAVE_REFERENCES and not self.precomputes
+        self.completion, prompt = None, 1
+        if trainer == "grpo":
+            self.completion = arguments["max_completion_length"]
+            prompt = prompt_length(adapted.run.config, self.completion)
+        has_reference = bool(arguments.get("beta")) if trainer == "grpo" else trainer in ("dpo", "kto")
         with self._faking(), nullcontext() if mode is None else Answers():
-            self.reference = Reference(adapted) if copies else None
+            self.reference = Reference(adapted) if has_reference and not self.precomputes else None
         self._folder = TemporaryDirectory()
         arguments["output_dir"] = self._folder.name
-        rows = arguments["per_device_train_batch_size"] * micro_steps * STEPS
-        with quiet(), self._refusing(TypeError, ValueError):
-            self.trainer = make_trainer(trainer, SelfReferencing(adapted.model, self._referencing), arguments, rows)
-        self.batches = batches_of(self.trainer, STEPS, micro_steps)
+        rows = arguments["per_device_train_batch_size"] * accumulate * STEPS
+        model = (_Generating if trainer == "grpo" else SelfReferencing)(adapted.model, self._referencing)
+        with quiet(), self._refusing(TypeError, ValueError, ImportError):
+            self.trainer = make_trainer(trainer, model, arguments, rows, prompt)
+        if isinstance(model, _Generating):
+            model.steps = self
+            with self._refusing(ValueError, said="no prediction"):
+                self.cache = cache_of(self.trainer)
+        self.batches = batches_of(self.trainer, STEPS, accumulate)
 
     def run(self, tracker: Tracker, short: Shortened | None = None) -> Trace:
         """Run two steps and return their trace; can be called once."""
@@ -86,14 +100,14 @@ class TrlSteps(Watched):
             self._register()
             stack.enter_context(tracker.following([*self.adapted.trainable().values()]))
             if self.mode is not None:
-                stack.enter_context(Answers())
+                stack.enter_context(Answers(self.completion))
                 if self.gpu is not None:
                     stack.enter_context(kernels_of_cuda())
             stack.enter_context(self.watching(tracker))
             if self.precomputes:
                 with self._faking():
                     precompute_references(self.trainer, self.batches[0][0][0], self._given)
-            run_steps(self.trainer, self.batches, self._given, self._computing)
+            run_steps(self.trainer, self.batches, self._given, self._computing, self.micro_steps)
         tracker.stop()
         left_out = self.adapted.run.config.train.accumulate - self.micro_steps
         return Trace.of(tracker.log, self.adapted.ranks.axis_of, short=short, left_out=left_out)
@@ -105,12 +119,12 @@ class TrlSteps(Watched):
             yield
 
     @contextmanager
-    def _refusing(self, *errors: type[Exception]) -> Iterator[None]:
+    def _refusing(self, *errors: type[Exception], said: str = "TRL's trainer refuses this run") -> Iterator[None]:
         """Raise `UserError` for errors with which TRL refuses an argument."""
         try:
             yield
         except errors as error:
-            raise UserError(f"TRL's trainer refuses this run: {error}") from error
+            raise UserError(f"{said}: {error}") from error
 
     def _given(self, tensor: Tensor) -> Tensor:
         """Return a tensor of a batch as the steps get it, and record it."""
@@ -122,11 +136,34 @@ class TrlSteps(Watched):
     @contextmanager
     def _referencing(self) -> Iterator[None]:
         """Run the model as the reference; before training it is its own."""
-        tracker, phase = self._tracker, self._tracker.phase
-        tracker.enter("reference")
-        with nullcontext() if self.reference is None else self.reference.active():
+        with self.entering("reference"), nullcontext() if self.reference is None else self.reference.active():
             yield
+
+    @property
+    def is_referencing(self) -> bool:
+        """Whether the model runs as the reference."""
+        return self._tracker.phase == "reference"
+
+    @contextmanager
+    def entering(self, phase: Phase) -> Iterator[None]:
+        """Record what is computed within the `with` block as a phase of its own."""
+        tracker, before = self._tracker, self._tracker.phase
         tracker.enter(phase)
+        yield
+        tracker.enter(before)
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor, **given: Any) -> Tensor:
+        """Generate as TRL calls `generate`; return token ids of full length, [rows, prompt and completion]."""
+        assert self.completion is not None
+        model: Any = self.adapted.model
+
+        def generate(ids: Tensor, **more: Any) -> None:
+            mask = attention_mask if ids is input_ids else torch.ones_like(ids)
+            model.generate(input_ids=ids, attention_mask=mask, use_cache=self.cache != "none", **given, **more)
+
+        with self.entering("generation"):
+            generate_ends(self, self._tracker, generate, input_ids, self.completion, self.cache)
+        return input_ids.new_ones((len(input_ids), input_ids.shape[1] + self.completion))
 
     @contextmanager
     def _computing(self, what: Computing) -> Iterator[None]:
@@ -169,3 +206,17 @@ class TrlSteps(Watched):
                     self._tracker.add(state)
                     self._tracker.tag([state], "optimizer_states")
                     self._tracker.belongs(state, self._layer_of.get(parameter), parts[parameter])
+
+
+class _Generating(SelfReferencing):
+    """The model of GRPO, whose calls outside of the loss are phases of their own."""
+
+    steps: TrlSteps
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.generate(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        is_loss = torch.is_grad_enabled() or self.steps.is_referencing
+        with nullcontext() if is_loss else self.steps.entering("old_logprobs"):
+            return super().forward(*args, **kwargs)

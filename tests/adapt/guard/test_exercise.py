@@ -10,9 +10,10 @@ import torch
 from moetune.adapt.build import build
 from moetune.adapt.guard.exercise import _few, samples, sizes_of
 from moetune.experts.kernels.registry import OPERATORS, Operator
-from moetune.experts.kernels.self_check import CallsSeen, _kind
+from moetune.experts.kernels.self_check import CallsSeen
 from moetune.run.resolve import resolve
 from moetune.training.step.micro_step import token_loss
+from tests.experts.kernels.recorded import kind_of
 from tests.nullcuda import runs
 
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ def kinds(run: Callable[[], Any]) -> set[Hashable]:
 
     def compute(operator: Operator, args: Sequence[Any]) -> Any:
         is_product = operator.name == "grouped_mm"
-        found.add((operator.name, args[1].dim()) if is_product else (operator.name, *map(_kind, args)))
+        found.add((operator.name, args[1].dim()) if is_product else (operator.name, *map(kind_of, args)))
         return operator.reference(*args)
 
     with CallsSeen(compute):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from moetune.config.schema import RunConfig
+from moetune.memory.assumed_routing import BALANCED, PUBLISHED
 from moetune.memory.closed_form import form
 from moetune.memory.closed_form.banks import Bank, banks_of, probes_of
 from moetune.memory.closed_form.depth import Depths
@@ -92,6 +93,45 @@ def test_drawn_choices(number: str, tmp_path: Path, recorded: list[Any], monkeyp
         assert not shared or len(recorded) - before <= (3 if before == 0 else 1)  # its own is the one to compare with
 
 
+RANKS: dict[str, tuple[int, int, tuple[str, ...], dict[str, Any]]] = {
+    "experts": (2, 1, ("experts",), {"name": "adamw", "master_weights": "fp32"}),
+    "experts beside LoRA": (2, 4, ("experts", "lora"), {"name": "adamw", "master_weights": "fp32"}),
+    "four ranks": (4, 4, ("experts",), {"name": "adamw8bit", "master_weights": "none"}),
+    "LoRA": (2, 4, ("lora",), {"name": "adamw8bit"}),
+}
+"""Number of ranks, micro-steps, what trains, and the optimizer."""
+
+
+@pytest.mark.parametrize("case", thinned(RANKS, len(RANKS), always=("experts",)))
+@pytest.mark.parametrize("model", thinned(MODELS, len(MODELS), always=("mixtral",)))
+def test_ranks_that_store_other_experts(
+    model: str, case: str, tmp_path: Path, recorded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank of `ep` needs no record beside that of the first, which follows from the probes'."""
+    ranks, accumulate, chosen, optimizer = RANKS[case]
+    sizes = {"decoder_sparse_step": 1} if model == "qwen3_moe" else {}
+    path = write_toy(tmp_path, model, experts=6 * ranks, num_hidden_layers=4, **sizes)
+    lora = {"rank": 4, "alpha": 8, "targets": ["attention"] if model == "gpt_oss" else ["attention", "experts"]}
+    adapt = {"experts": {"layers": "1-3", "ids": list(range(2 * ranks))}, "lora": lora}
+    sections: dict[str, Any] = {
+        "model": {"weights": "pretrained", "dtype": "bf16", "base": "nf4"},
+        "optimizer": optimizer,
+        "train": {"accumulate": accumulate},
+        "hardware": {"count": ranks},
+        "parallel": {"fsdp": ranks, "ep": ranks},
+    }
+    run = resolve(toy_run(path, model, {name: adapt[name] for name in chosen}, **sections), "cuda")
+    depths, gpu, last = Depths(), find_gpu("l40s"), ranks - 1
+    depths.at(run, 0, gpu)
+    assert len(recorded) == (2 if "experts" in chosen else 1)
+    found = [depths.at(run, last, gpu, routing) for routing in (BALANCED, PUBLISHED)]
+    assert len(recorded) == (2 if "experts" in chosen else 1)
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "own"))
+    own = [ClosedForm(run, last, gpu).at(run.config, routing) for routing in (BALANCED, PUBLISHED)]
+    for one, other in zip(found, own, strict=True):
+        assert (one.parts(), one.rounded_peak, one.load) == (other.parts(), other.rounded_peak, other.load)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "optimizer"),
@@ -133,7 +173,7 @@ def test_a_single_expert_that_is_computed_alone_has_its_own_record(tmp_path: Pat
         {"ids": "all"},
         {"ids": [0, 1, 2], "count": 2},
     ],
-    ids=["unequal layers", "LoRA on some of the others", "all", "two GPUs"],
+    ids=["unequal layers", "LoRA on some of the others", "all", "experts on both GPUs"],
 )
 def test_choices_that_no_other_record_serves(choice: dict[str, Any], tmp_path: Path) -> None:
     lora = {"rank": 4, "alpha": 8, "targets": ["experts"], "ids": choice["lora"]} if "lora" in choice else None

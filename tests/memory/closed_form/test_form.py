@@ -16,6 +16,7 @@ from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import ResolvedRun, resolve
+from tests.fuzz.damage import within
 from tests.memory.models import LAYOUTS, toy_run, write_toy
 from tests.toys import toy_config
 
@@ -141,6 +142,35 @@ def test_a_length_below_a_limit_of_the_model_is_left_to_the_trace(model_type: st
     assert trace(run).peak
     with pytest.raises(NoClosedForm, match=r"\d bytes .*; use --method trace"):
         ClosedForm(run).at(run.config)
+
+
+NO_FORM, NO_TRACE = "closed form", "trace"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "without"),
+    [
+        ("glm_moe_dsa", None),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("hy_v4", None), ("zaya", NO_FORM), ("jamba", NO_FORM), ("qwen4_exp_text", NO_TRACE))
+        ),
+    ],
+)
+def test_layers_that_return_more_than_one_value(model_type: str, without: str | None, tmp_path: Path) -> None:
+    """What the trace says, or a message, and within a minute."""
+    toy_config(model_type, num_hidden_layers=6).save_pretrained(tmp_path)
+    run = resolve(toy_run(tmp_path, model_type, ADAPT["router"], train={"sequence_length": 256}), "cuda")
+    with within(60):
+        if without == NO_TRACE:
+            with pytest.raises(UserError, match="reads the values of tensors"):
+                trace(run)
+        elif without == NO_FORM:
+            assert trace(run).peak
+            with pytest.raises(NoClosedForm, match="use --method trace"):
+                ClosedForm(run).at(run.config)
+        else:
+            assert ClosedForm(run).at(run.config).parts() == trace(run).parts()
 
 
 def test_a_loop_over_the_sequence_is_noticed_at_once(tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ from transformers import AutoTokenizer
 from moetune.adapt.build import build
 from moetune.errors import UserError
 from moetune.experts.context import ReadCounts
+from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.commands.trl import predict_trl, trace_trl
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
 from moetune.run.resolve import resolve
 from moetune.training.trl import trl_arguments, trl_model
 from tests.toys import toy_config
-from tests.training.test_trl import ADAPT, KINDS, TEXT, a_run, write_toy
+from tests.training.test_trl import ADAPT, KINDS, TEXT, a_reward, a_run, write_toy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -55,10 +56,16 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Running:
     """A real run of a trainer on this machine, as a user writes it."""
 
-    def __init__(self, toy: Path, kind: str, part: str, more: dict[str, Any]) -> None:
+    def __init__(
+        self, toy: Path, kind: str, part: str, more: dict[str, Any], train: dict[str, Any] | None = None
+    ) -> None:
         adam = {"name": "adamw", "lr": 1e-4}
-        self.run = resolve(a_run(toy, ADAPT[part], optimizer=adam, train={"max_grad_norm": 1.0}), "cpu")
+        self.run = resolve(
+            a_run(toy, ADAPT[part], optimizer=adam, train={"max_grad_norm": 1.0, **(train or {})}), "cpu"
+        )
         adapted = build(self.run, "cpu")
+        self._generate, adapted.model.generate = adapted.model.generate, self._generating
+        self.most_of_generation = 0
         tokenizer = AutoTokenizer.from_pretrained(toy)
         tokenizer.pad_token = tokenizer.eos_token
         of = KINDS[kind]
@@ -72,13 +79,24 @@ class Running:
             trainer = of.trainer(
                 trl_model(adapted) if kind != "orpo" else adapted.model,
                 args=of.config(**arguments),
-                train_dataset=Dataset.from_dict(DATA[kind]),
+                train_dataset=Dataset.from_dict(DATA.get(kind) or {"prompt": prompts_of(tokenizer, 56)}),
                 processing_class=tokenizer,
+                **({"reward_funcs": a_reward} if kind == "grpo" else {}),
             )
             self.before, self.calls = self.calls, []
             trainer.train()
         self.peak = self.tracker.peak_bytes
         self.tracker.stop()
+
+    def _generating(self, **given: Any) -> Tensor:
+        began = self.tracker.place()
+        found: Tensor = self._generate(**given)
+        alive = 0
+        for at, entry in enumerate(self.tracker.log.entries):
+            block = self.tracker.log.blocks[entry if entry >= 0 else ~entry]
+            alive += 0 if block.on_host else block.bytes if entry >= 0 else -block.bytes
+            self.most_of_generation = max(self.most_of_generation, alive * (at >= began))
+        return found
 
     def _count(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
         self.calls.append(read())
@@ -87,6 +105,12 @@ class Running:
     def answers(self, passes: int) -> Iterator[list[int]]:
         """What experts received: in the first passes before training, and in the steps."""
         return iter([*self.before[: 2 * passes], *self.calls])
+
+
+def prompts_of(tokenizer: Any, tokens: int) -> list[str]:
+    """Eight texts of this many tokens."""
+    ends = ((f" {TEXT}" * 4)[row:end] for row in range(40) for end in range(row + 1, 200))
+    return [text for text in ends if len(tokenizer(text)["input_ids"]) == tokens][:8]
 
 
 CASES = [
@@ -121,12 +145,51 @@ def test_a_real_run(kind: str, part: str, more: dict[str, Any], passes: int, toy
     )
 
 
-@pytest.mark.one_in(12)
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(
+    ("model_type", "part", "more", "train", "every", "between"),
+    [
+        ("qwen3_moe", "lora", {"beta": 0.1}, {"accumulate": 8}, 1, ["reference"]),
+        ("qwen3_moe", "experts", {"beta": 0.1}, {}, 1, ["reference"]),
+        ("mixtral", "experts", {"num_iterations": 2}, {}, 2, ["old_logprobs"]),
+        ("mixtral", "router", {"cache_implementation": "static"}, {}, 1, []),
+        ("qwen3_moe", "router", {"generation_kwargs": {"use_cache": False}}, {}, 1, []),
+    ],
+)
+def test_a_real_run_of_grpo(
+    model_type: str,
+    part: str,
+    more: dict[str, Any],
+    train: dict[str, Any],
+    every: int,
+    between: list[str],
+    tmp_path: Path,
+) -> None:
+    """TRL generates every so many steps; a trace does in each of its two. Mixtral's layers have windows."""
+    length, rows = 8, 2 * train.get("accumulate", 2)
+    more = {"max_completion_length": length, "num_generations": 4, **more}
+    real = Running(write_toy(tmp_path / "model", model_type), "grpo", part, more, train | {"steps": every + 1})
+    # Of two layers: passes for the tokens, those over batches of two rows, and those of the steps' own micro-steps.
+    passes, others = 2 * length, rows * (1 + len(between))
+    steps = real.calls[: passes + others], real.calls[-passes - others :]
+    last = passes if "cache_implementation" in more else passes - 4  # a static cache is full from the beginning
+    own = slice(passes, passes + others - rows + 4)  # the trace runs two micro-steps
+    counts = iter([one for calls in steps for one in (*calls[:4], *calls[last:passes], *calls[own])])
+    traced = trace_trl(real.run, lambda *_: next(counts), trainer="grpo", more=more)
+    assert next(counts, None) is None
+    most = dict(traced.phases())
+    print(traced.parts().total / real.peak - 1, most["generation"] / real.most_of_generation - 1, traced.phases())
+    assert traced.parts().total == pytest.approx(real.peak, rel=0.01)
+    assert most["generation"] == pytest.approx(real.most_of_generation, rel=0.01)
+    assert most.keys() == {"generation", *between, "forward", "backward", "optimizer"}
+
+
+@pytest.mark.one_in(15)
 @pytest.mark.parametrize("part", ["router", "experts", "lora"])
-@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo", "grpo"])
 def test_a_few_layers_stand_for_all(kind: Any, part: str, tmp_path: Path) -> None:
     adapt = ADAPT[part] | ({"experts": {"layers": "all", "ids": [0, 2]}} if part == "experts" else {})
-    toy_config("mixtral", num_hidden_layers=5).save_pretrained(tmp_path)
+    toy_config("mixtral", num_hidden_layers=4, sliding_window=None).save_pretrained(tmp_path)
     more = {"precompute_ref_log_probs": False} if kind in ("dpo", "kto") else {}
     run = a_run(tmp_path, adapt, optimizer={"name": "adamw"}, model={"weights": "random"})
     short, whole = (trace_trl(run, trainer=kind, more=more, shortened=how) for how in (True, False))
@@ -140,13 +203,14 @@ def test_a_few_layers_stand_for_all(kind: Any, part: str, tmp_path: Path) -> Non
 
 def test_the_report(toy: Path) -> None:
     run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, hardware={"gpu": "1GiB"})
-    report = predict_trl(run, "dpo", {"precompute_ref_log_probs": False})
+    report = predict_trl(run, "grpo", {"max_completion_length": 24, "beta": 0.1}, routing=BALANCED)
     assert report.verdict == "yes"
-    assert [phase for phase, _ in report.phases] == ["forward", "reference", "backward", "optimizer"]
+    assert [phase for phase, _ in report.phases] == ["forward", "generation", "reference", "backward", "optimizer"]
     found = report.to_json()
-    assert (found["trainer"], found["phases"]) == ("dpo", dict(report.phases))
-    assert found["about"]["trainer"] == "TRL's DPO, precompute_ref_log_probs=False"
+    assert (found["trainer"], found["phases"]) == ("grpo", dict(report.phases))
+    assert found["about"]["trainer"] == "TRL's GRPO, max_completion_length=24, beta=0.1"
     assert max(report.phases, key=lambda one: one[1])[1] <= report.fullest.peak_allocated
+    assert "4 completions of 24 tokens are generated at once, 4 for each prompt of 40 tokens" in report.assumptions
 
 
 @pytest.mark.parametrize(
@@ -156,6 +220,12 @@ def test_the_report(toy: Path) -> None:
         ({"micro_batch": 1}, "kto", {}, "batch size"),
         ({}, "dpo", {"betta": 1}, "betta"),
         ({}, "dpo", {"loss_type": "none"}, "none"),
+        ({}, "grpo", {"max_completion_length": 64}, "1 to 63"),
+        ({}, "grpo", {"max_completion_length": "long"}, "1 to 63"),
+        ({}, "grpo", {"use_vllm": True}, "vLLM"),
+        ({}, "grpo", {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        ({}, "grpo", {"num_generations": 3}, "num_generations"),
+        ({}, "grpo", {"cache_implementation": "offloaded"}, "offloaded"),
     ],
 )
 def test_what_cannot_be_predicted(

@@ -731,13 +731,15 @@ def test_a_long_record_is_tokenized_in_parts(tmp_path, monkeypatch, kind, templa
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset")
-@pytest.mark.parametrize("suffix", ["jsonl", pytest.param("parquet", marks=pytest.mark.full)])
+@pytest.mark.parametrize("suffix", ["jsonl", *(pytest.param(s, marks=pytest.mark.full) for s in ("parquet", "txt"))])
 def test_a_long_record_takes_little_more_memory_than_its_text(tmp_path, monkeypatch, suffix):
     size = 2**19
     monkeypatch.setattr(encoder, "_WINDOW", 2**15)
     text, file = "some words of a text, " * (size // 22), tmp_path / f"long.{suffix}"
     if suffix == "jsonl":
         write(file, {"text": text})
+    elif suffix == "txt":
+        file.write_text(text)
     else:
         pq.write_table(pa.table({"text": [text]}), file)
     (tmp_path / "short.jsonl").write_text(json.dumps({"text": text[: 2**16]}))

@@ -207,6 +207,47 @@ def test_the_balance_loss_is_that_of_transformers(model_type: str, tmp_path: Pat
     assert some > 10
 
 
+def test_a_bias_that_shifts_the_choice_counts_here_and_not_in_transformers(tmp_path: Path) -> None:
+    adapted = build_toy(
+        toy_config("ernie4_5_moe"), tmp_path, {"router": "all"}, model={"base": "fp32", "dtype": "fp32"}
+    )
+    batch = collate(ROWS, PAD)
+    tokens = int(batch["attention_mask"].sum())
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    for bias in (0.0, 1.0):
+        for name, value in (*adapted.model.named_parameters(), *adapted.model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                value.data[..., 0] = bias
+        plain = plain_model(adapted.model.config)
+        plain.load_state_dict(plain_weights(adapted, plain, dict(adapted.trainable())), strict=False)
+        theirs = plain(**inputs, use_cache=False, output_router_logits=True).aux_loss.item()
+        ours, _, load = watched(adapted, batch)
+        assert all(of_layer[0] == tokens for of_layer in load.values()) == bool(bias)
+        assert (ours.item() == pytest.approx(theirs, rel=1e-5)) == (bias == 0.0)
+
+
+def test_a_token_that_skips_the_experts_is_no_load(tmp_path: Path) -> None:
+    """ZAYA's routers have a class more than there are experts, whose tokens expert 0 gets with weight 0."""
+    adapted = build_toy(toy_config("zaya"), tmp_path, {"router": "all"}, model={"base": "fp32", "dtype": "fp32"})
+    chosen: dict[int, list[int]] = {}
+    for layer in adapted.structure.moe_layers:
+        router = adapted.model.get_submodule(layer.router)
+        biases = router.get_buffer("balancing_biases")
+        biases[-1] = 0.0
+
+        def saw(module: Any, args: Any, output: Any, index: int = layer.index, biases: Tensor = biases) -> None:
+            chosen[index] = (output[0].softmax(-1) + biases).argmax(-1).tolist()
+
+        router.register_forward_hook(saw)
+    watch = RouterWatch(adapted)
+    with watch.recording(None, logits=False) as routed:
+        token_loss(adapted.model, collate(ROWS[1:2], PAD))
+    for layer in adapted.structure.moe_layers:
+        experts = layer.shape.num_experts
+        assert routed.load[layer.index].tolist() == [chosen[layer.index].count(expert) for expert in range(experts)]
+    assert any(layer.shape.num_experts in chosen[layer.index] for layer in adapted.structure.moe_layers)
+
+
 def test_per_layer_it_is_the_mean_of_each_layers(small_model: Path) -> None:
     adapted, batch = built(small_model), collate(ROWS, PAD)
     watch = RouterWatch(adapted)

@@ -1,0 +1,59 @@
+"""Plans for TRL's trainers: the predictor of a search traces them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl")
+
+from moetune.errors import UserError
+from moetune.memory.assumed_routing import BALANCED
+from moetune.memory.commands.trl import predict_trl
+from moetune.planning import predictor
+from moetune.planning.plan import plan
+from moetune.planning.solve import solve
+from moetune.training.trl import InTrl
+from tests.training.test_trl import ADAPT, a_run, write_toy
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
+    return write_toy(tmp_path / "model", "mixtral")
+
+
+def test_a_predictor_of_a_trainer_predicts_it(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once on this machine: a search that asks again reads the report from disk."""
+    run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, train={"accumulate": 1}, hardware={"gpu": "1GiB"})
+    asked = []
+    monkeypatch.setattr(
+        predictor, "predict_trl", lambda *args, **kwargs: asked.append(1) or predict_trl(*args, **kwargs)
+    )
+    of_orpo = predictor.Predictor(routing=BALANCED, trainer=InTrl("orpo", '{"beta": 0.2}'))
+    report = of_orpo.of(run)
+    assert dict(report.about)["trainer"] == "TRL's ORPO, beta=0.2"
+    assert of_orpo.traced(run) == of_orpo.whole(run) == report
+    assert len(asked) == 1
+
+
+@pytest.mark.full
+def test_the_largest_micro_batch_of_a_trainer_is_found(toy: Path) -> None:
+    run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, train={"accumulate": 1})
+    most = predict_trl(run.but(train={"micro_batch": 3}), "dpo", gpu="1GiB", routing=BALANCED).span.high
+    of_dpo = predictor.Predictor(f"{most}B", BALANCED, trainer=InTrl("dpo"))
+    solved = solve(run, "train.micro_batch", of_dpo)
+    assert solved.value == 3
+    assert solved.next_report is not None
+    assert solved.next_report.trainer == "dpo"
+
+
+def test_a_plan_for_several_cards_is_refused_for_a_trainer() -> None:
+    with pytest.raises(UserError, match="one rank"):
+        plan("mixtral-8x7b", "l40s", count=2, trainer=InTrl("dpo"))
