@@ -2,7 +2,7 @@
 
     python scripts/bench/cuda_page.py docs/benchmarks/predict_vs_measured_cuda_*.json
 
-Each file is one device; cases of files of the same device stand in one table.
+Each file is one device; cases of files of the same device stand in one table. What the page has after `BY_HAND` stays.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from _common import ROOT
 from predict_vs_measured import CUDA_CASES, GiB, off, size, verdict
 
 PAGE = ROOT / "docs/benchmarks/predict_vs_measured_cuda.md"
+BY_HAND = "\n<!-- by hand -->\n"
 HEAD = """# Peak memory on CUDA, predicted beside measured
 
     python scripts/bench/predict_vs_measured.py --device cuda --json FILE.json
@@ -50,7 +51,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=PAGE)
     options = parser.parse_args()
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in options.files]
-    options.out.write_text("\n".join(page(reports)) + "\n", encoding="utf-8")
+    _, mark, kept = options.out.read_text(encoding="utf-8").partition(BY_HAND) if options.out.exists() else ("",) * 3
+    options.out.write_text("\n".join(page(reports)) + "\n" + mark + kept, encoding="utf-8")
 
 
 def page(reports: list[dict[str, Any]]) -> Iterator[str]:
@@ -69,6 +71,16 @@ def page(reports: list[dict[str, Any]]) -> Iterator[str]:
         commits += f" (predictions {again})" if again else ""
         yield f"\n## {title}\n\nCommit {commits}; {used}.\n"
         yield from table((rows[name] for name in CUDA_CASES if name in rows), on_null=first["null_device"])
+        ran = [row for row in rows.values() if row.get("measured")]
+        if ran:
+            yield f"\nPredictions are off by: {'; '.join(farthest(kind, ran) for kind in ('allocated', 'reserved'))}."
+
+
+def farthest(kind: str, rows: list[dict[str, Any]]) -> str:
+    """Between which errors the predictions of a kind of bytes lie."""
+    pairs = [(row["predicted"][kind], row["measured"][kind]) for row in rows]
+    low, high = (end(pairs, key=lambda pair: pair[0] / pair[1]) for end in (min, max))
+    return f"{kind} {off(*low)} to {off(*high)}"
 
 
 def short(commit: str | None) -> str:

@@ -45,26 +45,30 @@ CARDS = ("h100", "a6000", "l40s")
 STEP = 8  # rows of 2,048 tokens of the steps that are compared
 COMPARED_CARDS = ("a6000", "h100")
 TITLES = {"mixtral-8x7b": "Mixtral-8x7B", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
+AUTO = {"checkpointing": "auto"}
 COMPARED: dict[
     str, dict[str, tuple[int, str | None, dict[str, Any]]]
 ] = {  # model -> what -> rows at once, memory, train
     "mixtral-8x7b": {
-        "after, no rows kept": (8, None, {"keep_rows": "none"}),
-        "rows kept in 44 GiB": (8, "44GiB", {}),
-        "4 micro-batches of 2 × 2,048, rows kept in 44 GiB, `expert_memory: 2GiB`": (
+        "after, no rows kept": (8, None, {}),
+        "`keep_rows: auto` in 44 GiB": (8, "44GiB", {"keep_rows": "auto"}),
+        "`checkpointing: auto` in 44 GiB": (8, "44GiB", AUTO),
+        "4 micro-batches of 2 × 2,048, `checkpointing: auto` in 44 GiB": (2, "44GiB", AUTO),
+        "4 micro-batches of 2 × 2,048, `checkpointing: auto` in 44 GiB, `expert_memory: 2GiB`": (
             2,
             "44GiB",
-            {"expert_memory": "2GiB"},
+            {**AUTO, "expert_memory": "2GiB"},
         ),
-        "rows kept in the card's own memory": (8, None, {}),
+        "`checkpointing: auto` in the card's own memory": (8, None, AUTO),
     },
     "qwen3-30b-a3b": {
-        "after, no rows kept": (8, None, {"keep_rows": "none"}),
-        "rows kept in 44 GiB": (8, "44GiB", {}),
-        "rows kept in 44 GiB, `expert_memory: 1GiB`": (8, "44GiB", {"expert_memory": "1GiB"}),
+        "after, no rows kept": (8, None, {}),
+        "`keep_rows: auto` in 44 GiB": (8, "44GiB", {"keep_rows": "auto"}),
+        "`checkpointing: auto` in 44 GiB": (8, "44GiB", AUTO),
+        "`checkpointing: auto` in 44 GiB, `expert_memory: 1GiB`": (8, "44GiB", {**AUTO, "expert_memory": "1GiB"}),
     },
 }
-BEST = {"mixtral-8x7b": 2, "qwen3-30b-a3b": 2}
+BEST = {"mixtral-8x7b": 4, "qwen3-30b-a3b": 3}
 """The row that is shown part by part."""
 
 _HEAD = """# The model of a step
@@ -77,9 +81,10 @@ _COMPARED = """
 ## Before and after
 
 LoRA r16 on attention and experts on an NF4 base, full checkpointing, steps of 8 × 2,048 tokens, on one roofline. Before
-is commit {commit}. Layers is how many [keep rows](../concepts/activations.md#rows-that-are-kept) in the memory that is
-given; peaks are those of the traces, in GiB. The slow end knows [occupancy](../concepts/time.md#the-roofline); at the
-fast end a multiprocessor without a tile of a product loses nothing."""
+is commit {commit}. `auto` chooses [what layers keep](../concepts/activations.md#what-else-fits) in the memory that is
+given; all other settings are the defaults. Layers is how many keep rows; peaks are those of the traces, in GiB. The
+slow end knows [occupancy](../concepts/time.md#the-roofline); at the fast end a multiprocessor without a tile of a
+product loses nothing."""
 
 _PARTS = """
 {title} on {card}, seconds by part:
@@ -173,7 +178,7 @@ def before(counts: dict[str, Any], model: str, gpu: str) -> dict[str, Any]:
 
 def after(model: str, gpu: str, rows: int, memory: str | None, train: dict[str, Any]) -> dict[str, Any]:
     """One compared step; rows are kept in `memory`, by default the card's own."""
-    train = {"accumulate": STEP // rows, "keep_rows": "auto"} | train
+    train = {"accumulate": STEP // rows} | train
     run = resolve(RunConfig.model_validate(settings(model, LORA, rows, 2048, **train)), "cuda")
     card = find_gpu(gpu)
     room = card if memory is None else replace(card, memory=find_gpu(memory).memory)
@@ -231,10 +236,11 @@ def summary(steps: dict[str, dict[str, dict[str, Any]]]) -> str:
     """What settings are worth: with rows kept alone, and with those of the best row."""
     sentences = []
     for model, found in steps.items():
-        alone, best = list(COMPARED[model])[1], list(COMPARED[model])[BEST[model]]
+        rows, auto, best = (list(COMPARED[model])[index] for index in (1, 2, BEST[model]))
         sentences.append(
-            f"{TITLES[model]} takes {less(found, alone, 'slow')} less at the slow end by `keep_rows: auto` alone; with "
-            f"“{best}” {less(found, best, 'slow')}, at the fast end {less(found, best, 'fast')}."
+            f"{TITLES[model]} takes {less(found, auto, 'slow')} less at the slow end by `checkpointing: auto` alone "
+            f"({less(found, rows, 'slow')} by `keep_rows: auto` alone); with “{best}” {less(found, best, 'slow')}, at "
+            f"the fast end {less(found, best, 'fast')}."
         )
     cards = " and ".join(find_gpu(gpu).full_name for gpu in COMPARED_CARDS)
     return f"On {cards}: {' '.join(sentences)}"

@@ -38,7 +38,7 @@ class Costs:
     Attributes:
         things: for each layer what it may keep, as `kept_by_layer` says it.
         options: for each layer and each of these the option to choose.
-        alike: for each layer a key, equal for layers that are alike.
+        alike: for each layer a key, equal for layers that are alike; a layer that bounds the loss is like no other.
         peak: most bytes of live tensors of a step in which layers keep nothing.
         end: most bytes alive between the forward pass of the last layer and its backward pass, in that step.
     """
@@ -61,16 +61,21 @@ class Costs:
         traced = trace(base, routing, gpu=card)
         forward, backward, end = _peaks(traced, list(decoder_layers(base.model.plain)))
         options: list[list[Option]] = []
+        last = base.structure.moe_layers[-1].index if base.structure.moe_layers else None
         for layer, kind in enumerate(alike):
             full = costs[kind, things[layer][0]]
             options.append([])
             for kept in things[layer]:
                 cost = costs[kind, kept]
+                saves = max(0, full.time - cost.time)
+                if layer == last and _loss_bytes(base, layer, kept) < _loss_bytes(base, layer, kept - {"rest"}):
+                    # its recomputation takes less time than the smaller chunks of logits that it would lead to
+                    alike[layer], saves = "bounds the loss", 0
                 more = max(0, cost.kept - full.kept)
                 peak = max(
                     forward[layer] + cost.forward - full.forward - more, backward[layer] + cost.backward - full.backward
                 )
-                options[-1].append(Option(more, peak, max(0, full.time - cost.time)))
+                options[-1].append(Option(more, peak, saves))
         return cls(things, options, alike, int(traced.device[traced.begin :].max()), end)
 
     def keeps(self, budget: int) -> dict[int, Kept]:
@@ -100,6 +105,11 @@ def _things(asked: ResolvedRun, base: ResolvedRun, layer: int) -> list[Kept]:
     has_rows = any(one.index == layer for one in base.structure.moe_layers)
     rows: list[Kept] = [NOTHING, frozenset(("rows",))] if has_rows else [NOTHING]
     return [own | level | row for level in levels for row in rows]
+
+
+def _loss_bytes(base: ResolvedRun, layer: int, kept: Kept) -> int:
+    """Return the bytes of logits that the loss may hold at once if a layer keeps something; 0 for no limit."""
+    return base.keeping({**base.keeps, layer: kept}).loss_bytes() or 0
 
 
 def _measured(
