@@ -30,7 +30,14 @@ from transformers.masking_utils import eager_mask
 
 from moetune.adapt.documents import document_lengths, is_split_by_documents, layers_with_state, split_by_documents
 from moetune.adapt.flash import within_documents
-from moetune.compat.transformers import attention_name, fix_rotary_length, has_flash_interface, has_sinks, set_attention
+from moetune.compat.transformers import (
+    attention_name,
+    fix_rotary_length,
+    has_flash_interface,
+    has_sinks,
+    set_attention,
+    without_packages,
+)
 from moetune.config.schema import RunConfig
 from moetune.models.moe import is_experts
 from moetune.models.stack import decoder_layers, decoder_stack
@@ -173,7 +180,7 @@ def _largest_head(plain: PreTrainedModel) -> int:
         layer.register_forward_hook(lambda layer, args, output: ran.append(layer))
     ids = torch.zeros(1, _ROW, dtype=torch.long, device="meta")
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_packages(model):
             decoder_stack(model)(
                 input_ids=ids,
                 attention_mask=torch.ones(1, _ROW, dtype=torch.long),  # not on meta: read where a layer has a state

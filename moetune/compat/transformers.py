@@ -4,7 +4,9 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import FunctionType
@@ -15,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
+from transformers.integrations import hub_kernels
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -132,6 +135,28 @@ def carries_state(module: nn.Module) -> bool:
     return any(isinstance(child, nn.Conv1d) and child.kernel_size != (1,) for child in module.children()) or bool(
         _STATE.search(_source(_kinds(module)))
     )
+
+
+@contextmanager
+def without_packages(model: nn.Module) -> Iterator[None]:
+    """Let operators that a model's code takes from other packages (flash-linear-attention, causal-conv1d, mamba-ssm)
+    run as transformers' own operations inside the `with`: the kernels of packages need a GPU's memory, which tensors on
+    the meta device and fake tensors do not have."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    spaces = [vars(sys.modules[name]) for name in {kind.__module__ for kind in kinds}]
+    replaced = [(space, name, value) for space in spaces for name, value in space.items() if _is_of_package(value)]
+    try:
+        for space, name, value in replaced:
+            space[name] = value.__wrapped__
+        yield
+    finally:
+        for space, name, value in replaced:
+            space[name] = value
+
+
+def _is_of_package(value: object) -> bool:
+    """Return whether a function is `use_kernel_func_from_hub_with_fallback` of another one, its `__wrapped__`."""
+    return isinstance(value, FunctionType) and value.__globals__ is vars(hub_kernels) and hasattr(value, "__wrapped__")
 
 
 def _kinds(module: nn.Module) -> tuple[type, ...]:

@@ -145,7 +145,10 @@ def _by_documents(run: ResolvedRun) -> list[str]:
     """Return the assumption about layers that run document by document, if a run has such layers and packs."""
     layers = layers_with_state(run.model.plain) if run.config.packs else 0
     by_one = f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run document by document"
-    return [f"{by_one}: many short ones take longer, and more memory than two"] * bool(layers)
+    more = (
+        "by transformers' own operations: other packages' kernels differ, and documents shorter than a chunk take more"
+    )
+    return [f"{by_one}, {more}"] * bool(layers)
 
 
 def quick(run: ResolvedRun, **options: Any) -> MemoryReport:

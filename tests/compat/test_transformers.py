@@ -1,12 +1,19 @@
 """What is changed of transformers, and used of it without being public, is still necessary and possible."""
 
 import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, MixtralForCausalLM, PreTrainedModel
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen
 
+from moetune.adapt.attention import takes_cu_seqlens
 from moetune.compat.transformers import (
     activation_of,
     attention_name,
@@ -23,8 +30,12 @@ from moetune.compat.transformers import (
     set_attention,
     supports_attention,
     unmatched_keys,
+    without_packages,
 )
+from moetune.memory.trace import trace
 from moetune.models.structure import meta_model, read_structure
+from moetune.run.resolve import resolve
+from tests.reference import run_config, token_ids
 from tests.toys import toy_config, toy_model
 
 
@@ -139,3 +150,34 @@ def test_norms_are_told_by_their_code() -> None:
         for kind in ("mixtral", "gpt_oss", "qwen3_next")
     }
     assert norms == {"mixtral": True, "gpt_oss": True, "qwen3_next": False}  # that adds one to its weight
+
+
+def test_kernels_of_other_packages_are_left_out_of_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for causal-conv1d with its signature, which, as its kernel, takes tensors on a GPU alone."""
+
+    def causal_conv1d_fn(
+        x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, initial_states: Any = None,
+        return_final_states: bool = False, final_states_out: Any = None, activation: Any = None,
+    ) -> Any:  # fmt: skip
+        raise RuntimeError("Expected x.is_cuda() to be true, but got false.")
+
+    config = toy_config("qwen3_5_moe_text", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    config.save_pretrained(tmp_path)
+    run = resolve(run_config(tmp_path, {"router": "all"}, model={"base": "nf4", "attention": "auto"}), "cuda")
+    before = trace(run).parts()
+
+    package = ModuleType("stand_in")
+    vars(package)["causal_conv1d_fn"] = causal_conv1d_fn
+    monkeypatch.setitem(sys.modules, "stand_in", package)
+    installed = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", "stand_in")(
+        qwen.causal_conv1d_fn.__wrapped__
+    )
+    monkeypatch.setattr(qwen, "causal_conv1d_fn", installed)
+    model = toy_model("qwen3_5_moe_text")
+    with pytest.raises(RuntimeError, match="is_cuda"):
+        model(input_ids=token_ids())
+    with without_packages(model):
+        model(input_ids=token_ids())
+    assert qwen.causal_conv1d_fn is installed
+    assert trace(run).parts() == before
+    assert takes_cu_seqlens(toy_model("qwen3_5_moe_text").to("meta"), None)

@@ -82,9 +82,9 @@ def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     """Return a run whose `hardware.without_kernels` also lists the kernels that failed an earlier comparison on `card`.
 
     Nothing is compared: the result follows from verdicts, the files in which earlier runs on this machine recorded how
-    kernels compared. The verdict at the run's sizes counts; without one, those at all other sizes. Returns `run` itself
-    without CUDA, without a verdict, or if this machine's first GPU differs from `card` in both name and total memory.
-    `card` None stands for the first GPU.
+    kernels compared, and from those of this process that are in no file. The verdict at the run's sizes counts; without
+    one, those at all other sizes. Returns `run` itself without CUDA, without a verdict, or if this machine's first GPU
+    differs from `card` in both name and total memory. `card` None stands for the first GPU.
     """
     if not torch.cuda.is_available():
         return run
@@ -93,9 +93,11 @@ def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     # a card that is not in the catalog is known by its memory
     if card is not None and card.full_name != here.name and card.memory.value != here.total_memory:
         return run
-    if not (failed := failed_at_any_sizes(Key.of(device, Sizes()))) or not any(sizes := sizes_of(run)):
+    failed = failed_at_any_sizes(Key.of(device, Sizes()))
+    if not (failed or _not_kept) or not any(sizes := sizes_of(run)):
         return run
-    verdict = kept(Key.of(device, sizes))
+    key = Key.of(device, sizes)
+    verdict = kept(key) or _not_kept.get(key.file)
     return _without(run, failed if verdict is None else verdict.failed)
 
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake
 from moetune.compat.torch import QuickFakeMode
+from moetune.compat.transformers import without_packages
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.context import CountReceived, CountRows, received_as_sent
@@ -118,6 +119,7 @@ def faked(
         with (
             refusing_values(run.config.model.path, run.structure.model_type),
             adapted.expert_context.hooks.using(count_received=received),
+            without_packages(adapted.model),
         ):
             yield adapted, short, mode
 

@@ -1,13 +1,14 @@
 """A run without the kernels that do not work on its machine, on one rank or on several."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from moetune.adapt.guard import check
-from moetune.adapt.guard.exercise import Sizes
+from moetune.adapt.guard.exercise import Sizes, sizes_of
 from moetune.adapt.guard.verdicts import Key, Verdict
 from moetune.experts.kernels.registry import without_kernel
 from moetune.parallel.ranks import Ranks
@@ -64,3 +65,18 @@ def test_nothing_is_known_of_a_machine_without_a_gpu(tmp_path: Path, monkeypatch
     assert check.as_known(run, None) is run
     assert check.checked(run, torch.device("cpu")) is run
     assert not without_kernel()
+
+
+def test_a_prediction_knows_what_this_process_found_and_did_not_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a kernel that did not finish on a busy machine no file says so, and the run trains without it."""
+    run = run_of(tmp_path)
+    key = Key("H100", "driver", {}, "digest", sizes_of(run))
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    monkeypatch.setattr(check.Key, "of", lambda device, sizes: replace(key, sizes=sizes))
+    assert check.as_known(run, None) is run
+    monkeypatch.setitem(check._not_kept, key.file, Verdict(key, {"gated": "did not finish"}))
+    assert check.as_known(run, None).config.hardware.without_kernels == ("gated",)
