@@ -5,6 +5,7 @@ Approximate instructions (ex2.approx, div.full, …) are as exact as numpy's, an
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,8 @@ def _by_table(one: np.ndarray, two: np.ndarray, three: np.ndarray, table: np.nda
 # name -> function of the decoded operands; types of operands that are not the instruction's follow
 _BY_ELEMENT: dict[str, tuple[Callable[..., Any], dict[int, str]]] = {
     "add": (np.add, {}), "sub": (np.subtract, {}), "div": (_divided, {}), "rem": (np.fmod, {}),
-    "min": (np.fmin, {}), "max": (np.fmax, {}), "neg": (np.negative, {}), "abs": (np.abs, {}),
+    "min": (lambda *of: reduce(np.fmin, of), {}), "max": (lambda *of: reduce(np.fmax, of), {}),  # of two or three
+    "neg": (np.negative, {}), "abs": (np.abs, {}),
     "and": (np.bitwise_and, {}), "or": (np.bitwise_or, {}), "xor": (np.bitwise_xor, {}), "not": (np.invert, {}),
     "popc": (lambda x: sum(x >> np.uint32(bit) & np.uint32(1) for bit in range(32)), {}),
     "fma": (_fused, {}), "ex2": (np.exp2, {}), "lg2": (np.log2, {}), "rcp": (np.reciprocal, {}), "sqrt": (np.sqrt, {}),
@@ -117,9 +119,12 @@ def _by_element(program: Program, instruction: Instruction) -> Operation:
     function, others = _BY_ELEMENT[instruction.name]
     if instruction.name == "mov" and "{" in instruction.text:
         return _repacked(program, instruction)
-    if not _KNOWN.issuperset(instruction.modifiers[:-1]):
+    result, modifiers = instruction.type, instruction.modifiers[:-1]
+    if modifiers[-1:] == ("f32",):  # add, sub and fma of 16-bit operands; the last one is of the result's type
+        result, modifiers, others = "f32", modifiers[:-1], {len(instruction.operands) - 2: "f32"}
+    if not _KNOWN.issuperset(modifiers):
         raise NotImplementedError
-    return _apply(program, instruction, function, instruction.type, others)
+    return _apply(program, instruction, function, result, others)
 
 
 def _apply(
