@@ -45,6 +45,9 @@ def write(folder: Path, model_type: str, *, zeros: bool = False, **sizes: Any) -
     torch.manual_seed(0)
     with torch.device("meta" if zeros else "cpu"):
         model = AutoModelForCausalLM.from_config(config).float()
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.bias"):  # drawn at random, it sends all tokens to the same experts
+            torch.nn.init.zeros_(parameter)
     if zeros:
         model.to_empty(device="cpu")
         for tensor in (*model.parameters(), *model.buffers()):

@@ -82,7 +82,7 @@ def trace_forward(
     with faked(run, rank, gpu, shortened=shortened and is_even) as (adapted, short, mode):
         watched = Watched(adapted, None if short is None else short.kept, gpu)
         with mode, adapted.expert_context.hooks.using(count_rows=count_rows):
-            log = follow(watched, watched.tracker(), passes)
+            log = follow(watched, watched.tracker(on_cpu=run.device_type == "cpu"), passes)
         traced = Trace.of(log, adapted.ranks.axis_of, short=short)
         load = load_peaks(run, traced)
         return replace(traced, load=LoadPeaks(max(load.host, filled), load.gpu))

@@ -28,11 +28,14 @@ def on_cpu(func: Any, args: Any) -> Iterator[int]:
     """Yield the bytes that an operation takes on a CPU while it runs, beside its results.
 
     bitsandbytes has no CPU kernel that quantizes to 4 bits: operations of torch keep a copy of n weights in float32 (if
-    they are stored otherwise), the scaled weights in float32, their codes as int32, and these in 8 bits.
+    they are stored otherwise), the scaled weights in float32, their codes as int32, and these in 8 bits. gpt-oss's
+    SwiGLU keeps two tensors of its result's size, beside which the result is counted here, too.
     """
     if func is torch.ops.bitsandbytes.quantize_4bit.default:
         weight = args[0]
         yield weight.numel() * (9 + 4 * (weight.dtype != torch.float32))
+    if func is torch.ops.moetune.gated.default and args[3]:
+        yield 3 * args[0].numel() // 2 * args[0].element_size()
 
 
 def before(func: Any, capability: Capability, args: Any, kwargs: Any) -> Iterable[int]:
