@@ -27,7 +27,7 @@ PAGES = 22 << 20
 """Bytes of a page of each of the allocator's pools. What stays in one after loading is not known."""
 SMALL = {"hidden_size": 512, "intermediate_size": 1024}
 TEXT = "a router sends every token to two of four experts "
-ON_A_PUSH = {("eval", "mixtral"), ("generate", "qwen3_moe"), ("score", "olmoe"), ("quantize", "deepseek_v2")}
+ON_A_PUSH = (("eval", "mixtral"), ("generate", "qwen3_moe"), ("score", "olmoe"), ("quantize", "deepseek_v2"))
 
 
 def cases() -> list[Any]:
