@@ -87,6 +87,7 @@ RAW = {
     "training/data/formats.py": "a value in a record: test_data.py",
     "training/data/load.py": "what a tokenizer writes of itself",
     "files.py": "a lock of another process",
+    "training/trl.py": "what the program writes of itself",
 }
 """Who parses by themselves."""
 
