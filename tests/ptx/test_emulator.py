@@ -70,6 +70,14 @@ def test_threads_that_diverge_meet_again() -> None:
     assert found.tolist() == [8 * (4 + 3 + 2 + 1)] * 64
 
 
+def test_the_largest_of_a_warp_is_not_nan() -> None:
+    found = run("""
+        and.b32 %r3, %r1, 1; setp.eq.s32 %p1, %r3, 1; cvt.rn.f32.s32 %r4, %r1; selp.f32 %r5, 0f7FC00000, %r4, %p1;
+        redux.sync.max.f32 %r6, %r5, -1; st.global.b32 [%rd3], %r6;
+    """)
+    assert found.view(torch.float32).tolist() == [30.0] * 32 + [62.0] * 32
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

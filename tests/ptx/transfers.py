@@ -152,9 +152,9 @@ def _shfl(program: Program, instruction: Instruction) -> Operation:
 
 @makes("redux")
 def _redux(program: Program, instruction: Instruction) -> Operation:
-    """The sum, the least or the largest over a warp, for each of its threads."""
+    """The sum, the least or the largest over a warp, for each of its threads. Floats that are NaN do not count."""
     _, name, kind = instruction.modifiers
-    reduction = {"add": np.add, "min": np.minimum, "max": np.maximum}[name]
+    reduction = {"add": np.add, "min": np.fmin, "max": np.fmax}[name]
     read, write = reader(program, instruction.operands[1], kind), writer(program, instruction.operands[0], kind)
 
     def run(machine: Machine, mask: Mask) -> None:
