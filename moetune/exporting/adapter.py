@@ -32,8 +32,8 @@ class AdapterWritten(Answer):
     """The result of `convert_adapter` and `merge_adapter`.
 
     Attributes:
-        layout: the layout that the adapter was read in; None without factors on experts.
-        reasons: from what that was concluded.
+        layout: the layout in which the adapter was stored; None without factors on experts.
+        reasons: sentences that say from what that was concluded.
         tensors, bytes: number and size of the tensors that hold what the adapter trained.
         notes: messages for the user.
     """
@@ -69,7 +69,7 @@ def convert_adapter(
 ) -> AdapterWritten:
     """Write an adapter to the folder `out` in the layout of a program, one of `moetune.adapters.write.PROGRAMS`.
 
-    The other arguments are those of `check_adapter`.
+    `overwrite` replaces an earlier export in `out`; the other arguments are those of `check_adapter`.
 
     Raises:
         UserError: as `check_adapter`; a part of the adapter belongs to nothing, or has no place in the program's
@@ -92,7 +92,8 @@ def merge_adapter(
 ) -> AdapterWritten:
     """Write the base checkpoint to the folder `out` with the adapter in it: W + scale·B·A, in float32.
 
-    All other bytes are those of the base; one that is published quantized is written dequantized, in 16 bits.
+    All other bytes are those of the base; a base that is published quantized is written dequantized, in 16 bits.
+    Arguments as in `convert_adapter`.
 
     Raises:
         UserError: as `convert_adapter`; or the base has no weights on this machine.
@@ -139,6 +140,7 @@ def diff_adapters(
 
 
 def _open(adapter: Path | str) -> StoredAdapter:
+    """Open an adapter's folder; raise `UserError` if there is none, or it holds no adapter."""
     folder = expanded(adapter)
     if not folder.is_dir():
         raise UserError(f"adapter {str(folder)!r} does not exist")
@@ -146,6 +148,7 @@ def _open(adapter: Path | str) -> StoredAdapter:
 
 
 def _open_base(base: str) -> tuple[ResolvedModel, AdapterBase]:
+    """Resolve the model `base` without its weights; also return it as the base of adapters, with its names."""
     model = resolve_model(ModelConfig.model_validate({"path": base}), "cpu")
     return model, base_of(model.source, model.plain, model.structure, base)
 
@@ -163,7 +166,7 @@ def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) ->
 
 
 def _updates(adapter: Adapter, base: AdapterBase) -> Iterator[Update]:
-    """Yield what an adapter changes in the plain model, experts one by one."""
+    """Yield the updates that an adapter makes to the plain model; experts whose B is zero are left out."""
     for path, factors in adapter.linears.items():
         A, B = Held(factors.A), Held(factors.B)
         yield Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, factors.scale))

@@ -144,7 +144,7 @@ def _clear(ours: Path, out: Path) -> None:
 
 
 def _mark(out: Path) -> bytes:
-    """Return the content of the marker file of an export to `out`."""
+    """Return the content of the marker file of an export to `out`, by which its leftovers are recognized."""
     return json.dumps({"schema": 1, "written by": "moetune", "of": out.name}).encode()
 
 

@@ -1,6 +1,6 @@
 """`write_vllm`: export LoRA as an adapter for vLLM (`vllm serve BASE --enable-lora --lora-modules NAME=DIR`).
 
-The layout is that of `moetune.adapters.write` for vLLM: it follows the base checkpoint, and has one rank and one scale.
+The layout is that of `moetune.adapters.write` for vLLM: tensors named as in the base checkpoint, one rank, one scale.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from moetune.exporting.formats.trained_adapter import trained_adapter
 
 
 def write_vllm(run: FinishedRun, out: Path) -> Written:
-    """Write the LoRA factors of a run as an adapter for vLLM.
+    """Write the LoRA factors of a run as an adapter for vLLM into the folder `out`.
 
     Raises:
         UserError: the run has no LoRA, or also trains parameters in full precision; the base is missing or has changed;
