@@ -108,8 +108,11 @@ def _fill(
 def _add_group(
     experts: ExpertWeights, group: RowGroup, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
-    """Compute the outputs of one group and add them to `tokens`. Append the group's gate_up rows [N, O] to `kept`, and
-    write the L2 norms of the outputs to `norms` [T, K], each unless it is None."""
+    """Compute the outputs of one group, and add them to `tokens`.
+
+    Unless they are None, the group's gate_up rows [N, O] are appended to `kept`, and the L2 norms of the outputs are
+    written to `norms` [T, K].
+    """
     gate_up, down = experts.projections(group.slots, tokens.x_TH.dtype)
     gate_up_NO = gate_up.forward(tokens.of(group), group.gemm)
     act_NI = experts.activation.forward(gate_up_NO)
@@ -123,7 +126,7 @@ def _add_group(
 
 
 def _announced(experts: ExpertWeights, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
-    """Yield the groups, calling the group hook with the expert ids before each group and with () after the last."""
+    """Yield the groups; call `ExpertHooks.group` with the expert ids before each, and with () after the last."""
     hook = experts.hooks.group
     for group in groups:
         if hook is not None:
