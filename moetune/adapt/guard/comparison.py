@@ -106,7 +106,7 @@ class _Ended(NamedTuple):
 
 
 def _child(asked: _Asked, until: float = inf) -> _Ended:
-    """Run `compare_here` in a process of its own, until a time of `time.monotonic`, and return what it found."""
+    """Run `compare_here` in a process of its own, until a time of `time.monotonic`, and return how it ended."""
     text = json.dumps(asdict(asked)).encode() + b"\n"
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     with tempfile.TemporaryFile() as errors:
@@ -142,8 +142,8 @@ def _child(asked: _Asked, until: float = inf) -> _Ended:
 
 
 def _lines_of(child: subprocess.Popen[bytes], until: float) -> tuple[list[bytes], bool]:
-    """Return the whole lines that a child writes until it ends, until it has been silent for `LIMIT` seconds or until a
-    time; and whether it ended."""
+    """Return the whole lines that a child writes, and whether it ended; reading stops when it ends, when it has been
+    silent for `LIMIT` seconds, or at the time `until`."""
     assert child.stdout is not None
     text = b""
     with child.stdout as out:
@@ -191,8 +191,9 @@ def compare_here() -> None:
 def _compare_call(
     operator: Operator, args: Sequence[Any], *, dtype: torch.dtype, failed: set[str], say: Callable[[_Line], None]
 ) -> Any:
-    """Compare one call's kernel with its reference, report the outcome by `say` and in `failed`, and return the
-    reference's result.
+    """Compare the kernel of one call with its reference, and return the reference's result.
+
+    The outcome is reported by `say`; an operator that fails is added to `failed`, and not compared again.
 
     Raises:
         Exception: the device failed, so that no further call can be compared.

@@ -28,7 +28,7 @@ from moetune.run.resolved import ResolvedRun
 
 T = TypeVar("T")
 _MOST_KINDS = 4
-"""Kinds of expert layers that are compared, the most frequent first; others differ in the numbers of their experts."""
+"""Most kinds of expert layers that are compared, the most frequent first; others differ in the number of experts."""
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
 
 
 def _few(count: int, most: int, top_k: int) -> int:
-    """Return a number of experts, at most `count`, that form a group of each size that `count` experts form, where a
-    group has at most `most` experts. Greater than `top_k` if `count` is."""
+    """Return the least number of experts that form groups of the same sizes as `count` experts do, where a group has at
+    most `most` experts; but more than `top_k`, if `count` is more."""
     groups = -(-count // most)
     alike = count if groups < 2 else count // groups + (-(-count // groups) if count % groups else 0)
     return min(count, max(alike, top_k + 1))
@@ -239,8 +239,7 @@ def _gate_of(run: ResolvedRun, layer: MoeLayer) -> tuple[float, float] | None:
 
 
 def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
-    """Yield the sizes of the linear layers with LoRA, and of those that moetune's operators dequantize even without
-    it."""
+    """Yield the sizes of the linear layers with LoRA, and of others that moetune's own operators dequantize."""
     model, selection = run.config.model, run.selection
     quantized, with_lora = set(run.quantized_linears), set(selection.lora_linears)
     if run.config.parallel.tp > 1:

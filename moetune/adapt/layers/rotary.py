@@ -38,8 +38,7 @@ class _Norms:
 
 
 def fuse_rotary(model: nn.Module) -> None:
-    """Make the attention layers of a model rotate queries and keys by one kernel that also computes their norms, in
-    place.
+    """Make the attention layers of a model rotate queries and keys, and compute their norms, by one kernel, in place.
 
     This concerns layers that call Llama's `apply_rotary_pos_emb` by its code in transformers; norms are included where
     attention has the code of Qwen3-MoE. Other layers stay as they are.
@@ -65,7 +64,7 @@ def _norms_of(attention: Any) -> _Norms | None:
 
 
 def _unless_fused(norms: _Norms, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Forward method of a norm of heads: return `x` as it is if `_rotate` normalizes it."""
+    """Forward method of a norm of heads: the norm's own (`plain`), or `x` unchanged if `_rotate` will normalize it."""
     return x if norms.are_fused(x.dtype) else plain(x)
 
 

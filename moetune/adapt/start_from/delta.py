@@ -21,8 +21,7 @@ from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks, trained_name, whole_name
 
 Rows = Callable[[Stored, int, int | None], Tensor]
-"""Function of (tensor, start, stop) that returns these rows of a tensor of the delta; a stop of None reads to the end.
-"""
+"""Function of (tensor of a delta, first row, end) that returns these rows; an end of None stands for the last row."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,12 @@ class _Target:
         return found
 
     def value(self, delta: Delta, read: Rows) -> Tensor:
-        """Compute the parameter's value from the tensors that `read` returns, in the layout of the adapted model."""
+        """Compute the parameter's value from the delta's tensors, which `read` reads, as on loading a checkpoint.
+
+        The result has the adapted model's layout ([out, in] for an expert's weight) and the delta's dtype. With
+        `_nothing` as `read` it has no storage, and only its shape is of use. The delta must have all that `rows` names.
+        Tensors that do not fit together raise `RuntimeError`, `IndexError` or `ValueError`.
+        """
         rows = self.rows(delta)
 
         def tensor(key: str) -> Tensor:
@@ -169,6 +173,6 @@ def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Target]:
 
 
 def _nothing(tensor: Stored, start: int, stop: int | None) -> Tensor:
-    """Return rows of a tensor on the meta device, to compute shapes without reading values."""
+    """Return the rows that a `Rows` function does, but on the meta device: shapes without values."""
     count = (tensor.num_rows if stop is None else stop) - start
     return torch.empty((count, *tensor.row_shape), dtype=tensor.torch_dtype, device="meta")

@@ -77,11 +77,10 @@ def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) 
 
 
 def refuse_other_headers(made_for: Base, model: ResolvedModel, what: str) -> None:
-    """Raise `UserError` if `what`, an adapter or a delta, was made for another checkpoint than a run's model; read no
-    weights.
+    """Raise `UserError` if an adapter or a delta was made for another checkpoint than a run's model; read no weights.
 
-    Names, dtypes and shapes of tensors are compared; for a quantized base also the digests in its manifest. Nothing is
-    compared if the weights are not on this machine yet.
+    `made_for` is its base, and `what` names it in the message. Names, dtypes and shapes of tensors are compared; for a
+    quantized base also the digests in its manifest. Nothing is compared if the weights are not on this machine yet.
     """
     source = model.source
     difference = None

@@ -73,7 +73,7 @@ def target_of(
     on_read: Callable[[float], None] | None = None,
     kind: type[LoadTarget] = LoadTarget,
 ) -> LoadTarget:
-    """Return a new model, as a target of type `kind`, into which a checkpoint is quantized."""
+    """Return a new model on the meta device, as a target of type `kind`, into which a checkpoint is quantized."""
     linears, context = model.linears_to_quantize(NOTHING), ExpertContext(split_gate_up=model.gate_up_apart)
     loaded = copy.deepcopy(model.plain)
     return kind(loaded, model.structure, NOTHING, model.config, linears, device, context=context, on_read=on_read)

@@ -71,8 +71,11 @@ def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTra
 def rest_of(
     named: Iterable[tuple[str, Tensor]], stored: Mapping[str, Stored], mappings: Mapping[str, KeyMapping]
 ) -> dict[str, Tensor]:
-    """Return name -> tensor to write, of `named` tensors of a loaded model; `stored` are those of its checkpoint, which
-    `mappings` assigns to the model's."""
+    """Return name -> tensor to write for the tensors `named` of a loaded model; of tied weights only the first.
+
+    A floating-point tensor that its checkpoint has unquantized is written with the values there. `stored` are the
+    checkpoint's tensors by name; `mappings` say which of them each of the model's parameters is made of.
+    """
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, Any]] = set()
     for name, tensor in named:
@@ -151,8 +154,9 @@ def remove(folder: Path) -> None:
 
 
 def finish(folder: Path, source: Fingerprint, experts: Iterable[str]) -> dict[str, int]:
-    """Write the manifest, which completes the quantized base; return the number of weight files and their total bytes.
-    `source` is the fingerprint of the checkpoint, `experts` are the paths of the experts modules of all layers."""
+    """Write the manifest, which completes the quantized base; return `files`, the number of weight files, and their
+    total `bytes`. `source` is the fingerprint of the checkpoint, `experts` are the paths of the experts modules of all
+    layers."""
     files = sorted([folder / REST, *(folder / layer_file(path) for path in experts)])
     with digesting(files, _THREADS) as digests:
         entries = {file.name: {"bytes": file.stat().st_size, "sha256": digests()[file.name]} for file in files}
@@ -181,7 +185,7 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of parameters and persistent buffers that are not on the meta device."""
+    """Yield (name, tensor) of a model's parameters and persistent buffers that are not on the meta device."""
     persistent = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in persistent and not tensor.is_meta:
@@ -199,11 +203,10 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def check_quantized_base(run: ResolvedRun) -> None:
-    """Raise `UserError` if a run's model is a quantized base that the run cannot use; accept any other model. Read no
-    weights.
+    """Raise `UserError` if a run's model is a quantized base that the run cannot use; accept any other model.
 
-    The base must have the precision that `model.base` and `model.double_quant` set, and all files in the sizes that the
-    manifest lists. The run may not train whole experts, which the base holds only quantized.
+    Reads no weights. The base must have the precision that `model.base` and `model.double_quant` set, and all files in
+    the sizes that the manifest lists. The run may not train whole experts, which the base holds only quantized.
     """
     manifest, config = run.model.source.quantized_base, run.config.model
     if manifest is None:

@@ -33,8 +33,7 @@ METHOD = "moetune"
 
 @register_quantization_config(METHOD)
 class MoetuneConfig(QuantizationConfigMixin):
-    """Settings (`quantization_config=`) with which `from_pretrained` loads a model quantized by moetune, which does not
-    train.
+    """Settings for `from_pretrained(quantization_config=…)` that load a model quantized by moetune, for inference.
 
     Args:
         base: precision of the experts and linear layers, as `model.base` in a run file.

@@ -31,8 +31,8 @@ class LoadTarget:
     A frozen expert's matrices are quantized into the layer's bank (`ExpertBank`), and a linear layer's weight is
     quantized, as soon as the weight is put; so neither host nor GPU ever holds the whole model in 16 bits.
 
-    In the methods, `path` is the path of a module in the model, and `stack` is transformers' name of the parameter that
-    holds a layer's experts, such as `gate_up_proj`.
+    In the methods, `path` is the path of a module in the model: a linear layer, or the module with a layer's experts.
+    `stack` is transformers' name of the parameter that holds a layer's experts, such as `gate_up_proj`.
 
     Args:
         selection: what trains.
@@ -108,8 +108,9 @@ class LoadTarget:
         self._note(weight.numel())
 
     def put_quantized_expert(self, path: str, stack: str, expert: int, *pieces: Mapping[str, Tensor]) -> None:
-        """Store a frozen expert's matrix that a checkpoint has already quantized. A piece maps names to tensors; there
-        is one for the whole matrix or, if `pieces_of` returns 2, one for gate and one for up."""
+        """Store a frozen expert's matrix as a checkpoint has quantized it. A piece maps buffer names of the bank
+        (`data`, `absmax`, …) to tensors; there is one for the whole matrix or, if `pieces_of` returns 2, one for gate
+        and one for up."""
         layer = self.layers[path]
         self.bank(path).put_quantized_(expert, matrix_of(stack), *pieces)
         self._note(getattr(self.model.get_submodule(path), stack).numel() // layer.shape.num_experts)
@@ -124,14 +125,18 @@ class LoadTarget:
         return of.pieces, (of.shape[0] // of.pieces, of.shape[1])
 
     def install(self, path: str) -> None:
-        """Replace a layer's experts module by its bank, which keeps the module's activation function."""
+        """Replace a layer's experts module in the model by its bank; call it once all weights of the layer are put.
+
+        The module's own parameters are removed, because it can outlive the replacement: the bank computes the
+        activation by a function of the module.
+        """
         experts = self.model.get_submodule(path)
         for name, _ in [*experts.named_parameters(recurse=False)]:
             delattr(experts, name)
         self.model.set_submodule(path, self.bank(path))
 
     def release(self, path: str) -> None:
-        """Free a layer's bank, and replace the layer's experts by an empty module."""
+        """Free a layer's bank, and put an empty module in place of the layer's experts; the model cannot run then."""
         self.banks.pop(path, None)
         self.model.set_submodule(path, nn.Module())
 
@@ -164,8 +169,8 @@ class LoadTarget:
         self.model.set_submodule(path, quantized.requires_grad_(False))
 
     def put_quantized_linear(self, path: str, quantized: Mapping[str, Tensor]) -> None:
-        """Store the weight of a linear layer that a checkpoint has already quantized in the precision `model.base`,
-        other than NF4 (`put_4bit`), and replace the layer. `quantized` maps names to tensors, as for experts."""
+        """Store the weight of a linear layer as a checkpoint has quantized it in `model.base`, and replace the layer.
+        `quantized` maps buffer names to tensors, as for experts. For NF4 there is `put_4bit`."""
         linear = cast(nn.Linear, self.model.get_submodule(path))
         layer = QuantizedLinear(linear.weight, linear.bias, self.config.base, self.device)
         layer.stack.put_quantized_(0, quantized)
@@ -227,6 +232,5 @@ class LoadTarget:
 
 
 def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
-    """Return a view of one expert's slice of a stack in the layout of a bank: a weight as [out, in], a bias as it
-    is."""
+    """Return one expert's slice of a stack in the layout of a bank: a view [out, in] of a weight, a bias as it is."""
     return tensor.T if layer.shape.is_transposed and not stack.endswith("bias") else tensor
