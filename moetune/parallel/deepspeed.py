@@ -142,8 +142,10 @@ class Engine:
             patches.link_states(self.engine)
 
     def put(self, parameter: nn.Parameter, states: dict[str, Tensor]) -> None:
-        """Restore the optimizer states of a parameter, and its float32 copy, from what `states` returned; do nothing if
-        empty."""
+        """Restore the optimizer states of a parameter, and its float32 copy, from what `states` returned.
+
+        Does nothing if that is empty.
+        """
         if not states:
             return
         for flat in self.masters:

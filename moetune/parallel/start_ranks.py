@@ -40,8 +40,10 @@ def number_in_environment(name: str, default: int | None = None) -> int:
 
 
 def note_failure(message: str) -> None:
-    """Write this rank's error message to the file that its launcher, moetune or torchrun, reads. Do nothing without a
-    launcher (`TORCHELASTIC_ERROR_FILE` is not set) or if the file exists already."""
+    """Write this rank's error message to the file that its launcher, moetune or torchrun, reads.
+
+    Does nothing without a launcher (`TORCHELASTIC_ERROR_FILE` is not set), or if the file exists already.
+    """
     file = os.environ.get(_ERROR_FILE)
     if file and not Path(file).exists():
         body = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}, "at": time.time()}
@@ -90,8 +92,10 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
 
 @contextmanager
 def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on to the ranks within the `with` block; yield the list of signals received so far. A
-    terminal sends Ctrl-C to the ranks too, so they count signals within a second as one."""
+    """Pass SIGINT and SIGTERM on to the ranks within the `with` block; yield the list of signals received so far.
+
+    A terminal sends Ctrl-C to the ranks too, so they count signals within a second as one.
+    """
     passed: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
