@@ -248,7 +248,7 @@ def within_memory(config: RunConfig) -> RunConfig:
 
 
 def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> AtHand | None:
-    """Return the GPU of this machine and print it on stderr; None if it has none, or if the user named a GPU.
+    """Return the GPU of this machine and print it on stderr; None if there is none, or if the user named a GPU.
 
     Args:
         gpu: the value of `--gpu`.

@@ -49,13 +49,13 @@ class AdapterWritten(Answer):
 def check_adapter(
     base: str, adapter: Path | str, *, layout: str | None = None, program: str | None = None
 ) -> AdapterReport:
-    """Check what of an adapter reaches its base, and which programs read it unchanged (`moetune.adapters.check.check`).
+    """Check which parts of an adapter take effect on its base, and which programs read its files as they are.
 
     Args:
         base: a folder, catalog name or hub id; its weights are not needed.
         adapter: the adapter's folder.
         layout: the layout that it is in, one of `moetune.adapters.read.LAYOUTS`; by default it is detected.
-        program: a program that must read it unchanged.
+        program: one of `moetune.adapters.write.PROGRAMS`; if it does not read the files as they are, that is a problem.
 
     Raises:
         UserError: base or adapter cannot be read; or the files allow two layouts.
@@ -72,8 +72,8 @@ def convert_adapter(
     `overwrite` replaces an earlier export in `out`; the other arguments are those of `check_adapter`.
 
     Raises:
-        UserError: as `check_adapter`; a part of the adapter belongs to nothing, or has no place in the program's
-            layout; or `out` is occupied. Nothing is written then.
+        UserError: as `check_adapter`; a part of the adapter matches nothing in the base, or has no place in the
+            program's layout; or `out` is occupied. Nothing is written then.
     """
     out, stored = Path(out), _open(adapter)
     _, of_base = _open_base(base)
@@ -155,7 +155,8 @@ def _open_base(base: str) -> tuple[ResolvedModel, AdapterBase]:
 
 
 def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) -> Read:
-    """Read an adapter. Raise `UserError` if a part of it belongs to nothing, or if its layout is in doubt."""
+    """Read an adapter in `layout`, None to detect it; `UserError` if that is in doubt, or a part matches nothing in the
+    base."""
     found = read(stored, base, layout)
     if layout is None:
         sure(found, stored)

@@ -86,9 +86,9 @@ def write_export_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
-    """Raise `UserError` if the folder `out` is occupied, or its disk has fewer than `needed` bytes free.
+    """Raise `UserError` if the folder `out` is not new or empty, or its disk has fewer than `needed` bytes free.
 
-    With `overwrite`, `out` may hold an earlier export and nothing else.
+    With `overwrite`, `out` may hold an earlier export, and nothing else.
     """
     out = expanded(out).absolute()
     _refuse_occupied(out, overwrite)

@@ -84,7 +84,7 @@ class Found(_Named):
         model: the model's source, configuration and structure, without weights.
         run: the run that describes the model with its settings, resolved for one device; None for an adapter, and for a
             checkpoint that transformers alone loads.
-        filled: bytes of the largest trained tensor of a run, which is read after the base.
+        filled: bytes of the largest trained tensor of a run, which is read into the model after the base; 0 for others.
     """
 
     load: Callable[[], PreTrainedModel]

@@ -77,7 +77,7 @@ def drift(
 
 
 def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Drift:
-    """Return the drift between two recordings with `choices`, one before and one after training.
+    """Return the drift between two recorders, used before and after training, whose `choices` were filled.
 
     `path` is the run folder, `step` that of its checkpoint, and `data` the name of the data set, for the result.
     """

@@ -180,9 +180,9 @@ def predicted(
 ) -> Predicted:
     """Predict the peak memory of a rank and, on one GPU with balanced routing, the floating-point operations of a step.
 
-    Counting operations needs a trace. Without them a closed form is used, and on a single rank a trace if that fails.
-    One of several ranks cannot record a closed form while it runs; it has no prediction unless `record_ahead` recorded
-    one before.
+    Operations are counted by a trace, which also predicts the memory. Where they are not counted, a closed form
+    predicts the memory, and if that fails, on a single rank, a trace. One of several ranks cannot record a closed form
+    while it runs: it has no prediction unless `record_ahead` recorded one before.
 
     Args:
         ranks: the ranks of the run, of which this process predicts its own.

@@ -42,7 +42,7 @@ _LARGEST_NVFP4 = 448 * 6
 
 @dataclass(frozen=True)
 class Survival:
-    """What rounding leaves of the change Δ of the matrices of one layer.
+    """What rounding leaves of Δ, the change that training made to the matrices W of one layer.
 
     With Q(W) the base in the format and Q(W + Δ) what was exported, `kept` is ⟨Q(W + Δ) − Q(W), Δ⟩ / ⟨Δ, Δ⟩: 1 if the
     change survives on the whole, 0 if it is lost. `error` is ‖Q(W + Δ) − Q(W) − Δ‖ / ‖Δ‖. A base that is published in
@@ -255,7 +255,7 @@ def _quantization(into: Into, others: list[str]) -> dict[str, Any]:
 
 
 def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]) -> Iterator[tuple[str, int, Tensor]]:
-    """Join the rows from `new_rows` of each matrix that is quantized in `places`, because blocks of it span rows.
+    """Join the rows from `new_rows` of each matrix that is quantized in `places`, because its scales are for many rows.
 
     Rows of other tensors, and experts in MXFP4, are yielded as they come.
     """

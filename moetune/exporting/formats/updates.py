@@ -131,7 +131,8 @@ def placed(
     """Pair each update in `chosen` with the mapping of the base checkpoint's tensors that store its parameter.
 
     `base` are the tensors of the base checkpoint by name; the mapping of an expert's row covers this expert alone. A
-    tied parameter gives one pair for each of its names in the checkpoint. Raise `UserError` if it has none there.
+    tied parameter gives one pair for each of its names in the checkpoint. Raises `UserError` for a parameter that the
+    checkpoint does not store.
     """
     mappings, found = key_mappings(model.plain, base), []
     for one in chosen:

@@ -19,7 +19,7 @@ def write_vllm(run: FinishedRun, out: Path) -> Written:
 
     Raises:
         UserError: the run has no LoRA, or also trains parameters in full precision; the base is missing or has changed;
-            or the base checkpoint stores a parameter with LoRA in a form that vLLM has no name for.
+            or vLLM has no name for a parameter with LoRA in the form in which the base checkpoint stores it.
     """
     adapted, lora = run.adapted, run.config.adapt.lora
     if lora is None:
