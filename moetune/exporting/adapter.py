@@ -124,8 +124,9 @@ def diff_adapters(
     """Find where the updates of two adapters of one base differ.
 
     Args:
-        base: the base; by default what the first adapter names.
-        layouts: the layouts of the two, as `layout` of `check_adapter`.
+        a, b: the folders of the adapters.
+        base: a folder, catalog name or hub id; by default what the first adapter names.
+        layouts: the layouts that the two are in, each as `layout` of `check_adapter`.
 
     Raises:
         UserError: as `check_adapter`; or the first adapter names no base.

@@ -108,7 +108,8 @@ def apply_delta(
 
 
 def _notes(difference: str | None, force: str | None, name: str) -> Iterator[str]:
-    """Yield notes for the user: that the base is another one (`difference`), or that `force` was not needed."""
+    """Yield notes for the user: that the base is another one (`difference`); or that `force`, which is not `name`, the
+    name of the base, was not needed."""
     if difference is not None:
         yield f"applied to another base than it was made for: {difference}"
     elif force is not None and force != name:

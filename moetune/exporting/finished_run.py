@@ -30,6 +30,7 @@ class FinishedRun:
 
     Attributes:
         path: the run folder.
+        config: the run's configuration, as it was trained.
         step: the step of the checkpoint.
         adapted: the adapted model. For a run folder it is on the meta device, without values.
         trained: the trained tensors, by their names in a training checkpoint.

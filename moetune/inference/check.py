@@ -61,8 +61,8 @@ def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
 def check_rounded(run: Path, exported: Path, rows: int = 256) -> LossCheck | None:
     """Compute the losses of the model trained in the folder `run` and of its merged checkpoint in a quantized format.
 
-    Both are computed on at most `rows` records of the run's held-out data, on this machine's device in its dtype;
-    returns None if the run held out no data, or they cannot be read.
+    `exported` is the folder of the checkpoint. At most `rows` rows of the run's held-out data are computed, on the
+    device and in the dtype that `open_model` chooses. Returns None if the run held out no data, or they cannot be read.
     """
     trained = open_model(str(run))
     if trained.config is None or trained.config.data is None or not trained.config.data.evaluates:

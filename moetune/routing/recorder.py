@@ -65,11 +65,13 @@ class Recorder:
         """Register the hooks of one layer: on the router's logits, and on the chosen experts and their weights."""
 
         def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
+            """Hold the router's logits until the experts have run."""
             logits = find_logits(output, layer.shape.num_experts)
             if self._batch is not None and logits is not None:
                 self._logits[layer.index] = logits
 
         def saw_choice(bank: Any, args: Any, kwargs: Any) -> None:
+            """Hold the ids and weights with which the experts are called until they have run."""
             if self._batch is not None:
                 names = {1: "top_k_index", 2: "top_k_weights"}
                 ids, weights = (kwargs[name] if name in kwargs else args[i] for i, name in names.items())

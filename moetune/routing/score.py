@@ -132,6 +132,7 @@ def score(
     saved = time.monotonic()
 
     def save(done: int) -> None:
+        """After a batch: save the sums of all ranks every `save_seconds`, and call `on_batch`."""
         nonlocal saved
         if ranks.any(time.monotonic() - saved >= save_seconds):
             total = recorder.total(ranks)

@@ -83,6 +83,7 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     predictor = Predictor(gpu=str(choice.budget))
 
     def choosing(experts: ChoiceConfig | dict[int, tuple[int, ...]]) -> RunConfig:
+        """Return `config` with another choice in place of the budget: by scores, or layer number -> expert ids."""
         if part == "lora":
             return config.but(adapt={"lora": {"ids": experts}})
         return config.but(
@@ -98,12 +99,14 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     judged: dict[int, MemoryReport] = {}
 
     def predicted(number: int) -> MemoryReport:
+        """Predict the run with the first `number` + 1 experts of each layer, by a closed form."""
         k = number + 1
         report = predictor.of(choosing({index: tuple(range(k)) for index in ids}))
         on_try(k, headroom(report) >= 0)
         return report
 
     def fits(k: int) -> bool:
+        """Return whether the run fits with the k experts of each layer that the scores choose, by a trace."""
         if k not in judged:
             judged[k] = predictor.traced(chosen(k))
             on_try(k, headroom(judged[k]) >= 0)
