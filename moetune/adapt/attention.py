@@ -232,8 +232,7 @@ class _NoExperts(nn.Module):
 
 
 def has_little_shared_memory(capability: Capability) -> bool:
-    """Return whether a GPU of this compute capability has 99 KiB of shared memory per block, as consumer GPUs do, and
-    not 163 KiB or more."""
+    """Return whether a GPU of this compute capability has only 99 KiB of shared memory per block, as consumer GPUs."""
     return capability in ((8, 6), (8, 9), (12, 0), (12, 1))
 
 

@@ -87,8 +87,10 @@ class ChoicesOf:
             module.register_forward_hook(lambda *_: self.call and self.call.end())
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the context managers for the forward pass and for the recomputation of one checkpointed call, as
-        `context_fn` of `torch.utils.checkpoint` does. What the first records the second replays."""
+        """Return the context managers for the forward pass and for the recomputation of one checkpointed call.
+
+        This is a `context_fn` of `torch.utils.checkpoint`. What the first records, the second replays.
+        """
         kept: list[Any] = []
         rows: list[list[int]] = []
         return _Call(self, _Choices(kept, again=False), rows), _Call(self, _Choices(kept, again=True), rows)

@@ -74,8 +74,10 @@ def is_split_by_documents(layer: nn.Module) -> bool:
 
 
 def document_lengths(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the keyword argument by which a model that is split by documents is told their lengths, in tokens, row by
-    row. They are integers, so that the host need not wait for the device."""
+    """Return the keyword argument that tells a model that is split by documents their lengths.
+
+    `lengths` are in tokens, row by row. They stay integers, so that the host need not wait for the device.
+    """
     return {_LENGTHS: tuple(lengths)}
 
 

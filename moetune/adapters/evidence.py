@@ -26,7 +26,7 @@ the order is e¹⁰ times as likely as the other: n/2 times the logarithm of the
 
 @dataclass(frozen=True)
 class Sign:
-    """An order of the experts in which the numbers are likelier, and the observation as a sentence."""
+    """An order of the experts that the factors' values favour (`verdict`), and the observation as a sentence."""
 
     verdict: RowOrder
     because: str

@@ -43,7 +43,7 @@ class Factors:
         return self.scale * (self.B.float() @ self.A.float())
 
     def padded(self, rank: int) -> "Factors":
-        """Return factors of rank `rank`, which is not less, with the same update: zeros are added."""
+        """Return factors of the larger rank `rank` with the same update, by adding zeros."""
         missing = rank - self.rank
         if not missing:
             return self
@@ -51,7 +51,7 @@ class Factors:
         return replace(self, A=pad(self.A, (0, 0, 0, missing)), B=pad(self.B, (0, missing)))
 
     def trimmed(self, rank: int | None) -> "Factors":
-        """Return the first `rank` ranks if the factors are zero beyond them, so that the update is the same.
+        """Cut factors to rank `rank` if they are zero beyond it, so that the update is the same.
 
         Else, and for None, the factors are returned as they are.
         """

@@ -95,7 +95,7 @@ def stacked(adapter: Adapter, order: Order) -> dict[str, Tensor]:
 
 
 def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, str, Factors]]:
-    """Yield `<experts>.<role>`, the name in the base checkpoint and the factors of each projection of each expert.
+    """Yield (`<experts>.<role>`, name in the base checkpoint, factors) for each projection of each expert.
 
     Raises:
         UserError: the checkpoint has no names for single experts.

@@ -191,8 +191,7 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
         kind: `sft`, `dpo`, `kto`, `orpo` or `grpo`.
         arguments: of the trainer's configuration.
         rows: number of rows of the data set; for `dpo` and `orpo`, of pairs.
-        prompt: tokens of a prompt; 1 if all other tokens of a row are to count in the loss, and for `grpo` those before
-            generation.
+        prompt: tokens of a prompt: for `grpo` those before generation, else 1, so that all others count in the loss.
 
     Raises:
         ValueError: TRL refuses the arguments.

@@ -73,11 +73,14 @@ def expert_mlp(
     checkpointing would drop saved tensors; its backward frees them.
 
     Args:
+        experts: the layer's experts.
+        x_TH: token rows.
+        weights_TK: routing weights.
         permutation: the T·K rows sorted by slot.
         keep_rows: keep the gate_up rows of forward for the first backward pass; a second one recomputes them.
         norms: [T, K] float32, overwritten with the L2 norms of the experts' outputs before weighting; None to skip.
-        dense_TE: [T, E] routing weights that the experts would have if all were chosen (experts/dense.py), or None.
-            They do not change y, and receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e.
+        dense_TE: [T, E] weights of experts that were not chosen (`DenseWeights.of`), or None. They do not change y, and
+            receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e.
     """
     rows: list[Tensor] = []
     groups = list(experts.groups(x_TH.dtype))

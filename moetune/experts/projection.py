@@ -151,8 +151,8 @@ class LowRank:
     ) -> None:
         """Write the gradients of A and B into `grads`, and free A·x and Bᵀ·dout.
 
-        `x` [N, in] are the input rows and `dout` [N, out] the gradients of the output rows, before the routing weights
-        of the rows, if given, multiply them.
+        `x` [N, in] are the input rows, and `dout` [N, out] the gradients of the output rows, which are multiplied here
+        by the routing weights, if given.
         """
         dout = self._in_parts(dout)
         of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
@@ -246,8 +246,8 @@ class Projection:
     ) -> None:
         """Write the gradients of this projection's parameters into `grads`.
 
-        `x` [N, in] are the input rows and `dout` [N, out] the gradients of the output rows, before the routing weights
-        of the rows, if given, multiply them.
+        `x` [N, in] are the input rows, and `dout` [N, out] the gradients of the output rows, which are multiplied here
+        by the routing weights, if given.
         """
         if self.trained:
             dout = dout if weights is None else dout * weights.column(dout.dtype)

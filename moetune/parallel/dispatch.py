@@ -120,8 +120,7 @@ class TokenDispatcher:
         return self._gathered((by_choice * state.weights_TK.unsqueeze(-1)).sum(dim=1), state.tokens)
 
     def combine_norms(self, norms_S: Tensor, state: _DispatchState) -> Tensor:
-        """Send the norms [S] of the experts' outputs back to the ranks of the tokens; return [T, K]. Not
-        differentiable."""
+        """Send norms [S] of the experts' outputs back to the tokens' ranks; return [T, K]. Not differentiable."""
         returned, norms = norms_S.new_empty(2, len(state.order))
         dist.all_to_all_single(returned, norms_S, state.sends, state.receives, self._ep.get_group())
         norms[state.order] = returned

@@ -49,8 +49,10 @@ def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) 
 
 
 def _split_matrices(model: PreTrainedModel, structure: ModelStructure, tp: DeviceMesh) -> None:
-    """Split attention's linear layers by heads over the ranks of `tp`, with transformers' plan and layers. LoRA factors
-    are split like their layer: B if the layer's rows are split, A if its columns are."""
+    """Split attention's linear layers by heads over the ranks of `tp`, with transformers' plan and layers.
+
+    LoRA factors are split like their layer: B if the layer's rows are split, A if its columns are.
+    """
     plan = tensor_plan(model)
     resolved: dict[str, str] = {}
     for path in structure.linears("attention"):

@@ -32,7 +32,7 @@ from moetune.run.dtypes import DTYPES
 
 LIMIT = 120.0
 """Seconds that the comparison of one operator may take; most of it is the compilation of its kernel."""
-# -P: a file of the working folder is no module of ours
+# -P: modules are not imported from the working folder, whose files may have their names
 _CHILD = (sys.executable, "-P", "-c", "from moetune.adapt.guard.comparison import compare_here; compare_here()")
 
 
@@ -46,8 +46,8 @@ def compare(key: Key, device: torch.device, limit: float = inf) -> Verdict:
         limit: seconds after which the comparison stops.
     """
     until = time.monotonic() + limit
-    if on_gpu() is None:  # not kept: a compiler can be installed at any time
-        # products take the same memory without, and torch's own kernel needs no Triton
+    if on_gpu() is None:  # not written to disk: a compiler can be installed at any time
+        # grouped products may run by torch's own kernel, and without any they take the same memory
         names = sorted(OPERATORS.keys() - {"grouped_mm"})
         return Verdict(key, dict.fromkeys(names, "cannot be compiled: Triton does not work here"))
     failed: dict[str, str] = {}

@@ -51,8 +51,10 @@ class LinearSizes:
     rank: int
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Build a layer of these sizes with random weights; return a function that runs it forward and backward. With
-        LoRA it also runs without a gradient of the input, as below the first layer that trains."""
+        """Build a layer of these sizes with random weights; return a function that runs it forward and backward.
+
+        With LoRA it also runs without a gradient of the input, as below the first layer that trains.
+        """
         dtype, base = DTYPES[self.dtype], self._base(device)
         if self.rank:
             A = nn.Linear(self.inputs, self.rank, bias=False, device=device)
@@ -99,8 +101,10 @@ class HeadSizes:
     dtype: Literal["bf16", "fp16", "fp32"]
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Return a function that rotates random queries and keys, and gradients of them; first by angles that all rows
-        share, then by angles of each row."""
+        """Return a function that rotates random queries and keys, and gradients of them.
+
+        It does so first by angles that all rows share, then by angles of each row.
+        """
         dtype, length = DTYPES[self.dtype], tokens // 2
 
         def drawn(*shape: int) -> Tensor:
@@ -135,9 +139,11 @@ class RouterSizes:
     dtype: Literal["bf16", "fp16", "fp32"]
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Return a function that chooses experts by random logits, and computes their weights again, forward and
-        backward. No two logits of a token are equal in 16 bits, for up to 512 experts: of equal logits a kernel may
-        choose either."""
+        """Return a function that chooses experts by random logits, and computes their weights again, forward and back.
+
+        No two logits of a token are equal in 16 bits, for up to 512 experts: of equal logits a kernel may choose
+        either.
+        """
         dtype = DTYPES[self.dtype]
         order = torch.rand(tokens, self.experts).argsort(-1)
         logits = (order.to(device) / 64 - 4).to(dtype)
@@ -179,8 +185,10 @@ def samples(dtype: torch.dtype) -> Sizes:
 
 
 def sizes_of(run: ResolvedRun) -> Sizes:
-    """Return the sizes at which a run calls operators; under expert parallelism, those of a rank with an even share of
-    the experts."""
+    """Return the sizes at which a run calls operators.
+
+    Under expert parallelism these are those of a rank with an even share of the experts.
+    """
     first = {layer.shape: layer for layer in reversed(run.structure.moe_layers)}
     gates = {shape: _gate_of(run, layer) for shape, layer in first.items()}
     kinds = Counter(_bank_of(run, layer, gates[layer.shape]) for layer in run.structure.moe_layers)

@@ -112,7 +112,7 @@ def keep(verdict: Verdict) -> None:
 
 
 def driver_here() -> str:
-    """Describe the CUDA driver as text: the version line of its kernel module, and the CUDA version, as in 13000."""
+    """Return the version line of the CUDA driver's kernel module, with the CUDA version it supports (`CUDA 13000`)."""
     module, cuda = "", ctypes.c_int()
     with suppress(OSError):  # there is no such file under WSL
         module = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]

@@ -31,8 +31,10 @@ class _Norms:
     plain: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
     def are_fused(self, dtype: torch.dtype) -> bool:
-        """Return whether the kernel that rotates heads in `dtype` also computes their norms. If one of the weights
-        trains, or has another dtype, both modules compute their norms themselves."""
+        """Return whether the kernel that rotates heads in `dtype` also computes their norms.
+
+        If one of the weights trains, or has another dtype, both modules compute their norms themselves.
+        """
         weights = self.q.weight, self.k.weight
         return not any(weight.requires_grad or weight.dtype != dtype for weight in weights)
 
@@ -78,8 +80,7 @@ def _rotate(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Replace transformers' `apply_rotary_pos_emb` (`plain`) by one kernel; call `plain` on tensors that it does not
-    fit."""
+    """Rotate q and k by one kernel; if they do not fit it, by transformers' `apply_rotary_pos_emb` (`plain`)."""
     is_normed = norms is not None and norms.are_fused(q.dtype)
     if not args and not kwargs and _fits(q, k, cos, sin):
         weights, eps = (None, None), 0.0

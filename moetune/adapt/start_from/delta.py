@@ -55,11 +55,12 @@ class _Target:
         return found
 
     def value(self, delta: Delta, read: Rows) -> Tensor:
-        """Compute the parameter's value from the delta's tensors, which `read` reads, as on loading a checkpoint.
+        """Return the parameter's value, computed from the delta's tensors as when a checkpoint is loaded.
 
-        The result has the adapted model's layout ([out, in] for an expert's weight) and the delta's dtype. With
-        `_nothing` as `read` it has no storage, and only its shape is of use. The delta must have all that `rows` names.
-        Tensors that do not fit together raise `RuntimeError`, `IndexError` or `ValueError`.
+        `read` reads rows of a tensor; with `_nothing` the value is on the meta device, and only its shape is of use.
+        The delta must have all that `rows` names. The result has the adapted model's layout ([out, in] for an expert's
+        weight) and the delta's dtype. Raises `RuntimeError`, `IndexError` or `ValueError` if the tensors do not fit
+        together.
         """
         rows = self.rows(delta)
 
@@ -101,8 +102,10 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
 
 
 def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
-    """Check a delta with `check_delta`, then copy its values into the model, one parameter at a time. Return notes for
-    the user on trained parameters that are not in the delta.
+    """Check a delta with `check_delta`, then copy its values into the model, one parameter at a time.
+
+    Returns:
+        Notes for the user on trained parameters that are not in the delta.
 
     Raises:
         UserError: the delta does not fit; or it has different values for two names that the model ties, in which case
@@ -173,6 +176,6 @@ def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Target]:
 
 
 def _nothing(tensor: Stored, start: int, stop: int | None) -> Tensor:
-    """Return the rows that a `Rows` function does, but on the meta device: shapes without values."""
+    """Read nothing: a `Rows` function that returns tensors on the meta device, from which shapes can be computed."""
     count = (tensor.num_rows if stop is None else stop) - start
     return torch.empty((count, *tensor.row_shape), dtype=tensor.torch_dtype, device="meta")

@@ -59,8 +59,7 @@ def build_noting(
     on_read: Callable[[float], None] | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> tuple[Adapted, Base | None]:
-    """Build the adapted model as `build` does; also return the checkpoint that its frozen weights were read from, with
-    its fingerprint (None for random weights)."""
+    """Build the adapted model as `build` does; return it and the base of its frozen weights (None if random)."""
     with noting_base(run.model, ranks) as noted:
         return build(run, device, on_read, ranks), noted()
 

@@ -30,8 +30,9 @@ def quantize(
     *,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Quantize a checkpoint into a folder that later runs load in a fraction of the time. An interrupted call can be
-    repeated: layers whose file exists are not quantized again.
+    """Quantize a checkpoint into a folder that later runs load in a fraction of the time.
+
+    An interrupted call can be repeated: layers whose file exists are not quantized again.
 
     Args:
         model: a resolved model, whose configuration sets the precision; or the name or folder of a model, quantized

@@ -53,8 +53,7 @@ def layer_file(path: str) -> str:
 
 
 def write_bank(folder: Path, path: str, bank: ExpertBank) -> None:
-    """Write one layer's experts, all frozen, to their file. A temporary name is used first, so that the file is never
-    incomplete."""
+    """Write one layer's experts, all frozen, to their file, which appears under its name only once it is complete."""
     _write(folder / layer_file(path), {f"{path}.{name}": tensor for name, tensor in bank.named_buffers()})
 
 
@@ -135,8 +134,11 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
 
 
 def remove(folder: Path) -> None:
-    """Remove a quantized base, finished or not, from a folder: the files in its ledger, the manifest first. Raise
-    `UserError` if the folder has entries and no ledger of a quantized base, or a file that the ledger does not list."""
+    """Remove a quantized base, finished or not, from a folder: the files in its ledger, the manifest first.
+
+    Raises:
+        UserError: the folder has entries and no ledger of a quantized base, or a file that the ledger does not list.
+    """
     ledger = Ledger(folder)
     if not any(item.name != WriterLock.NAME for item in folder.iterdir()):
         return
@@ -233,11 +235,11 @@ def check_quantized_base(run: ResolvedRun) -> None:
 def read_quantized_base(
     target: LoadTarget, run: ResolvedRun, ranks: Ranks, on_read: Callable[[float], None] | None = None
 ) -> None:
-    """Read the quantized base of a run into the target's model. Each rank reads only the experts that it holds, and
-    computes the digests of a share of the files.
+    """Read the quantized base of a run into the target's model.
 
-    `on_read` is called after each file with the fraction of all bytes that has been read (0 to 1). Raises `UserError`
-    as `check_quantized_base`; or if a file is damaged, lacks a tensor, or differs from its digest.
+    Each rank reads only the experts that it holds, and computes the digests of a share of the files. `on_read` is
+    called after each file with the fraction of all bytes that has been read (0 to 1). Raises `UserError` as
+    `check_quantized_base`; or if a file is damaged, lacks a tensor, or differs from its digest.
     """
     check_quantized_base(run)
     manifest, folder = run.model.source.quantized_base, Path(str(run.model.source.folder))

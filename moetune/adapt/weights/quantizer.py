@@ -61,8 +61,10 @@ class MoetuneQuantizer(LoadingQuantizer):
     quantization_config: MoetuneConfig
 
     def load(self, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
-        """Read a checkpoint into a model on the meta device, quantizing its experts and linear layers. Raise
-        `UserError` if the experts cannot be quantized, or the checkpoint does not fit the model."""
+        """Read a checkpoint into a model on the meta device, quantizing its experts and linear layers.
+
+        Raises `UserError` if the experts cannot be quantized, or the checkpoint does not fit the model.
+        """
         plain, structure = copy.deepcopy(model), read_structure(model)
         raise_problems(validation.unsupported_experts(model, structure))
         dtype = next(name for name, one in DTYPES.items() if one == model.config.dtype)

@@ -73,8 +73,7 @@ class LoadTarget:
     # --- Experts ----------------------------------------------------------------------------------------------------
 
     def make_banks(self) -> None:
-        """Create the banks of all layers before weights are read, so that temporary tensors leave no gaps between banks
-        in memory."""
+        """Create the banks of all layers first, so that temporary tensors leave no gaps between them in memory."""
         for path in self.layers:
             self.bank(path)
 
@@ -116,8 +115,10 @@ class LoadTarget:
         self._note(getattr(self.model.get_submodule(path), stack).numel() // layer.shape.num_experts)
 
     def pieces_of(self, path: str, stack: str, expert: int) -> tuple[int, tuple[int, int]] | None:
-        """Return how many pieces a frozen expert's matrix is quantized in, and the shape [out, in] of each; None if the
-        expert trains or the stack holds biases, which are not quantized."""
+        """Return how many pieces a frozen expert's matrix is quantized in, and the shape [out, in] of each.
+
+        None if the expert trains, or the stack holds biases, which are not quantized.
+        """
         bank, matrix = self.bank(path), matrix_of(stack)
         if expert not in bank.frozen_slots or matrix.endswith("_bias"):
             return None
@@ -136,16 +137,18 @@ class LoadTarget:
         self.model.set_submodule(path, self.bank(path))
 
     def release(self, path: str) -> None:
-        """Free a layer's bank, and put an empty module in place of the layer's experts; the model cannot run then."""
+        """Free a layer's bank and experts once they are written to disk; an empty module takes their place."""
         self.banks.pop(path, None)
         self.model.set_submodule(path, nn.Module())
 
     # --- Linear layers ----------------------------------------------------------------------------------------------
 
     def put_linear(self, path: str, weight: Tensor) -> None:
-        """Store the weight of a linear layer [out, in] of any dtype, and replace the layer by a quantized one. The
-        layer keeps the weight as it is if `model.base` is the compute dtype, or is MXFP4, which applies to experts
-        only."""
+        """Store the weight of a linear layer [out, in] of any dtype, and replace the layer by a quantized one.
+
+        The layer stays, with the weight unquantized, if `model.base` is the compute dtype, or is MXFP4, which applies
+        to experts only.
+        """
         linear = cast(nn.Linear, self.model.get_submodule(path))
         self._note(weight.numel())
         if DTYPES.get(self.config.base) == self.dtype or self.config.base == "mxfp4":
@@ -178,9 +181,11 @@ class LoadTarget:
         self._note(linear.weight.numel())
 
     def put_4bit(self, path: str, data: Tensor, state: dict[str, Tensor]) -> None:
-        """Store the weight of a linear layer that is already quantized in 4 bits: `data` has two values per byte,
-        `state` the quantization state under bitsandbytes' names. The layer is replaced by a `Linear4bit` unless it is
-        one."""
+        """Store the weight of a linear layer that is quantized in 4 bits already.
+
+        `data` has two values per byte, `state` the quantization state under bitsandbytes' names. The layer is replaced
+        by a `Linear4bit` unless it is one.
+        """
         linear = self.model.get_submodule(path)
         if not isinstance(linear, Linear4bit):
             linear = self._empty_4bit(cast(nn.Linear, linear), "nested_absmax" in state)
@@ -209,8 +214,10 @@ class LoadTarget:
     # --- All else ---------------------------------------------------------------------------------------------------
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Store a parameter or buffer under its name in the model, in the dtype that the model has for it. Raise
-        `RuntimeError` if it has another shape than the model's."""
+        """Store a parameter or buffer under its name in the model, in the dtype that the model has for it.
+
+        Raises `RuntimeError` if it has another shape than the model's.
+        """
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
         there = getattr(module, last)

@@ -109,7 +109,7 @@ def kernel_of(capability: tuple[int, int], a: Tensor, b: Tensor) -> Literal["tor
 
 
 def is_in_triton(capability: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Return whether Triton's kernel multiplies groups in a dtype on a GPU of this compute capability."""
+    """Return whether Triton's kernel computes grouped products in a dtype on a GPU of this compute capability."""
     return capability[0] >= 8 and capability[0] != 9 and dtype in (torch.bfloat16, torch.float16)
 
 

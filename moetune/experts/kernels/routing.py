@@ -34,8 +34,7 @@ def choose(logits: Tensor, top_k: int, normalized: bool, dtype: torch.dtype) -> 
 
 @operator(lambda logits, ids, normalized, dtype: logits.new_empty(ids.shape, dtype=dtype), kernels=_KERNELS)
 def weigh(logits: Tensor, ids: Tensor, normalized: bool, dtype: torch.dtype) -> Tensor:
-    """Return the weights [T, K] in `dtype` of given experts `ids` [T, K], for each token divided by their sum if
-    `normalized`."""
+    """Return the weights [T, K], in `dtype`, of the experts `ids` [T, K]; with `normalized` a token's sum to 1."""
     weights = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, ids)
     if normalized:
         weights /= weights.sum(-1, keepdim=True)
