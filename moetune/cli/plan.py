@@ -175,7 +175,7 @@ def plan(
 
 
 def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[str, ...]]:
-    """Count the tokens of a data set as training would read them.
+    """Count the tokens of a data set as a model's training would read it, in sequences of `length` tokens.
 
     Return the number and no notes; or None and a note that says why they could not be counted.
     """
@@ -191,7 +191,7 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
 
 
 def _solved(solved: Solved) -> View:
-    """Return a view of the largest value that fits, the memory it needs, and the next value."""
+    """Return a view of the largest value that fits, the memory that it needs, and what the next value would need."""
     from moetune.report.memory import left_in_words, span_in_words
 
     def needs(report: MemoryReport) -> str:
