@@ -308,7 +308,8 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
 
 
 def _of_optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return an optimizer's settings that its tensors depend on, with numbers reduced to whether they are nonzero."""
+    """Return an optimizer's settings for `kind_of`, without `lr` and `eps`, on which no tensor depends; of `betas`,
+    `weight_decay` and `momentum` only whether each is nonzero, since this alone decides which tensors there are."""
     settings = optimizer.model_dump(mode="json", exclude={"lr", "eps"})
     settings["betas"] = None if optimizer.betas is None else [bool(beta) for beta in optimizer.betas]
     return settings | {key: bool(settings[key]) for key in ("weight_decay", "momentum")}
