@@ -152,7 +152,8 @@ def _by_documents(run: ResolvedRun) -> list[str]:
 
 
 def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
-    """Predict a run by closed form, or by a trace if it has none, without looking for changes; raises as `predict`."""
+    """Predict a run by closed form, or by a trace if it has none, without suggesting changes. `options` are those of
+    `predict`, which also says what is raised."""
     try:
         return predict(run, method="formula", advise=False, **options)
     except NoClosedForm:
@@ -241,10 +242,12 @@ def _assuming(report: MemoryReport, more: str) -> MemoryReport:
 def rank_memory(
     found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
 ) -> RankMemory:
-    """Return the memory of one rank. Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS workspaces)
-    count as `transient_peak`.
+    """Return the memory of one rank, under number 0. Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS
+    workspaces) count as `transient_peak`.
 
     Args:
+        found: the rank's trace, or closed form evaluated.
+        card: the GPU, for the size of a cuBLAS workspace.
         outside: bytes outside the allocator: context and NCCL buffers.
         allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
         matrix: bytes of the largest matrix that is quantized while weights are loaded (`largest_quantized`).

@@ -45,7 +45,7 @@ _TILES = (64, 128)
 
 @dataclass(frozen=True)
 class Shape:
-    """Properties of a batch that decide which tensors a step allocates. One record serves all sizes of a shape.
+    """Properties of a batch that decide which tensors a step allocates: one record serves all sizes of equal shape.
 
     Attributes:
         aligned: largest power of two, up to 64, that divides the sequence length.
