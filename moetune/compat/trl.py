@@ -172,16 +172,21 @@ def kernels_of_cuda() -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Suppress warnings of TRL and transformers within the `with` block: of renamed functions and a made-up tokenizer.
 
-    A trainer prints more than a prediction should.
+    A trainer prints more than a prediction should, progress bars of its data set among it.
     """
-    before = logging.root.manager.disable
+    import datasets
+
+    before, bars_were_on = logging.root.manager.disable, not datasets.are_progress_bars_disabled()
     logging.disable(logging.WARNING)
+    datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+        if bars_were_on:
+            datasets.enable_progress_bars()
 
 
 def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows: int, prompt: int = 1) -> Any:
@@ -190,7 +195,7 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
     Args:
         kind: `sft`, `dpo`, `kto`, `orpo` or `grpo`.
         arguments: of the trainer's configuration.
-        rows: number of rows of the data set; for `dpo` and `orpo`, of pairs.
+        rows: number of rows of the data set; for `dpo` and `orpo`, of pairs. Two are tokenized, and repeated.
         prompt: tokens of a prompt: for `grpo` those before generation, else 1, so that all others count in the loss.
 
     Raises:
@@ -204,16 +209,16 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
     module, name = _TRAINERS[kind]
     trl = import_module(module)
     words = " a" * arguments.get("max_length", 0)
-    data: dict[str, list[Any]] = {"prompt": ["a" + " a" * (prompt - 1)] * rows}
+    data: dict[str, list[Any]] = {"prompt": ["a" + " a" * (prompt - 1)] * 2}
     given: dict[str, Any] = {}
     if kind == "grpo":
         given["reward_funcs"] = _no_reward
     elif kind in ("dpo", "orpo"):
-        data |= {"chosen": [words] * rows, "rejected": [words] * rows}
+        data |= {"chosen": [words] * 2, "rejected": [words] * 2}
     else:
-        data["completion"] = [words] * rows
+        data["completion"] = [words] * 2
     if kind == "kto":
-        data["label"] = [row % 2 == 0 for row in range(rows)]
+        data["label"] = [True, False]
     words_only = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
     words_only.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_only, eos_token="<eos>", pad_token="<pad>")
@@ -224,6 +229,7 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
         processing_class=tokenizer,
         **given,
     )
+    trainer.train_dataset = trainer.train_dataset.select([row % 2 for row in range(rows)])
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -90,7 +90,14 @@ class Solved:
         }
 
 
-def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = None, *, tight: bool = False) -> Solved:
+def solve(
+    run: RunConfig | Path | str,
+    key: str,
+    predictor: Predictor | None = None,
+    *,
+    tight: bool = False,
+    show: Callable[[str, MemoryReport | None], None] | None = None,
+) -> Solved:
     """Find the largest value of a setting with which a run fits a GPU, by closed form, and confirm it by a trace.
 
     Args:
@@ -98,6 +105,7 @@ def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = N
         key: the setting, one of `KEYS`. For `hardware.gpu`, the smallest GPU that the run fits is found.
         predictor: predicts the runs, for the GPU in its `gpu`; by default for `hardware.gpu`.
         tight: whether it is enough that what is expected fits; else the most that the run may need must.
+        show: called with a value's name before its memory is predicted, and with the name and the report after.
 
     Raises:
         UserError: the key is not in `KEYS`, the run file has no such setting, or no GPU is named.
@@ -113,8 +121,15 @@ def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = N
         value = axis.values[number]
         return changed(config, {key: list(value) if isinstance(value, tuple) else value})
 
+    def predict(number: int) -> MemoryReport:
+        name, tell = axis.name(axis.values[number]), show or (lambda *_: None)
+        tell(name, None)
+        report = predictor.of(run_with(number))
+        tell(name, report)
+        return report
+
     left = headroom if tight else surely_left
-    last, reports = last_that_fits(len(axis.values), lambda at: predictor.of(run_with(at)), axis.start, left=left)
+    last, reports = last_that_fits(len(axis.values), predict, axis.start, left=left)
     while last >= 0:
         reports[last] = predictor.traced(run_with(last))
         if left(reports[last]) >= 0:

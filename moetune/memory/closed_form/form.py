@@ -33,6 +33,7 @@ from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.moe import MoeLayer
 from moetune.models.stack import decoder_stack
 from moetune.parallel.coordinates import Coordinates, token_shares
+from moetune.parallel.distribute import reshard
 from moetune.run.keeps import recomputes_layers
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.lm_head import split
@@ -255,6 +256,9 @@ class ClosedForm:
                 steps = Steps(adapted, batches_of(adapted), gpu=self.gpu)
                 with mode:
                     steps.make_states()
+                    if not adapted.ranks.is_single:  # FSDP2's first step creates buffers that stay
+                        with steps.counting(BALANCED):
+                            steps.one(steps.tracker(), 1)
                     yield steps
         except NotTraceable as error:
             raise NoClosedForm(str(error)) from None
@@ -325,18 +329,18 @@ def _head_of(steps: Steps) -> KnownHead:
     allocate different numbers of tensors."""
     adapted, lengths = steps.adapted, []
     trains = _head_trains(adapted.model)
-    # FSDP2's first forward pass creates buffers that stay, so it is not compared.
-    for length in _PROBED if adapted.ranks.is_single else (_PROBED[0], *_PROBED):
+    for length in _PROBED:
         batch = batches_of(adapted, length)(1)
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
         tracker = Tracker({})
         with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (_, tail):
             known = KnownHead(tail.vocabulary, tail.width, tail.row_bytes, trains)
+        reshard(adapted.model)  # so that the next pass starts in the same state
         lengths.append(sum(entry >= 0 for entry in tracker.log.entries))
-    if lengths[-2] != lengths[-1]:
+    if lengths[0] != lengths[1]:
         raise NoClosedForm(
-            f"model type {adapted.structure.model_type!r} allocates {lengths[-2]:,} tensors for {_PROBED[0]} tokens "
-            f"and {lengths[-1]:,} for {_PROBED[1]}, so its step has no closed form; use --method trace"
+            f"model type {adapted.structure.model_type!r} allocates {lengths[0]:,} tensors for {_PROBED[0]} tokens "
+            f"and {lengths[1]:,} for {_PROBED[1]}, so its step has no closed form; use --method trace"
         )
     return known
 

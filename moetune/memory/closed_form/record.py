@@ -35,6 +35,7 @@ from moetune.memory.trace.log import OUTSIDE, Log
 from moetune.memory.trace.repeat import Events, Owners
 from moetune.memory.trace.steps import Feed, Steps, batches_of
 from moetune.parallel.coordinates import token_shares
+from moetune.parallel.distribute import micro_steps_are_alike
 from moetune.training.step.loss import Chunks
 
 Integers = Annotated[
@@ -163,8 +164,6 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
     Raises:
         NoClosedForm: the steps allocate different storages, or a storage's bytes are no product of sizes.
     """
-    if not steps.adapted.ranks.is_single:
-        _recorded(steps, ProbeSizes.of(shape, (), 2))  # FSDP2's first step creates buffers that stay
     own = {size for tensor in steps.adapted.model.parameters() for size in tensor.shape}
     probes = [ProbeSizes.of(shape, own, number) for number in ((0, 1) if like is None else (0,))]
     if like is None and any(one.longer(limits) != shape.longer for one in probes):
@@ -259,7 +258,7 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
     held_out_rows = probe.held_out_rows if probe.held_out is not None else 0
     feed = Feed(batches_of(adapted, probe.sequence), probe.rows, held_out_rows, batch, held_out)
     with steps.counting(count):
-        if adapted.ranks.is_single:  # the last micro-step, which adds to existing gradients
+        if micro_steps_are_alike(config.parallel):  # the last micro-step, which adds to existing gradients
             micro_steps = min(2, config.train.accumulate)
             log = steps.record(tracker, feed, micro_steps, begun=micro_steps - 1)
         else:  # first, last and middle micro-steps communicate differently
