@@ -94,7 +94,8 @@ class Plan:
 
     @property
     def useful(self) -> int:
-        """How many of the candidates, which come first, are the most useful ones of a goal."""
+        """Number of goals that have candidates. As many of `candidates`, the first ones, are each the most useful one
+        of its goal."""
         return len({one.goal for one in self.candidates})
 
     def to_json(self) -> dict[str, Any]:

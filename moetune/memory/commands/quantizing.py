@@ -84,7 +84,8 @@ def _convert(
 
 
 class _FakeTarget(LoadTarget):
-    """A model whose linear layers are quantized on fake tensors, of which bitsandbytes' parameters cannot be made."""
+    """A model whose linear layers are quantized to NF4 on fake tensors: bitsandbytes' parameters cannot hold these, so
+    buffers of a plain module take their place."""
 
     def put_linear(self, path: str, weight: Tensor) -> None:
         if self.config.base != "nf4":

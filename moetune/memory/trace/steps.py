@@ -173,6 +173,7 @@ class Steps(Watched):
         once: it removes the hooks that count expert load.
 
         Args:
+            micro_steps: micro-steps of each step.
             first: micro-steps of the first step, None for `micro_steps`. If given, only the last step's peak counts.
             tracking: False to record only phases, modules and layer boundaries, and no operations.
             short: layers that ran and groups that stand for others; None if all layers ran.
