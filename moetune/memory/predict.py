@@ -57,7 +57,7 @@ def predict(
     """Predict the peak memory of a run and, by trace, the time of a step. Needs no weights, no data and no GPU.
 
     Args:
-        run: a run file (path, config) or a resolved run. It is predicted for CUDA.
+        run: the path of a run file, a configuration, or a resolved run. It is predicted for CUDA.
         method: `trace` runs the trainer's step on fake tensors; `formula` evaluates a recorded closed form at the run's
             sizes, which is faster but does not simulate the allocator. None: `trace`.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
@@ -213,7 +213,9 @@ def _reported(
 def _of_routing(
     run: ResolvedRun, routing: AssumedRouting, loading: int, peak: Callable[[AssumedRouting, int], int]
 ) -> Iterator[Unknown]:
-    """Yield by how much the peak is lower and higher for the most even and the most uneven routing to reckon with.
+    """Yield, as an `Unknown`, by how much the peak is lower for `routing.lowest` and higher for `routing.highest`.
+
+    Nothing is yielded if the routing has neither.
 
     Args:
         loading: bytes of the peak while weights are loaded, below which no step matters.

@@ -24,7 +24,7 @@ class Miss:
     """The nearest miss if nothing fits: the smallest run of the strategy with the lowest estimate of memory.
 
     Attributes:
-        config: the run file.
+        config: its configuration.
         report: its predicted memory, more than the GPU has.
         remedy: changes of the run file with which it would fit; None if none are known.
         cards: the smallest GPUs in the catalog with enough memory, up to two; also "2 × NAME" if the run fits two of
@@ -231,7 +231,8 @@ def _confirm(
     progress: Progress,
     show: Callable[[Progress], None],
 ) -> None:
-    """Trace each candidate; append those that fit to `candidates`, and a note for each other one to `late`."""
+    """Trace the candidates `ranked`, best first; append those that fit to `candidates`, and a note on each other one to
+    `late`. `progress` is kept up to date and passed to `show`."""
 
     def begin(one: Candidate) -> None:
         progress.now = f"tracing: {one.strategy.words}"

@@ -50,7 +50,7 @@ class NextLarger:
 
     Attributes:
         what: its size in words, such as `3 layers × 2 experts` or `rank 32`.
-        config: its run file.
+        config: its configuration.
         report: its predicted memory.
     """
 
@@ -65,7 +65,7 @@ class Candidate:
 
     Attributes:
         strategy: the strategy.
-        config: the run file.
+        config: its configuration.
         report: its predicted memory.
         amount: how much trains: experts in all layers together for the goal `experts`, the rank for `lora`, 0 for
             `router`.
@@ -124,14 +124,15 @@ class Search:
     """A search for the largest runs of one model on one GPU.
 
     Attributes:
-        start: a run file with the model, the GPU and the length of a sequence; a strategy's settings are added to it.
+        start: configuration with the model, the GPU and the length of a sequence, to which a strategy's settings are
+            added.
         structure: the model's layers and parameters.
         predictor: predicts the runs.
         usable: bytes of the GPU's memory.
         context: bytes that any process takes of it outside torch's allocator.
         margin: bytes that a prediction by closed form must leave free, because a trace exceeded the closed form by
             them.
-        tight: whether it is enough that what is expected fits; else the most that a run may need must.
+        tight: whether a run fits if its expected memory does; else the most that it may need must fit.
     """
 
     start: RunConfig
@@ -152,7 +153,7 @@ class Search:
         routing: AssumedRouting | None = None,
         trainer: InTrl | None = None,
     ) -> Search:
-        """Return a search for the model in `model.path` of the run file `start`.
+        """Return a search for the model in `model.path` of the configuration `start`.
 
         Args:
             card: the GPU; None: that in `hardware.gpu`.
@@ -406,7 +407,7 @@ class Search:
         Args:
             what: the name of the size that grows, such as `rank`.
             sizes: the sizes.
-            configs: the run file of each size.
+            configs: the configuration with each size.
             start: the index to predict first.
             known: the report of index 0, if it fits and was predicted before.
         """

@@ -56,7 +56,7 @@ class Bank:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Numbers of trained and of other experts by name; a storage's bytes may be proportional to either."""
+        """`trained` and `frozen` (all others) -> number of experts; a storage's bytes may be proportional to either."""
         trained = len(self.trained)
         return {"trained": trained, "frozen": len(self.held) - trained}
 

@@ -111,7 +111,7 @@ Counts = dict[str, tuple[int, int]]
 
 
 def _scaled(bytes_: int, scale: Scale, sizes: Counts) -> int | None:
-    """Scale recorded bytes to new numbers of experts; None if they are not a whole number of bytes for each expert."""
+    """Scale recorded bytes to the new numbers of experts in `sizes`; None if that gives a fraction for each expert."""
     name, constant = scale
     if not name:
         return bytes_

@@ -56,8 +56,8 @@ class Recorded:
     _events: dict[Hashable, tuple[Events, np.ndarray]] = field(default_factory=dict)
 
     def events(self, shape: Shape, short: Shortened) -> tuple[Events, np.ndarray]:
-        """Expand the record with a shape by `Record.repeated`, whose result is cached: do not modify it. Raise
-        `KeyError` if there is no record with this shape."""
+        """Expand the record of `shape` to the whole model of `short`, as `Record.repeated` does; the result is cached:
+        do not modify it. Raise `KeyError` if there is no record of this shape."""
         key = shape, short.kept, short.units
         if key not in self._events:
             self._events[key] = self.records[shape].repeated(short)
@@ -118,8 +118,8 @@ def read_content(key: str, type_: TypeAdapter[Content]) -> Content | None:
 
 
 def write_content(key: str, type_: TypeAdapter[Content], content: Content) -> None:
-    """Write the file named by `key`, replacing an older one; if the file system fails, write nothing and say nothing.
-    Raise `UserError` as `folder`."""
+    """Write `content`, of the type that `type_` dumps, to the file named by `key`, replacing an older one; an error of
+    the file system is ignored, and the old file stays. Raise `UserError` as `folder`."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         write_whole(_file(key), gzip.compress(type_.dump_json(content), 1))

@@ -176,8 +176,8 @@ def _costs(traced: Trace, card: Gpu) -> Iterator[_Cost]:
 
 
 def _peaks(traced: Trace, paths: list[str]) -> tuple[list[int], list[int], int]:
-    """Return the most bytes alive in the forward pass of each layer, in its backward pass, and between the passes of
-    the last one, in the last micro-step."""
+    """Return the most bytes alive in the last micro-step: [layers] in the forward pass and [layers] in the backward
+    pass of each layer, whose `paths` are given; and between the two passes of the last layer."""
     layers = {path: number for number, path in enumerate(paths)}
     passes = {"forward": [0] * len(paths), "backward": [0] * len(paths)}
     marks = [mark for mark in traced.marks if mark.phase in ("forward", "backward", "recompute")]

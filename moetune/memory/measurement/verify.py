@@ -31,6 +31,8 @@ class Outcome:
         predicted, measured: name -> bytes, with the names `peak_allocated`, `peak_reserved`, `peak_process` and
             `host_bytes`. None where there is no number: `peak_reserved` and `peak_process` on a CPU, measured
             `host_bytes` on CUDA.
+        tokens_per_second: measured speed.
+        device: name of the GPU, or `cpu`.
         routing: name of the assumption that the prediction used.
     """
 

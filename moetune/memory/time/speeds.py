@@ -113,8 +113,8 @@ class Speeds:
 
 
 def speeds_of(card: Gpu) -> Speeds | None:
-    """Read what was measured on a card; None if it is not this machine's first GPU, or was not measured with the driver
-    and torch of now."""
+    """Read what was measured on a card; None if it is not this machine's first GPU, or there is no measurement with the
+    present driver and torch."""
     if not torch.cuda.is_available() or card.full_name != torch.cuda.get_device_name(0):
         return None
     return _kept()

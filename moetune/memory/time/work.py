@@ -104,8 +104,8 @@ class Done(NamedTuple):
 
 
 def sums(done: Iterable[Done], more: int = 0) -> dict[WorkPart, Work]:
-    """Add up the work of one step by part. `more` micro-steps were not traced; each counts like the second
-    (`micro_step` 1)."""
+    """Add up the work of one step by part. `more` is the number of micro-steps that were not traced; each counts like
+    the second (`micro_step` 1)."""
     found: dict[WorkPart, Work] = {}
     for one in done:
         times = one.times * (1 + more if one.micro_step == 1 else 1)

@@ -211,8 +211,8 @@ class Steps(Watched):
     def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
         """Run one step, and the evaluation if `feed` has one, and return the tracker's log.
 
-        Optimizer states must exist (`make_states`). Of the first `begun` micro-steps only the gradients that they leave
-        are there. Afterwards the tracker is stopped and FSDP2's weights sharded.
+        Optimizer states must exist (`make_states`). Of `micro_steps`, the first `begun` do not run: only the gradients
+        that they would leave exist. Afterwards the tracker is stopped and FSDP2's weights are sharded.
         """
         if begun:
             self._begin_with_gradients(feed)
@@ -224,8 +224,8 @@ class Steps(Watched):
         return tracker.log
 
     def _begin_with_gradients(self, feed: Feed) -> None:
-        """Create the gradients that a micro-step leaves: uninitialized ones, or by a micro-step if FSDP2 makes them, as
-        parts of larger buffers."""
+        """Create the gradients that a micro-step leaves, for the micro-steps that do not run: uninitialized ones, or
+        under FSDP2, whose gradients are parts of larger buffers, by running a micro-step unrecorded."""
         if not any(isinstance(parameter, DTensor) for parameter in self.trained):
             for updater in self.optimizer.updaters:
                 _give_gradients(updater)
@@ -261,7 +261,8 @@ class Steps(Watched):
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        """Register weights, optimizer states and gradients that exist, then record within the `with` block."""
+        """Register weights, optimizer states and gradients that exist, then record within the `with` block; without
+        `tracking` no operations, as in `run`."""
         self.add_to(tracker)
         tracker.add(self.stepper.loss)
         for tensor in self.optimizer.masters():
@@ -287,8 +288,8 @@ class Steps(Watched):
         return {p: number for number, layer in self.layers.items() for p in layer.parameters()}
 
     def _say_whose_states(self, tracker: Tracker) -> None:
-        """Set the decoder layer and label of optimizer states and float32 weights, and mark paged states as host
-        memory."""
+        """Set the decoder layer of optimizer states and float32 weights, and the label of the states; mark paged states
+        as host memory."""
         layer_of = self._layer_of()
         parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
         owned = Counter(id(tensor) for states in self.optimizer.state.values() for tensor in states.values())
@@ -317,7 +318,8 @@ class Steps(Watched):
         tracker.tag(self.optimizer.states(), "optimizer_states")
 
     def _micro_steps(self, tracker: Tracker, feed: Feed, numbers: range, micro_steps: int) -> None:
-        """Run the micro-steps with these numbers, of a step of `micro_steps`."""
+        """Run the micro-steps with the given numbers, of a step that has `micro_steps`; the loss is divided by the
+        tokens of all."""
         for number in numbers:
             tracker.micro_step = number
             tracker.enter("forward")

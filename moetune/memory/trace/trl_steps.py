@@ -94,7 +94,8 @@ class TrlSteps(Watched):
         self.batches = batches_of(self.trainer, STEPS, accumulate)
 
     def run(self, tracker: Tracker, short: Shortened | None = None) -> Trace:
-        """Run two steps and return their trace; can be called once."""
+        """Run two steps and return their trace, of the whole model if `short` says which layers ran; can be called
+        once."""
         self._tracker = tracker
         with self._folder, quiet(), self._refusing(ValueError), ExitStack() as stack:
             self._register()
@@ -153,7 +154,8 @@ class TrlSteps(Watched):
         tracker.enter(before)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, **given: Any) -> Tensor:
-        """Generate as TRL calls `generate`; return token ids of full length, [rows, prompt and completion]."""
+        """Run the passes of `generate_ends` where TRL calls the model's `generate`, with its arguments; return token
+        ids of full length, all 1: [rows, tokens of prompt and completion]."""
         assert self.completion is not None
         model: Any = self.adapted.model
 
