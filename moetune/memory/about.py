@@ -51,7 +51,7 @@ _WORDS: dict[Kept, str] = {
 
 
 def checkpointing(run: ResolvedRun) -> str:
-    """Format what layers save for backward: `train.checkpointing`, and in how many layers more."""
+    """Format what layers save for backward, such as `full, rows of 4 of 32 layers kept`."""
     train, layers = run.config.train, len(run.structure.moe_layers)
     if not isinstance(train.checkpointing, KeptConfig):
         kept = f", rows of {len(run.keeps_rows)} of {counted(layers, 'layer')} kept"

@@ -38,7 +38,7 @@ class Miss:
 
     @property
     def trains(self) -> str:
-        """What trains, in words."""
+        """What trains as text, such as `LoRA rank 16 on attention, experts`."""
         return dict(self.report.about)["trains"]
 
     def to_json(self) -> dict[str, Any]:
@@ -258,7 +258,7 @@ def _largest(
 
     Args:
         of_goal: the strategies, best first.
-        refused: receives the strategies that were left out, by goal and reason.
+        refused: (goal, reason) -> strategies that cannot be predicted for it; they are added.
         show: as in `plan`.
         progress: is kept up to date.
     """

@@ -84,12 +84,12 @@ class Candidate:
 
     @property
     def trains(self) -> str:
-        """What trains, in words."""
+        """What trains as text, such as `LoRA rank 16 on attention, experts`."""
         return dict(self.report.about)["trains"]
 
     @property
     def optimizer(self) -> str:
-        """The optimizer, in words."""
+        """The optimizer as text, such as `adamw, float32 master weights`."""
         return dict(self.report.about)["optimizer"]
 
     def to_json(self, tokens: int | None = None) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class Search:
 
     @property
     def left(self) -> Callable[[MemoryReport], int]:
-        """The function that returns the bytes which a run leaves free."""
+        """Function from a report to the bytes that the run leaves free: `headroom` if `tight`, else `surely_left`."""
         return headroom if self.tight else surely_left
 
     @cached_property

@@ -252,7 +252,7 @@ def peak(report: MemoryReport) -> str:
 
 
 def when(moment: Moment) -> str:
-    """Return step, micro-step, phase and module of a moment as text."""
+    """Format a moment: `step 1, micro-step 0 (from 0), in the backward pass of model.layers.3.mlp`."""
     where = f" of {moment.module}" if moment.module else ""
     return f"step {moment.step}, micro-step {moment.micro_step} (from 0), {_PHASES[moment.phase]}{where}"
 
@@ -275,12 +275,12 @@ def pace(time: Duration, tokens: int | None = None) -> str:
 
 
 def flags(change: Change) -> str:
-    """Return the `--set` options of a change, quoted for a shell."""
+    """Format the settings of a change as `--set` options, quoted for a shell."""
     return " ".join(f"--set {shlex.quote(setting)}" for setting in change.settings)
 
 
 def effect(change: Change) -> str:
-    """Return how many bytes a change saves, how many the process then needs, and why."""
+    """Format the effect of a change: the bytes that it saves, those that the process then needs, and why."""
     return f"saves {gib(change.saves)}: the process then needs {gib(change.peak_process)}; {change.why}"
 
 

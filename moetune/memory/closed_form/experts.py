@@ -225,7 +225,8 @@ class _Turn:
 
 
 class _Rewriting:
-    """Rewrites a record's log for other numbers of trained experts.
+    """Rewrites a record's log for other numbers of trained experts. To *write* an entry is to append its copy to the
+    new log, here and in the methods below.
 
     Args:
         record: the record.

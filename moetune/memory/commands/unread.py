@@ -49,7 +49,7 @@ class Reading:
         return self.host(torch.empty(tensor.shape, dtype=tensor.dtype))
 
     def host(self, tensor: Tensor) -> Tensor:
-        """Record a new tensor as host memory, and return it."""
+        """Record a new tensor as host memory, if the device is a GPU, and return it."""
         if self.has_gpu:
             self.tracker.read_marks(mark_on_host(tensor))
         return tensor

@@ -46,7 +46,8 @@ class Costs:
     Attributes:
         things: [layers] the things that the layer may keep.
         options: [layers][things] bytes and time of keeping the thing, as an option for `best`.
-        alike: [layers] a key that is equal for identical layers; one by which the loss's chunks would shrink is unique.
+        alike: [layers] a key that is equal for identical layers. The last MoE layer has its own if the loss would have
+            smaller chunks when that layer keeps `rest`, which then counts as saving no time.
         peak: most bytes of live tensors in a step in which layers keep as little as they may.
         end: most bytes alive between the forward pass of the last layer and its backward pass, in that step.
     """
