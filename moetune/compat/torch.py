@@ -157,7 +157,7 @@ _ON_META = _IN_PLACE | _operations(
 
 
 _ONLY_VALUES = ("moetune", "bitsandbytes")
-"""Namespaces whose operators change no shape, stride or storage of their arguments."""
+"""Namespaces whose operators, when they write to an argument, change its values but no shape, stride or storage."""
 
 
 _META = torch.device("meta")
@@ -178,7 +178,7 @@ class _Made(NamedTuple):
 
 @functools.cache
 def _makes_anew(func: Any) -> bool:
-    """Return whether an operation's schema says that it returns no view, and that it mutates no argument.
+    """Return whether an operation's results are new tensors, by its schema: it returns no view and mutates no argument.
 
     Operators of moetune and bitsandbytes may mutate arguments: that changes only values, which fake tensors lack.
     """
@@ -192,7 +192,11 @@ _Way = Literal["nothing", "passed on", "in place", "anew", "on meta", "by torch"
 
 @functools.cache
 def _way_of(func: Any) -> _Way:
-    """Return how `QuickFakeMode` runs an operation."""
+    """Return how `QuickFakeMode` runs an operation.
+
+    Not at all ("nothing"), without the mode ("passed on"), by returning its first argument ("in place"), from the cache
+    of results ("anew"), directly on meta tensors ("on meta"), or as torch's own mode does ("by torch").
+    """
     if func.namespace in _ONLY_VALUES and not func._schema.returns:
         return "nothing"  # has no effect on fake tensors
     if func.namespace == "profiler":
@@ -319,7 +323,7 @@ class QuickFakeMode(FakeTensorMode):
 def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
     """Describe an operation's results for the cache: (type of the result, descriptions of the tensors).
 
-    None unless all results are fake tensors that each fill a new storage of their own.
+    None unless all results are fake tensors, each of which fills a storage that none of the `arguments` shares.
     """
     made = [out] if isinstance(out, Tensor) else out
     if not isinstance(made, (list, tuple)) or any(
