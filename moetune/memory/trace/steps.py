@@ -173,6 +173,7 @@ class Steps(Watched):
         once: it removes the hooks that count expert load.
 
         Args:
+            micro_steps: micro-steps of each step.
             first: micro-steps of the first step, None for `micro_steps`. If given, only the last step's peak counts.
             tracking: False to record only phases, modules and layer boundaries, and no operations.
             short: layers that ran and groups that stand for others; None if all layers ran.
@@ -207,16 +208,12 @@ class Steps(Watched):
                 parameter.grad = None
         self.optimizer.zero_grad()
 
-    def warm_up(self) -> None:
-        """Run a micro-step whose gradients stay: the first one makes FSDP2 create buffers that also stay."""
-        self._leave_gradients(self.feed)
-
     def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
         """Run one step, and the evaluation if `feed` has one, and return the tracker's log.
 
-        Optimizer states must exist (`make_states`), and on several ranks FSDP2's buffers (`warm_up`). Of the first
-        `begun` micro-steps only the gradients that they leave are there: uninitialized ones, but those of FSDP2, which
-        are parts of larger buffers, by a micro-step. Afterwards the tracker is stopped and FSDP2's weights sharded.
+        Optimizer states must exist (`make_states`). Of `micro_steps`, the first `begun` do not run: only the gradients
+        that they would leave exist, uninitialized ones, or under FSDP2, whose gradients are parts of larger buffers,
+        those of `leave_gradients`. Afterwards the tracker is stopped and FSDP2's weights are sharded.
         """
         if not begun:
             self.optimizer.zero_grad()
@@ -224,7 +221,7 @@ class Steps(Watched):
             for updater in self.optimizer.updaters:
                 _give_gradients(updater)
         elif all(parameter.grad is None for parameter in self.trained):
-            self._leave_gradients(feed)
+            self.leave_gradients(feed)
         with self._following(tracker):
             self._step(tracker, feed, micro_steps, begun)
             self._evaluate(tracker, feed)
@@ -232,7 +229,7 @@ class Steps(Watched):
         reshard(self.adapted.model)  # so that another record starts in the same state
         return tracker.log
 
-    def _leave_gradients(self, feed: Feed) -> None:
+    def leave_gradients(self, feed: Feed) -> None:
         """Run a micro-step without recording it, which leaves its gradients and nothing else."""
         tracker = self.tracker()
         with self._following(tracker, False):
@@ -265,7 +262,8 @@ class Steps(Watched):
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        """Register weights, optimizer states and gradients that exist, then record within the `with` block."""
+        """Register weights, optimizer states and gradients that exist, then record within the `with` block; without
+        `tracking` no operations, as in `run`."""
         self.add_to(tracker)
         tracker.add(self.stepper.loss)
         for tensor in self.optimizer.masters():
@@ -291,8 +289,8 @@ class Steps(Watched):
         return {p: number for number, layer in self.layers.items() for p in layer.parameters()}
 
     def _say_whose_states(self, tracker: Tracker) -> None:
-        """Set the decoder layer and label of optimizer states and float32 weights, and mark paged states as host
-        memory."""
+        """Set the decoder layer of optimizer states and float32 weights, and the label of the states; mark paged states
+        as host memory."""
         layer_of = self._layer_of()
         parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
         owned = Counter(id(tensor) for states in self.optimizer.state.values() for tensor in states.values())
