@@ -119,7 +119,7 @@ def reads_weight(owner: nn.Module, linear: str, *, or_its_dtype: bool = False) -
     DeepSeek's indexer, for example, casts to that dtype, which is uint8 once the layer is quantized.
     """
     unless = "" if or_its_dtype else r"(?!\.(dtype|device)\b)"
-    return re.search(rf"\bself\.{linear}\.weight\b{unless}", _source(_kinds(owner))) is not None
+    return _has(_kinds(owner), rf"\bself\.{linear}\.weight\b{unless}")
 
 
 _STATE = re.compile(r"\.(get|set|update)_(conv_state|recurrent_state|linear_cache)\(")
@@ -164,6 +164,12 @@ def _is_of_package(value: object) -> bool:
 def _kinds(module: nn.Module) -> tuple[type, ...]:
     """Return the classes of a module that are in transformers' model files."""
     return tuple(kind for kind in type(module).__mro__ if ".models." in kind.__module__)
+
+
+@functools.cache
+def _has(kinds: tuple[type, ...], pattern: str) -> bool:
+    """Return whether the source code of the classes has a match of a regular expression."""
+    return re.search(pattern, _source(kinds)) is not None
 
 
 @functools.cache

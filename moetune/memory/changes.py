@@ -80,7 +80,7 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict, left: Lef
 
     Args:
         report: the prediction for `config`, which does not fit, or not surely.
-        predict: returns the prediction for a changed run file on the GPU of `report`.
+        predict: returns the prediction for a changed configuration on the GPU of `report`.
         left: returns the bytes that a predicted run leaves free; the run fits if they are not negative.
     """
     if report.headroom_bytes is None or report.headroom_bytes + report.required <= report.fullest.outside_allocator:
@@ -97,7 +97,8 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict, left: Lef
 
 
 def _combined(config: RunConfig, report: MemoryReport, predict: Predict, left: Left) -> Remedy | None:
-    """Add savings in order until the run fits, then drop those no longer needed, from the last to the first.
+    """Add savings in order until the run fits, then drop those no longer needed, from the last to the first; arguments
+    as for `fitting`.
 
     Returns None if all of them do not suffice. Savings whose parts hold at most 1 % of the missing bytes are not tried.
     """
@@ -127,7 +128,7 @@ def _host_holds(found: Remedy) -> bool:
 
 
 def _with(config: RunConfig, chosen: Sequence[Saving], predict: Predict) -> Remedy | None:
-    """Predict a run with the chosen savings applied together; None if the run file or model does not allow them."""
+    """Predict a run with the chosen savings applied together; None if configuration or model do not allow them."""
     settings = {key: value for one in chosen for key, value in one.settings.items()}
     try:
         return Remedy(settings, tuple(one.why for one in chosen), predict(changed(config, settings)))
@@ -141,7 +142,8 @@ def _alive(one: Saving, report: MemoryReport) -> int:
 
 
 def _lacking(report: MemoryReport, left: Left) -> int:
-    """Return by how many bytes the peak of a step, apart from loading, exceeds the memory that `left` measures by."""
+    """Return by how many bytes a step, apart from loading, exceeds the memory that there is: that which the run needs
+    (`required`) plus that which it leaves free (`left`)."""
     peak = report.fullest.peak_allocated + report.fullest.outside_allocator
     return peak - report.required - left(report)
 

@@ -231,7 +231,7 @@ class Change:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The GPU of a prediction: its name, and the bytes of its memory that processes can use."""
+    """The GPU of a prediction: its name, and `usable_bytes`, the bytes of its memory that processes can use."""
 
     name: str
     usable_bytes: int
@@ -261,7 +261,7 @@ class MemoryReport:
         moment: when the peak of the fullest rank occurs, and its largest allocations.
         timeline: live bytes of the fullest rank during the last traced step; empty by closed form.
         collectives: communication of a step; empty by closed form or without other ranks.
-        changes: changes, each enough by itself, with which a run that does not surely fit would, mildest first.
+        changes: changes, each enough by itself, with which a run that does not surely fit would do so, mildest first.
         notes: messages for the user, such as that no time can be estimated.
         about: (label, text) pairs that describe the run.
         time: estimated time of a step; None by closed form or if the GPU's speed is unknown.

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from moetune.config.schema import ParallelConfig
 from moetune.experts.bank import ExpertBank
 from moetune.models.stack import decoder_layers, decoder_stack
 from moetune.models.structure import ModelStructure
@@ -136,7 +137,7 @@ def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
     the last micro-step. `stack` is the decoder, as FSDP2 sharded it; any other module is left alone.
     """
     parallel = ranks.parallel
-    if not isinstance(stack, FSDPModule) or (parallel.zero == 3 and parallel.replicate == 1):
+    if not isinstance(stack, FSDPModule) or micro_steps_are_alike(parallel):
         return
     for module in stack.modules():
         if isinstance(module, FSDPModule):
@@ -146,6 +147,13 @@ def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
                 module.set_requires_gradient_sync(last, recurse=False)
             else:
                 module.set_requires_all_reduce(last, recurse=False)
+
+
+def micro_steps_are_alike(parallel: ParallelConfig) -> bool:
+    """Return whether every micro-step of a step communicates and frees the same, so that `set_gradient_sync` has
+    nothing to tell FSDP2; with DeepSpeed they are not."""
+    fsdp2 = parallel.engine == "fsdp2"
+    return parallel.ranks == 1 or (fsdp2 and (parallel.fsdp == 1 or (parallel.zero == 3 and parallel.replicate == 1)))
 
 
 def reshard(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
 
 def plan_view(plan: Plan, *, every: bool = False) -> View:
     """Return the view of a plan: which candidate to pick; two lines for the most useful candidate of each goal, or with
-    `every` for each candidate; as details, what the next larger runs would risk. If nothing fits, how to make it."""
+    `every` for each candidate; as details, what the next larger runs would risk. If nothing fits, that of `missed`."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
     notes = [ViewSection("notes", plan.notes)] * bool(plan.notes)
@@ -107,7 +107,7 @@ def _row(number: int, one: Candidate, plan: Plan) -> Iterator[str]:
 
 
 def _cut(text: str, width: int) -> str:
-    """Return the text, cut to a width with an ellipsis; --json and --write have all of it."""
+    """Return the text, cut to `width` columns with an ellipsis; `--json` and `--write` give it whole."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 

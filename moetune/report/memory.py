@@ -160,8 +160,8 @@ def verdict(report: MemoryReport) -> str:
 
 
 def left_in_words(report: MemoryReport) -> str:
-    """Format what a run leaves free or needs too much, as `1.20 to 1.90 GiB left`: on its GPU, and where the host
-    decides the verdict, followed by ` on the host`. Empty without a verdict."""
+    """Format what a run leaves free on its GPU or needs too much, as `1.20 to 1.90 GiB left`; of the host, followed by
+    ` on the host`, where that decides the verdict. Empty without a verdict."""
     return "; ".join(f"{left}{' on the host' * (where[:8] == 'the host')}" for _, left, where in _sides(report))
 
 
@@ -183,8 +183,8 @@ def _sides(report: MemoryReport) -> list[tuple[Verdict, str, str]]:
 
 
 def _left(verdict: Verdict, size: int, span: Span) -> str:
-    """Format what a run leaves of `size` bytes, from the most to the least that it may need; if it does not fit
-    (`verdict` is `no`), the bytes that are missing for what is expected."""
+    """Format what a run that needs `span` leaves of `size` bytes, as a range; if it does not fit (`verdict` is `no`),
+    the bytes that it is expected to lack."""
     if verdict == "no":
         return f"{gib(span.expected - size)} too much"
     least, most = size - span.high, size - span.low
@@ -252,7 +252,7 @@ def peak(report: MemoryReport) -> str:
 
 
 def when(moment: Moment) -> str:
-    """Return step, micro-step, phase and module of a moment as text."""
+    """Format a moment: `step 1, micro-step 0 (from 0), in the backward pass of model.layers.3.mlp`."""
     where = f" of {moment.module}" if moment.module else ""
     return f"step {moment.step}, micro-step {moment.micro_step} (from 0), {_PHASES[moment.phase]}{where}"
 
@@ -275,12 +275,12 @@ def pace(time: Duration, tokens: int | None = None) -> str:
 
 
 def flags(change: Change) -> str:
-    """Return the `--set` options of a change, quoted for a shell."""
+    """Format the settings of a change as `--set` options, quoted for a shell."""
     return " ".join(f"--set {shlex.quote(setting)}" for setting in change.settings)
 
 
 def effect(change: Change) -> str:
-    """Return how many bytes a change saves, how many the process then needs, and why."""
+    """Format the effect of a change: the bytes that it saves, those that the process then needs, and why."""
     return f"saves {gib(change.saves)}: the process then needs {gib(change.peak_process)}; {change.why}"
 
 

@@ -24,7 +24,7 @@ def from_to(low: int, high: int) -> str:
 
 
 def percent(part: float, whole: float, digits: int = 1) -> str:
-    """Format `part / whole` as a percentage, such as `12.5 %`; empty if `whole` is 0."""
+    """Format `part / whole` as a percentage with `digits` decimals, such as `12.5 %`; empty if `whole` is 0."""
     return f"{100 * part / whole:.{digits}f} %" if whole else ""
 
 

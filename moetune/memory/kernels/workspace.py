@@ -250,9 +250,9 @@ def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
 def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Iterator[int]:
     """Yield the workspaces of torch's grouped product on compute capability 9.x; none if torch's kernel is not used.
 
-    First the arguments of all products: for each, 3 sizes of 4 bytes, 3 addresses and 3 strides of 8 bytes. Then
-    CUTLASS's tensor descriptors: 4 of 128 bytes per multiprocessor, of which 132 are assumed (H100 SXM). Verified on
-    9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
+    `counts` are the rows of each expert. First the arguments of all products: for each, 3 sizes of 4 bytes, 3 addresses
+    and 3 strides of 8 bytes. Then CUTLASS's tensor descriptors: 4 of 128 bytes per multiprocessor, of which 132 are
+    assumed (H100 SXM). Verified on 9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
     """
     if kernel_of(capability, a, b) == "torch":
         yield len(counts) * (3 * 4 + 3 * 8 + 3 * 8)
@@ -260,8 +260,8 @@ def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, coun
 
 
 def _sorted_positions(capability: Capability, numbers: Tensor, count: int) -> Iterator[int]:
-    """Yield the workspace for sorting rows by expert: for each 512 rows an int32 per expert, the number of experts
-    rounded up to a power of two.
+    """Yield the workspace for sorting rows by expert (`numbers` [n], `count` experts): for each 512 rows an int32 per
+    expert, the number of experts rounded up to a power of two.
 
     That is less than a byte a row below 128 experts; then one byte is assumed, an upper bound, because a closed form
     needs whole bytes. Source: experts/kernels/triton_routing.py.

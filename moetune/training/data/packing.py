@@ -67,7 +67,7 @@ class _Segments:
         return self.sequences - 1
 
     def add(self, sequence: int, document: int, start: int, stop: int) -> None:
-        """Append the tokens from `start` to `stop` of a document to a sequence."""
+        """Append the tokens [start, stop) of a document to a sequence, both given by their numbers."""
         for part, value in zip(self._parts, (sequence, document, start, stop), strict=True):
             part.append(value)
 
@@ -124,7 +124,8 @@ def _separate_blocks(documents: Sequence[Document], length: int) -> Iterator[Col
 
 
 def _pack_stream(documents: Sequence[Document], length: int, segments: _Segments) -> None:
-    """Fill sequences in order with the divisible documents, cutting a document wherever a sequence is full."""
+    """Fill sequences in order with the divisible documents, cutting a document wherever a sequence is full; add them to
+    `segments`."""
     free = sequence = 0
     for number, document in enumerate(documents):
         start = 0
@@ -138,7 +139,8 @@ def _pack_stream(documents: Sequence[Document], length: int, segments: _Segments
 
 
 def _pack_whole(documents: Sequence[Document], length: int, segments: _Segments) -> None:
-    """Put each indivisible document, in order, into the fullest sequence that has room for it (best fit)."""
+    """Put each indivisible document, in order, into the fullest sequence of its kind that has room for it (best fit);
+    none is longer than a sequence."""
     with_room: dict[int, list[int]] = {}  # free tokens -> a heap of sequences
     rooms: list[int] = []  # the keys of with_room, sorted
     for number, document in enumerate(documents):

@@ -34,8 +34,8 @@ def collate(
 
     Args:
         at_least: minimum length, in tokens, to which rows that are not packed are padded.
-        document_inputs: returns further inputs from the lengths of the documents, in tokens, row by row: those of
-            `document_inputs(model)` in adapt/attention.py.
+        document_inputs: returns further inputs of the model, such as `cu_seqlens`, from the lengths of all documents
+            in tokens, row by row; made by `document_inputs(model)` in adapt/attention.py.
     """
     columns = {name: [np.asarray(row[name], np.int64) for row in rows] for name in rows[0]}
     if "position_ids" in columns:
@@ -59,8 +59,8 @@ def collate(
 
 
 def uncounted(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with `labels` all `IGNORED` and `is_token` all 0, so that no token counts for the loss or expert
-    load."""
+    """Return a copy of a batch whose tokens count neither in the loss nor in the expert load: `labels` all `IGNORED`,
+    `is_token` all 0."""
     labels = batch["labels"]
     return batch | {"labels": torch.full_like(labels, IGNORED), "is_token": torch.zeros_like(labels)}
 
