@@ -100,10 +100,10 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
-    """Apply `section.key=value` overrides, in order, to the parsed YAML `raw`, which is modified, and validate the
-    result.
+    """Apply `section.key=value` overrides, in order, to the parsed YAML `raw`, in place, and validate the result.
 
-    Raises `UserError`, which names the run file as `what` and lists up to 20 problems, if the values do not validate.
+    Raises:
+        UserError: the values do not validate. The message names the run file as `what`, and lists up to 20 problems.
     """
     for override in overrides:
         _apply_override(raw, override)
@@ -191,7 +191,8 @@ def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = Fal
 
 
 def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
-    """Raise `UserError` if a data file named under `data:` does not exist.
+    """Raise `UserError` if a data file named under `data:` exists neither beside `run_file` nor in the working
+    directory.
 
     Only names with the form of a file name are checked; hub and catalog data sets are found when they are read.
     """
