@@ -80,7 +80,7 @@ class Workers:
             method: the name of the method.
             inputs: the first argument of each call.
             say: called with each input on which this process begins to work.
-            more: returns further arguments of a call, from the results for earlier inputs that are known when it begins.
+            more: returns further arguments of a call, from the results for earlier inputs known when it begins.
         """
         left, lock, busy = deque(range(len(inputs))), Condition(), 0
         results: dict[int, _Output] = {}
