@@ -259,7 +259,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
-    """Yield a line for each validation problem: the key, its value, and what would be valid."""
+    """Yield a line for each validation problem of `raw`, the values of a run file: the key, its value, and what would
+    be valid."""
     for item in error.errors():
         where = ".".join(str(part)[:80] for part in item["loc"] if part not in _UNION_TAGS)
         value = shown(item["input"])
@@ -292,7 +293,8 @@ def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
 
 
 def _share_of_steps(share: object, raw: dict[str, Any]) -> str:
-    """Return advice for `warmup_ratio`, a fraction of the steps; empty if `raw` has no valid number of steps."""
+    """Return advice for another tool's `warmup_ratio`, the fraction `share` of the steps; empty if `raw`, a run file's
+    values, has no valid number of steps."""
     try:
         train = TrainConfig.model_validate({k: v for k, v in raw.get("train", {}).items() if k in ("steps", "epochs")})
         steps = ceil(float(str(share)) * train.steps)

@@ -199,7 +199,11 @@ class _Resolver:
         return tuple(linears), experts
 
     def _set_rank(self, config: ResolvedLora, target: str, path: str, layer: int | None) -> None:
-        """Note the rank of the factors at `path` in `ranks`; report a layer without a rank, or with two."""
+        """Put the rank of the factors on the module at `path` into `ranks`; report a layer without a rank, or with two.
+
+        `target` is the entry of `adapt.lora.targets` that names the module, and `layer` its decoder layer, None for
+        none.
+        """
         rank = rank_of(config.rank, target, layer)
         if rank is None:
             where = f"{target!r} in layer {layer}" if layer is not None else f"{path}, which is in no layer"

@@ -49,7 +49,7 @@ def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`, a dict in the form of DeepSpeed's JSON file.
 
     Args:
-        config: a run file whose `model.dtype` is not `auto`.
+        config: a configuration whose `model.dtype` is not `auto`.
         trained: number of parameters that train; 0 if unknown.
 
     Raises:

@@ -92,7 +92,8 @@ def unsupported_experts(plain: PreTrainedModel, structure: ModelStructure) -> It
 
 
 def _model_problems(run: ResolvedRun) -> Iterator[str]:
-    """Yield settings of LoRA, router losses and activation checkpointing that the model does not support."""
+    """Yield a line for each setting of LoRA, router losses and activation checkpointing that the model does not
+    support."""
     selection, train, plain = run.selection, run.config.train, run.model.plain
     inert = [path for path in selection.lora_linears if read_directly(plain, path)]
     if inert:
@@ -167,7 +168,7 @@ def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
 
 
 def unmatched_optimizers(run: ResolvedRun) -> Iterator[str]:
-    """Yield each part that trains without an optimizer, and each optimizer whose part does not train."""
+    """Yield a line for each part that trains and has no optimizer, and for each optimizer whose part does not train."""
     if isinstance(run.config.optimizer, OptimizerConfig):
         return
     for part in sorted(run.trains - run.config.optimizers.keys()):
@@ -297,7 +298,7 @@ def _deepspeed_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def untrainable_settings(config: RunConfig) -> Iterator[str]:
-    """Yield settings with which a run can be neither trained nor predicted, whatever the model."""
+    """Yield a line for each setting with which a run can be neither trained nor predicted, whatever the model."""
     parallel = config.parallel
     if parallel.pp > 1:
         yield (
@@ -322,7 +323,8 @@ def untrainable_settings(config: RunConfig) -> Iterator[str]:
 
 
 def unpredictable_settings(config: RunConfig) -> Iterator[str]:
-    """Yield settings with which a run cannot be predicted: those that cannot be trained, and ZeRO-Offload.
+    """Yield a line for each setting with which a run cannot be predicted: those of `untrainable_settings`, and
+    ZeRO-Offload.
 
     A prediction runs on a CPU, where host memory and device memory cannot be told apart.
     """
@@ -335,7 +337,7 @@ def unpredictable_settings(config: RunConfig) -> Iterator[str]:
 
 
 def refuse_unpredictable(config: RunConfig) -> None:
-    """Raise `UserError` if the run file has settings with which it cannot be predicted."""
+    """Raise one `UserError` with all lines of `unpredictable_settings`, if there are any."""
     raise_problems(unpredictable_settings(config))
 
 
