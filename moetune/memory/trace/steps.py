@@ -212,10 +212,16 @@ class Steps(Watched):
         """Run one step, and the evaluation if `feed` has one, and return the tracker's log.
 
         Optimizer states must exist (`make_states`). Of `micro_steps`, the first `begun` do not run: only the gradients
-        that they would leave exist. Afterwards the tracker is stopped and FSDP2's weights are sharded.
+        that they would leave exist, uninitialized ones, or under FSDP2, whose gradients are parts of larger buffers,
+        those of `leave_gradients`. Afterwards the tracker is stopped and FSDP2's weights are sharded.
         """
-        if begun:
-            self._begin_with_gradients(feed)
+        if not begun:
+            self.optimizer.zero_grad()
+        elif not any(isinstance(parameter, DTensor) for parameter in self.trained):
+            for updater in self.optimizer.updaters:
+                _give_gradients(updater)
+        elif all(parameter.grad is None for parameter in self.trained):
+            self.leave_gradients(feed)
         with self._following(tracker):
             self._step(tracker, feed, micro_steps, begun)
             self._evaluate(tracker, feed)
@@ -223,16 +229,11 @@ class Steps(Watched):
         reshard(self.adapted.model)  # so that another record starts in the same state
         return tracker.log
 
-    def _begin_with_gradients(self, feed: Feed) -> None:
-        """Create the gradients that a micro-step leaves, for the micro-steps that do not run: uninitialized ones, or
-        under FSDP2, whose gradients are parts of larger buffers, by running a micro-step unrecorded."""
-        if not any(isinstance(parameter, DTensor) for parameter in self.trained):
-            for updater in self.optimizer.updaters:
-                _give_gradients(updater)
-            return
+    def leave_gradients(self, feed: Feed) -> None:
+        """Run a micro-step without recording it, which leaves its gradients and nothing else."""
         tracker = self.tracker()
         with self._following(tracker, False):
-            self._micro_steps(tracker, feed, range(1), 1)
+            self._step(tracker, feed, 1, updates=False)
         tracker.stop()
         gradients = {parameter: parameter.grad for parameter in self.trained}
         self.stepper.forget()
@@ -306,21 +307,9 @@ class Steps(Watched):
                     for tensor in paged(updater.optimizer, updated):
                         tracker.moved_to_host(tensor, managed=True)
 
-    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0) -> None:
-        """Run the micro-steps from number `begun` on, then the update."""
-        self._micro_steps(tracker, feed, range(begun, micro_steps), micro_steps)
-        tracker.enter("optimizer")
-        self.stepper.finish()
-        if tracker.counter is not None:  # the host reads the gradient norm, and once more to clip
-            tracker.counter.note(READ * (2 if self.config.train.max_grad_norm else 1))
-        for tensor in self.optimizer.states():  # quantization maps were created before the tracker was active
-            tracker.add(tensor)
-        tracker.tag(self.optimizer.states(), "optimizer_states")
-
-    def _micro_steps(self, tracker: Tracker, feed: Feed, numbers: range, micro_steps: int) -> None:
-        """Run the micro-steps with the given numbers, of a step that has `micro_steps`; the loss is divided by the
-        tokens of all."""
-        for number in numbers:
+    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0, *, updates: bool = True) -> None:
+        """Run the micro-steps from number `begun` on, then the update, unless not `updates`."""
+        for number in range(begun, micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")
             batch = feed.batch_of(feed.rows)
@@ -332,6 +321,15 @@ class Steps(Watched):
             tokens, last = count_loss_tokens(batch) * micro_steps, number == micro_steps - 1
             self._micro_step(batch, tokens, tracker, feed.chunks, last=last)
             del batch
+        if not updates:
+            return
+        tracker.enter("optimizer")
+        self.stepper.finish()
+        if tracker.counter is not None:  # the host reads the gradient norm, and once more to clip
+            tracker.counter.note(READ * (2 if self.config.train.max_grad_norm else 1))
+        for tensor in self.optimizer.states():  # quantization maps were created before the tracker was active
+            tracker.add(tensor)
+        tracker.tag(self.optimizer.states(), "optimizer_states")
 
     def _evaluate(self, tracker: Tracker, feed: Feed) -> None:
         """Run one batch of an evaluation, if `feed` has rows for it."""
