@@ -113,7 +113,7 @@ class Interval:
         Args:
             step: number of updates since the run began.
             left: number of steps until the end of the run.
-            lr: learning rate of the last update.
+            lr: learning rate of the last update, of the first parameter group.
             norm: gradient norm of the last step before clipping, a scalar.
             moves: whether the learning rate was above 0 and past the warmup, so that weights should have changed.
             total_load: expert load since the run began; the load of this interval is added in place.

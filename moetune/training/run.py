@@ -299,7 +299,7 @@ def _complete(run: ResolvedRun, folder: RunWriter, say: Callable[[str], None]) -
 def _inputs(
     run: ResolvedRun, folder: RunWriter, data: Datasets, checkpoint: Path | None, say: Callable[[str], None]
 ) -> Inputs:
-    """Return the inputs of the run, to be recorded in `inputs.json`.
+    """Return the inputs of the run (data, tokenizer, configuration), to be recorded in `inputs.json`.
 
     With a `checkpoint` to resume from, compare them with those that it recorded. Print a note for each harmless change;
     raise `UserError` if the training data, the model's configuration, its tokenizer or the values of its quantized
@@ -318,7 +318,10 @@ def _inputs(
 
 
 def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, say: Callable[[str], None]) -> None:
-    """Raise `UserError` if the base has changed since the resumed run began; print a note if `base.json` is missing."""
+    """Raise `UserError` if the base, as it is `now`, is not the one that the resumed run began with (`base.json`).
+
+    Print a note instead if `base.json` is missing.
+    """
     before = folder.base()
     if before is not None:
         refuse_changed_base(before, now.fingerprint, f"the run in {str(folder.path)!r}", config.model.path)
@@ -330,8 +333,8 @@ def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, say: Cal
 
 
 def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None) -> None:
-    """Raise `UserError` if ranks differ in run file, data, weights or torch version, so that the sum of their gradients
-    would be wrong. Every rank must call this."""
+    """Raise `UserError` if ranks differ in configuration, data, weights or torch version, so that the sum of their
+    gradients would be wrong. Every rank must call this."""
     ranks, config = adapted.ranks, adapted.run.config
     drawn = b"".join(state.numpy().tobytes() for state in generator_states(adapted.model.device))
     mine = {

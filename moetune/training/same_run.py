@@ -187,9 +187,10 @@ def _digest(rows: datasets.Dataset) -> str:
 
 
 def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[str]) -> list[str]:
-    """Return a line for each setting that differs between two run files, with both values; at most 10 and "N more".
+    """Return a line for each setting that differs between two configurations; at most 10, and then "N more".
 
     Args:
+        before, now: configurations, or paths of run files to read.
         free: settings that may differ; a section's name stands for all of its keys.
 
     Raises:

@@ -70,7 +70,7 @@ def read_delta(folder: Path) -> Delta:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the contents of `manifest.json` in an export folder; None if there is no readable one."""
+    """Return the contents of `manifest.json` in an export folder of any format; None if there is no readable one."""
     with suppress(UserError):
         return read_json(folder / MANIFEST, dict[str, Any])
     return None

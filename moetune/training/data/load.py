@@ -280,7 +280,11 @@ def refuse_unknown_tokens(
     settings: PretrainedConfig, model: str, padding: int, *parts: datasets.Dataset | None
 ) -> None:
     """Raise `UserError` if a token id in `parts`, or the padding token, is not below the model's vocabulary size; or if
-    one stands for a part of an image, a video or a sound."""
+    one stands for a part of an image, a video or a sound.
+
+    `settings` is transformers' configuration of the model, `model` its name for messages, `padding` the padding token's
+    id, and `parts` are tokenized rows.
+    """
     known = settings.get_text_config().vocab_size
     kinds = ("image", "video", "audio")
     ids: dict[Any, str] = {

@@ -23,11 +23,11 @@ _BLOCK_TOKENS = 2**20
 
 
 def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> datasets.Dataset:
-    """Pack documents into sequences of exactly `length` tokens.
+    """Pack documents into sequences of exactly `length` tokens; `pad_token_id` fills the rest of a sequence.
 
     Documents marked `divisible` fill sequences in order and are cut where a sequence ends; the others are placed whole,
-    by best fit. `position_ids` restart at 0 with every document, which is how attention separates documents. The rest
-    of a sequence is padding: like a further document, but without a loss.
+    by best fit. `position_ids` restart at 0 with every document, which is how attention separates documents. Padding
+    is like a further document, but without a loss.
 
     Returns:
         Rows with columns `input_ids`, `labels`, `position_ids` and `is_token` (0 for padding), each int32 [length].

@@ -134,7 +134,7 @@ class _Problems:
                 first.append((number, problem))
 
     def summary(self, source: Source) -> Iterator[str]:
-        """Yield the lines of a message about all problems."""
+        """Yield the lines of a message about all problems; `source` gives its name and what the numbers count."""
         yield f"{source.name!r}: {counted(self.count, 'record')} cannot be used"
         lines: list[tuple[int, int, str]] = []  # (first record, count, message)
         for text, first in self._first.items():

@@ -120,7 +120,8 @@ class RunFolder:
         return read_sealed(file, Base, what, remedy) if os.path.lexists(file) else None
 
     def inputs(self, checkpoint: Path | None = None) -> Inputs | None:
-        """Return what `inputs.json` records, in the run folder or in a checkpoint; None if there is no such file.
+        """Return the inputs that `inputs.json` records, in the run folder or, if given, in the folder `checkpoint`;
+        None if there is no such file.
 
         Raises:
             UserError: the file is damaged.

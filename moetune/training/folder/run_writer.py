@@ -261,7 +261,7 @@ class RunWriter(RunFolder):
         Checkpoints after `checkpoint` are deleted, because those steps run again, and so are leftovers of a killed run.
 
         Args:
-            config: the resolved run file.
+            config: the resolved configuration, written as `run.yaml`.
             checkpoint: the folder of the checkpoint to continue from; None for a new run.
             overwrite: whether to delete the other files of the run that is replaced.
             base, inputs: contents of `base.json` and `inputs.json`; without a value the file is not written.
@@ -342,8 +342,10 @@ class RunWriter(RunFolder):
                 self._write(BASE_FILE, sealed(base.to_json()))
 
     def write_if_possible(self, name: str, text: str) -> None:
-        """Write a file that training does not need, on the first rank; a disk error is ignored, because the next
-        checkpoint reports it."""
+        """Write `text` into the file `name` of the run folder, on the first rank; training does not need the file.
+
+        A disk error is ignored, because the next checkpoint reports it.
+        """
         if self.ranks.is_first:
             with suppress(OSError):
                 self._write(name, text)

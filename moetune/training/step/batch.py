@@ -33,6 +33,7 @@ def collate(
     is one document, because causal attention hides what is on the right anyway.
 
     Args:
+        pad_token_id: the id that fills `input_ids` in padding; labels there are `IGNORED`.
         at_least: minimum length, in tokens, to which rows that are not packed are padded.
         document_inputs: returns further inputs of the model, such as `cu_seqlens`, from the lengths of all documents
             in tokens, row by row; made by `document_inputs(model)` in adapt/attention.py.
@@ -73,8 +74,8 @@ def _lengths(positions: np.ndarray) -> list[int]:
 def random_rows(count: int, length: int, vocabulary: int, *, packing: bool) -> list[Row]:
     """Return `count` rows of `length` random tokens below `vocabulary`, with the keys of a data set's rows.
 
-    Packed rows contain two documents each. Otherwise the first row is one token shorter than `length`, so that the
-    batch has padding and an attention mask.
+    With `packing`, each row contains two documents. Otherwise the first row is one token shorter than `length`, so that
+    the batch has padding and an attention mask.
     """
     ids = [*np.random.default_rng(random.getrandbits(64)).integers(vocabulary, size=(count, length))]
     if not packing:

@@ -132,6 +132,10 @@ class Stepper:
         return done
 
     def _fused_passes(self, fused: FusedBackward, once: Callable[[], MicroStep]) -> MicroStep:
+        """Run a micro-batch, by `once`, so that its backward pass updates or offloads each parameter of `fused`.
+
+        If `measures_first`, it runs twice: to measure the norm, and, unless a gradient is not finite, to update.
+        """
         train, device = self.config.train, self.adapted.model.device
         bound = train.max_grad_value * self._scale if train.accumulate == 1 else 0.0
         if not self.measures_first:
