@@ -103,8 +103,10 @@ def first_of(lines: Sequence[str], most: int = 10) -> list[str]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, up to 300 characters; the error's type if it has no message. A line
-    that ends with a colon is joined with the next, which it introduces."""
+    """Return the first line of an error's message, up to 300 characters; the error's type if it has no message.
+
+    A line that ends with a colon is joined with the next, which it introduces.
+    """
     reason = getattr(error, "strerror", None) if isinstance(error, OSError) else None
     first, *rest = (str(reason or error).strip() or type(error).__name__).splitlines()
     return (f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first)[:300]

@@ -54,7 +54,7 @@ def expanded(path: Path | str) -> Path:
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the folder for files that can be made again, such as those of the `kind` "closed_form".
+    """Return the folder for files that can be computed again; `kind`, such as "closed_form", says what they are.
 
     It is `$MOETUNE_CACHE` for all kinds, or else `moetune/<kind>` under `$XDG_CACHE_HOME` or `~/.cache`, and need not
     exist.
@@ -73,7 +73,7 @@ def cache_folder(kind: str) -> Path:
 
 @cache
 def source_digest(*patterns: str) -> str:
-    """Return a digest of moetune's source files that match patterns such as `adapt/*.py`."""
+    """Return the SHA-256, in hexadecimal, of moetune's source files that match any pattern, such as `adapt/*.py`."""
     digest, root = hashlib.sha256(), Path(__file__).parent
     for path in sorted({path for pattern in patterns for path in root.glob(pattern)}):
         digest.update(path.read_bytes())
@@ -238,7 +238,9 @@ class Ledger:
             self.kind, self.paths = kind, {path for path in entries[1:] if isinstance(path, str)}
 
     def add(self, kind: str, *paths: str) -> None:
-        """Append paths that are about to be written, and sync the ledger to disk.
+        """Append paths, relative to the folder, that are about to be written, and sync the ledger to disk.
+
+        `kind` says what the folder holds.
 
         Raises:
             OSError: the ledger cannot be written, or is a link.
@@ -265,7 +267,7 @@ _OF_SYSTEMS = re.compile(r"\.DS_Store|\._.*|\.nfs.*")
 
 
 def foreign_in(folder: Path, known: Collection[str]) -> Path | None:
-    """Return the first file below a folder whose relative path is not in `known`, or None if there is none.
+    """Return the first file below a folder whose path, relative to it, is not in `known`; None if there is none.
 
     Folders, and files that operating systems create, need not be listed. `folder` itself is returned if it is a link or
     no folder.
@@ -280,7 +282,7 @@ def foreign_in(folder: Path, known: Collection[str]) -> Path | None:
 
 
 def refused(error: BaseException) -> str | None:
-    """Return the operating system's reason if an `OSError` caused an error; else None.
+    """Return the operating system's reason, as text, if an `OSError` caused an error; else None.
 
     Other libraries wrap it, so it is looked for in the error, its cause and context, the `failures` of torch's
     distributed checkpoints, and the text of Rust errors ("os error 28").

@@ -11,7 +11,6 @@ Exit code 1: a converter failed, or an expert differs.
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import moetune
 from moetune.adapters.base import AdapterBase, base_of
@@ -33,9 +33,13 @@ from moetune.run.resolve import resolve_model
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.toys import toy_model
 
-TYPES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v2")
-NO_ATTENTION = ("deepseek_v2",)
+TYPES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "gpt_oss")
+GLM = ("[gMASK]", "<|user|>", "<|endoftext|>", "<|observation|>")
+"""Tokens that the converter looks for in the tokenizer of a GLM."""
+NO_ATTENTION = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 """Types of whose attention convert_lora_to_gguf.py converts no LoRA: it splits `kv_b_proj`."""
+NO_EXPERTS = ("gpt_oss",)
+"""Types of whose experts it converts no LoRA: `Can not map tensor 'model.layers.0.mlp.experts.base_layer.weight'`."""
 ROLES = ("gate", "up", "down")
 
 Weights = dict[tuple[int, str], Tensor]
@@ -64,9 +68,10 @@ def train_and_export(folder: Path, model_type: str) -> None:
     entry = find_model("tiny-mixtral")
     assert entry is not None
     assert entry.folder is not None
-    toy_model(model_type, vocab_size=entry.config["vocab_size"]).save_pretrained(base)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(Path(str(entry.folder)) / name, base)
+    tokenizer = AutoTokenizer.from_pretrained(str(entry.folder))
+    tokenizer.add_tokens([*GLM])
+    tokenizer.save_pretrained(base)
+    toy_model(model_type, vocab_size=len(tokenizer)).save_pretrained(base)
     (folder / "data.jsonl").write_text('{"text": "a router sends every token to two of the experts"}\n' * 8)
     targets = ["experts"] if model_type in NO_ATTENTION else ["attention", "experts"]
     run: dict[str, Any] = {
@@ -90,13 +95,19 @@ def merged_weights(folder: Path, base: AdapterBase) -> Weights:
         found: Tensor = safe_open(files[name], "pt").get_tensor(name)
         return found
 
-    return {
-        (layer.index, role): torch.stack(
-            [tensor(base.expert_names[path].of(id, role) + ".weight") for id in range(layer.shape.num_experts)]
-        )
-        for path, layer in base.layers.items()
-        for role in ROLES
-    }
+    found = {}
+    for path, layer in base.layers.items():
+        names, shape = base.expert_names[path], layer.shape
+        if names.roles:
+            of = {role: [tensor(names.of(id, role) + ".weight") for id in range(shape.num_experts)] for role in ROLES}
+            weights = [torch.stack(one) for one in of.values()]
+        else:  # stacked, and transposed in gpt-oss
+            gate_up, down = (tensor(f"{names.prefix}.{one}_proj") for one in ("gate_up", "down"))
+            if shape.is_transposed:
+                gate_up, down = gate_up.mT, down.mT
+            weights = [*(gate_up[:, rows] for rows in shape.gate_and_up), down]
+        found |= {(layer.index, role): one for role, one in zip(ROLES, weights, strict=True)}
+    return found
 
 
 def adapter_updates(folder: Path, base: AdapterBase) -> Weights:
@@ -139,6 +150,8 @@ def check(llama: Path, reader: Any, model_type: str) -> bool:
             ),
         }
         for export, (script, more, wanted) in both.items():
+            if export == "adapter" and model_type in NO_EXPERTS:
+                continue
             file = folder / f"{export}.gguf"
             problem = convert(llama, script, str(folder / export), *more, "--outtype", "f32", "--outfile", str(file))
             if problem is not None:

@@ -1,4 +1,4 @@
-"""What every test may count on: one thread, no network, a small model on disk, no GPU needed unless a test says so."""
+"""Settings and fixtures of all tests: one thread, no network, a small model on disk, no GPU unless a test is marked."""
 
 import atexit
 import functools
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-gc.disable()  # until all is imported and collected
+gc.disable()  # until modules are imported and tests collected: pytest_collection_finish
 
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start: sums depend on it
+os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start: the order of sums depends on it
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled; bitsandbytes would load the compiler to mark functions
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
-if "MOETUNE_CACHE" not in os.environ:  # what one test records of a kind of run serves all others, in every worker
+if "MOETUNE_CACHE" not in os.environ:  # closed forms that one test records serve all others, in every worker
     os.environ["MOETUNE_CACHE"] = tempfile.mkdtemp(prefix="moetune-tests-")
     atexit.register(shutil.rmtree, os.environ["MOETUNE_CACHE"], ignore_errors=True)
 
@@ -35,7 +35,7 @@ from tests import small
 from tests.nullcuda import device
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what is started in the background of a shell
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it; tests send it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draws are the same each time: a few on a push, many with `--all`."""
+    """Configure Hypothesis: the same examples in each run, 8 for a test on a push, 100 with `--all`."""
     draws = 100 if config.getoption("--all") else 8
     shared = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
     settings.register_profile(
@@ -54,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--all`, keep the tests of a push only; skip tests that need a device which is not there."""
     if not config.getoption("--all"):
         kept = on_a_push(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -69,8 +70,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def on_a_push(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Items without `full`; of a test marked `one_in(n)` every n-th case, the same ones each time. Tests begin at
-    different cases, so that a value that one leaves out is in another."""
+    """Return the tests that run on a push: those without the mark `full`, and every n-th case of a test marked
+    `one_in(n)`, the same ones each time.
+
+    The first such case is chosen by the test's name, so that a parameter value left out of one test is in another.
+    """
     kept, sampled = set(), defaultdict(list)
     for item in items:
         if item.get_closest_marker("one_in"):
@@ -87,24 +91,26 @@ def on_a_push(items: list[pytest.Item]) -> set[pytest.Item]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What a test wrote may hold halves of characters, from damaged files; a worker could not hand them on."""
+    """Escape lone surrogates in captured output, which damaged files cause: xdist's workers could not send them."""
     report = yield
     report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
     return report
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected by now stays: each full collection, and training asks for some, would look at all
-    of it again, which takes longer than three steps of a small model."""
+    """Freeze the objects that exist after collection, so that no garbage collection searches them again.
+
+    Training starts some collections, each of which would take longer than three steps of a small model.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # a test ends before what it leaves is worth a search
+    gc.set_threshold(10_000, 20, 20)  # rarely: most tests end before their garbage is worth a collection
     gc.enable()
 
 
 @pytest.fixture(scope="module")
 def bench(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """The script of scripts/bench that the test module names in BENCH."""
+    """The imported script of scripts/bench that the test module names in `BENCH`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(request.path.parents[1] / "scripts/bench")
         yield importlib.import_module(request.module.BENCH)
@@ -112,7 +118,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Model type -> folder of its toy with two layers."""
+    """Function: model type -> folder with the checkpoint of its toy model (toys.py) of two layers, written once."""
     from tests.exporting.runs import write_base
 
     return functools.cache(lambda name: write_base(tmp_path_factory.mktemp("base") / name, name, num_hidden_layers=2))
@@ -120,7 +126,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def what_stays() -> Iterator[None]:
-    """So does what a module of tests leaves behind, in caches above all."""
+    """After each test module, freeze what it leaves behind, mostly in caches, as `pytest_collection_finish` does."""
     yield
     gc.collect()
     gc.freeze()
@@ -128,30 +134,30 @@ def what_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of `tests/small.py`, in a folder."""
+    """The folder with the checkpoint of the small Mixtral of `tests/small.py`."""
     return small.write_model(tmp_path_factory.mktemp("models") / "small-mixtral")
 
 
 @pytest.fixture(scope="session")
 def noisy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with dropout and router jitter, so that training draws random numbers at every step."""
+    """As `small_model`, with dropout and router jitter, so that training draws random numbers at every step."""
     folder = tmp_path_factory.mktemp("models") / "noisy-mixtral"
     return small.write_model(folder, attention_dropout=0.1, router_jitter_noise=0.05)
 
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fourteen prompts and completions of unlike lengths, JSONL."""
+    """A JSONL file with fourteen prompts and completions of different lengths."""
     return small.write_data(tmp_path_factory.mktemp("data") / "prompts.jsonl")
 
 
 _built = functools.cache(typer.main.get_command)
-"""Typer builds every command anew at each call, which takes as long as many of them do."""
+"""Typer's function that builds the commands, cached: building takes as long as running many a command."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, and what it wrote."""
+    """The result of a command: exit code, stdout and stderr."""
 
     code: int
     out: str
@@ -160,7 +166,7 @@ class Ended:
 
 @pytest.fixture
 def moetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """Runs the program in this process: `moetune("train", "run.yaml")`."""
+    """Function that runs a command in this process: `moetune("train", "run.yaml")`."""
 
     monkeypatch.setattr("typer.main.get_command", _built)
 

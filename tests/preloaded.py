@@ -1,4 +1,4 @@
-"""What processes of tests import, imported once, and left alone by their searches for garbage."""
+"""Imports of the server from which the processes of tests are forked (processes.py), frozen for garbage collection."""
 
 import gc
 

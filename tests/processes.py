@@ -1,10 +1,10 @@
-"""Processes of their own for what tests do: forked from one that has imported everything, so they cost what they do."""
+"""`processes`: a multiprocessing context whose processes are forked from a server that has imported everything."""
 
 import multiprocessing
 import os
 from pathlib import Path
 
 processes = multiprocessing.get_context("forkserver")
-# There is one server in a test process, and what it starts with is fixed by the first who needs it.
+# A test process has a single server, whose imports are fixed when the first of its users starts it.
 processes.set_forkserver_preload(["tests.preloaded"])
-os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # the server is given no sys.path before Python 3.13
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])  # before Python 3.13 the server does not get sys.path

@@ -1,4 +1,4 @@
-"""Checkpoints as they are published quantized, made from random bytes: nothing of ours has packed them."""
+"""Toy checkpoints in published quantized formats, from random bytes, so that moetune's own quantization has no part."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,10 @@ from tests.toys import toy_config
 
 
 def write_mxfp4(folder: Path, *, shards: bool = False, **sizes: Any) -> Path:
-    """A gpt-oss as openai/gpt-oss-20b is published: experts in MXFP4, all else in bfloat16."""
+    """Write a toy gpt-oss as openai/gpt-oss-20b is published: experts in MXFP4, all else in bfloat16.
+
+    With `shards`, it is in two files. `sizes` are fields of the configuration.
+    """
     config = toy_config("gpt_oss", **{"hidden_size": 64, "intermediate_size": 96, **sizes})
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
@@ -37,8 +40,11 @@ def write_mxfp4(folder: Path, *, shards: bool = False, **sizes: Any) -> Path:
 def write_fp8(
     folder: Path, model_type: str = "deepseek_v3", block: int = 128, left_out: Sequence[str] = (), **sizes: Any
 ) -> Path:
-    """As deepseek-ai/DeepSeek-V3 is published: linear layers and experts in FP8 with a scale for each block, of which
-    the last ones may be cut off; layers whose paths end with one of `left_out` in bfloat16."""
+    """Write a toy model as deepseek-ai/DeepSeek-V3 is published: linear layers and experts in FP8.
+
+    Layers whose paths end with one of `left_out` are in bfloat16. Each block of `block` × `block` weights has a scale;
+    the last blocks of a row or column may be smaller.
+    """
     config = toy_config(model_type, **sizes)
     tensors: dict[str, Tensor] = {}
     for name, value in _checkpoint(config).items():
@@ -66,9 +72,12 @@ def write_fp8(
 def write_nvfp4(
     folder: Path, model_type: str, producer: str = "modelopt", left_out: Sequence[str] = (), **sizes: Any
 ) -> Path:
-    """As nvidia/Qwen3-30B-A3B-NVFP4 (`modelopt`) or RedHatAI/Qwen3-30B-A3B-NVFP4 (`compressed-tensors`) are published:
-    linear layers and experts in NVFP4, with scales of activations; layers whose paths end with one of `left_out` in
-    bfloat16."""
+    """Write a toy model as nvidia/Qwen3-30B-A3B-NVFP4 (`producer` `modelopt`) or RedHatAI/Qwen3-30B-A3B-NVFP4
+    (`compressed-tensors`) is published.
+
+    Linear layers and experts are in NVFP4, with scales of activations; layers whose paths end with one of `left_out` in
+    bfloat16.
+    """
     config = toy_config(model_type, **sizes)
     tensors: dict[str, Tensor] = {}
     for name, value in _checkpoint(config).items():
@@ -109,7 +118,7 @@ def write_4bit(
     blocksize: int = 64,
     **sizes: Any,
 ) -> Path:
-    """As bitsandbytes and transformers 4 save a model: each linear layer, those of experts too, in 4 bits."""
+    """Write a toy model as bitsandbytes and transformers 4 save it: each linear layer in 4 bits, of experts too."""
     config = toy_config(model_type, **sizes)
     tensors: dict[str, Tensor] = {}
     for name, value in _checkpoint(config).items():
@@ -129,7 +138,7 @@ def write_4bit(
 
 
 def _checkpoint(config: Any) -> dict[str, Tensor]:
-    """A model's tensors in bfloat16 under the names of its checkpoints."""
+    """Return the tensors of a random model in bfloat16, under the names of its published checkpoints."""
     torch.manual_seed(3)
     model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
@@ -139,6 +148,7 @@ def _checkpoint(config: Any) -> dict[str, Tensor]:
 
 
 def _write(folder: Path, config: Any, tensors: dict[str, Tensor], quantization: dict[str, Any], shards: bool) -> None:
+    """Write tensors and `config.json` with the quantization settings; with `shards`, into two files with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     config.dtype = torch.bfloat16
     written = config.to_dict() | {"quantization_config": quantization, "architectures": None}

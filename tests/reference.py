@@ -1,7 +1,7 @@
-"""The plain transformers model that an adapted one must equal, as a differentiable function of what trains.
+"""Reference for an adapted model: the plain transformers model, as a differentiable function of the trained tensors.
 
-Every stored weight is unpacked, every low-rank factor merged (W + s·B·A) and every expert put back in the model's own
-layout, so autograd through stock code gives the gradients that the adapted model should have.
+Every stored weight is dequantized, every pair of LoRA factors merged (W + scale·B·A) and every expert put back into the
+model's own layout, so that autograd through transformers' code gives the gradients that the adapted model should have.
 """
 
 import copy
@@ -34,14 +34,20 @@ Tensors = Mapping[str, Tensor]
 
 
 def run_config(path: Path | str, adapt: dict[str, Any], **sections: dict[str, Any]) -> RunConfig:
-    """A run file with random weights and no checkpointing, unless `sections` says otherwise."""
+    """Return a configuration with random weights and no checkpointing, unless `sections` says otherwise.
+
+    `path` is `model.path`; `adapt` and `sections` are sections of a run file.
+    """
     model = {"path": str(path), "weights": "random", "attention": "eager", **sections.pop("model", {})}
     train = {"checkpointing": "none", **sections.pop("train", {})}
     return RunConfig.model_validate({"model": model, "adapt": adapt, "train": train, **sections})
 
 
 def build_toy(config: PretrainedConfig, folder: Path, adapt: dict[str, Any], **sections: Any) -> Adapted:
-    """Builds the adapted model of a toy configuration, with factors that act, in evaluation mode."""
+    """Build the adapted model of a toy configuration, whose LoRA changes the output (`excite_`), in evaluation mode.
+
+    The configuration is saved in `folder`; `adapt` and `sections` as in `run_config`.
+    """
     config.save_pretrained(folder)
     adapted = build(run_config(folder, adapt, **sections), "cpu")
     excite_(adapted.model)
@@ -51,7 +57,7 @@ def build_toy(config: PretrainedConfig, folder: Path, adapt: dict[str, Any], **s
 
 @torch.no_grad()
 def excite_(model: nn.Module, seed: int = 1) -> None:
-    """Draws every B of LoRA, which starts at zero and would hide the gradient of A."""
+    """Draw every LoRA factor B at random: as long as it is zero, the gradient of A is zero too, and tests nothing."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("_B") or ".lora_B." in name:
@@ -59,17 +65,17 @@ def excite_(model: nn.Module, seed: int = 1) -> None:
 
 
 def token_ids(rows: int = 2, tokens: int = 12, seed: int = 3) -> Tensor:
-    """Random ids [rows, tokens] of a toy's vocabulary, special ones left out."""
+    """Return random token ids [rows, tokens] of a toy model's vocabulary, without special tokens."""
     return torch.randint(3, VOCAB, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """The mean cross-entropy of each next token."""
+    """Return the mean cross-entropy of the next tokens, for logits [rows, tokens, vocabulary] of ids [rows, tokens]."""
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def loss_and_gradients(adapted: Adapted, ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradient of every trained tensor that has one, from the adapted model's own backward pass."""
+    """Return the loss, and name -> gradient of the trained tensors, from the adapted model's own backward pass."""
     adapted.model.zero_grad(set_to_none=True)
     loss = next_token_loss(adapted.model(input_ids=ids, use_cache=False).logits, ids)
     loss.backward()
@@ -80,7 +86,7 @@ def loss_and_gradients(adapted: Adapted, ids: Tensor) -> tuple[Tensor, dict[str,
 def reference_loss_and_gradients(
     adapted: Adapted, ids: Tensor, plain: PreTrainedModel | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same from the plain model, by autograd alone; what the loss does not reach has no gradient."""
+    """Return the same from the plain model, by autograd alone, without tensors that the loss does not depend on."""
     plain = plain_model(adapted.model.config) if plain is None else plain
     leaves = {name: parameter.detach().clone().requires_grad_() for name, parameter in adapted.trainable().items()}
     weights = plain_weights(adapted, plain, leaves)
@@ -91,7 +97,7 @@ def reference_loss_and_gradients(
 
 
 def plain_model(config: PretrainedConfig) -> PreTrainedModel:
-    """The stock model of this configuration, without towers; its experts run their own class's code."""
+    """Return the transformers model of a configuration, without towers for images or audio, with `eager` experts."""
     config = copy.deepcopy(config)
     config._experts_implementation = "eager"
     plain = auto_class(config).from_config(config, dtype=torch.float32).eval()
@@ -100,9 +106,10 @@ def plain_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def plain_weights(adapted: Adapted, plain: PreTrainedModel, leaves: Tensors) -> dict[str, Tensor]:
-    """Every parameter and buffer of the plain model, made of `leaves` (what trains) and what is stored.
+    """Return every parameter and buffer of the plain model, from an adapted model's frozen weights and `leaves`.
 
-    Each is keyed by its name in the plain model; a tied parameter by its first name.
+    `leaves` is name in the adapted model -> trained tensor that autograd tracks. The result is keyed by the names of
+    the plain model; a tied parameter by its first name.
     """
     weights: dict[str, Tensor] = {}
     for layer in adapted.structure.moe_layers:
@@ -125,7 +132,7 @@ def plain_weights(adapted: Adapted, plain: PreTrainedModel, leaves: Tensors) -> 
 
 
 def expert_weights(bank: ExpertBank, path: str, leaves: Tensors) -> dict[str, Tensor]:
-    """The bank's experts as transformers stores them: name -> [E, …], in the layout of the model."""
+    """Return the experts of a bank, at the path `path`, as transformers stores them: name -> [E, …] in its layout."""
     shape = bank.expert_shape
     merged = [_expert(bank, path, expert, leaves) for expert in range(bank.num_experts)]
     up = "gate_up_proj" if shape.has_gate else "up_proj"
@@ -137,6 +144,7 @@ def expert_weights(bank: ExpertBank, path: str, leaves: Tensors) -> dict[str, Te
 
 
 def _expert(bank: ExpertBank, path: str, expert: int, leaves: Tensors) -> dict[str, Tensor]:
+    """Return an expert's matrices [out, in] and biases, LoRA merged, by the bank's names, such as `gate_up`."""
     weights: dict[str, Tensor] = {}
     for key in ("gate_up", "down"):
         if expert in bank.plan.trained:
@@ -163,13 +171,14 @@ def _expert(bank: ExpertBank, path: str, expert: int, leaves: Tensors) -> dict[s
 
 
 def _join_gate_and_up(parts: Tensor, shape: ExpertShape) -> Tensor:
-    """[parts, rows, H] -> [O, H]: two parts lie one after the other, or alternate."""
+    """Return the gate_up matrix [O, H] of its parts [parts, rows, H], whose rows are concatenated or interleaved."""
     if len(parts) == 1 or shape.is_concatenated:
         return parts.flatten(0, 1)
     return parts.transpose(0, 1).flatten(0, 1)
 
 
 def _linear_weight(module: nn.Module, path: str, leaves: Tensors) -> Tensor:
+    """Return the weight of the linear layer at `path`, dequantized and with LoRA merged."""
     if isinstance(module, LoraLayer):
         weight = _linear_weight(module.base_layer, f"{path}.base_layer", leaves)
         A, B = (leaves[f"{path}.{factor}.default.weight"] for factor in ("lora_A", "lora_B"))
@@ -187,10 +196,10 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def assert_close(found: Tensors, expected: Tensors, tolerance: float = TOLERANCE) -> None:
-    """Each tensor's relative error is within `tolerance`; the message names those that are not.
+    """Assert that both have the same names, and each tensor a relative error within `tolerance`; name the others.
 
-    A tensor whose exact gradient is zero (a router that picks one expert and normalizes, the bias of a key) holds
-    only rounding, so errors below 1e-8 of the largest tensor's norm do not count.
+    A tensor whose exact gradient is zero (a router that picks one expert and normalizes, the bias of a key) holds only
+    rounding errors, so errors below 1e-8 of the largest tensor's norm do not count.
     """
     assert found.keys() == expected.keys(), f"only one side has {sorted(found.keys() ^ expected.keys())[:6]}"
     norms = {name: tensor.double().norm().item() for name, tensor in expected.items()}
@@ -204,7 +213,7 @@ def assert_close(found: Tensors, expected: Tensors, tolerance: float = TOLERANCE
 
 
 def frozen_digest(adapted: Adapted) -> str:
-    """A digest of the bytes, shapes and dtypes of every buffer and frozen parameter, quantization states included."""
+    """Return the SHA-256 of all frozen tensors (`frozen_tensors`): names, dtypes, shapes and bytes."""
     digest = hashlib.sha256()
     for name, tensor in frozen_tensors(adapted):
         data = tensor.detach().cpu().contiguous()
@@ -214,6 +223,7 @@ def frozen_digest(adapted: Adapted) -> str:
 
 
 def frozen_tensors(adapted: Adapted) -> Iterable[tuple[str, Tensor]]:
+    """Yield (name, tensor) of every buffer and frozen parameter, and of the quantization states of bitsandbytes."""
     yield from adapted.model.named_buffers()
     for name, parameter in adapted.model.named_parameters():
         if parameter.requires_grad:
@@ -226,7 +236,7 @@ def frozen_tensors(adapted: Adapted) -> Iterable[tuple[str, Tensor]]:
 
 @contextmanager
 def small_linears_are_packed() -> Any:
-    """Packs linear layers from 8 rows and columns on; in a toy every one is smaller than what is worth packing."""
+    """Quantize linear layers from 8 rows and columns on inside this context; toys have none above the normal limit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moetune.run.linears._SMALLEST", 8)
         yield

@@ -1,4 +1,4 @@
-"""What takes a resolved run, given a run file: it is resolved for the device on the way."""
+"""moetune's functions that take a resolved run, under the same names, for tests: here they resolve a configuration."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(config: RunConfig, device: torch.device | str, *more: Any, **options: 
 def train(
     config: RunConfig, *, device: torch.device | str | None = None, predicts: bool = False, **options: Any
 ) -> TrainResult:
-    """Trains; without what `memory.json` predicts unless asked for, which takes longer than the training."""
+    """Train; with `predicts`, also predict the memory for `memory.json`, which takes longer than the training."""
     from moetune.watch import memory_record
     from moetune.watch.train import train as watched
 
@@ -50,6 +50,7 @@ def verify(config: RunConfig, *more: Any, **options: Any) -> Outcome:
 
 
 def write_packed_base(path: str, out: Path, base: str, double_quant: bool) -> dict[str, Any]:
+    """Write a quantized copy of the model `path` to the folder `out`, as `moetune quantize` does."""
     from moetune.adapt.weights.quantize import quantize
 
     how = {"path": path, "base": base, "double_quant": double_quant, "dtype": "bf16", "attention": "eager"}

@@ -1,7 +1,7 @@
 """A Mixtral that trains a step in milliseconds, with data and run files for it.
 
-Two layers of four experts, hidden size 64, random weights, on disk as the hub has them; the tokenizer is that of
-`tiny-mixtral`. `DATA` holds fourteen records of unlike lengths, so that batches and epochs do not come out even.
+Two layers of four experts, hidden size 64, random weights, in hub format; the tokenizer is that of `tiny-mixtral`.
+`DATA` holds fourteen records of different lengths, so that an epoch does not end with a full batch.
 """
 
 import json
@@ -30,7 +30,7 @@ DATA = [{"prompt": _TEXT[: 9 + row % 30], "completion": _TEXT[row % 3 : 4 + (25 
 
 
 def write_model(folder: Path, **config: Any) -> Path:
-    """Writes model and tokenizer; `config` changes fields of the configuration."""
+    """Write model and tokenizer to the new folder, and return it; `config` changes fields of the configuration."""
     entry = find_model("tiny-mixtral")
     assert entry is not None
     assert entry.folder is not None
@@ -42,19 +42,23 @@ def write_model(folder: Path, **config: Any) -> Path:
     torch.manual_seed(0)
     model = MixtralForCausalLM(MixtralConfig(**fields)).float()
     for name, parameter in model.named_parameters():
-        if "gate.weight" in name:  # wide enough apart that rounding never changes a choice
+        if "gate.weight" in name:  # so wide that rounding never changes which experts are chosen
             torch.nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(folder)
     return folder
 
 
 def write_data(file: Path, rows: list[dict[str, Any]] = DATA) -> Path:
+    """Write records as JSONL, and return the file."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file
 
 
 def run_file(model: Path, data: Path, output: Path, adapt: str = "router", /, **sections: Any) -> dict[str, Any]:
-    """A run file as a mapping: two micro-batches of two rows a step. `sections` are merged into it."""
+    """Return a run file as a mapping: three steps of two micro-batches of two rows.
+
+    `adapt` is a key of `ADAPT`. `sections` are merged into those of the run file; optimizers by part replace its own.
+    """
     run: dict[str, Any] = {
         "model": {"path": str(model)},
         "adapt": deepcopy(ADAPT[adapt]),  # fuzz tests change what they are given
@@ -72,16 +76,19 @@ def run_file(model: Path, data: Path, output: Path, adapt: str = "router", /, **
 
 
 def run_config(model: Path, data: Path, output: Path, adapt: str = "router", /, **sections: Any) -> RunConfig:
+    """Return the configuration of the same run file."""
     return RunConfig.model_validate(run_file(model, data, output, adapt, **sections))
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
+    """Return the lines of the metrics in the run folder `output`."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 TIMES = ("tokens_per_second", "share_of_limit", "seconds_left")
+"""Metrics that depend on the time that a step took."""
 
 
 def metrics_without_times(output: Path) -> list[dict[str, Any]]:
-    """Of two runs that do the same these are the same."""
+    """Return the metrics without `TIMES`: they are equal for two runs that compute the same."""
     return [{name: value for name, value in line.items() if name not in TIMES} for line in read_metrics(output)]

@@ -1,4 +1,4 @@
-"""The public names: there, what they are meant to be, and loaded when they are asked for."""
+"""The public API: every name exists, is the object of its module, and is imported only when it is used."""
 
 import ast
 import subprocess

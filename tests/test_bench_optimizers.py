@@ -1,4 +1,5 @@
-"""The benchmark of optimizers at its smallest: it runs, its JSON has its keys, its bytes add up. No time."""
+"""The benchmark of optimizers at toy size: it runs, its JSON has the published keys, its bytes add up. No time is
+asserted."""
 
 import json
 from types import ModuleType

@@ -1,4 +1,5 @@
-"""The accuracy benchmark at toy size, its cases for CUDA without a GPU, and the script that runs all that needs one."""
+"""The benchmark of predicted against measured memory: at toy size on a CPU; its CUDA cases without a GPU; and gpu.sh,
+which runs all benchmarks that need a GPU."""
 
 import json
 import os
@@ -95,13 +96,14 @@ def test_cases_for_cuda_fit_44_gib_but_for_one(bench: ModuleType) -> None:
 
 
 def claimed(device: torch.device, cap: int | None) -> dict[str, Any]:
+    """Take the place of the benchmark's `claim`, with an imagined GPU of 8 GiB."""
     card = {"name": "Imagined", "memory": 2**33, "capability": [8, 9], "cuda": "12"}
     return {"device": card, "outside_before": 2**28, "usable": cap or 2**33}
 
 
 @pytest.fixture
 def imagined(bench: ModuleType, small_model: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark with a card that is not there and one small case for it."""
+    """The benchmark with an imagined GPU (`claimed`) and a single small case for it."""
     config = RunConfig.model_validate(
         {
             "model": {"path": str(small_model), "weights": "random"},
@@ -165,6 +167,7 @@ def test_a_case_that_breaks_does_not_stop_the_others(bench: ModuleType, monkeypa
 
 
 def gpu_sh(folder: Path, python: str | Path, *parts: str) -> subprocess.CompletedProcess[str]:
+    """Run the named parts of gpu.sh, all without any, with this interpreter; logs go to `folder`."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": str(python), "OUT": str(folder)}
     environment["PATH"] = f"{Path(python).parent}:{environment['PATH']}"
     command = ["bash", str(FOLDER / "gpu.sh"), *parts]
@@ -172,8 +175,11 @@ def gpu_sh(folder: Path, python: str | Path, *parts: str) -> subprocess.Complete
 
 
 def stand_in(tmp_path: Path, pytest_exits: int) -> Path:
-    """A `python` that has a GPU, says what it is asked to run, and whose pytest ends as told."""
-    """Beside it, a `compute-sanitizer` that runs what it is given."""
+    """Write and return a fake `python`, which seems to have a GPU and prints its arguments; its pytest ends with
+    `pytest_exits`.
+
+    Beside it is a fake `compute-sanitizer`, which prints its option and runs the command that it is given.
+    """
     sanitizer = tmp_path / "compute-sanitizer"
     sanitizer.write_text('#!/bin/sh\necho "$1 $2"; shift 4; exec "$@"\n', encoding="utf-8")
     sanitizer.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A row of docs/benchmarks/scaling.md is what its script prints."""
+"""docs/benchmarks/scaling.md: one of its rows is what scripts/bench/scaling.py prints."""
 
 from pathlib import Path
 from types import ModuleType

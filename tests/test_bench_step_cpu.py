@@ -1,4 +1,4 @@
-"""The step benchmark at toy size: it runs, both sides agree, its JSON has its keys. No time is asserted."""
+"""The benchmark of a CPU step at toy size: moetune and PEFT agree, its JSON has its keys. No time is asserted."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A case of docs/benchmarks/step_model.md is what its script prints."""
+"""docs/benchmarks/step_model.md: one of its cases is what scripts/bench/step_model.py prints."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The benchmark of tokens a second, shrunk: sides train the same, what did not run is a row. No time is asserted."""
+"""The benchmark of tokens per second at toy size: all programs train the same, and one that failed has a row that says
+why. No time is asserted."""
 
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ def rows(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 
 def asked(bench: ModuleType, *tokens: int, seconds: float = 60) -> Any:
+    """Return the options of the benchmark for batches of these many tokens, with a limit in seconds."""
     return bench.argparse.Namespace(tokens=list(tokens), repetitions=1, seconds=seconds, small=True)
 
 
@@ -68,7 +70,7 @@ def test_what_cannot_be_loaded_is_a_row(bench: ModuleType, tmp_path: Path, monke
 
 
 def test_a_side_that_trains_something_else_has_failed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that did not run is no measure of the others."""
+    """The others are compared with the first side that ran."""
     found = iter(({"failed": "no answer"}, {"trained": 100}, {"trained": 101}))
     monkeypatch.setattr(bench, "write_checkpoint", lambda case, folder, small: folder.mkdir())
     monkeypatch.setattr(bench, "in_own_process", lambda *_: [next(found)])

@@ -1,4 +1,4 @@
-"""What goes into a message."""
+"""Text helpers for messages: plurals, and suggestions for misspelt names."""
 
 from moetune.errors import counted, suggest
 

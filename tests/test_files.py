@@ -1,4 +1,4 @@
-"""Files that are written whole."""
+"""Files that are written atomically, and the temporary files that killed writers leave."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from moetune.files import lock, write_whole
 
 
 def test_what_a_killed_writer_left_is_swept_by_the_next(tmp_path: Path) -> None:
-    """Unless it is new, another's, or still held."""
+    """Files stay that are new, locked, or not named as moetune's temporary files."""
     names = [
         ".moetune-" + "0" * 16,
         ".moetune-" + "1" * 16,

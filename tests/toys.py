@@ -1,7 +1,7 @@
-"""Toy sizes of every causal language model that transformers knows: shrunk by field name, else untouched.
+"""Toy models of every type of causal language model in transformers: its defaults, with small sizes by field name.
 
-`toy_config("qwen3_moe")` gives a configuration whose model has few layers, hidden size 32 and 8 experts, so
-that it can be built on a CPU and run forward on random ids. A field is shrunk only if the type has it.
+`toy_config("qwen3_moe")` gives a configuration whose model has few layers, hidden size 32 and 8 experts, so that it can
+be built and run on a CPU. A field is set only if the type has it.
 """
 
 import functools
@@ -51,6 +51,7 @@ _SIZES: dict[str, Any] = {
     "sliding_window": 16,
     "hidden_size_per_layer_input": 8,
 }
+"""Field of a configuration -> its value in a toy."""
 
 _HYBRID = ["linear_attention", "linear_attention", "hybrid", "hybrid"]
 _OVERRIDES: dict[str, dict[str, Any]] = {
@@ -106,38 +107,39 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": _HYBRID},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What a type needs beyond the common sizes, because its own arithmetic relates some of them."""
+"""Model type -> further fields, for types whose code only works with certain relations between sizes."""
 
 
 def causal_lm_types() -> list[str]:
-    """Every model type that `AutoModelForCausalLM` can build."""
+    """Return every model type that `AutoModelForCausalLM` can build."""
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 @functools.cache
 def marked_types() -> tuple[str, ...]:
-    """Every model type, of any task, whose module in transformers defines experts marked as such."""
+    """Return every model type, of any task, whose code marks a class by `@use_experts_implementation`."""
     return tuple(sorted(name for name in CONFIG_MAPPING if "@use_experts_implementation" in _modeling_source(name)))
 
 
 def expert_model_types() -> list[str]:
-    """The causal language models among `marked_types`."""
+    """Return the causal language models among `marked_types`."""
     return [name for name in causal_lm_types() if name in marked_types()]
 
 
 def toy_config(model_type: str, **overrides: Any) -> PretrainedConfig:
-    """A small configuration of this type; `overrides` are set last, by field name."""
+    """Return a small configuration of a type; `overrides` are further fields, which win."""
     return _shrunk(CONFIG_MAPPING[model_type], overrides)
 
 
 def toy_model(model_type: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """The toy model itself, with its towers: float32, CPU, random weights, evaluation mode."""
+    """Return the toy model, with towers for images or audio if it has any: float32, CPU, random weights, eval mode."""
     torch.manual_seed(seed)
     config = toy_config(model_type, **overrides)
     return auto_class(config).from_config(config, dtype=torch.float32).eval()
 
 
 def _shrunk(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:
+    """Return a configuration of this class and its sub-configurations, with toy sizes."""
     default = config_class()
     fields = default.to_dict()
     sizes = {name: value for name, value in _SIZES.items() if name in fields}
@@ -158,11 +160,13 @@ def _shrunk(config_class: type[PretrainedConfig], overrides: dict[str, Any]) -> 
 
 
 def _is_id(value: object) -> bool:
+    """Return whether a field's value is a token id that a small vocabulary may lack."""
     return isinstance(value, int) and value > 2
 
 
 @functools.cache
 def _modeling_source(model_type: str) -> str:
+    """Return the source of transformers' `modeling_….py` of a model type; empty if there is none."""
     folder = inspect.getfile(CONFIG_MAPPING[model_type]).rpartition("/configuration_")
     try:
         with open(f"{folder[0]}/modeling_{folder[2]}", encoding="utf-8") as file:

@@ -61,8 +61,13 @@ def attention_for(
     device: torch.device,
     capability: Capability | None,
 ) -> str:
-    """Return the name of the attention function that a run's model is built with on `device`, which may be meta.
-    `capability` is the CUDA compute capability of the GPU that the model runs on; None for a CPU."""
+    """Return the name, as registered with transformers, of the attention function that a run's model is built with.
+
+    Args:
+        plain: the model as transformers builds it, on the meta device.
+        device: where the model is built; on meta, `flash_attention_2` becomes `varlen`, which needs no package.
+        capability: CUDA compute capability of the GPU that the model runs on; None for a CPU.
+    """
     wanted = config.model.attention
     if wanted == "flash_attention_2" and device.type == "meta":
         return VARLEN  # stands for the flash_attn package, which has the same kernels and interface
@@ -78,10 +83,10 @@ def attention_for(
 
 
 def give_way_to_masks(model: PreTrainedModel) -> None:
-    """Make a model with variable-length attention change to attention by a mask, for good, as soon as a pass needs one:
-    with keys of earlier tokens (text generation), or with rows that are padded on their left.
+    """Make a model with variable-length attention change to attention by a mask as soon as a forward pass needs one.
 
-    Rows that are padded on the right need no mask: no token attends to what follows it.
+    That is a pass with keys of earlier tokens (text generation), or with rows that are padded on their left. The change
+    is for good. Rows that are padded on the right need no mask: no token attends to what follows it.
     """
     if attention_name(model) in (VARLEN, VARLEN_CPU):
         hook = partial(_give_way, by_mask=_by_mask(model))
@@ -110,18 +115,20 @@ _IN_WORDS = {
 
 
 def attention_in_words(config: RunConfig, plain: PreTrainedModel, capability: Capability | None) -> str:
-    """Return the attention that a run's model is built with as text, for reports; arguments as in `attention_for`."""
+    """Describe the attention that a run's model is built with, as text for reports; arguments as in `attention_for`."""
     wanted = config.model.attention
     name = wanted if wanted == "flash_attention_2" else attention_for(config, plain, torch.device("meta"), capability)
     return _IN_WORDS[name] + ", with sinks" * has_sinks(plain)
 
 
 def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability | None) -> bool:
-    """Return whether every layer can separate packed documents by `cu_seqlens`, with torch's kernel on a GPU of this
-    compute capability, or on a CPU if it is None.
+    """Return whether a model can run packed documents by variable-length attention, which needs no mask.
 
-    CUDA's kernel needs compute capability 8.0 or later and 16 bits. It supports no soft-capping, sparse attention or
-    dropout, no heads larger than 256, and no heads that need more shared memory than the GPU has.
+    For that, every layer must separate documents by `cu_seqlens`, their cumulative lengths, and torch must have a
+    kernel: on a GPU of compute capability `capability`, or on a CPU if it is None. CUDA's needs compute capability 8.0
+    or later and 16 bits. It supports no soft-capping, sparse attention or dropout, no heads larger than 256, and no
+    heads that need more shared memory than the GPU has. `plain` is the model on the meta device; one that does not
+    declare support of flash attention is refused.
     """
     size = _largest_head(plain) if has_flash_interface(plain) else _NO
     if capability is None:
@@ -200,13 +207,14 @@ _ROW = 8
 
 
 _DENSE = 1 << 16
-"""Windows up to this many tokens are found; larger ones are left to the mask, unless there is none."""
+"""Longest sliding window, in tokens, that `_window_of` finds; a model with a longer one uses a mask."""
 
 
 def _window_of(mask_function: Any) -> int | None:
     """Return the sliding window of a causal mask, in tokens; 0 if it has none; None if the mask is of another kind.
 
-    The mask is evaluated for the last of 2^22 tokens: at every distance below `_DENSE` tokens, then at every 1024th.
+    `mask_function` is transformers': (batch, head, query, key indices) -> whether the query sees the key. It is
+    evaluated for the last of 2^22 tokens: at every distance below `_DENSE` tokens, then at every 1024th.
     """
     last = (1 << 22) - 1
     at = last - torch.cat([torch.arange(_DENSE), torch.arange(_DENSE, last + 1, 1024)])
@@ -224,8 +232,7 @@ class _NoExperts(nn.Module):
 
 
 def has_little_shared_memory(capability: Capability) -> bool:
-    """Return whether a GPU of this compute capability has 99 KiB of shared memory per block, as consumer GPUs do, and
-    not 163 KiB or more."""
+    """Return whether a GPU of this compute capability has only 99 KiB of shared memory per block, as consumer GPUs."""
     return capability in ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
@@ -282,8 +289,9 @@ def varlen_attention(
     on_cpu: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each document, with the signature of transformers' attention functions. Without
-    `cu_seq_lens_q` each row is one document.
+    """Compute causal attention within each document, with the signature of transformers' attention functions.
+
+    Without `cu_seq_lens_q` each row is one document. `attention_mask` is not used.
 
     Args:
         query: [B, h, S, d]; key [B, h_kv, S, d]; value [B, h_kv, S, d_v].

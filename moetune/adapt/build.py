@@ -74,8 +74,11 @@ class Adapted:
         return "router" if name in self.run.router_biases.values() else self.run.parts[name]
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
-        """Return name -> parameter of all parameters that train: under FSDP2 the sharded ones, which the optimizer
-        updates, even while gathered weights are in their place."""
+        """Return name -> parameter of all parameters that train.
+
+        Under FSDP2 these are the sharded ones, which the optimizer updates, even while gathered weights are in their
+        place.
+        """
         return self._trainable
 
     @cached_property
@@ -83,8 +86,10 @@ class Adapted:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def router_biases(self) -> dict[str, Tensor]:
-        """Return name -> correction bias, float32 [E], of the routers whose bias is updated; equal on every rank. Empty
-        unless `train.router_bias_rate` is set."""
+        """Return name -> correction bias, float32 [E], of the routers whose bias is updated; equal on every rank.
+
+        Empty unless `train.router_bias_rate` is set.
+        """
         here = {layer.index for layer in self.structure.moe_layers}
         names = (name for layer, name in self.run.router_biases.items() if layer in here)
         return {name: self.model.get_buffer(name) for name in names}

@@ -33,8 +33,11 @@ aten = torch.ops.aten
 
 
 def checkpoint_layers(model: PreTrainedModel, run: ResolvedRun, device: torch.device) -> None:
-    """Set activation checkpointing of every decoder layer, in place: a layer keeps its input, its routers' choices, and
-    what `run.keeps` says; with `train.checkpointing: offload` inputs are in host memory until the backward pass.
+    """Set activation checkpointing of every decoder layer, in place.
+
+    A checkpointed layer keeps its input, its routers' choices, and what `run.keeps` lists for it: the outputs of
+    attention's kernels, gate_up rows, or all the rest, with which it is not recomputed. With
+    `train.checkpointing: offload` inputs are in host memory until the backward pass.
 
     With `none` and `experts_only` checkpointing stays off. If other code, such as a trainer, enables it later, it is on
     in every layer.
@@ -64,11 +67,11 @@ def _attention_in(layers: Collection[str], structure: ModelStructure) -> list[st
 
 
 class ChoicesOf:
-    """Hooks that record or replay, in checkpointed calls, the routers' choices, and what the kernels of the modules
-    `attention` return.
+    """Hooks that record, and in the recomputation replay, what the checkpointed calls of a model must not compute anew.
 
-    They are active from the start of an MoE block, where its router runs, to the start of its experts, and in the
-    modules `attention`. Elsewhere no dispatch mode is active, because it costs microseconds per operation.
+    These are the routers' choices and, in the modules whose paths are in `attention`, the outputs of attention's
+    kernels. The hooks are active from the start of an MoE block, where its router runs, to the start of its experts,
+    and in the modules `attention`. Elsewhere no dispatch mode is active, because it costs microseconds per operation.
     """
 
     def __init__(self, model: PreTrainedModel, attention: Iterable[str] = ()) -> None:
@@ -84,8 +87,10 @@ class ChoicesOf:
             module.register_forward_hook(lambda *_: self.call and self.call.end())
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return the context managers for the forward pass and for the recomputation of one checkpointed call, as
-        `context_fn` of `torch.utils.checkpoint` does. What the first records the second replays."""
+        """Return the context managers for the forward pass and for the recomputation of one checkpointed call.
+
+        This is a `context_fn` of `torch.utils.checkpoint`. What the first records, the second replays.
+        """
         kept: list[Any] = []
         rows: list[list[int]] = []
         return _Call(self, _Choices(kept, again=False), rows), _Call(self, _Choices(kept, again=True), rows)
@@ -138,9 +143,11 @@ class _Call:
 
 
 class _Choices(TorchDispatchMode):
-    """Dispatch mode that records the indices of every `choose`, `topk` and `max` along a dimension, by which routers
-    choose, and the outputs of attention's kernels. With `again`, it returns the recorded indices instead, and the
-    values of the current input at these indices; and the kernels' outputs, once: a second recomputation runs them.
+    """Dispatch mode that records routers' choices and the outputs of attention's kernels in `kept`, or replays them.
+
+    Choices are the indices of every `choose`, `topk` and `max` along a dimension. With `again`, these operators return
+    the recorded indices, with the values that the current input has there. Kernels return the recorded outputs, but
+    only once: a second recomputation runs them.
 
     Outputs are kept as the forward pass left them: what it changed in them in place is not changed again.
     """
@@ -170,7 +177,7 @@ class _Choices(TorchDispatchMode):
         return out
 
     def _kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a kernel and keep its outputs, or return those that the forward pass kept."""
+        """Run a kernel and record its outputs; in a recomputation return the recorded ones."""
         if self.again:
             self.at += 1
             if (out := self.kept[self.at - 1]) is not None:
@@ -189,7 +196,7 @@ _KERNELS = frozenset((
     "aten::_flash_attention_forward", "moetune::documents_attention", "flash_attn::_flash_attn_forward",
     "flash_attn::_flash_attn_varlen_forward", "aten::logaddexp",
 ))  # fmt: skip
-"""Operators of attention whose outputs are kept; `logaddexp` adds the sinks (flash.py)."""
+"""Operators of attention whose outputs are recorded; `logaddexp` adds the sinks (flash.py)."""
 
 
 def _is_in_place(func: Any) -> bool:
@@ -233,7 +240,7 @@ _REPLAY: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 class _KeptInput:
-    """A layer's input in host memory, and its copy on the device from shortly before the recomputation."""
+    """A layer's input in host memory (`left`), and shortly before the recomputation its copy on the device (`back`)."""
 
     def __init__(self, left: AsyncCopy) -> None:
         self.left = left
@@ -249,9 +256,9 @@ class InputsOnHost:
         self._kept: list[weakref.ref[_KeptInput]] = []  # in forward order; dead once their graph is freed
 
     def checkpoint(self, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
-        """Replacement for `torch.utils.checkpoint.checkpoint`, for layers whose first argument is the hidden states.
+        """Replace `torch.utils.checkpoint.checkpoint`, for layers whose first argument is the hidden states.
 
-        Only `hidden` is kept on the host; further arguments stay on the device, and so does a leaf of the graph, which
+        Only `hidden` waits in host memory; further arguments stay on the device, and so does a leaf of the graph, which
         autograd holds anyway.
         """
         recomputed = partial(torch_checkpoint, function, use_reentrant=False, context_fn=self._contexts)

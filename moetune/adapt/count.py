@@ -12,8 +12,10 @@ from moetune.run.resolve import AnyRun, resolve
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers of parameters of a model. `trainable` counts by part those that the run would train (`count_trainable`);
-    None if a model was counted and not a run."""
+    """Numbers of parameters of a model, and of those that a run would train.
+
+    `trainable` is what `count_trainable` returns; None if a model was counted and not a run.
+    """
 
     model: str
     parameter_count: ParameterCount

@@ -31,7 +31,7 @@ class _Current:
 
 
 class _Layer(nn.Module):
-    """Base class of decoder layers with a state: makes the lengths of documents known while the layer runs.
+    """Base class of decoder layers with a state: sets the documents' lengths in `current` while the layer runs.
 
     It is a class because transformers checkpoints the forward method of the class: a recomputed layer must know them.
     """
@@ -74,8 +74,10 @@ def is_split_by_documents(layer: nn.Module) -> bool:
 
 
 def document_lengths(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return the keyword argument by which a model that is split by documents is told their lengths, in tokens, row by
-    row. They are integers, so that the host need not wait for the device."""
+    """Return the keyword argument that tells a model that is split by documents their lengths.
+
+    `lengths` are in tokens, row by row. They stay integers, so that the host need not wait for the device.
+    """
     return {_LENGTHS: tuple(lengths)}
 
 
@@ -88,6 +90,7 @@ def _with_state(layer: nn.Module) -> list[nn.Module]:
 
 
 def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Forward method of a module with a state: run it on each packed document alone, and join the outputs."""
     forward, lengths = partial(type(module).forward, module), current.lengths
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ATTENTION}
     rows, tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).shape[:2]
@@ -110,7 +113,7 @@ def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _joined(parts: Sequence[Any], lengths: Sequence[int], rows: int) -> Any:
-    """Return outputs [1, length, …] of all documents as one [B, S, …]; of outputs that are not of tokens, the last."""
+    """Join outputs [1, length, …] of all documents to one [B, S, …]; of outputs other than of tokens, take the last."""
     if not all(isinstance(part, Tensor) and part.shape[1] == n for part, n in zip(parts, lengths, strict=True)):
         return parts[-1]
     return torch.cat([*parts], 1).unflatten(1, (rows, -1)).squeeze(0)

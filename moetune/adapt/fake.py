@@ -52,8 +52,7 @@ def build_fake(
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:
-    """Yield every tensor of a model on this rank: parameters (of sharded ones the local shard), buffers, and
-    quantization states of 4-bit linear layers."""
+    """Yield every tensor of a model on this rank: parameters or local shards, buffers, states of 4-bit layers."""
     yield from (local_tensor(parameter) for parameter in model.parameters())
     yield from model.buffers()
     for module in model.modules():

@@ -89,8 +89,8 @@ class _Attention(torch.autograd.Function):
 def _pieces(starts: Tensor, window: int, like: Tensor) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
     """Yield (query rows, key rows, mask arguments) of each call of a kernel that has no sliding windows.
 
-    A document without a window is one call. With a window of w tokens a call has w queries and at most 2w - 1 keys, so
-    that its mask is small and the time grows with the length, not its square.
+    A document without a window is one call. With a `window` of w tokens a call has w queries and at most 2w - 1 keys,
+    so that its mask, in the dtype of `like`, is small and the time grows with the length, not its square.
     """
     ends = starts.tolist()
     for begin, end in pairwise(ends):
@@ -114,7 +114,7 @@ def _batched(*tensors: Tensor) -> list[Tensor]:
 
 @torch.library.custom_op("moetune::documents_attention", mutates_args=())
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scaling: float, window: int) -> tuple[Tensor, Tensor]:
-    """Return the output and the logsumexp of attention within documents."""
+    """Return the output [T, h, d] and the logsumexp [h, T] of attention within documents, without sinks."""
     out, lse = _empty_outputs(q, k, v, starts, scaling, window)
     for rows, keys, mask in _pieces(starts, window, q):
         part, sums = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -136,7 +136,7 @@ def _on_cpu_backward(
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+    """Return the gradients of q, k and v, given `dout`, that of the output."""
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys, mask in _pieces(starts, window, q):
         key, value = _for_each_head(q, k[keys], v[keys])
@@ -152,7 +152,7 @@ def _on_cpu_backward(
 
 
 def _for_each_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values repeated for the heads of the queries."""
+    """Return keys and values repeated for the heads of the queries: [T, h, d] each."""
     groups = q.shape[1] // k.shape[1]
     return k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 

@@ -13,11 +13,12 @@ from moetune.run.names import is_second_factor
 
 
 class Reference:
-    """The values that an adapted model has when this is made, to which `active` returns it for a while.
+    """The reference model: an adapted model with the weights that it had when this object was made.
 
-    LoRA that adds nothing, because every factor B is zero, is switched off. Everything else that trains is copied to
-    host memory: whole experts, routers, further parameters, and LoRA that started from an adapter. On the device the
-    reference costs one trained tensor, the largest, while weights are exchanged.
+    `active` restores these weights for a while. LoRA that adds nothing, because every factor B is zero, is switched
+    off. Everything else that trains is copied to host memory: whole experts, routers, further parameters, and LoRA that
+    started from an adapter. On the device the reference costs one trained tensor, the largest, while weights are
+    exchanged.
 
     Attributes:
         copies: (parameter, its values in host memory, in its dtype) of all that trains, without LoRA that is switched
@@ -68,7 +69,7 @@ class Reference:
 
 
 def _exchange(parameter: nn.Parameter, on_host: Tensor) -> None:
-    """Exchange the values of a parameter and of a tensor in host memory; autograd does not see it."""
+    """Exchange the values of a parameter and of a tensor in host memory, unseen by autograd."""
     values = parameter.data
     other = torch.empty_like(values).copy_(on_host)
     on_host.copy_(values)

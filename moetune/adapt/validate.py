@@ -13,8 +13,10 @@ from moetune.run.resolve import ResolvedRun
 
 
 def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
-    """Raise `UserError` if a frozen expert is not stored in the precision `model.base`, or if, with `nf4`, a linear
-    layer that should be quantized is not."""
+    """Raise `UserError` if a frozen weight is not stored in the precision `model.base`.
+
+    This concerns all frozen experts, and with `nf4` also the linear layers that the run quantizes.
+    """
     selection, config = run.selection, run.config.model
     for layer in run.structure.moe_layers:
         bank = model.get_submodule(layer.experts)

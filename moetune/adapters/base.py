@@ -1,4 +1,7 @@
-"""`AdapterBase`: the model that an adapter belongs to, and the names of its experts and layers in every program."""
+"""`AdapterBase`: the model that an adapter belongs to, and the names of its experts and layers in every program.
+
+A role is a projection of an expert: `gate`, `up` and `down`, or `gate_up` for gate and up in one matrix.
+"""
 
 import re
 from collections.abc import Mapping
@@ -41,6 +44,7 @@ class ExpertNames:
     roles: Mapping[str, str]
 
     def of(self, expert: int, role: str) -> str:
+        """Return the name of one expert's projection; `KeyError` if the checkpoint has no names for single experts."""
         return f"{self.prefix}.{expert}.{self.roles[role]}"
 
 
@@ -111,7 +115,7 @@ class AdapterBase:
         return names | {path: path for path in known}
 
     def linear(self, name: str) -> str | None:
-        """Return the path of the linear layer with this name in the plain model or in the checkpoint; None if none."""
+        """Return the path of the linear layer that has this name in the plain model or the checkpoint; None if none."""
         return self._linears.get(_as_here(name, self._linears))
 
     def linear_name(self, path: str) -> str:
@@ -130,9 +134,9 @@ class AdapterBase:
         return None if path is None or not name.endswith(".experts") else self.layers[path]
 
     def expert(self, name: str) -> tuple[MoeLayer, int, str] | None:
-        """Return the layer, the id and the role of `….experts.3.w1` or `….experts.down_projs.3`; None if it is none.
+        """Return (layer, expert id, role) for the name of one expert's projection; None for any other name.
 
-        The id may be one that the base does not have.
+        Such names are `….experts.3.w1` and `….experts.down_projs.3`. The base may not have an expert of this id.
         """
         if (match := _OF_AN_EXPERT.fullmatch(name)) is None:
             return None
@@ -142,7 +146,7 @@ class AdapterBase:
         return None if layer is None or role is None else (layer, int(expert), role)
 
     def all_experts(self, name: str) -> tuple[MoeLayer, str] | None:
-        """Return the layer and the role of `….experts.gate_proj`, a projection of all experts; None if it is none."""
+        """Return (layer, role) for the name of a projection of all experts (`….experts.gate_proj`); None for others."""
         if (match := _OF_ALL_EXPERTS.fullmatch(name)) is None:
             return None
         layer = self.experts(f"{match[1]}.experts")
@@ -150,13 +154,18 @@ class AdapterBase:
         return None if layer is None or role is None else (layer, role)
 
     def _role(self, layer: MoeLayer, leaf: str) -> str | None:
+        """Return the role of a projection by the last part of its name; None if the name is unknown."""
         own = self.expert_names.get(layer.experts)
         by_leaf = {} if own is None else {name: role for role, name in own.roles.items()}
         return (by_leaf | {name: role for name, role in _ROLES.items() if name not in by_leaf}).get(leaf)
 
 
 def base_of(source: ModelSource, plain: PreTrainedModel, structure: ModelStructure, name: str) -> AdapterBase:
-    """Return the base of adapters for a resolved model: names from its checkpoint if that is on this machine."""
+    """Return the base of adapters for a resolved model.
+
+    `name` is what the user called it. Tensor names are those of its checkpoint if that is on this machine, else those
+    under which transformers would save it.
+    """
     folder = source.local_folder() if source.quantized_base is None else source.quantized_base.source
     if folder is not None and any((folder / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
         return AdapterBase(name, plain, structure, tuple(weights_of(headers(folder))))
@@ -197,7 +206,10 @@ def _leaf(key: str) -> str:
 
 
 def _as_here(name: str, known: Mapping[str, str]) -> str:
-    """Return the name without the prefix that a model of text and images puts before its language model."""
+    """Return a name without the prefix that models of text and images put before their language model.
+
+    It is shortened only if the result is in `known`, and returned as it is otherwise.
+    """
     if name in known:
         return name
     for prefix in ("model.language_model.", "language_model.model.", "model."):

@@ -37,8 +37,8 @@ class AdapterReport(Answer):
     """The answer of `check`.
 
     Attributes:
-        layout: as in `Read.layout`.
-        reasons: from what it was concluded.
+        layout: name of the layout of the experts' factors, one of `read.LAYOUTS`; None without such factors.
+        reasons: from what the layout was concluded, one sentence each.
         covered: what has factors.
         saved: names of the parameters that the adapter holds whole.
         missing: projections of expert layers without factors, while another layer has them.
@@ -60,7 +60,7 @@ class AdapterReport(Answer):
 def check(
     stored: StoredAdapter, base: AdapterBase, layout: str | None = None, program: str | None = None
 ) -> AdapterReport:
-    """Return what of an adapter reaches its base.
+    """Return which parts of an adapter take effect on its base, and which programs read it as it is.
 
     Args:
         layout: the layout to read it in, one of `read.LAYOUTS`; None to detect it.
@@ -104,7 +104,7 @@ def _covered(found: Read, base: AdapterBase) -> list[Covered]:
 
 
 def _as_it_is(found: Read, stored: StoredAdapter, base: AdapterBase, program: str) -> str | None:
-    """Return None if the files hold what would be written for a program; else the first difference."""
+    """Return None if the files hold what moetune would write for a program; else the first difference as text."""
     try:
         laid = laid_out(found.adapter, base, program)
     except UserError as error:
@@ -119,6 +119,7 @@ def _as_it_is(found: Read, stored: StoredAdapter, base: AdapterBase, program: st
 
 
 def _difference(here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> str | None:
+    """Return the first difference of two sets of tensors by name, as text; None if they are equal."""
     for name in sorted(there.keys() - here.keys()):
         return f"{name} is missing"
     for name in sorted(here.keys() - there.keys()):

@@ -35,8 +35,12 @@ class Differing:
 
 @dataclass(frozen=True)
 class AdapterDifference(Answer):
-    """The answer of `diff`. `only_a` and `only_b` name what has an update in one of the two; zero updates count as
-    none."""
+    """The answer of `moetune adapter diff`.
+
+    Attributes:
+        compared: number of updates, and of parameters held whole, that both adapters have.
+        only_a, only_b: names with an update in one of the two; zero updates count as none.
+    """
 
     a: str
     b: str
@@ -48,7 +52,7 @@ class AdapterDifference(Answer):
 
 
 def difference(base: AdapterBase, a: Adapter, b: Adapter, names: tuple[str, str]) -> AdapterDifference:
-    """Compare the updates of two adapters of one base; `names` are theirs, for the answer."""
+    """Compare the updates of two adapters of one base; `names` are what the answer calls them."""
     of_a, of_b = ({name: one for name, one in both.named().items() if _norm(one).any()} for both in (a, b))
     differing = []
     for name in sorted(of_a.keys() & of_b.keys()):
@@ -91,7 +95,7 @@ def _apart(one: Factors, other: Factors) -> tuple[float, list[int] | None]:
 
 
 def _because(one: Factors, other: Factors, shape: ExpertShape | None) -> str | None:
-    """Return what would make two differing updates the same, if one of the known mistakes does."""
+    """Return, in words, the known mistake that explains why two updates differ; None if none does."""
     for reason, changed in _mistakes(other, shape):
         if _apart(one, changed)[0] <= _EQUAL:
             return reason
@@ -103,6 +107,7 @@ def _because(one: Factors, other: Factors, shape: ExpertShape | None) -> str | N
 
 
 def _mistakes(other: Factors, shape: ExpertShape | None) -> Iterator[tuple[str, Factors]]:
+    """Yield (mistake in words, the factors without it) for each way in which a layer's factors are often misread."""
     if shape is None or other.A.ndim != 3:
         return
     peft, grouped = Order(False, False), Order(True, False)

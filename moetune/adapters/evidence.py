@@ -26,14 +26,14 @@ the order is e¹⁰ times as likely as the other: n/2 times the logarithm of the
 
 @dataclass(frozen=True)
 class Sign:
-    """An order of the experts that the numbers indicate, and the observation as a sentence."""
+    """An order of the experts that the factors' values favour (`verdict`), and the observation as a sentence."""
 
     verdict: RowOrder
     because: str
 
 
 def sign_of(stacks: Iterable[tuple[Tensor, Tensor, int]]) -> Sign | None:
-    """Return the order that the numbers indicate; None if they indicate none, or if both orders read the same.
+    """Return the order that the numbers favour; None if they favour none, or if both orders read the same.
 
     Args:
         stacks: for each layer and projection, the two stored matrices [E·r, …] and […, r·E], and E.
@@ -76,6 +76,7 @@ class _Spread:
         self.between = self.within = 0
 
     def add(self, norms: Tensor) -> None:
+        """Add the norms [E, r] of a matrix's columns; does nothing if one is zero, which has no logarithm."""
         if not norms.all():
             return
         logs = norms.log()
@@ -87,11 +88,12 @@ class _Spread:
         self.within += experts * (rank - 1)
 
     def likelier(self, other: "_Spread") -> float:
-        """Return the logarithm of the ratio of the likelihoods of these groups and of others of the same numbers."""
+        """Return the logarithm of a likelihood ratio: of columns grouped by expert as here, and as in `other`."""
         count = self.between + self.within
         return count / 2 * math.log(other.squares_within / self.squares_within) if self.squares_within else 0.0
 
     def statistic(self) -> float:
+        """Return F, the mean square between experts over that within; 0 if it is undefined."""
         if not self.between or not self.within or not self.squares_within:
             return 0.0
         return (self.squares_between / self.between) / (self.squares_within / self.within)

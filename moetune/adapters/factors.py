@@ -43,7 +43,7 @@ class Factors:
         return self.scale * (self.B.float() @ self.A.float())
 
     def padded(self, rank: int) -> "Factors":
-        """Return equal updates whose factors are filled with zeros up to `rank`."""
+        """Return factors of the larger rank `rank` with the same update, by adding zeros."""
         missing = rank - self.rank
         if not missing:
             return self
@@ -51,13 +51,16 @@ class Factors:
         return replace(self, A=pad(self.A, (0, 0, 0, missing)), B=pad(self.B, (0, missing)))
 
     def trimmed(self, rank: int | None) -> "Factors":
-        """Return equal updates of rank `rank` if the factors are zero beyond it; else, and for None, the factors."""
+        """Cut factors to rank `rank` if they are zero beyond it, so that the update is the same.
+
+        Else, and for None, the factors are returned as they are.
+        """
         if rank is None or self.A[..., rank:, :].any() or self.B[..., rank:].any():
             return self
         return replace(self, A=self.A[..., :rank, :], B=self.B[..., :rank])
 
     def scaled(self, scale: float) -> "Factors":
-        """Return equal updates with `scale`: B is multiplied by the ratio of the two scales."""
+        """Return factors with the given scale and the same update: B is multiplied by the ratio of the two scales."""
         return self if scale == self.scale else replace(self, B=self.B * (self.scale / scale), scale=scale)
 
 
@@ -106,7 +109,7 @@ def parted(shape: ExpertShape, fused: Factors) -> tuple[Factors, Factors]:
 def fused(shape: ExpertShape, gate: Factors | None, up: Factors | None) -> Factors:
     """Return the factors of the fused projection from those of gate and up, the reverse of `parted`.
 
-    Of None the update is zero. A is shared where both have the same; otherwise the ranks add up.
+    None stands for a zero update of one of them. A is shared where both have the same; otherwise the ranks add up.
     """
     other = gate or up
     assert other is not None
@@ -171,5 +174,5 @@ def split_parts(B: Tensor, rank: int, rows: tuple[slice, ...]) -> tuple[Tensor, 
 
 
 def plain_number(number: float) -> Any:
-    """Return a whole number as an int, any other as it is."""
+    """Return a whole number as an int, so that JSON shows it without a decimal point; any other as it is."""
     return int(number) if number == int(number) else number

@@ -1,7 +1,7 @@
 """The two files of an adapter's folder: read and checked without opening pickles, and written.
 
 `adapter_config.json` holds PEFT's settings, of which rank and alpha decide the scale; `adapter_model.safetensors` the
-tensors. Every program of docs/reference/adapters.md writes both.
+tensors and, if moetune wrote it, a record. Every program of docs/reference/adapters.md writes both files.
 """
 
 import json
@@ -41,8 +41,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class Scales(BaseModel):
-    """The settings of an adapter from which the scale of its factors follows, under PEFT's names; None for PEFT's
-    default."""
+    """Settings that decide the scale of an adapter's factors, under PEFT's names; None stands for PEFT's default."""
 
     r: int = 8
     lora_alpha: FiniteFloat
@@ -52,9 +51,9 @@ class Scales(BaseModel):
     use_rslora: bool | None = None
 
     def of(self, target: str, rank: int) -> float:
-        """Return PEFT's factor of B·A for factors of this rank: alpha / rank, or alpha / √rank with `use_rslora`.
+        """Return what PEFT multiplies B·A of this rank by: alpha / rank, or alpha / √rank with `use_rslora`.
 
-        `target` is the path of the layer or parameter in the model.
+        `target` is the path of the layer or parameter in the model, on which alpha may depend.
         """
         alphas = {pattern.pattern: alpha for pattern, alpha in (self.alpha_pattern or {}).items()}
         target = self._parameter(target)
@@ -62,11 +61,12 @@ class Scales(BaseModel):
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def rank(self, target: str) -> int:
-        """Return the rank that the settings give a layer or parameter."""
+        """Return the rank that the settings give the layer or parameter at this path in the model."""
         ranks = {pattern.pattern: rank for pattern, rank in (self.rank_pattern or {}).items()}
         return ranks.get(get_pattern_key(list(ranks), self._parameter(target)), self.r)
 
     def _parameter(self, target: str) -> str:
+        """Return `target` as the settings name it: with `.weight` if they list the parameter and not its layer."""
         as_parameters = self.target_parameters or ()
         if any(f".{target}.weight".endswith(f".{parameter}") for parameter in as_parameters):
             return f"{target}.weight"
@@ -74,12 +74,17 @@ class Scales(BaseModel):
 
 
 class AdapterRecord(TypedDict, total=False):
-    """What moetune notes in an adapter's file, in the metadata of safetensors.
+    """What moetune records about an adapter in its weight file, so that reading it back takes no guess at its layout.
+
+    It is JSON in the metadata of safetensors, under the key `moetune`.
 
     Attributes:
-        layout: as `LaidOut.layout`.
-        ranks: as `LaidOut.padded`.
-        sketch: as `moetune.adapters.sketch.sketch`.
+        schema: version of the record, 1.
+        layout: how factors of experts are stored, one of `read.LAYOUTS`; None if there are none.
+        ranks: for factors that were filled with zeros, `<experts>.<role>` or the path of a linear layer -> the rank
+            before. A role is a projection of an expert: `gate`, `up`, `gate_up` or `down`.
+        sketch: `<experts>.gate_up`, `<experts>.down` or the path of a linear layer -> two numbers that follow from its
+            update (sketch.py), by which a wrong reading is found.
     """
 
     schema: int
@@ -95,7 +100,8 @@ class StoredAdapter:
     Attributes:
         settings: the content of `adapter_config.json`.
         tensors: the tensors, by their names without PEFT's prefix.
-        record: empty if another program wrote the file.
+        scales: the settings that decide the scale.
+        record: what moetune recorded when it wrote the file; empty if another program wrote it.
     """
 
     folder: Path
@@ -148,7 +154,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def beyond_plain(settings: Mapping[str, Any]) -> list[str]:
-    """Return the settings with which an adapter computes something else than plain LoRA; none for plain LoRA."""
+    """Return the settings with which an adapter is not plain LoRA, each as text `key: value`; none for plain LoRA."""
     others = [f"{key}: {settings[key]}" for key in _NOT_PLAIN if settings.get(key)]
     if settings.get("bias", "none") != "none":
         others.append(f"bias: {settings['bias']}")
@@ -171,6 +177,7 @@ def open_adapter(folder: Path) -> StoredAdapter:
 
 
 def _record(folder: Path) -> AdapterRecord:
+    """Return the record in an adapter's weight file; empty if there is none."""
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         text = (file.metadata() or {}).get(_RECORD)
     if text is None:
@@ -179,12 +186,12 @@ def _record(folder: Path) -> AdapterRecord:
 
 
 def write_adapter(folder: Path, tensors: Tensors, settings: Mapping[str, Any], record: AdapterRecord) -> int:
-    """Write the weights and the configuration of an adapter, and return the bytes of its tensors.
+    """Write the weights and the configuration of an adapter into a folder; return the number of bytes of its tensors.
 
     Args:
         tensors: the adapter's tensors by name, without PEFT's prefix.
         settings: the content of `adapter_config.json`.
-        record: as `StoredAdapter.record`.
+        record: what to record in the weight file (`LaidOut.record`).
     """
     kinds = {f"{PREFIX}{name}": (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)  # tensors that were read from it stay mapped

@@ -6,6 +6,9 @@ The layouts and their sources are in docs/reference/adapters.md:
     per-expert    two matrices for each expert and projection, such as `….experts.3.w1.lora_A`
     3d            two tensors with the expert as first axis, such as `….experts.gate_proj.lora_A` [E, r, in], or with
                   the first axis 1 for a factor that all experts share
+
+A role is a projection of an expert, as in base.py. A slot is the depth of PEFT's wrapper that holds stacked factors:
+the number of `.base_layer` in their names.
 """
 
 from collections import defaultdict
@@ -25,19 +28,20 @@ from moetune.errors import UserError
 from moetune.models.moe import MoeLayer
 
 LAYOUTS = (*ORDERS, "per-expert", "3d")
-"""The values of `--from`."""
+"""Names of the layouts, which are the values of `--from`."""
 
 
 @dataclass
 class Read:
-    """An adapter as read.
+    """What `read` found in an adapter.
 
     Attributes:
+        adapter: the factors and parameters that belong to the base.
         layout: one of `LAYOUTS`; None for an adapter without factors on experts.
         reasons: from what the layout was concluded, one sentence each.
         problems: what was trained and is ignored, or would be read wrongly, one line each.
-        altered: those of the problems about updates that differ from what moetune noted when it wrote the file.
-        is_unsure: the numbers contradict the layout that names, shapes or settings indicate.
+        altered: those of the problems about updates that differ from what moetune recorded when it wrote the file.
+        is_unsure: whether the values of the factors contradict the layout that names, shapes or settings indicate.
         zero: projection (`<experts>.gate_up`) -> ids of the experts that have factors whose update is zero.
     """
 
@@ -52,16 +56,16 @@ class Read:
 
 @dataclass
 class _Pairs:
-    """The tensors of an adapter in pairs of factors, sorted by what they belong to.
+    """The tensors of an adapter in pairs of factors A and B, sorted by what they belong to.
 
     Attributes:
         linears: path of a linear layer -> (stored name, A, B).
-        slots: path of a layer's experts -> the number of `.base_layer` in the name -> (stored name, first, second).
-        apart: path of a layer's experts -> role -> expert -> {"A" or "B": tensor}.
+        slots: path of a layer's experts -> slot -> (stored name, first matrix, second matrix).
+        apart: path of a layer's experts -> role -> expert id -> {"A" or "B": tensor}.
         whole: path of a layer's experts -> role -> {"A" or "B": tensor [E or 1, …]}.
-        named: path of a layer's experts -> role -> a stored name of it, for the scale.
+        named: (path of a layer's experts, role) -> a stored name of it, by which the settings give its scale.
         saved: parameter -> value.
-        unread: names of the tensors that belong to nothing, with the reason.
+        unread: a line for each tensor that belongs to nothing, with the reason.
     """
 
     linears: dict[str, tuple[str, Tensor, Tensor]] = field(default_factory=dict)
@@ -78,7 +82,7 @@ class _Pairs:
 
 
 def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) -> Read:
-    """Read an adapter of a base in the layout with this name; None to detect it.
+    """Read an adapter of a base, in the layout with this name or, for None, in the one that is detected.
 
     What does not fit is in `Read.problems`.
 
@@ -132,7 +136,7 @@ def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) ->
 
 
 def sure(found: Read, stored: StoredAdapter) -> Read:
-    """Return what was read; raise `UserError` if the numbers contradict the layout, so that the user must decide."""
+    """Return `found`; raise `UserError` if values of the factors contradict its layout, so that the user names one."""
     if found.is_unsure or found.altered:
         reason = (found.altered or [line for line in found.problems if "looks like" in line])[0]
         raise UserError(
@@ -142,6 +146,7 @@ def sure(found: Read, stored: StoredAdapter) -> Read:
 
 
 def _sort(stored: StoredAdapter, base: AdapterBase) -> _Pairs:
+    """Sort the tensors of an adapter by what they belong to in its base."""
     pairs = _Pairs()
     parameters = {**dict(base.plain.named_parameters(remove_duplicate=False)), **dict(base.plain.named_buffers())}
     halves: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -185,7 +190,7 @@ def _sort(stored: StoredAdapter, base: AdapterBase) -> _Pairs:
 
 
 def _factor_of(name: str) -> tuple[str, str, str]:
-    """Return the module, `A` or `B`, and what follows of a factor's name; ("", "", "") if it is no factor."""
+    """Split a factor's name: return the module, `A` or `B`, and what follows; ("", "", "") if it is no factor."""
     for factor in "AB":
         module, found, rest = name.partition(f".lora_{factor}")
         if found:
@@ -198,7 +203,10 @@ def _factor_of(name: str) -> tuple[str, str, str]:
 def _order(
     stored: StoredAdapter, base: AdapterBase, pairs: _Pairs, layout: str | None, found: Read
 ) -> tuple[Order, dict[str, dict[int, str]]]:
-    """Return the order of all factors, and path of experts -> slot -> projection, from shapes, marks and numbers."""
+    """Return the order of all stacked factors, and path of experts -> slot -> projection; set the layout in `found`.
+
+    The order is concluded from shapes, from what the files say of it, and from the values of the factors.
+    """
     is_swapped, names = _by_shape(stored, base, pairs, layout)
     stacks = [
         (first, second, base.layers[path].shape.num_experts)
@@ -225,7 +233,7 @@ def _order(
 
 
 def _grouping(stored: StoredAdapter, layout: str | None, is_swapped: bool) -> tuple[bool, str]:
-    """Return whether the experts are grouped in the second matrix, and from what this was concluded."""
+    """Return whether the expert is the slowest index in the second matrices, and the reason as text."""
     if layout is not None:
         return ORDERS[layout].is_grouped, f"--from {layout}"
     noted = stored.record.get("layout")
@@ -314,6 +322,7 @@ def _from_slots(
     names: Mapping[int, str],
     found: Read,
 ) -> dict[str, Factors]:
+    """Return projection -> factors of a layer from its stacked matrices; `names` maps each slot to its projection."""
     experts, factors = layer.shape.num_experts, {}
     for depth, (_, first, second) in slots.items():
         projection = names[depth]
@@ -328,7 +337,7 @@ def _from_slots(
 def _from_roles(
     stored: StoredAdapter, layer: MoeLayer, pairs: _Pairs, found: Read
 ) -> tuple[dict[str, Factors], dict[str, frozenset[int]]]:
-    """Return projection -> factors, and projection -> ids of the experts that have any."""
+    """Return projection -> factors of a layer (gate and up fused), and projection -> ids of experts with factors."""
     roles: dict[str, Factors] = {}
     ids: dict[str, frozenset[int]] = {}
     held = {*pairs.apart.get(layer.experts, ()), *pairs.whole.get(layer.experts, ())}
@@ -391,11 +400,12 @@ def _stack(
 
 
 def _ranks(stored: StoredAdapter) -> Mapping[str, int]:
+    """Return the ranks that moetune recorded, of factors that it filled with zeros."""
     return stored.record.get("ranks", {})
 
 
 def _check_rank(found: Read, stored: StoredAdapter, target: str, rank: int) -> None:
-    """Report a rank in the settings that is not that of the factors, with which other programs take another scale."""
+    """Report a rank in the settings other than that of the factors: other programs derive the scale from it."""
     if (noted := stored.scales.rank(target)) != rank:
         found.problems.append(f"{target}: its factors have rank {rank}, and adapter_config.json says {noted}")
 
@@ -406,7 +416,7 @@ def _nonzero_ids(factors: Factors) -> frozenset[int]:
 
 
 def _compare_sketch(stored: StoredAdapter, found: Read) -> None:
-    """Report updates that are not those that moetune noted when it wrote the file."""
+    """Report updates that differ from those that moetune recorded when it wrote the file."""
     noted = stored.record.get("sketch")
     for name in () if noted is None else differing(found.adapter, noted):
         found.altered.append(f"{name}: the update is not the one that moetune noted when it wrote the file")

@@ -18,11 +18,13 @@ _TAKEN_FOR_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj"
 def peft_settings(
     base: AdapterBase, adapter: Adapter, saved: Sequence[str] = (), *, ties: bool = False
 ) -> dict[str, Any]:
-    """Return the settings of an adapter in PEFT's layout. Each target is a full path, so that PEFT matches no other.
+    """Return the content of `adapter_config.json` for an adapter in PEFT's layout.
+
+    Each target is a full path, so that PEFT matches no other.
 
     Args:
         saved: paths of the modules that the adapter holds whole.
-        ties: whether one of them is tied to another weight.
+        ties: whether one of these modules is tied to another weight.
     """
     linears, has_experts = list(adapter.linears), bool(base.layers)
     as_parameters = [path for path in linears if has_experts and path.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
@@ -52,7 +54,7 @@ def peft_settings(
 
 
 def uniform_settings(names: Sequence[str], rank: int, scale: float) -> dict[str, Any]:
-    """Return the settings of an adapter with one rank and one scale, for a program that reads the tensors' names.
+    """Return the content of `adapter_config.json` with one rank and one scale, for programs that go by tensor names.
 
     `names` are the modules that have factors; the settings list their last parts.
     """

@@ -22,7 +22,7 @@ def sketch(adapter: Adapter) -> dict[str, tuple[float, float]]:
 
 
 def differing(adapter: Adapter, noted: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return the names whose updates are not those of the noted sketch, or are in only one of the two."""
+    """Return the names whose updates are not those of the recorded sketch `noted`, or are in only one of the two."""
     found = sketch(adapter)
     wrong = []
     for name in sorted(found.keys() | noted.keys()):

@@ -24,7 +24,10 @@ class Order:
     is_swapped: bool
 
     def read(self, first: Tensor, second: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-        """Return A [E, r, in] and B [E, out, r] of `first` [E·r, …] and `second` […, r·E]; views where possible."""
+        """Return A [E, r, in] and B [E, out, r] of the stored matrices `first` [E·r, …] and `second` […, r·E].
+
+        `experts` is E. Views where possible.
+        """
         one = first.unflatten(0, (experts, -1))
         if self.is_grouped:
             other = second.unflatten(1, (experts, -1)).transpose(0, 1)

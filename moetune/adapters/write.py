@@ -30,7 +30,7 @@ _JOINED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), (
 """Linear layers that SGLang joins: with factors on the first it takes those of the others from the file."""
 
 PROGRAMS = ("peft", "vllm", "sglang", "unsloth", "unsloth-grouped")
-"""The values of `--to`."""
+"""Programs to write an adapter for, which are the values of `--to`."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class LaidOut:
         layout: the layout's name, one of `read.LAYOUTS`; None without factors on experts.
         tensors: by name, without PEFT's prefix.
         settings: the content of `adapter_config.json`.
-        notes: what is not as it was: zeros that were added, factors that were multiplied.
+        adapter: the adapter before zeros were added.
+        notes: sentences for the user on what was changed: zeros that were added, factors that were multiplied.
         padded: `<experts>.<role>`, or path of a linear layer -> the rank that it had before zeros were added.
     """
 
@@ -53,7 +54,7 @@ class LaidOut:
     padded: Mapping[str, int] = field(default_factory=dict)
 
     def record(self) -> AdapterRecord:
-        """Return what the file shall note about itself: its layout, lower ranks, and the sketch of its updates."""
+        """Return what the weight file is to record: the layout, the ranks before zeros were added, and the sketch."""
         return {"schema": 1, "layout": self.layout, "ranks": dict(self.padded), "sketch": sketch(self.adapter)}
 
 
@@ -61,7 +62,7 @@ def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     """Return the tensors and settings that a program, one of `PROGRAMS`, reads as this adapter.
 
     Raises:
-        UserError: the program has no place for a part of it.
+        UserError: the adapter is empty, or the program has no place for a part of it.
     """
     if not adapter.named() and not adapter.saved:
         raise UserError("the adapter has no factors that could be written")
@@ -79,10 +80,10 @@ def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
 
 
 def stacked(adapter: Adapter, order: Order) -> dict[str, Tensor]:
-    """Return the factors in a stacked layout, by name.
+    """Return the factors in the stacked layout of this order: tensor name without PEFT's prefix -> tensor.
 
-    The outermost wrapper holds down and the next one gate_up, as PEFT wraps the parameters in the order of the model;
-    a projection alone is in the outermost.
+    The outermost wrapper holds down and the next one gate_up, as PEFT wraps the parameters in the order of the model; a
+    projection alone is in the outermost.
     """
     tensors = _pairs(adapter.linears)
     for path, projections in adapter.experts.items():
@@ -94,7 +95,7 @@ def stacked(adapter: Adapter, order: Order) -> dict[str, Tensor]:
 
 
 def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, str, Factors]]:
-    """Yield `<experts>.<role>`, the name in the base checkpoint and the factors of each projection of each expert.
+    """Yield (`<experts>.<role>`, name in the base checkpoint, factors) for each projection of each expert.
 
     Raises:
         UserError: the checkpoint has no names for single experts.
@@ -170,9 +171,10 @@ def _is_stacked(base: AdapterBase, path: str) -> bool:
 
 
 def _filled(adapter: Adapter, base: AdapterBase, joined: tuple[tuple[str, ...], ...]) -> tuple[Adapter, list[str]]:
-    """Return the adapter with zeros where a program needs factors, and the names of what they stand for.
+    """Return the adapter with zeros where a program needs factors that are missing, and the names of these projections.
 
-    It needs both projections of a layer's experts, or none, and all of the linear layers that it joins, or none.
+    It needs both projections of a layer's experts, or none, and all or none of the linear layers of a group in
+    `joined`.
     """
     experts, filled, linears, known = {}, [], dict(adapter.linears), base.structure.linears()
     for path, some in adapter.linears.items():
@@ -195,6 +197,7 @@ def _filled(adapter: Adapter, base: AdapterBase, joined: tuple[tuple[str, ...], 
 
 
 def _by_role(layer: MoeLayer, projections: Mapping[str, Factors]) -> dict[str, Factors]:
+    """Return role -> factors, with gate and up apart."""
     by_role = dict(projections)
     if layer.shape.has_gate and GATE_UP in by_role:
         by_role["gate"], by_role["up"] = parted(layer.shape, by_role.pop(GATE_UP))
@@ -202,6 +205,7 @@ def _by_role(layer: MoeLayer, projections: Mapping[str, Factors]) -> dict[str, F
 
 
 def _pairs(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
+    """Return tensor name -> factor, without PEFT's prefix, for factors by module."""
     return {f"{name}.lora_{factor}.weight": getattr(one, factor) for name, one in factors.items() for factor in "AB"}
 
 

@@ -96,6 +96,6 @@ def diff(
 
 
 def _print(json_: bool, written: AdapterWritten, done: str, **more: str) -> None:
-    """Print what `convert` or `merge` wrote; `more` are further JSON keys."""
+    """Print what `convert` or `merge` wrote, after the words `done`; `more` are further JSON keys and their values."""
     note(*written.reasons, *written.notes)
     answer(json_, {**written.to_json(), **more}, f"{done}, {written.bytes:,} bytes, in {written.out}")

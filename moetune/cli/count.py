@@ -47,7 +47,7 @@ def count(
 
 
 def _components(parameters: ParameterCount) -> Table:
-    """Return a table of the components of a model: parameters, share of all, and active parameters per token."""
+    """Return a table with a row for each component of a model: parameters, share of all, active ones per token."""
     from moetune.report.units import percent
 
     rows = [
@@ -60,7 +60,7 @@ def _components(parameters: ParameterCount) -> Table:
 
 
 def _facts(parameters: ParameterCount) -> Iterator[str]:
-    """Yield sentences about the MoE layers: number of experts, experts per token, parameters per expert."""
+    """Yield sentences about what is not loaded and about the MoE layers: experts, experts per token, and their size."""
     if parameters.not_loaded:
         more = ", ".join(f"{path} {numel:,}" for path, numel in parameters.not_loaded.items())
         whole = parameters.total + sum(parameters.not_loaded.values())

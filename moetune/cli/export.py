@@ -105,8 +105,10 @@ def export(
 
 
 def _of_survival(survival: Sequence[Survival]) -> Iterator[str]:
-    """Yield the lines that say how much of the change rounding keeps in each layer, and in all, the last of
-    `survival`."""
+    """Yield lines that say how much of the change rounding keeps in each layer, and in all of them together.
+
+    The last of `survival` is that of all layers; without any, nothing is yielded.
+    """
     if not survival:
         return
     every = survival[-1]

@@ -82,7 +82,7 @@ def generate(
     found = found_model(model, base, device)
 
     def size() -> tuple[int, int]:
-        """Return the number of prompts that are continued at once, and the tokens of the longest."""
+        """Return the number of prompts in the largest batch, and the tokens of the longest of them."""
         if prompts is not None:
             return fullest_batch(found, prompts, batch=batch, samples=samples)
         return 1, len(token_ids(found, asked))
@@ -99,7 +99,7 @@ def generate(
         answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
         return
     if found.run is not None:
-        # the prompts of a file are read only after the weights: one short prompt needs no more
+        # the prompts of a file are read after the weights; until then, one token after a prompt of one token is assumed
         length, most = (size()[1], max_new_tokens) if prompts is None else (1, 1)
         refuse_unfit(
             "generate",

@@ -80,7 +80,10 @@ def _with_settings(text: str, settings: list[str]) -> str:
 
 
 def _here(model: str, recipes: Iterable[str]) -> Gpu | None:
-    """Return the card of this machine for a model; None for a misspelt recipe, and where there is no card."""
+    """Return the card of this machine, for which to plan `model`; None where there is none, and for a misspelt recipe.
+
+    Raises `UserError` if there is a card, and the model does not exist.
+    """
     from moetune.models.source import find_model_source
 
     if suggest(model, recipes):
@@ -94,10 +97,11 @@ def _here(model: str, recipes: Iterable[str]) -> Gpu | None:
 
 
 def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> str:
-    """Return the text of the run file of the most useful candidate that a plan finds for a model, a GPU and a goal.
+    """Return the text of the run file, to be written to `out`, of the best candidate of a plan for a model and a GPU.
 
-    With `tight`, a run that may need more memory than there is will do. Raises `UserError` if the model or the GPU is
-    not known, or nothing fits.
+    `goal` is `router`, `experts` or `lora`. With `tight`, a run will do that is expected to fit but may run out of
+    memory. Raises `UserError` if the model or the GPU is not known, or nothing fits; `typer.Exit` if the plan was
+    interrupted.
     """
     with heavy_imports():
         from moetune.planning.files import run_text

@@ -42,16 +42,19 @@ from moetune.compat.glibc import give_back_memory
 from moetune.errors import DoesNotFit, UserError, one_line, printable, shown
 from moetune.report.console import quieten
 
-_debug = False  # whether the last command had --debug
+_debug = False  # whether --debug was given
 _INTERNAL = 70  # EX_SOFTWARE of sysexits.h
 _OF_MEMORY: dict[type, tuple[str, ...]] = {
     RuntimeError: ("DefaultCPUAllocator",),  # the message of torch's CPU allocator
     **dict.fromkeys((ImportError, OSError), ("failed to map segment",)),  # a library for which no memory is left
 }
+"""Exception type -> texts in its message, each of which means that the host has no memory left."""
 _LACKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+"""Numbers of system errors that mean an exhausted or failing resource, not an error of moetune."""
 
 
 def _show_version(asked: bool) -> None:
+    """Print the version and exit, if `--version` was given."""
     if asked:
         print(f"moetune {__version__}")
         raise typer.Exit
@@ -150,7 +153,7 @@ def _failed(error: BaseException) -> int:
 
 
 def _say(text: str, message: str) -> None:
-    """Print `text` on stderr; on a rank whose launcher prints the ranks' errors, leave `message` for the launcher."""
+    """Print `text` on stderr; or, on a rank whose launcher prints the ranks' errors, pass `message` to the launcher."""
     with contextlib.suppress(OSError):  # if stderr cannot be written, the exit code must do
         if not _note_failure(message):
             print(text, file=sys.stderr, flush=True)
@@ -176,9 +179,9 @@ def _of_system(error: BaseException) -> UserError | None:
 
 
 def _note_failure(message: str) -> bool:
-    """Write the message where the launcher of several ranks looks for it; return whether the launcher will print it.
+    """Write the message to the file that the launcher of several ranks reads; return whether the launcher prints it.
 
-    A process without a launcher writes nothing and returns False.
+    Without a launcher, write nothing and return False.
     """
     if "WORLD_SIZE" not in os.environ and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False

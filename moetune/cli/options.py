@@ -48,7 +48,8 @@ def heavy_imports() -> Iterator[None]:
 
 
 def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
-    """Return a value that the option's metavar, such as `a|b|c`, lists, or None; raise `UserError` for any other."""
+    """Return `value` if it is None, or in the list that is the option's metavar, such as `a|b|c`; else raise
+    `UserError`."""
     *others, last = known = str(param.metavar).split("|")
     if value is None or value in known:
         return value
@@ -57,7 +58,7 @@ def one_of(param: typer.CallbackParam, value: str | None) -> str | None:
 
 
 def known_gpu(value: str | None) -> str | None:
-    """Return the name of a GPU in the catalog, a size such as `44GiB`, or None; else raise `UserError`."""
+    """Return `value` if it is a GPU in the catalog, a size such as `44GiB`, or None; else raise `UserError`."""
     from moetune.models.catalog.gpus import find_gpu
 
     if value is not None:
@@ -112,7 +113,10 @@ def utf8(text: str | None) -> str | None:
 
 
 def refuse_set(settings: Sequence[str] | None, remedy: str) -> None:
-    """Raise `UserError`, which ends with `remedy`, if a command that was given no run file has `--set` settings."""
+    """Raise `UserError` if there are `--set` settings; call it when a command was given no run file.
+
+    `remedy`, the end of the message, says how to give one.
+    """
     if settings:
         raise UserError(f"--set changes a run file; {remedy}")
 
@@ -127,10 +131,10 @@ def refuse_card(gpu: str | None, predict: bool) -> None:
 
 
 def argument(metavar: str, help: str, check: Callable[..., Any] | None = None) -> Any:
-    """Return a positional argument of a command.
+    """Return a positional argument of a command, for `Annotated`.
 
     `metavar` is its name in help texts; None for the parameter's name. `check` is called with the parsed value and
-    returns the value for the command, or raises `UserError`.
+    returns the value for the command, or raises `UserError`; None for no check.
     """
     return typer.Argument(metavar=metavar, help=help, show_default=False, callback=check)
 
@@ -244,12 +248,12 @@ def within_memory(config: RunConfig) -> RunConfig:
 
 
 def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> AtHand | None:
-    """Return the card of this machine if no other is named, and print it on stderr; None if one is, or there is none.
+    """Return the GPU of this machine and print it on stderr; None if there is none, or if the user named a GPU.
 
     Args:
         gpu: the value of `--gpu`.
         named: `hardware.gpu` of the run file.
-        count: the number of GPUs.
+        count: the number of GPUs of the run; the memory is that of the fullest of so many.
     """
     if gpu is not None or named is not None:
         return None
@@ -262,8 +266,11 @@ def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> AtHand
 
 
 def target(gpu: str | None, hardware: HardwareConfig | None = None) -> tuple[DeviceType, str | Gpu | None]:
-    """Return what `--predict` of a command predicts for: a GPU (`cuda`) that is named or at hand, else this machine's
-    CPU. Call it after the imports of the command, whose memory is measured here."""
+    """Return the device that `--predict` of a command predicts for: `cuda` with a GPU, or `cpu` with None.
+
+    The GPU is that of `--gpu`, else of `hardware:`, else of this machine; without any, the device is this machine's
+    CPU. Call it after the imports of the command: the memory that they take is measured here.
+    """
     from moetune.memory.host import process_here
 
     process_here()
@@ -274,7 +281,10 @@ def target(gpu: str | None, hardware: HardwareConfig | None = None) -> tuple[Dev
 
 
 def found_model(model: str, base: Any, device: DeviceType | None = None) -> Found:
-    """Find a model for inference by `find`, with its arguments and errors, and print its notes."""
+    """Find the model of a command without loading it, and print its notes.
+
+    Arguments and errors are those of `moetune.inference.opened.find`; `model` is its `what`.
+    """
     with heavy_imports():
         from moetune.inference.opened import find
     found = find(model, base=base, device=device)
@@ -283,15 +293,15 @@ def found_model(model: str, base: Any, device: DeviceType | None = None) -> Foun
 
 
 def opened(model: str, base: Any) -> Opened:
-    """Open a model for inference by `open_model`, with its arguments and errors, and print its notes."""
+    """Load the model of a command for inference, and print its notes; arguments and errors as in `found_model`."""
     return found_model(model, base).open()
 
 
 def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:
-    """Print the result of a command: `found` as JSON after `"schema": 1`, or for people `shown`.
+    """Print the result of a command on stdout: with `as_json` the object `found` after `"schema": 1`, else `shown`.
 
-    `shown` are views, sections, tables or text. With `verbose`, also the details of views. With `fails`, the answer is
-    no: exit with code 1 (`typer.Exit`).
+    `shown` are views, sections, tables or text, for people; `verbose` adds the details of views. `fails` says that the
+    answer is no: exit with code 1 (`typer.Exit`).
     """
     if as_json:
         print(json.dumps({"schema": 1, **found}, indent=2))
@@ -305,9 +315,9 @@ def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool =
 
 
 def trl_settings(trainer: str | None, settings: Sequence[str] | None) -> dict[str, Any]:
-    """Return the arguments in `KEY=VALUE` strings for a trainer of TRL, with values as in YAML.
+    """Return the `KEY=VALUE` strings of `--trl` as key -> value, parsed as YAML; `trainer` is the value of `--trainer`.
 
-    Raises `UserError` for any other string, and for arguments without a trainer.
+    Raises `UserError` for any other string, and for settings without a trainer.
     """
     from moetune.config.load import parse
 

@@ -88,14 +88,24 @@ def plan(
             from moetune.memory.assumed_routing import parse_routing
             from moetune.planning.predictor import Predictor
             from moetune.planning.solve import solve as solve_for
+            from moetune.report.memory import span_in_words
             from moetune.training.trl import InTrl
 
         config = read_run(what, set_)
         of = None if trainer is None else InTrl(trainer, json.dumps(arguments))  # type: ignore[arg-type]
-        with progress.status(Text(f"looking for the largest {solve}")):
+        with progress.status(Text(f"looking for the largest {solve}")) as status:
+
+            def show(value: str, report: MemoryReport | None) -> None:
+                if report is None:
+                    status.update(Text(f"{solve} {value}: predicting"))
+                else:
+                    progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
+
             here = None if solve == "hardware.gpu" else at_hand(gpu, config.hardware.gpu, config.hardware.count)
             card = here.gpu if here else gpu
-            solved = solve_for(config, solve, Predictor(card, parse_routing(routing), trainer=of), tight=tight)
+            solved = solve_for(
+                config, solve, Predictor(card, parse_routing(routing), trainer=of), tight=tight, show=show
+            )
         answer(json_, solved.to_json(), _solved(solved), fails=solved.report is None)
         return
 
@@ -113,12 +123,9 @@ def plan(
         import torch
 
         from moetune.memory.assumed_routing import parse_routing
-        from moetune.planning.figure import plan_chart
         from moetune.planning.files import write_runs
         from moetune.planning.plan import plan as plan_for
         from moetune.planning.tables import briefly, plan_view
-        from moetune.report.page import write_page
-        from moetune.training.data.sources import looks_like_a_file, open_sources
         from moetune.training.trl import InTrl
 
     here = at_hand(gpu, count=count)
@@ -127,6 +134,8 @@ def plan(
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB; this machine has none")
     why: tuple[str, ...] = () if here is None else (here.words,)
     if data is not None:
+        from moetune.training.data.sources import looks_like_a_file, open_sources
+
         if looks_like_a_file(data) or "/" not in data:  # the hub may be out of reach here
             open_sources(data)
         if tokens is None:
@@ -151,6 +160,9 @@ def plan(
     found = replace(found, notes=(*found.notes, *why))
     view = plan_view(found, every=all_ or goal != "any")
     written = [str(file) for file in ([] if write is None else write_runs(found, write))]
+    if html is not None or figure is not None:
+        from moetune.planning.figure import plan_chart
+        from moetune.report.page import write_page
     if html is not None:
         write_page(view, html, [plan_chart(found)] * bool(found.candidates))
         note(f"{html} written")
@@ -165,7 +177,7 @@ def plan(
 
 
 def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[str, ...]]:
-    """Count the tokens of a data set as training would read them.
+    """Count the tokens of a data set as a model's training would read it, in sequences of `length` tokens.
 
     Return the number and no notes; or None and a note that says why they could not be counted.
     """
@@ -181,7 +193,7 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
 
 
 def _solved(solved: Solved) -> View:
-    """Return a view of the largest value that fits, the memory it needs, and the next value."""
+    """Return a view of the largest value that fits, the memory that it needs, and what the next value would need."""
     from moetune.report.memory import left_in_words, span_in_words
 
     def needs(report: MemoryReport) -> str:

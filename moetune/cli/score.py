@@ -88,7 +88,8 @@ def score(
 
 
 def _table(scores: Scores) -> Table:
-    """Return a table with a row for each MoE layer: its most used experts, balance, entropy and unused experts."""
+    """Return a table with a row for each MoE layer: its four most used experts, the load of the fullest over the mean,
+    the router's entropy, and the number of unused experts; over tokens that carry loss."""
     rows = []
     for index, layer in scores.layers.items():
         share = layer.loss.share

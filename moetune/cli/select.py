@@ -92,7 +92,10 @@ def select(
 
 
 def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:
-    """Return the run file as YAML text: the keys that were set, with the chosen expert ids in place of the rule."""
+    """Return the configuration as YAML text: the keys that were set, with the chosen expert ids in place of the rule.
+
+    `part` says where the ids go: `experts`, to `adapt.experts`; or `lora`, to `adapt.lora.ids`.
+    """
     import yaml
 
     raw = config.model_dump(mode="json", exclude_unset=True)
@@ -106,7 +109,7 @@ def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:
 
 
 def _json(chosen: IdsByLayer, covers: Coverage, out: Path | None) -> dict[str, Any]:
-    """Return the object that `moetune select --json` prints."""
+    """Return the object that `moetune select --json` prints, without `schema`."""
     return {
         "out": None if out is None else str(out),
         "experts": {str(index): list(ids) for index, ids in chosen.items()},

@@ -28,9 +28,11 @@ def on_ranks(parallel: ParallelConfig, remedy: str, more: Sequence[str] = ()) ->
     """Run the body on every rank of a run, each in a process of its own, and yield the ranks, of which this is one.
 
     The launching process never runs the body: it starts this command line again once for each rank, waits for them, and
-    exits with their exit code (`typer.Exit`). A run with one rank runs the body in this process. On an interruption it
-    prints `remedy`, how to continue, and exits with 128 + the signal's number. `more` are arguments that the ranks get
-    beside those of this command line.
+    exits with their exit code (`typer.Exit`). A run with one rank runs the body in this process.
+
+    Args:
+        remedy: how to continue; printed on an interruption, which exits with 128 + the signal's number.
+        more: arguments that the ranks get besides those of this command line.
     """
     try:
         if starts_ranks(parallel):

@@ -113,7 +113,7 @@ def paged(optimizer: Any, parameter: Tensor) -> Iterator[Tensor]:
 
 
 def update(optimizer: Any) -> None:
-    """Run one optimizer step, synchronizing the GPU only for paged optimizers.
+    """Run one step of a bitsandbytes optimizer, synchronizing the GPU only if its states are paged.
 
     bitsandbytes makes the host wait for the GPU after each parameter. Only paged states need that, because host and GPU
     both access them.

@@ -24,8 +24,7 @@ compute this base layer."""
 
 
 def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
-    """Replace the forward of a PEFT linear layer with the adapter "default", so that it multiplies in the dtype of its
-    input.
+    """Make a PEFT linear layer with the adapter "default" multiply in the dtype of its input, by a forward of its own.
 
     PEFT casts the input to the factors' dtype, in which it then scales and adds all rows of the output, and clones the
     output of a 4-bit layer. Its cast can be switched off (`cast_input_dtype_enabled`), but then the dtypes do not

@@ -144,8 +144,8 @@ def _operations(names: str) -> frozenset[Any]:
 
 
 _IN_PLACE = _operations(
-    "add_.Tensor addmm_.default bitwise_and_.Scalar copy_.default index_add_.default index_copy_.default mul_.Tensor "
-    "pow_.Scalar"
+    "add_.Tensor addmm_.default bitwise_and_.Scalar copy_.default exp_.default index_add_.default index_copy_.default "
+    "index_put_.default mul_.Tensor pow_.Scalar scatter_add_.default sub_.Tensor zero_.default"
 )
 _ON_META = _IN_PLACE | _operations(
     "_to_copy.default _unsafe_view.default add.Tensor alias.default as_strided.default bmm.default cat.default "
@@ -156,10 +156,12 @@ _ON_META = _IN_PLACE | _operations(
 )
 
 
-_ONLY_VALUES = ("moetune", "bitsandbytes")
-"""Namespaces whose operators change no shape, stride or storage of their arguments."""
+_ONLY_VALUES = ("moetune", "bitsandbytes", "fsdp")
+"""Namespaces whose operators, when they write to an argument, change its values but no shape, stride or storage."""
 
 
+_LIFT = torch.ops.aten.lift_fresh.default
+"""Makes what `torch.tensor` returns known to dispatch modes."""
 _META = torch.device("meta")
 
 
@@ -178,7 +180,7 @@ class _Made(NamedTuple):
 
 @functools.cache
 def _makes_anew(func: Any) -> bool:
-    """Return whether an operation's schema says that it returns no view, and that it mutates no argument.
+    """Return whether an operation's results are new tensors, by its schema: it returns no view and mutates no argument.
 
     Operators of moetune and bitsandbytes may mutate arguments: that changes only values, which fake tensors lack.
     """
@@ -192,7 +194,11 @@ _Way = Literal["nothing", "passed on", "in place", "anew", "on meta", "by torch"
 
 @functools.cache
 def _way_of(func: Any) -> _Way:
-    """Return how `QuickFakeMode` runs an operation."""
+    """Return how `QuickFakeMode` runs an operation.
+
+    Not at all ("nothing"), without the mode ("passed on"), by returning its first argument ("in place"), from the cache
+    of results ("anew"), directly on meta tensors ("on meta"), or as torch's own mode does ("by torch").
+    """
     if func.namespace in _ONLY_VALUES and not func._schema.returns:
         return "nothing"  # has no effect on fake tensors
     if func.namespace == "profiler":
@@ -264,6 +270,11 @@ class QuickFakeMode(FakeTensorMode):
         return tensors[0] if kind is FakeTensor else tuple(tensors)
 
     def _make(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is _LIFT and type(args[0]) is Tensor and args[0].numel() > 1:  # of fewer torch keeps the values
+            made = args[0]
+            return self._fake(
+                torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=_META), made.device
+            )
         device = self._device_of(args) if func in _ON_META and "device" not in kwargs else None
         if device is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -293,6 +304,8 @@ class QuickFakeMode(FakeTensorMode):
 
     def _key(self, value: Any) -> Hashable | None:
         """Return a cache key of an operation's arguments; None if results may depend on tensor values."""
+        if type(value) is Tensor:  # torch makes it a fake tensor, whose values are not known
+            return "real", value.shape, value.stride(), value.dtype, value.device
         if isinstance(value, Tensor):
             is_ours = isinstance(value, FakeTensor) and value.fake_mode is self and value.constant is None
             return _Made.of(value) if is_ours else None  # type: ignore[arg-type]
@@ -319,7 +332,7 @@ class QuickFakeMode(FakeTensorMode):
 def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
     """Describe an operation's results for the cache: (type of the result, descriptions of the tensors).
 
-    None unless all results are fake tensors that each fill a new storage of their own.
+    None unless all results are fake tensors, each of which fills a storage that none of the `arguments` shares.
     """
     made = [out] if isinstance(out, Tensor) else out
     if not isinstance(made, (list, tuple)) or any(

@@ -119,7 +119,7 @@ def reads_weight(owner: nn.Module, linear: str, *, or_its_dtype: bool = False) -
     DeepSeek's indexer, for example, casts to that dtype, which is uint8 once the layer is quantized.
     """
     unless = "" if or_its_dtype else r"(?!\.(dtype|device)\b)"
-    return re.search(rf"\bself\.{linear}\.weight\b{unless}", _source(_kinds(owner))) is not None
+    return _has(_kinds(owner), rf"\bself\.{linear}\.weight\b{unless}")
 
 
 _STATE = re.compile(r"\.(get|set|update)_(conv_state|recurrent_state|linear_cache)\(")
@@ -139,9 +139,11 @@ def carries_state(module: nn.Module) -> bool:
 
 @contextmanager
 def without_packages(model: nn.Module) -> Iterator[None]:
-    """Let operators that a model's code takes from other packages (flash-linear-attention, causal-conv1d, mamba-ssm)
-    run as transformers' own operations inside the `with`: the kernels of packages need a GPU's memory, which tensors on
-    the meta device and fake tensors do not have."""
+    """Let a model's code run transformers' own operations instead of other packages' kernels within the `with` block.
+
+    The packages are flash-linear-attention, causal-conv1d and mamba-ssm. Their kernels need a GPU's memory, which
+    tensors on the meta device and fake tensors do not have.
+    """
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
     spaces = [vars(sys.modules[name]) for name in {kind.__module__ for kind in kinds}]
     replaced = [(space, name, value) for space in spaces for name, value in space.items() if _is_of_package(value)]
@@ -155,13 +157,19 @@ def without_packages(model: nn.Module) -> Iterator[None]:
 
 
 def _is_of_package(value: object) -> bool:
-    """Return whether a function is `use_kernel_func_from_hub_with_fallback` of another one, its `__wrapped__`."""
+    """Return whether a value is a function that may run a package's kernel instead of transformers' (`__wrapped__`)."""
     return isinstance(value, FunctionType) and value.__globals__ is vars(hub_kernels) and hasattr(value, "__wrapped__")
 
 
 def _kinds(module: nn.Module) -> tuple[type, ...]:
     """Return the classes of a module that are in transformers' model files."""
     return tuple(kind for kind in type(module).__mro__ if ".models." in kind.__module__)
+
+
+@functools.cache
+def _has(kinds: tuple[type, ...], pattern: str) -> bool:
+    """Return whether the source code of the classes has a match of a regular expression."""
+    return re.search(pattern, _source(kinds)) is not None
 
 
 @functools.cache
@@ -178,8 +186,7 @@ class LoadingQuantizer(HfQuantizer):
     """
 
     def load(self, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
-        """Load the checkpoint in `folder` to `device`, into a model that is on the meta device. Subclasses
-        override this."""
+        """Load the checkpoint in `folder` to `device`, into a model on the meta device; for subclasses to define."""
         raise NotImplementedError
 
     def is_serializable(self) -> bool:
@@ -220,8 +227,7 @@ def mark_initialized(values: nn.Module | Tensor) -> None:
 
 
 def draw(model: PreTrainedModel, module: nn.Module) -> None:
-    """Initialize the tensors of one module at random, by the model's rules; `init_weights()` would initialize
-    all modules."""
+    """Initialize the tensors of one module at random, by its model's rules; `init_weights()` would do all modules."""
     model._init_weights(module)
 
 
@@ -269,10 +275,10 @@ def calls_rotary(attention: nn.Module) -> bool:
 
 
 def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run an attention module's forward pass with `rotate` instead of `apply_rotary_pos_emb`; `calls_rotary` must hold
-    for it.
+    """Run an attention module's forward pass with `rotate` instead of `apply_rotary_pos_emb`.
 
-    `rotate` is called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and with whatever else the module passes.
+    `calls_rotary` must hold for the module. `rotate` is called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and
+    with whatever else the module passes.
     """
     forward: Any = type(attention).forward
     replaced = {"apply_rotary_pos_emb": functools.partial(rotate, forward.__globals__["apply_rotary_pos_emb"])}

@@ -22,8 +22,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallba
 Computing = Literal["step", "backward", "optimizer"]
 """What a trainer computes: a micro-step, its backward pass within it, an update."""
 Batches = list[tuple[list[Any], Any]]
-"""For each step its micro-batches, and the number of tokens in the loss, if the trainer counts them. A micro-batch is a
-dictionary of tensors; GRPO's are the prompts of all completions that are generated at once."""
+"""For each step (micro-batches, number of tokens in the loss, or None if the trainer does not count them).
+
+A micro-batch is a dictionary of tensors; GRPO's are the prompts of all completions that are generated at once.
+"""
 
 _READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 _NONZERO = torch.ops.aten.nonzero.default
@@ -90,9 +92,9 @@ class SelfReferencing(PeftModel):
 
 
 class Answers(TorchDispatchMode):
-    """Dispatch mode in which TRL's code gets answers about values that fake tensors lack, so that it can be traced.
+    """Dispatch mode that answers when TRL's code reads values, which fake tensors lack, so that it can be traced.
 
-    A number read from a fake tensor is 1, a truth value False; a mask selects everything; every value is unlike zero.
+    A number read from a fake tensor is 1, a truth value False; a mask selects everything, and no element is zero.
 
     Args:
         scored: tokens at the end of each row that a mask [rows, tokens] selects; None for all.
@@ -103,11 +105,11 @@ class Answers(TorchDispatchMode):
         self.scored = scored
 
     def selected(self, mask: Tensor) -> int:
-        """Return how many elements a mask selects."""
+        """Return how many elements a mask is taken to select."""
         return mask.numel() if self.scored is None or mask.dim() < 2 else mask[:, -self.scored :].numel()
 
     def lacks_values(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has no values to read."""
+        """Return whether a tensor has no values to read, so that the mode answers for it."""
         return isinstance(tensor, FakeTensor)
 
     def __enter__(self) -> Answers:
@@ -143,7 +145,7 @@ def _is_mask(indices: Sequence[Tensor | None]) -> bool:
 
 @contextmanager
 def kernels_of_cuda() -> Iterator[None]:
-    """Make TRL take, on fake tensors of the CPU, the way of a GPU: its Triton kernels in place, which launch nothing.
+    """Make TRL choose, for fake tensors on the CPU, what it runs on a GPU: its Triton kernels, here without effect.
 
     They allocate nothing, and neither do products that add to a float32 tensor. ORPO's loss then is that of a GPU too.
     """
@@ -168,29 +170,33 @@ def kernels_of_cuda() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Leave out, within the `with` block, what TRL and transformers warn of: renamed functions and a made-up tokenizer.
+    """Suppress warnings of TRL and transformers within the `with` block: of renamed functions and a made-up tokenizer.
 
-    A trainer prints more than a prediction should.
+    A trainer prints more than a prediction should, progress bars of its data set among it.
     """
-    before = logging.root.manager.disable
+    import datasets
+
+    before, bars_were_on = logging.root.manager.disable, not datasets.are_progress_bars_disabled()
     logging.disable(logging.WARNING)
+    datasets.disable_progress_bars()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+        if bars_were_on:
+            datasets.enable_progress_bars()
 
 
 def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows: int, prompt: int = 1) -> Any:
     """Return a trainer of TRL on rows of made-up words, each row as long as `max_length` cuts it.
 
-    Prompts have `prompt` tokens: one, so that every other one counts in the loss, or what GRPO generates after.
-
     Args:
         kind: `sft`, `dpo`, `kto`, `orpo` or `grpo`.
         arguments: of the trainer's configuration.
-        rows: of the data set; for pairs, pairs.
+        rows: number of rows of the data set; for `dpo` and `orpo`, of pairs. Two are tokenized, and repeated.
+        prompt: tokens of a prompt: for `grpo` those before generation, else 1, so that all others count in the loss.
 
     Raises:
         ValueError: TRL refuses the arguments.
@@ -203,16 +209,16 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
     module, name = _TRAINERS[kind]
     trl = import_module(module)
     words = " a" * arguments.get("max_length", 0)
-    data: dict[str, list[Any]] = {"prompt": ["a" + " a" * (prompt - 1)] * rows}
+    data: dict[str, list[Any]] = {"prompt": ["a" + " a" * (prompt - 1)] * 2}
     given: dict[str, Any] = {}
     if kind == "grpo":
         given["reward_funcs"] = _no_reward
     elif kind in ("dpo", "orpo"):
-        data |= {"chosen": [words] * rows, "rejected": [words] * rows}
+        data |= {"chosen": [words] * 2, "rejected": [words] * 2}
     else:
-        data["completion"] = [words] * rows
+        data["completion"] = [words] * 2
     if kind == "kto":
-        data["label"] = [row % 2 == 0 for row in range(rows)]
+        data["label"] = [True, False]
     words_only = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
     words_only.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words_only, eos_token="<eos>", pad_token="<pad>")
@@ -223,6 +229,7 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
         processing_class=tokenizer,
         **given,
     )
+    trainer.train_dataset = trainer.train_dataset.select([row % 2 for row in range(rows)])
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -242,13 +249,16 @@ _TRAINERS = {
 
 
 def batches_of(trainer: Any, steps: int, micro_steps: int) -> Batches:
-    """Return the batches of the first steps, as the trainer loads them."""
+    """Return the batches of the first `steps` steps, of `micro_steps` micro-batches each, as the trainer loads them."""
     loader = iter(trainer.get_train_dataloader())
     return [trainer.get_batch_samples(loader, micro_steps, torch.device("cpu")) for _ in range(steps)]
 
 
 def precompute_references(trainer: Any, batch: dict[str, Tensor], given: Callable[[Tensor], Tensor]) -> None:
-    """Compute the reference of a batch of DPO or KTO as before training, and let the steps use such results."""
+    """Compute the reference's log-probabilities of a batch, as trainers of DPO and KTO can do before training.
+
+    Afterwards the trainer's steps expect such results in their batches. `given` is as in `run_steps`.
+    """
     trainer.compute_ref_log_probs(trainer.model, {name: _given(one, given) for name, one in batch.items()})
     trainer.precompute_ref_logps = True
 
@@ -267,8 +277,8 @@ def run_steps(
 
     Args:
         given: called with each tensor of a step's batches when the step begins; the trainer gets what it returns.
-        computing: context within which the trainer computes a part of a step.
-        most: micro-steps of a step that run; those after them, which are alike, do not.
+        computing: returns the context within which the trainer computes a part of a step.
+        most: number of micro-steps of a step that run; those after them, which are alike, do not.
     """
     step, backward = trainer.training_step, trainer.accelerator.backward
     generates, done = hasattr(trainer.args, "steps_per_generation"), 0
@@ -315,6 +325,8 @@ def _generates_beside_gradients(arguments: Any) -> bool:
 
 def cache_of(trainer: Any) -> Literal["grows", "static", "none"]:
     """Return how GRPO's trainer keeps keys and values while it generates.
+
+    In a cache that "grows" with the text, in a "static" one of full length, or not at all ("none").
 
     Raises:
         ValueError: it generates outside of the model's own `generate`, or in a way that is not known.

@@ -80,7 +80,8 @@ def layer_range(text: str) -> tuple[int, ...] | None:
 
 
 def _size_or(what: str, *words: str, share: float | None = None) -> BeforeValidator:
-    """Return a validator for a positive memory size, one of `words`, or a float between 0 and `share` (both excluded).
+    """Return a validator of values that are a positive memory size, one of `words`, or a float from 0 to `share`, both
+    excluded.
 
     Without `share`, no float is valid. `what` names the valid forms, for the message "… is neither `what`".
     """

@@ -100,10 +100,10 @@ def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) -> RunConfig:
-    """Apply `section.key=value` overrides, in order, to the parsed YAML `raw`, which is modified, and validate the
-    result.
+    """Apply `section.key=value` overrides, in order, to the parsed YAML `raw`, in place, and validate the result.
 
-    Raises `UserError`, which names the run file as `what` and lists up to 20 problems, if the values do not validate.
+    Raises:
+        UserError: the values do not validate. The message names the run file as `what`, and lists up to 20 problems.
     """
     for override in overrides:
         _apply_override(raw, override)
@@ -191,7 +191,8 @@ def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = Fal
 
 
 def refuse_missing_files(config: RunConfig, run_file: Path | str) -> None:
-    """Raise `UserError` if a data file named under `data:` does not exist.
+    """Raise `UserError` if a data file named under `data:` exists neither beside `run_file` nor in the working
+    directory.
 
     Only names with the form of a file name are checked; hub and catalog data sets are found when they are read.
     """
@@ -258,7 +259,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
-    """Yield a line for each validation problem: the key, its value, and what would be valid."""
+    """Yield a line for each validation problem of `raw`, the values of a run file: the key, its value, and what would
+    be valid."""
     for item in error.errors():
         where = ".".join(str(part)[:80] for part in item["loc"] if part not in _UNION_TAGS)
         value = shown(item["input"])
@@ -291,7 +293,8 @@ def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
 
 
 def _share_of_steps(share: object, raw: dict[str, Any]) -> str:
-    """Return advice for `warmup_ratio`, a fraction of the steps; empty if `raw` has no valid number of steps."""
+    """Return advice for another tool's `warmup_ratio`, the fraction `share` of the steps; empty if `raw`, a run file's
+    values, has no valid number of steps."""
     try:
         train = TrainConfig.model_validate({k: v for k, v in raw.get("train", {}).items() if k in ("steps", "epochs")})
         steps = ceil(float(str(share)) * train.steps)

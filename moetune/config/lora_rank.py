@@ -11,7 +11,7 @@ LoraRanks = dict[str, int | dict[str, int]]
 
 
 def _check_ranks(value: object) -> object:
-    """Return a number unchanged, and a mapping with its keys as text.
+    """Check ranks by target or layers: return a mapping with its keys as text, and anything else unchanged.
 
     Raises:
         ValueError: a mapping is empty, mixes names with layers, has a mapping below layers, or names a layer twice.
@@ -41,7 +41,7 @@ LoraRank = Annotated[
 
 
 def is_by_target(ranks: int | LoraRanks) -> bool:
-    """Return whether the keys of `ranks` are targets."""
+    """Return whether `ranks` maps targets to ranks; False for layers -> rank, and for a single rank."""
     return isinstance(ranks, dict) and layer_range(next(iter(ranks))) is None
 
 
@@ -62,7 +62,7 @@ def rank_of(ranks: int | LoraRanks, target: str, layer: int | None) -> int | Non
 
 
 def layers_named(ranks: int | LoraRanks) -> set[int]:
-    """Return the layers that the keys of `ranks` name."""
+    """Return the indices of all layers that the keys of `ranks` name, at either level; empty for a single rank."""
     inside = ranks.items() if isinstance(ranks, dict) else ()
     return {layer for key, rank in inside for layer in layer_range(key) or layers_named(rank)}  # type: ignore[arg-type]
 
@@ -76,8 +76,7 @@ def halved(ranks: Any) -> tuple[Any, int]:
 
 
 def ranks_as_text(ranks: int | LoraRanks) -> str:
-    """Format ranks as text: `16`, or `64 (attention), 8 (experts)`; those of layers of a target as `8 (experts
-    0-5)`."""
+    """Format ranks as text: `16`, or `64 (attention), 8 (experts)`, or for layers of a target `8 (experts 0-5)`."""
     if isinstance(ranks, int):
         return str(ranks)
     parts = []

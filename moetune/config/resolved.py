@@ -61,7 +61,7 @@ S = TypeVar("S", bound=Section)
 
 
 def resolved(kind: type[S], section: Section, **values: Any) -> S:
-    """Return `section` as its resolved type `kind`, with resolved `values` for keys that were `auto` or a choice.
+    """Return `section` as its resolved type `kind`, such as `ResolvedTrain`, with the keys in `values` replaced.
 
     Nothing is validated.
     """

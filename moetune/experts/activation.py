@@ -88,11 +88,11 @@ class AutogradActivation:
 
 
 def recognize(function: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activation:
-    """Return `SwiGLU` if it computes the same as a model's activation function [N, O] -> [N, I], else
-    `AutogradActivation`.
+    """Return `SwiGLU` if it computes the same as a model's activation function, else `AutogradActivation`.
 
-    `alpha` and `limit`, also named `swiglu_alpha` and `swiglu_limit`, are read from the object that `function` is bound
-    to. Results are compared on the CPU in float32, within 1e-5 relative plus 1e-6 absolute.
+    `function` takes gate_up rows [N, O] to act rows [N, I]. `alpha` and `limit`, also named `swiglu_alpha` and
+    `swiglu_limit`, are read from the object that it is bound to. Results are compared on the CPU in float32, within
+    1e-5 relative plus 1e-6 absolute.
     """
     if not shape.has_gate:
         return AutogradActivation(function)

@@ -67,21 +67,21 @@ class BankPlan:
 
 
 def most_together(shape: ExpertShape, memory: int, dtype: torch.dtype) -> int:
-    """Return how many experts may be computed together: at least one, and no more than fit into `memory` bytes.
+    """Return how many experts may be computed together: as many as fit into `memory` bytes, but at least one.
 
-    Each expert counts with the larger of its two matrices, in `dtype`.
+    Each expert counts with the larger of its two matrices, in `dtype`. Together these have at most 2³¹ - 1 weights.
     """
     largest = shape.hidden * shape.gate_up_rows
     return max(1, min(memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
 
 
 def groups_of(kinds: Sequence[Kind], most: int, *, alone: bool = False) -> Iterator[range]:
-    """Yield consecutive ranges of slots; the experts of a range are of one kind and are computed together.
+    """Divide the slots into consecutive ranges of experts of one kind that are computed together; yield the ranges.
 
     Args:
         kinds: kind of the expert in each slot.
-        most: most experts of a range.
-        alone: every fully trained expert is a range of its own.
+        most: the largest number of experts in a range.
+        alone: whether each fully trained expert is a range of its own, whatever `most` says.
     """
     start = 0
     for kind, slots in groupby(kinds):
@@ -284,6 +284,7 @@ class ExpertBank(nn.Module):
         return groups_of(self._kinds, most, alone=self.hooks.gradient is not None)
 
     def _kind(self, expert: int) -> Kind:
+        """Return how an expert trains."""
         if expert not in self.frozen_slots:
             return "trained"
         return "lora" if self.lora is not None and expert in self.lora.slots else "frozen"
@@ -370,7 +371,7 @@ class ExpertBank(nn.Module):
         norms: Tensor | None = None,
         dense_TE: Tensor | None = None,
     ) -> Tensor:
-        """Run `expert_mlp`, then tell the prefetcher that the layer's forward pass is done."""
+        """Run `expert_mlp`, tell the prefetcher that the layer's forward pass is done, and return the output [T, H]."""
         prefetcher = self.context.prefetcher
         keep_rows = self.layer in self.context.keep_rows and not self.hooks.recomputes
         output = expert_mlp(self, x_TH, weights_TK, permutation, keep_rows=keep_rows, norms=norms, dense_TE=dense_TE)

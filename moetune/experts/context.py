@@ -11,7 +11,7 @@ from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
 
 ReadCounts = Callable[[], list[int]]
-"""Function that copies to the host how often each expert was chosen, for which the host waits."""
+"""Function that returns how often each of E experts was chosen, copied from the device; the host waits."""
 
 CountRows = Callable[[int, Tensor, int, ReadCounts], list[int]]
 """Function of (layer index, chosen expert ids [T, K], number E of experts, function that reads the counts) that returns
@@ -24,7 +24,7 @@ the receive counts is the number of rows that rank r sends to expert l of this r
 
 
 def read_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-    """Return how often each of the `num_experts` ids occurs in `ids`, by reading the counts from the device."""
+    """Return how often each of the `num_experts` ids occurs in `ids`, by calling `read`; default of `count_rows`."""
     return read()
 
 
@@ -45,12 +45,15 @@ def reading(counts: Tensor, order: Sequence[int], rows: int) -> ReadCounts:
 
 
 def listed(counts: Tensor, rows: int) -> list[int]:
-    """Copy counts [E], whose sum is `rows`, to the host as a list."""
+    """Copy counts [E] to the host as a list.
+
+    Their sum `rows` is there for a function put in its place on a device without values, whose counts must add up.
+    """
     return counts.tolist()
 
 
 def read_received(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -> list[list[int]]:
-    """Return the receive counts `receive_RL` as lists; the host waits for the copy. Other arguments are not used."""
+    """Return the receive counts `receive_RL` as lists, for which the host waits (the default of `count_received`)."""
     return receive_RL.tolist()
 
 
@@ -61,7 +64,7 @@ def received_as_sent(receive_RL: Tensor, send_counts: list[list[int]], rank: int
 
 @dataclass
 class ExpertHooks:
-    """Callbacks and state of a model's experts, which a run, a prediction or a recorder replaces temporarily.
+    """Callbacks and flags of a model's experts, which a run, a prediction or a recorder replaces temporarily.
 
     They are attributes and not context variables, because autograd runs the backward pass of a GPU on another thread,
     where context variables of the caller are not set.
@@ -77,7 +80,8 @@ class ExpertHooks:
             last group; None for no calls.
         norms: called after a forward pass with the layer's index and the L2 norms of the experts' outputs before
             weighting, [T, K] in float32; to be set only without gradients. None for no calls.
-        recomputes: whether the forward pass is the recomputation of a checkpointed layer, which keeps no rows.
+        recomputes: whether the forward pass is the recomputation of a checkpointed layer, which does not save gate_up
+            rows (`ExpertContext.keep_rows`).
         without_lora: run experts as if they had no LoRA; without gradients only.
     """
 
@@ -138,8 +142,8 @@ class ExpertContext:
     """Settings that all expert banks of a model share.
 
     Attributes:
-        expert_memory: bytes of dequantized weights that a group of experts may have at a time. The gate_up and down
-            matrices are dequantized one after the other, so each counts alone; a group has at least one expert.
+        expert_memory: bytes that the dequantized weights of a group of experts may take. The gate_up and down matrices
+            are dequantized one after the other, so each counts alone; a group has at least one expert.
         keep_rows: layers whose gate_up rows [T·K, O] of forward are kept for backward, instead of being recomputed.
         split_gate_up: quantize gate and up separately, as checkpoints that store them as separate tensors do.
         prefetcher: copies quantized experts from host memory to the device; None if they are stored on the device.

@@ -26,9 +26,10 @@ from moetune.models.routers import ScoreFunction, apply_score, find_logits, logi
 
 
 class DenseWeights:
-    """The routing weights that experts would have had they been chosen, computed from the routers' logits.
+    """Routing weights through which the experts that were not chosen give their router a gradient.
 
-    `scores` maps the layer's index to the score function of its router, "softmax" or "sigmoid".
+    They are computed from the routers' logits, which hooks record: call `watch` once, then `of` once for each forward
+    pass of a layer. `scores` maps a layer's index to the score function of its router, "softmax" or "sigmoid".
     """
 
     def __init__(self, scores: Mapping[int, ScoreFunction]) -> None:
@@ -42,18 +43,22 @@ class DenseWeights:
             router.register_forward_hook(partial(self._record, layer.index, layer.shape.num_experts))
 
     def _record(self, layer: int, num_experts: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of a router: keep its logits [T, E]."""
+        """Save a router's logits [T, E] for `of`, as its forward hook; does nothing while gradients are disabled."""
         if torch.is_grad_enabled():
             logits = find_logits(output, num_experts)
             assert logits is not None, "its score was found by its logits"
             self._logits[layer] = logits.reshape(-1, num_experts)
 
     def of(self, layer: int, ids_TK: Tensor, weights_TK: Tensor) -> Tensor | None:
-        """Return routing weights [T, E]: 0 for the chosen experts `ids_TK`, and for others the weight that they would
-        have.
+        """Return weights [T, E] through which the experts that were not chosen give the layer's router a gradient.
 
-        They are differentiable in the logits of the last forward pass, which this call drops. None if gradients are
-        disabled.
+        Such an expert has the weight s · Σw / Σs: s is its score (softmax or sigmoid of its logit), and the sums run
+        over the token's chosen experts `ids_TK` [T, K], whose routing weights w are `weights_TK` [T, K]. The factor
+        Σw / Σs is a constant in backward. Chosen experts have 0 here, because w itself carries their gradient. The
+        paper is named in this file's docstring.
+
+        The result is differentiable in the logits of the layer's last forward pass, which are forgotten: a second call
+        before the next forward pass raises `KeyError`. None if gradients are disabled.
         """
         if not torch.is_grad_enabled():
             return None

@@ -33,8 +33,7 @@ def mark_on_host(tensor: Tensor) -> Tensor:
 
 
 def host_source(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return the host storage that `CopyStream.to_device` copied to this tensor; None if there is none, or it
-    was freed."""
+    """Return the host storage that `CopyStream.to_device` copied to this tensor; None if none was, or it was freed."""
     source = getattr(tensor.untyped_storage(), "host_source", None)
     return None if source is None else source()
 
@@ -88,7 +87,8 @@ def on_device(value: Tensor, device: torch.device) -> Tensor:
 class AsyncCopy:
     """Tensors (`copies`) that a `CopyStream` is filling.
 
-    Before a device reads them, call `wait` on the stream that will; before the host does, call `read`.
+    Before a device reads them, call `wait` on the stream that will; before the host does, call `read`. Both return
+    them.
     """
 
     def __init__(self, copies: tuple[Tensor, ...], device: torch.device, event: torch.cuda.Event | None) -> None:
@@ -123,7 +123,7 @@ class CopyStream:
         self._stream: torch.cuda.Stream | None = None  # created at the first copy
 
     def to_device(self, tensors: Iterable[Tensor]) -> AsyncCopy:
-        """Copy host tensors into new tensors on the device, whose `host_source` is the storage of the original."""
+        """Start copying host tensors into new tensors on the device; `host_source` finds the original of each."""
         sources, copies = tuple(tensors), []
         for source in sources:
             copies.append(torch.empty(source.shape, dtype=source.dtype, device=self.device))
@@ -131,13 +131,18 @@ class CopyStream:
         return self._copy(sources, tuple(copies))
 
     def to_host(self, tensor: Tensor) -> AsyncCopy:
-        """Copy a tensor to new host memory, pinned on a GPU. The caller keeps `tensor` until it has waited for
-        the copy."""
+        """Start copying a tensor to new host memory, pinned on a GPU.
+
+        The caller keeps `tensor` alive until it has waited for the copy.
+        """
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.device.type == "cuda")
         return self._copy((tensor,), (mark_on_host(copy),))
 
     def copy(self, source: Tensor, target: Tensor) -> AsyncCopy:
-        """Copy `source` into `target`. The caller keeps both until it has waited for the copy."""
+        """Start copying `source` into `target`, one on the host and the other on the device.
+
+        The caller keeps both alive until it has waited for the copy.
+        """
         return self._copy((source,), (target,))
 
     @torch.no_grad()
@@ -161,8 +166,9 @@ class CopyStream:
 class ExpertPrefetcher:
     """Copies the experts' buffers from host memory to `device`, one layer in advance.
 
-    While a layer computes, the next one is copied: in forward the following registered layer, in backward the preceding
-    one that gradients reach. At most two layers are on the device at a time, and none between steps.
+    A layer is a decoder layer, known by its index (`number`). While one computes, the next is copied: in forward the
+    registered layer with the next larger number, in backward the preceding one that gradients reach. At most two layers
+    are on the device at a time, and none between steps.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -175,9 +181,10 @@ class ExpertPrefetcher:
         self._pass = NO_PASS
 
     def add_layer(self, number: int, modules: Sequence[nn.Module]) -> None:
-        """Register the modules of layer `number`, whose buffers stay in host memory.
+        """Register the modules of decoder layer `number`, whose buffers `bring` copies to the device.
 
-        Layers may be registered in any order; forward must use them in ascending order.
+        The buffers must be in host memory (`empty_on_host`), and stay there. Layers may be registered in any order, but
+        forward must use them in ascending order of `number`. A second call for a layer replaces its modules.
         """
         self._layers = dict(sorted({**self._layers, number: tuple(modules)}.items()))
         self._number |= dict.fromkeys(modules, number)
@@ -196,7 +203,7 @@ class ExpertPrefetcher:
     def used(self, module: nn.Module, *, again: bool) -> None:
         """Report that the forward pass of the layer that holds `module` is done; does nothing during a backward pass.
 
-        `again` says whether a backward pass will need the layer; if not, its copies are freed.
+        `again` says whether a backward pass will need the layer; if not, its copies on the device are freed.
         """
         number = self._number[module]
         if backward_pass() != NO_PASS:
@@ -239,4 +246,5 @@ class ExpertPrefetcher:
             self._at = None
 
     def _names(self, number: int) -> list[tuple[nn.Module, str]]:
+        """Return (module, buffer name) of each buffer of a layer, in the order in which they are copied."""
         return [(module, name) for module in self._layers[number] for name, _ in module.named_buffers(recurse=False)]

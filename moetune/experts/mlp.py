@@ -73,11 +73,14 @@ def expert_mlp(
     checkpointing would drop saved tensors; its backward frees them.
 
     Args:
+        experts: the layer's experts.
+        x_TH: token rows.
+        weights_TK: routing weights.
         permutation: the T·K rows sorted by slot.
         keep_rows: keep the gate_up rows of forward for the first backward pass; a second one recomputes them.
         norms: [T, K] float32, overwritten with the L2 norms of the experts' outputs before weighting; None to skip.
-        dense_TE: [T, E] routing weights that the experts would have if all were chosen (experts/dense.py), or None.
-            They do not change y, and receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e.
+        dense_TE: [T, E] weights of experts that were not chosen (`DenseWeights.of`), or None. They do not change y, and
+            receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e.
     """
     rows: list[Tensor] = []
     groups = list(experts.groups(x_TH.dtype))
@@ -108,8 +111,11 @@ def _fill(
 def _add_group(
     experts: ExpertWeights, group: RowGroup, tokens: TokenRows, kept: list[Tensor] | None, norms: Tensor | None
 ) -> None:
-    """Compute the outputs of one group and add them to `tokens`. Append the group's gate_up rows [N, O] to `kept`, and
-    write the L2 norms of the outputs to `norms` [T, K], each unless it is None."""
+    """Compute the outputs of one group, and add them to `tokens`.
+
+    Unless they are None, the group's gate_up rows [N, O] are appended to `kept`, and the L2 norms of the outputs are
+    written to `norms` [T, K].
+    """
     gate_up, down = experts.projections(group.slots, tokens.x_TH.dtype)
     gate_up_NO = gate_up.forward(tokens.of(group), group.gemm)
     act_NI = experts.activation.forward(gate_up_NO)
@@ -123,7 +129,7 @@ def _add_group(
 
 
 def _announced(experts: ExpertWeights, groups: Iterable[RowGroup]) -> Iterator[RowGroup]:
-    """Yield the groups, calling the group hook with the expert ids before each group and with () after the last."""
+    """Yield the groups; call `ExpertHooks.group` with the expert ids before each, and with () after the last."""
     hook = experts.hooks.group
     for group in groups:
         if hook is not None:

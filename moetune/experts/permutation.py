@@ -34,10 +34,12 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Permutation:
-    """The T·K token rows of a layer, sorted by the slot of their expert.
+    """The T·K token rows of a layer, sorted by the slot of their expert (stable).
 
-    `order` [T·K] are their flat positions token·K + choice, sorted by slot (stable); `counts` each slot's number of
-    rows.
+    Attributes:
+        order: [T·K] int64, the rows' flat positions token·K + choice in sorted order.
+        counts: each slot's number of rows.
+        top_k: K.
     """
 
     order: Tensor
@@ -61,8 +63,7 @@ class Permutation:
             yield RowGroup(group, gemm, at, self.order[at])
 
     def _ends(self, groups: list[range]) -> Tensor | None:
-        """Return the end of each expert's rows, counted from the start of its group: [E] int32 on the device of
-        `order`.
+        """Return where each slot's rows end, counted from the start of its group: [E] int32 on the device of `order`.
 
         None if every group has one expert.
         """
@@ -78,10 +79,11 @@ class Permutation:
 class TokenRows:
     """Gather the token rows of each group, and sum the experts' results of each token into `out_TH`.
 
-    For each group, read `of`, write the results to `place` or pass them to `add`; then call `finish` once. A single
-    expert has at most one row of a token, so its results are added to `out_TH` at once. In a group of several experts a
-    token may have several rows, and a GPU adds rows at equal indices in any order. If there is such a group, all T·K
-    rows are gathered first, results replace them, and `finish` sums the rows of each token in a fixed order.
+    For each group, take its rows from `of`, write the results to `place` or pass them to `add`; then call `finish`
+    once. A single expert has at most one row of a token, so its results are added to `out_TH` at once. In a group of
+    several experts a token may have several rows, and a GPU adds rows at equal indices in any order. If there is such a
+    group, all T·K rows are gathered first, results replace them, and `finish` sums the rows of each token in a fixed
+    order.
 
     `out_TH` is overwritten; if it is None, rows of `x_TH` [T, H] are only gathered. `weights` [T·K] are the weights of
     the rows in the sum, by flat position; None for 1.
@@ -105,7 +107,7 @@ class TokenRows:
             out_TH.zero_()
 
     def of(self, group: RowGroup) -> Tensor:
-        """Return the gathered rows [N, H] of a group: a new tensor, or a view that its results will overwrite."""
+        """Return the rows [N, H] of a group's tokens: a new tensor, or the view that its results will overwrite."""
         if self.rows_SH is None:
             return kernels.gather_rows(self.x_TH, group.order, self.top_k, None)
         return self.rows_SH[group.at]
@@ -115,11 +117,14 @@ class TokenRows:
         return None if self.rows_SH is None else self.rows_SH[group.at]
 
     def add(self, group: RowGroup, results_NH: Tensor) -> None:
-        """Add a group's results [N, H] to `out_TH`, overwriting them; does nothing if they were written to `place`."""
+        """Add a group's results [N, H], times their weights, to `out_TH`; does nothing if they were written to `place`.
+
+        `results_NH` is overwritten.
+        """
         if self.rows_SH is None:
             kernels.add_rows_(self.out_TH, results_NH, group.order, self.top_k, self.weights)
 
     def finish(self) -> None:
-        """Write the sums to `out_TH`, unless `add` has done so."""
+        """Complete the sums in `out_TH`: sum the results that were written to `place`, if any."""
         if self.rows_SH is not None:
             kernels.sum_rows_(self.out_TH, self.rows_SH, self.inverse, self.weights)

@@ -1,6 +1,7 @@
 """A linear projection of a group of experts, forward and backward: quantized, trained in full, or with LoRA.
 
 Shapes: C experts in the group with N rows together, `in` and `out` features, rank r. Rows are in the compute dtype.
+Everywhere `gemm` (a `GroupedGemm`) says how many of the N rows belong to each expert.
 """
 
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from moetune.experts.kernels.grouped import GroupedGemm
 
 
 class RowWeights(NamedTuple):
-    """Routing weights of N rows: `weights` [T·K] of all rows of the layer, and `order` [N], the flat positions of these
-    rows."""
+    """Routing weights of a group's N rows.
+
+    `weights` [T·K] has those of all rows of the layer, and `order` [N] the indices in it of the group's rows.
+    """
 
     weights: Tensor
     order: Tensor
@@ -42,14 +45,16 @@ class Gradients(dict[nn.Parameter, Tensor]):
         self._handed_over: set[nn.Parameter] = set()
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the gradient tensor of a parameter, to be written in place; it is allocated on the first call."""
+        """Return the tensor for a parameter's gradient, to be written in place; the first call allocates it."""
         if parameter not in self:
             self[parameter] = self._like(parameter)
         return self[parameter]
 
     def hand_over(self, projection: "Projection") -> None:
-        """Call the hook, if there is one, for each fully trained parameter of a projection, with its gradient
-        or zeros."""
+        """Call the hook with each fully trained parameter of a projection and its gradient, or zeros if it has none.
+
+        Does nothing if there is no hook.
+        """
         if self.hook is None:
             return
         for full in projection.trained:
@@ -72,8 +77,8 @@ class Gradients(dict[nn.Parameter, Tensor]):
 class LowRank:
     """LoRA factors of a group's projection, W + scale · B·A, in P parts.
 
-    P is 2 if gate and up have a product B·A each, else 1. The narrow products of forward and backward are kept until
-    the gradients of the factors are computed.
+    P is 2 if gate and up have a product B·A each, else 1. The products with r columns, `xA` and `dB`, are kept from
+    forward and backward until `add_gradients` computes the factors' gradients from them.
 
     Attributes:
         A_all: [n, P, r, in], the factors A of all n experts of the layer that have LoRA.
@@ -81,9 +86,10 @@ class LowRank:
         slots: slice of the group's C experts in the first dimension of `A_all` and `B_all`.
         is_interleaved: columns of the two parts alternate in the output.
         scale: alpha / rank.
-        is_joined: for groups of several experts, one kernel computes the product with W and adds these terms.
-        xA: [N, P, r], input rows times Aᵀ; None until `add_forward`.
-        dB: [N, P, r], gradients of the output rows times B; None until `add_grad_input`.
+        is_joined: whether, in groups of several experts, one kernel computes the product with W and adds these terms
+            (`join_forward`, `join_grad_input`).
+        xA: [N, P, r], input rows times Aᵀ; None until forward.
+        dB: [N, P, r], gradients of the output rows times B; None until the gradient of the input rows is computed.
     """
 
     A_all: nn.Parameter
@@ -106,23 +112,29 @@ class LowRank:
         return self.B_all[self.slots]
 
     def add_forward(self, base: Tensor, out: Tensor, x: Tensor, gemm: GroupedGemm) -> None:
-        """Write base + scale · B·(A·x) to `out` [N, out], which may be `base`; `x` is [N, in]. Keeps A·x."""
+        """Write `base` + scale · B·(A·x) to `out`, and keep A·x.
+
+        `x` [N, in] are the input rows, and `base` [N, out] is their product with W; `out` may be `base` itself.
+        """
         base, out = self._in_parts(base), self._in_parts(out)
         self.xA = kernels.low_rank(x, self.A, self.B, base, out, gemm.ends, gemm.counts, self.scale)
 
     def add_grad_input(self, base: Tensor, out: Tensor, dout: Tensor, gemm: GroupedGemm) -> None:
-        """Write base + scale · Aᵀ·(Bᵀ·dout) to `out` [N, in], which may be `base`; `dout` is [N, out]. Keeps
-        Bᵀ·dout."""
+        """Write `base` + scale · Aᵀ·(Bᵀ·dout), the gradient of the input rows, to `out`, and keep Bᵀ·dout.
+
+        `dout` [N, out] is the gradient of the output rows, and `base` [N, in] its product with W; `out` may be `base`
+        itself.
+        """
         dout = self._in_parts(dout)
         self.dB = kernels.low_rank(dout, self.B.mT, self.A.mT, base, out, gemm.ends, gemm.counts, self.scale)
 
     def join_forward(self, x: Tensor, matrices: Tensor, out: Tensor, gemm: GroupedGemm) -> None:
-        """Write x·matrices + scale · B·(A·x) to `out` [N, out]; matrices [C, in, out]. Keeps A·x."""
+        """Write x·matrices + scale · B·(A·x) to `out` [N, out], and keep A·x; `matrices` is Wᵀ [C, in, out]."""
         self.xA = kernels.low_rank(x, self.A, None, None, None, gemm.ends, gemm.counts, 1.0)
         self._join(out, x, matrices, self.xA, self.B, gemm)
 
     def join_grad_input(self, dout: Tensor, matrices: Tensor, out: Tensor, gemm: GroupedGemm) -> None:
-        """Write dout·matrices + scale · Aᵀ·(Bᵀ·dout) to `out` [N, in]; matrices [C, out, in]. Keeps Bᵀ·dout."""
+        """Write dout·matrices + scale · Aᵀ·(Bᵀ·dout) to `out` [N, in], and keep Bᵀ·dout; `matrices` is W."""
         parts = self._in_parts(dout)
         self.dB = kernels.low_rank(parts, self.B.mT, None, None, None, gemm.ends, gemm.counts, 1.0)
         self._join(out, dout, matrices, self.dB, self.A.mT, gemm)
@@ -137,8 +149,11 @@ class LowRank:
     def add_gradients(
         self, grads: Gradients, x: Tensor, dout: Tensor, gemm: GroupedGemm, weights: RowWeights | None
     ) -> None:
-        """Write the gradients of A and B into `grads`, from x [N, in] and dout [N, out], times `weights`; free A·x and
-        Bᵀ·dout."""
+        """Write the gradients of A and B into `grads`, and free A·x and Bᵀ·dout.
+
+        `x` [N, in] are the input rows, and `dout` [N, out] the gradients of the output rows, which are multiplied here
+        by the routing weights, if given.
+        """
         dout = self._in_parts(dout)
         of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
         groups = gemm.ends, gemm.counts
@@ -192,8 +207,8 @@ class Projection:
     ) -> Tensor:
         """Project rows [N, in], sorted by expert, to [N, out].
 
-        `weights` is the result of `self.weights()` if the caller has it already. The result is written to `into`, if
-        given, and returned.
+        `weights` is the result of `self.weights()`, if the caller has it already. The result is written to `into`
+        [N, out], if given, else to a new tensor, and returned.
         """
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self._joins(gemm):
@@ -231,7 +246,8 @@ class Projection:
     ) -> None:
         """Write the gradients of this projection's parameters into `grads`.
 
-        `x` are input rows [N, in], `dout` gradients of the output rows [N, out], each multiplied by its weight, if any.
+        `x` [N, in] are the input rows, and `dout` [N, out] the gradients of the output rows, which are multiplied here
+        by the routing weights, if given.
         """
         if self.trained:
             dout = dout if weights is None else dout * weights.column(dout.dtype)

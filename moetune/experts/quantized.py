@@ -163,10 +163,11 @@ class QuantizedExperts(HostModule):
 
     @torch.no_grad()
     def put_quantized_(self, index: int, *pieces: Mapping[str, Tensor]) -> None:
-        """Store data that are already quantized as matrix `index`.
+        """Store data that are quantized already as matrix `index`.
 
-        Each piece maps buffer names (`data`, `absmax`, `scales`, …) to tensors with the shape and dtype of one row of
-        that buffer; a difference, or another number of pieces, raises `AssertionError`.
+        There are as many arguments `pieces` as `self.pieces`. Each maps buffer names (`data`, `absmax`, `scales`, …) to
+        tensors with the shape and dtype of one row of that buffer; a difference, or another number of pieces, raises
+        `AssertionError`.
         """
         assert len(pieces) == self.pieces
         for number, stored in enumerate(pieces, index * self.pieces):
@@ -181,7 +182,7 @@ class QuantizedExperts(HostModule):
         return self.matrices(slice(index, index + 1), dtype)[0]
 
     def matrices(self, which: slice, dtype: torch.dtype) -> Tensor:
-        """Return the matrices of the slice `which`, which has start and stop, in `dtype`: [n, R, C].
+        """Return the matrices of the slice `which`, whose start and stop are given, in `dtype`: [n, R, C].
 
         Each is bit for bit as `matrix` returns it. The result is a new tensor, or a view of the buffer if the storage
         is unquantized and has that dtype.
@@ -236,10 +237,10 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The stored data: libraries that wrap linear layers read its device and dtype.
+        """The stored data of the weight, from which libraries that wrap linear layers read its device and dtype.
 
-        [out, in] for int8, fp8, bf16 and fp32; for NVFP4 [out, in / 2] and for MXFP4 [out·in / 2] bytes of two weights
-        each.
+        [out, in] for int8, fp8, bf16 and fp32; bytes of two weights each for NVFP4, [out, in / 2], and MXFP4,
+        [out·in / 2].
         """
         return self.stack.data[0]
 

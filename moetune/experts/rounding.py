@@ -1,9 +1,10 @@
 """Rounding of weights to floating-point formats with blocks of scales: FP8, NVFP4 and MXFP4.
 
 Weights are rounded to the nearest value, ties to even. Temporary tensors hold about `INT8_AT_ONCE` weights at a time.
+Each function overwrites its arguments `data` (codes) and `scales`; scales of 8 bits are given as uint8.
 
-With `keep`, a block's scale stays what it was if no weight is too large for it, so that weights of a quantized matrix
-that hardly change are rounded to what they were.
+With `keep`, `scales` hold those of an earlier quantization, and a block's scale stays unless a weight is too large for
+it, so that weights that hardly changed are rounded to the codes that they had.
 """
 
 import torch
@@ -15,16 +16,21 @@ from moetune.experts.kernels.operators import E2M1, INT8_AT_ONCE, MX_BLOCK
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 SLACK = 1 + 2**-5
-"""How much the largest magnitude may exceed the range of a scale that is kept: less than half a step of FP8."""
+"""Factor by which a block's largest magnitude may exceed the range of a scale that stays: less than half a step."""
 _SMALLEST_FP8 = torch.finfo(torch.float8_e4m3fn).smallest_normal / 8
 
 
 def round_to_fp8(weight: Tensor, data: Tensor, scales: Tensor, *, keep: bool = False) -> None:
-    """Quantize a matrix [R, C] to FP8 (E4M3) in blocks of `FP8_BLOCK` rows and columns, the last of which may be cut
-    off. The scale brings the block's largest magnitude to 448, the largest value; bit for bit transformers'
-    `Fp8Quantize`, which takes no blocks that are cut off.
+    """Quantize a matrix [R, C] to FP8 (E4M3), with a scale for each block of 128 × 128 weights.
 
-    Writes the codes to `data` [R, C] uint8, and to `scales` [⌈R / 128⌉, ⌈C / 128⌉] float32 what they are multiplied by.
+    Blocks at the right and lower edges may be cut off. The scale brings the block's largest magnitude to 448, the
+    largest value of FP8. The result is bit for bit that of transformers' `Fp8Quantize`, which refuses blocks that are
+    cut off.
+
+    Args:
+        data: [R, C] uint8, overwritten with the bits of the codes.
+        scales: [⌈R / 128⌉, ⌈C / 128⌉] float32, overwritten with what the codes are to be multiplied by.
+        keep: as in the module's docstring.
     """
     rows, columns = weight.shape
     high = FP8_BLOCK * max(1, INT8_AT_ONCE // columns // FP8_BLOCK)
@@ -56,13 +62,19 @@ def round_to_nvfp4(
     largest: Tensor | None = None,
     keep: bool = False,
 ) -> None:
-    """Quantize a matrix [R, C] to NVFP4, by the formulas of compressed-tensors: the global scale 448 · 6 / `largest`
-    brings the largest scale to 448, and a block's scale its largest magnitude to 6.
+    """Quantize a matrix [R, C] to NVFP4, with B = ⌈C / 16⌉ blocks in a row, by the formulas of compressed-tensors.
+
+    The global scale 448 · 6 / `largest` brings the largest scale of a block to 448, and the scale of a block its
+    largest magnitude to 6.
 
     Args:
-        data, scales, fraction: one matrix of each argument of `dequantize_nvfp4`; overwritten. The numerator is 1.
-        largest: a magnitude, at least that of every weight; by default the largest.
-        keep: the fraction stays too.
+        data: [R, 8·B] uint8, overwritten with two codes per byte, the first in the low bits.
+        scales: [R, B] uint8, overwritten with the bits of the blocks' E4M3 scales.
+        fraction: [2] float32, numerator and denominator of the factor of all scales; overwritten with 1 and the global
+            scale.
+        largest: a magnitude, at least that of every weight, as where several matrices share a global scale; by default
+            the matrix's own.
+        keep: as in the module's docstring; `fraction` is then read and stays too, and `largest` is not used.
     """
     rows, columns = weight.shape
     if not keep:
@@ -89,10 +101,15 @@ def _largest(weight: Tensor) -> Tensor:
 
 
 def round_to_mxfp4(weights: Tensor, data: Tensor, scales: Tensor, *, keep: bool = False) -> None:
-    """Quantize a flat tensor of weights to MXFP4, writing codes to `data` and exponents + 127 to `scales`.
+    """Quantize a flat tensor of n weights to MXFP4, in ⌈n / 32⌉ blocks.
 
     The scale of a block of 32 weights is the power of two that brings its largest magnitude into [4, 8); scaled
     magnitudes above 6 become 6 (OCP Microscaling Formats 1.0, section 6.3).
+
+    Args:
+        data: [16 · ⌈n / 32⌉] uint8, overwritten with two codes per byte, the first in the low bits.
+        scales: [⌈n / 32⌉] uint8, overwritten with the exponent of each scale, plus 127.
+        keep: as in the module's docstring.
     """
     for first in range(0, len(weights), INT8_AT_ONCE):
         part = weights[first : first + INT8_AT_ONCE].float()
@@ -108,8 +125,10 @@ def round_to_mxfp4(weights: Tensor, data: Tensor, scales: Tensor, *, keep: bool 
 
 
 def _e2m1_codes(scaled: Tensor) -> Tensor:
-    """Round float32 values [..., n] to E2M1; return two codes per byte, [..., n / 2] uint8, the first in the low
-    bits. Magnitudes above 6 become 6."""
+    """Round float32 values [..., n] to E2M1; return two codes per byte, [..., n / 2] uint8, the first in the low bits.
+
+    Magnitudes above 6 become 6.
+    """
     levels = scaled.new_tensor(E2M1)
     middles = (levels[:-1] + levels[1:]) / 2
     # ties between an odd code and the even one above it round up

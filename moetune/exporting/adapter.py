@@ -32,8 +32,8 @@ class AdapterWritten(Answer):
     """The result of `convert_adapter` and `merge_adapter`.
 
     Attributes:
-        layout: the layout that the adapter was read in; None without factors on experts.
-        reasons: from what that was concluded.
+        layout: the layout in which the adapter was stored; None without factors on experts.
+        reasons: sentences that say from what that was concluded.
         tensors, bytes: number and size of the tensors that hold what the adapter trained.
         notes: messages for the user.
     """
@@ -49,13 +49,13 @@ class AdapterWritten(Answer):
 def check_adapter(
     base: str, adapter: Path | str, *, layout: str | None = None, program: str | None = None
 ) -> AdapterReport:
-    """Check what of an adapter reaches its base, and which programs read it unchanged (`moetune.adapters.check.check`).
+    """Check which parts of an adapter take effect on its base, and which programs read its files as they are.
 
     Args:
         base: a folder, catalog name or hub id; its weights are not needed.
         adapter: the adapter's folder.
         layout: the layout that it is in, one of `moetune.adapters.read.LAYOUTS`; by default it is detected.
-        program: a program that must read it unchanged.
+        program: one of `moetune.adapters.write.PROGRAMS`; if it does not read the files as they are, that is a problem.
 
     Raises:
         UserError: base or adapter cannot be read; or the files allow two layouts.
@@ -69,11 +69,11 @@ def convert_adapter(
 ) -> AdapterWritten:
     """Write an adapter to the folder `out` in the layout of a program, one of `moetune.adapters.write.PROGRAMS`.
 
-    The other arguments are those of `check_adapter`.
+    `overwrite` replaces an earlier export in `out`; the other arguments are those of `check_adapter`.
 
     Raises:
-        UserError: as `check_adapter`; a part of the adapter belongs to nothing, or has no place in the program's
-            layout; or `out` is occupied. Nothing is written then.
+        UserError: as `check_adapter`; a part of the adapter matches nothing in the base, or has no place in the
+            program's layout; or `out` is occupied. Nothing is written then.
     """
     out, stored = Path(out), _open(adapter)
     _, of_base = _open_base(base)
@@ -92,7 +92,8 @@ def merge_adapter(
 ) -> AdapterWritten:
     """Write the base checkpoint to the folder `out` with the adapter in it: W + scale·B·A, in float32.
 
-    All other bytes are those of the base; one that is published quantized is written dequantized, in 16 bits.
+    All other bytes are those of the base; a base that is published quantized is written dequantized, in 16 bits.
+    Arguments as in `convert_adapter`.
 
     Raises:
         UserError: as `convert_adapter`; or the base has no weights on this machine.
@@ -123,8 +124,9 @@ def diff_adapters(
     """Find where the updates of two adapters of one base differ.
 
     Args:
-        base: the base; by default what the first adapter names.
-        layouts: the layouts of the two, as `layout` of `check_adapter`.
+        a, b: the folders of the adapters.
+        base: a folder, catalog name or hub id; by default what the first adapter names.
+        layouts: the layouts that the two are in, each as `layout` of `check_adapter`.
 
     Raises:
         UserError: as `check_adapter`; or the first adapter names no base.
@@ -139,6 +141,7 @@ def diff_adapters(
 
 
 def _open(adapter: Path | str) -> StoredAdapter:
+    """Open an adapter's folder; raise `UserError` if there is none, or it holds no adapter."""
     folder = expanded(adapter)
     if not folder.is_dir():
         raise UserError(f"adapter {str(folder)!r} does not exist")
@@ -146,12 +149,14 @@ def _open(adapter: Path | str) -> StoredAdapter:
 
 
 def _open_base(base: str) -> tuple[ResolvedModel, AdapterBase]:
+    """Resolve the model `base` without its weights; also return it as the base of adapters, with its names."""
     model = resolve_model(ModelConfig.model_validate({"path": base}), "cpu")
     return model, base_of(model.source, model.plain, model.structure, base)
 
 
 def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) -> Read:
-    """Read an adapter. Raise `UserError` if a part of it belongs to nothing, or if its layout is in doubt."""
+    """Read an adapter in `layout`, None to detect it; `UserError` if that is in doubt, or a part matches nothing in the
+    base."""
     found = read(stored, base, layout)
     if layout is None:
         sure(found, stored)
@@ -163,7 +168,7 @@ def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) ->
 
 
 def _updates(adapter: Adapter, base: AdapterBase) -> Iterator[Update]:
-    """Yield what an adapter changes in the plain model, experts one by one."""
+    """Yield the updates that an adapter makes to the plain model; experts whose B is zero are left out."""
     for path, factors in adapter.linears.items():
         A, B = Held(factors.A), Held(factors.B)
         yield Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, factors.scale))

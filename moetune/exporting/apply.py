@@ -1,6 +1,6 @@
 """`apply_delta`: write a copy of a base checkpoint with the tensors of a delta in place of its own.
 
-A delta is a folder that `moetune export --format delta` wrote: the tensors that full-precision training changed.
+A delta is a folder that `moetune export --format delta` wrote: the tensors that trained in full precision.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -52,6 +52,7 @@ def apply_delta(
     The base is read twice: to compute its fingerprint (the SHA-256 of its files), and to copy it.
 
     Args:
+        delta: the delta's folder.
         to: the base: a folder, or a catalog name or hub id whose weights are on this machine.
         out: the folder to write. It appears under this name only when it is complete.
         force: the name of the base (its folder's name, catalog name or hub id), to apply the delta to it although the
@@ -107,6 +108,8 @@ def apply_delta(
 
 
 def _notes(difference: str | None, force: str | None, name: str) -> Iterator[str]:
+    """Yield notes for the user: that the base is another one (`difference`); or that `force`, which is not `name`, the
+    name of the base, was not needed."""
     if difference is not None:
         yield f"applied to another base than it was made for: {difference}"
     elif force is not None and force != name:
@@ -116,7 +119,8 @@ def _notes(difference: str | None, force: str | None, name: str) -> Iterator[str
 def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> None:
     """Raise `UserError` if the base lacks a tensor of the delta, or has it in another shape.
 
-    Of a tensor with the rows of some experts only, each row must exist in the base, in the same shape.
+    If the delta has only some experts' rows of a tensor, each must exist in the base, in the same shape. `places` are
+    the base's tensors by name, `base` its folder, for the message.
     """
     for key, tensor in delta.tensors.items():
         place, rows = places.get(key), delta.slices.get(key)

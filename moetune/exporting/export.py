@@ -27,7 +27,8 @@ class ExportResult(Answer):
         bytes: the size of these tensors.
         notes: messages for the user.
         into: the quantized format of a merged checkpoint; None for the base's 16 bits.
-        survival: what rounding to it leaves of the change, by layer, and last of all layers together.
+        survival: what rounding to that format leaves of the change, by layer, and last of all layers together; empty
+            without rounding.
     """
 
     format: str
@@ -48,15 +49,15 @@ def export(
     overwrite: bool = False,
     into: Into | None = None,
 ) -> ExportResult:
-    """Export the trained model of a run to the folder `out`.
+    """Write the trained model of a run to the folder `out`, in one of four formats.
 
     If the run file sets `data.chat_template`, all formats but `delta` also hold it, as `chat_template.jinja`.
 
     Args:
         trained: a run folder, of which `open_run` chooses the checkpoint; what it opened; or an adapted model in
             memory, whose base is what its `model.path` holds now.
-        format: `delta`: only the changed tensors. `peft`: a PEFT adapter. `merged`: a whole checkpoint. `vllm`: an
-            adapter for vLLM.
+        format: `delta`: only the tensors that trained in full precision. `peft`: a PEFT adapter. `merged`: a whole
+            checkpoint. `vllm`: an adapter for vLLM.
         out: the folder to write. It appears only when it is complete.
         into: round a merged checkpoint to this quantized format (`write_rounded`).
         overwrite: replace an earlier export in `out`, which must be new or empty otherwise.

@@ -30,6 +30,7 @@ class FinishedRun:
 
     Attributes:
         path: the run folder.
+        config: the run's configuration, as it was trained.
         step: the step of the checkpoint.
         adapted: the adapted model. For a run folder it is on the meta device, without values.
         trained: the trained tensors, by their names in a training checkpoint.
@@ -52,7 +53,7 @@ class FinishedRun:
 
 
 def in_memory(adapted: Adapted) -> FinishedRun:
-    """Return an adapted model in memory, with its current values; `UserError` if it is divided over ranks."""
+    """Return an adapted model in memory, with its current values, as a run; `UserError` if it is divided over ranks."""
     if not adapted.ranks.is_single:
         raise UserError("a model that is distributed over ranks cannot be exported from memory; export its run folder")
     trained = {part.name: Held(part.of(parameter)) for parameter, parts in parts_of(adapted).items() for part in parts}
@@ -61,7 +62,7 @@ def in_memory(adapted: Adapted) -> FinishedRun:
 
 
 def open_run(path: Path) -> FinishedRun:
-    """Open the newest undamaged checkpoint of a run folder; with `train.early_stopping`, the one with the lowest loss.
+    """Open the newest undamaged checkpoint of a run folder; with `train.early_stopping`, that of lowest held-out loss.
 
     Its tensors stay on disk until they are used.
 
@@ -187,7 +188,8 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = N
 
 
 def manifest_entries(run: FinishedRun) -> dict[str, Any]:
-    """Return the entries of a manifest that describe the run: name, step, run file and trained parameters."""
+    """Return the entries of a manifest that describe the run: `run` (its name), `step`, `run_file`, and `selection`,
+    names of the trained parameters; JSON values."""
     selection = run.adapted.selection
     return {
         "run": None if run.path is None else run.path.resolve().name,
@@ -203,4 +205,5 @@ def manifest_entries(run: FinishedRun) -> dict[str, Any]:
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
+    """Format a tensor's shape for a message; None for a tensor that is missing."""
     return "not there" if shape is None else str([*shape])

@@ -86,9 +86,9 @@ def write_export_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def refuse_unfit(out: Path, overwrite: bool, needed: int = 0) -> None:
-    """Raise `UserError` if the folder `out` is occupied, or its disk has fewer than `needed` bytes free.
+    """Raise `UserError` if the folder `out` is not new or empty, or its disk has fewer than `needed` bytes free.
 
-    With `overwrite`, `out` may hold an earlier export and nothing else.
+    With `overwrite`, `out` may hold an earlier export, and nothing else.
     """
     out = expanded(out).absolute()
     _refuse_occupied(out, overwrite)
@@ -144,7 +144,7 @@ def _clear(ours: Path, out: Path) -> None:
 
 
 def _mark(out: Path) -> bytes:
-    """Return the content of the marker file of an export to `out`."""
+    """Return the content of the marker file of an export to `out`, by which its leftovers are recognized."""
     return json.dumps({"schema": 1, "written by": "moetune", "of": out.name}).encode()
 
 

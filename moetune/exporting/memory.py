@@ -20,12 +20,12 @@ from moetune.models.hub.tensor_files import Stored
 
 
 def predict_merged(run: FinishedRun) -> MemoryReport:
-    """Predict the peak memory of writing the merged checkpoint of a run, which needs this machine's CPU alone.
+    """Predict the peak memory of writing the merged checkpoint of a run, which takes host memory only.
 
-    Of updates that are alike, such as those of the experts, one is computed, because they follow one another.
+    Of updates that need equal memory, such as those of the experts, one is computed: they are made one after the other.
 
     Raises:
-        UserError: as `write_merged`, but for errors that need the base's bytes.
+        UserError: as `write_merged`, except for what only reading the base's weights would show.
     """
     add_missing_fakes()
     tracker = Tracker({})
@@ -51,7 +51,8 @@ def predict_merged(run: FinishedRun) -> MemoryReport:
 
 
 def _kind(update: Update, mapping: KeyMapping, base: Mapping[str, Stored]) -> tuple[Any, ...]:
-    """Return what the memory of an update depends on: the shapes of all tensors that it is computed from."""
+    """Return a key that is equal for updates that need equal memory: the shapes of all tensors that they read, and how
+    these are converted."""
     function = update.rows
     factors = function.args if isinstance(function, partial) else ()
     shapes = tuple(one.shape for one in factors if isinstance(one, Stored))

@@ -18,8 +18,8 @@ _LIBRARIES = {"merged": "transformers", "peft": "peft", "vllm": "peft", "delta":
 def model_card(run: Path, format: str) -> ModelCard:
     """Return a model card: the base, the trained parts, training settings and held-out losses of a run.
 
-    The card names no path of this machine: a base in a local folder appears by the folder's name. `format` is that of
-    the export.
+    The card names no path of this machine: a base in a local folder appears by the folder's name. `run` is the run
+    folder; `format`, the export format, decides which library the card names.
     """
     config, folder = load_run_config(run / RUN_FILE), RunFolder(run)
     base = config.model.path if not expanded(config.model.path).exists() else Path(config.model.path).name

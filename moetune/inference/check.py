@@ -21,6 +21,7 @@ class LossCheck:
     """The mean cross-entropy, in nats, of a trained model and of its export on the same rows.
 
     Attributes:
+        rows: the number of rows.
         of: where the rows are from: `held-out data`, `training data` or `random tokens`.
         tokens: the number of predicted tokens.
         exported_loss: loss of the export, loaded by transformers and PEFT.
@@ -39,12 +40,12 @@ class LossCheck:
 
 
 def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
-    """Compute the losses of the model trained in `run` and of its export, a merged checkpoint or PEFT adapter.
+    """Compute the losses of the model trained in the folder `run` and of its export, on at most `rows` rows.
 
-    The rows, at most `rows`, are the first of the run's held-out data, else of its training data, or random tokens if
-    the data cannot be read any more, for the reason in `unread`. Both models compute in float32 on the CPU, one after
-    the other, and each is in memory as a whole. The losses differ by the rounding to the checkpoint's dtype and, if the
-    run quantized its base, by the quantization error.
+    `exported` is the folder of a merged checkpoint or a PEFT adapter. The rows are the first of the run's held-out
+    data, else of its training data, or random tokens if the run has no data, or they cannot be read any more. Both
+    models compute in float32 on the CPU, one after the other, and each is in memory as a whole. The losses differ by
+    the rounding to the checkpoint's dtype and, if the run quantized its base, by the quantization error.
 
     Raises:
         UserError: the run or the export cannot be opened.
@@ -58,9 +59,11 @@ def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
 
 
 def check_rounded(run: Path, exported: Path, rows: int = 256) -> LossCheck | None:
-    """Compute the losses, on at most `rows` records of a run's held-out data, of the model that it trained and of its
-    merged checkpoint in a quantized format, both with this machine's device and dtype; None if the run held out no
-    data."""
+    """Compute the losses of the model trained in the folder `run` and of its merged checkpoint in a quantized format.
+
+    `exported` is the folder of the checkpoint. At most `rows` rows of the run's held-out data are computed, on the
+    device and in the dtype that `open_model` chooses. Returns None if the run held out no data, or they cannot be read.
+    """
     trained = open_model(str(run))
     if trained.config is None or trained.config.data is None or not trained.config.data.evaluates:
         return None
@@ -74,7 +77,8 @@ def check_rounded(run: Path, exported: Path, rows: int = 256) -> LossCheck | Non
 
 
 def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int, str | None]:
-    """Return rows, where they are from, the token id that pads them, and why the run's data could not be read."""
+    """Return at most `count` rows, where they are from (`LossCheck.of`), the id of the padding token, and why the run's
+    data could not be read, or None."""
     config = trained.config
     assert config is not None
     unread = None

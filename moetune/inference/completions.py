@@ -1,8 +1,8 @@
 """`moetune generate --prompts`: generate text for each record of a file, in batches; an interrupted call is continued.
 
 Batches hold prompts of similar length, the longest first, so that a batch that needs too much memory fails at once. The
-texts are collected in a file beside the output, with a line for each finished batch. The same command reads them and
-generates the rest; when all are there, the output is written and that file removed.
+texts are collected in a file beside the output, with a line for each finished batch. The same command reads this file
+and generates the rest; when all texts are there, the output is written and the file removed.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ GENERATED = "generated"
 
 @dataclass(frozen=True)
 class Completions(Answer):
-    """Texts generated for the records of a file: `records` of the file, `texts` generated for them, the file `out`."""
+    """The result of `complete`: the numbers of `records` read and of `texts` generated, and the file with both."""
 
     model: str
     out: str
@@ -53,8 +53,9 @@ def complete(
 ) -> Completions:
     """Generate text for each record of a file, and write the records with it to a JSONL file.
 
-    A record has a `prompt` or `text` to continue, or `messages`, a chat that the model answers; an answer at its end is
-    not shown to the model. All keys are kept. The generated text is added under `generated`.
+    A record has a `prompt` or `text` to continue, or `messages`, a chat that the model answers; an answer at the end of
+    the chat is not shown to the model. The output has the records with all their keys, and the generated text under
+    `generated`. A call with the same arguments continues one that was interrupted.
 
     Args:
         opened: an opened model; or what `open_model` opens.
@@ -62,11 +63,14 @@ def complete(
         out: the file to write, in the order of the records; nothing may be there.
         batch: the largest number of prompts in a batch.
         samples: the number of texts for each record, each in a line of its own.
-        max_new_tokens, temperature, seed: as in `generate`; each batch has a seed of its own.
+        max_new_tokens, temperature: as in `generate`.
+        seed: seed of the first batch; the n-th batch after it has `seed` + n.
+        console: where progress is shown; by default stderr.
 
     Raises:
-        UserError: `out` exists or cannot be written, or another process writes it; a record cannot be completed, or
-            holds `generated` already; several samples are asked for at temperature 0; or as in `generate`.
+        UserError: `out` exists or cannot be written, or another process writes it; it was begun with other arguments; a
+            record has no prompt, or has `generated` already; several samples are asked for at temperature 0; or as in
+            `generate`.
     """
     out, console = expanded(out), console or terminal(stderr=True)
     try:
@@ -108,15 +112,19 @@ def complete(
 
 
 def fullest_batch(found: Found, prompts: str, *, batch: int = 8, samples: int = 1) -> tuple[int, int]:
-    """Return how many prompts of a file the batch of most tokens holds, and the tokens of its longest. Arguments and
-    errors as in `complete`."""
+    """Return the size of the largest batch that `complete` would make of the same arguments, for a memory prediction.
+
+    This is the number of prompts, and the tokens of the longest of them, to which the others are padded; the batch is
+    the one in which their product is largest. Raises `UserError` as `complete` for a record that it cannot use.
+    """
     rows = [ids for where, record in _records(prompts) for ids in [_token_ids(found, where, record)] * samples]
     sizes = [(len(numbers), max(len(rows[number]) for number in numbers)) for numbers in _batches(found, rows, batch)]
     return max(sizes, key=lambda size: size[0] * size[1])
 
 
 def _records(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (place, record) for each record that a spec names; raise `UserError` for one that cannot be read."""
+    """Yield (place, record) for each record of a file or data set; `place` is text for messages, such as `a.jsonl, line
+    3`. Raise `UserError` for a record that cannot be read, or if there is none."""
     empty = True
     for source in open_sources(spec):
         for row in source.rows:
@@ -133,7 +141,7 @@ def _records(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _token_ids(opened: Opened | Found, where: str, record: dict[str, Any]) -> list[int]:
-    """Return the token ids of a record's prompt; raise `UserError`, naming its place, if it has none."""
+    """Return the token ids of a record's prompt; raise `UserError` that names the place `where` if it has none."""
     try:
         return token_ids(opened, _prompt(record))
     except UserError as error:
@@ -141,6 +149,7 @@ def _token_ids(opened: Opened | Found, where: str, record: dict[str, Any]) -> li
 
 
 def _prompt(record: dict[str, Any]) -> str | list[Message]:
+    """Return a record's prompt: text, or messages without an answer at the end; `MalformedError` if it has none."""
     keys = [key for key in ("prompt", "text", "messages") if key in record]
     if len(keys) != 1:
         found = ", ".join(map(shown, record)) or "none"
@@ -161,10 +170,10 @@ def _prompt(record: dict[str, Any]) -> str | list[Message]:
 
 
 def _batches(opened: Opened | Found, rows: Sequence[list[int]], size: int) -> list[list[int]]:
-    """Return the numbers of the rows of each batch.
+    """Return for each batch the indices of its rows: at most `size` rows of similar length, the longest first.
 
-    Rows of different length share a batch only if padding does not change what the model computes: not where it
-    compresses blocks of tokens, which padding would shift.
+    Rows of different length share a batch only if padding does not change what the model computes. It would where a
+    model compresses blocks of tokens, because padding shifts the blocks.
     """
     order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
     mixes = has_static_cache(opened.settings)
@@ -180,10 +189,15 @@ def _weights(opened: Opened) -> list[tuple[str, int, int]]:
 
 
 class _Begun:
-    """The file beside an output that collects the texts of finished batches, locked against a second process.
+    """The file beside the output `out` that collects the texts of finished batches, locked against a second process.
 
-    Its first line says what is generated (`of`). Each further line is the list of a batch's texts, as many as `sizes`
-    says; a last line that a killed process left unfinished is dropped. Any other content is refused.
+    It is opened by `with`, which raises `UserError` if another process has it open, or if it is of another call. A call
+    that ends with an error before its first batch leaves no file.
+
+    Args:
+        of: digest of all that the texts depend on: records, settings and model; the first line of the file.
+        sizes: number of texts of each batch. Each further line is the JSON list of the texts of one batch; a last line
+            that a killed process left unfinished is dropped.
 
     Attributes:
         done: the texts of each finished batch.
@@ -222,7 +236,7 @@ class _Begun:
         return self
 
     def _read(self, lines: list[bytes]) -> list[list[str]]:
-        """Return the texts of each batch; raise `UserError` if the lines are not those of this call."""
+        """Return the texts of each finished batch; raise `UserError` if the lines are not of a call like this one."""
         name = repr(str(self._file))
         if not lines or parse_json(lines[0], dict[str, str], name) != {"of": self._of}:
             raise UserError(name)
@@ -245,6 +259,7 @@ class _Begun:
         self._added = True
 
     def remove(self) -> None:
+        """Delete the file."""
         self._file.unlink(missing_ok=True)
 
     def _write(self, value: Any) -> None:

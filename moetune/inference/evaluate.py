@@ -21,7 +21,7 @@ from moetune.training.step.batch import Row, collate
 from moetune.training.step.micro_step import held_out_loss
 
 ROWS = 4
-"""Rows of a batch."""
+"""Rows that are evaluated in one batch."""
 _MOST_LOSS = 700.0  # nats; exp of a larger loss overflows a float
 
 
@@ -30,9 +30,12 @@ class Evaluation(Answer):
     """The loss of a model on a data set: mean cross-entropy over the predicted tokens, in nats.
 
     Attributes:
-        kind, step: as in `Opened`.
+        model: the name or path that was opened.
+        kind: what it is: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
+        data: the data set's file or name.
         records: the number of sequences, one for each record.
         tokens: the number of predicted tokens.
+        step: the step of a run's checkpoint; None for other models.
         held_out: True if the run held the data out, False if it trained on them, None if neither is known.
     """
 
@@ -75,8 +78,11 @@ def evaluate(
 
 
 def evaluated(opened: Opened, rows: datasets.Dataset, name: str, data: str | None) -> Evaluation:
-    """Compute the mean loss of a model on rows from `rows_of`, which read `data` and called the data set `name`. Raise
-    `UserError` as `evaluate` does."""
+    """Compute the mean loss of a model on rows that were read by `rows_of`, whose argument was `data`.
+
+    `name` is the data set's name, as `rows_of` returned it. Raises `UserError` if the loss is not finite, or too large
+    for a perplexity.
+    """
     loss, tokens = mean_loss(opened.model, rows, pad_token_id(opened.tokenizer))
     if not loss < _MOST_LOSS:
         raise UserError(f"the loss of {opened.name!r} is {loss}: check its weights and config.json")
@@ -86,7 +92,10 @@ def evaluated(opened: Opened, rows: datasets.Dataset, name: str, data: str | Non
 
 
 def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
-    """Return False if the run trained on `data`, True if it held them out, None if neither is known."""
+    """Return False if the run trained on `data`, True if it held them out, None if neither is known.
+
+    `data` None stands for the held-out data of the run; `config` is None for a model that is no run.
+    """
     if data is None:
         return True
     given = None if config is None else config.data
@@ -130,7 +139,10 @@ def rows_of(
 
 @torch.no_grad()
 def mean_loss(model: PreTrainedModel, rows: Iterable[Row], pad_token_id: int) -> tuple[float, int]:
-    """Return the mean cross-entropy over all predicted tokens of the rows, in nats, and the number of these tokens."""
+    """Return the mean cross-entropy over all predicted tokens of the rows, in nats, and the number of these tokens.
+
+    The rows are computed in batches of `ROWS`, padded with `pad_token_id`.
+    """
     total, tokens, left = 0.0, 0, iter(rows)
     while some := [*islice(left, ROWS)]:
         batch = collate(some, pad_token_id)

@@ -35,6 +35,7 @@ def generate(
         prompt: the text to continue; or chat messages, which the tokenizer's chat template turns into text.
         max_new_tokens: the largest number of tokens to generate; less if the model has fewer positions left.
         temperature: 0 for the most likely token at each position; above 0, tokens are sampled.
+        seed: seed of the sampling.
         stream: also print the text on stdout while it is generated.
 
     Raises:
@@ -92,6 +93,7 @@ def continued(
 
     Args:
         prompts: token ids of each prompt, from `token_ids`.
+        max_new_tokens, temperature, seed: as in `generate`.
         stream: also print the text on stdout while it is generated; for one prompt only.
     """
     model: Any = opened.model
@@ -122,7 +124,10 @@ def continued(
 
 
 def new_tokens(settings: PretrainedConfig, prompt: int, most: int) -> int:
-    """Return how many tokens are generated after `prompt` tokens: `most`, or as many as the model has positions for."""
+    """Return how many tokens are generated after `prompt` tokens: `most`, or as many as the model has positions for.
+
+    `settings` is the model's configuration. The result is below 1 if the prompt takes all positions.
+    """
     positions = getattr(settings.get_text_config(), "max_position_embeddings", None)
     return most if positions is None else min(most, positions - prompt)
 
@@ -142,7 +147,9 @@ def written_after(
 
     Args:
         is_token: 1 for each token of a prompt, 0 for padding on its left; [B, S].
-        ends, pad: ids of the token that ends a text, and of the one that pads.
+        max_new_tokens: the number of tokens to generate, for which the model must have positions.
+        temperature: 0 for the most likely token at each position; above 0, tokens are sampled.
+        ends, pad: ids of the token that ends a text (None for none), and of the one that pads.
         more: further arguments of transformers' `generate`.
     """
     generate: Any = model.generate
@@ -162,8 +169,10 @@ def written_after(
 
 
 def has_static_cache(settings: PretrainedConfig) -> bool:
-    """Return whether transformers has a static cache for every kind of a model's layers; it has none for compressed
-    attention (DeepSeek-V4)."""
+    """Return whether transformers has a static cache for all layers of a model with this configuration.
+
+    It has none for compressed attention (DeepSeek-V4).
+    """
     kinds = getattr(settings.get_text_config(), "layer_types", None) or ()
     return {*kinds} <= STATIC_LAYER_TYPE_MAPPING.keys()
 
@@ -179,7 +188,10 @@ class _Sampling(BaseModel):
 
 
 def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
-    """Return the sampling settings of a model's `generation_config.json`; raise `UserError` for an invalid value."""
+    """Return only the sampling settings (`_Sampling`) of the `generation_config.json` of the model `name`.
+
+    None, for a model without this file, gives the defaults. Raises `UserError` for an invalid value.
+    """
     try:
         found = _Sampling.model_validate(settings)
     except ValidationError as error:

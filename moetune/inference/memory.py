@@ -29,9 +29,12 @@ from moetune.training.step.micro_step import held_out_loss
 
 
 def predict_eval(found: Found, lengths: Sequence[int], *, gpu: str | Gpu | None = None) -> MemoryReport:
-    """Predict the peak memory of evaluating a model on rows of these lengths, without weights or a GPU.
+    """Predict the peak memory of evaluating a model on rows of these lengths, in tokens, without weights or a GPU.
 
-    `gpu` is as in `predict`; without one, and for a model that was found for a CPU, this machine's CPU is meant.
+    Args:
+        found: the model, found for a GPU or for this machine's CPU.
+        lengths: in the order in which the rows are evaluated.
+        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; without one, the report for a GPU has no verdict.
 
     Raises:
         UserError: the model is an adapter; or as `predict`.
@@ -49,7 +52,7 @@ def lengths_of(rows: datasets.Dataset) -> list[int]:
 
 @dataclass(frozen=True)
 class Evaluating:
-    """The forward pass of one batch of `evaluate`, with rows of these lengths."""
+    """The forward pass of one batch of `evaluate`, with rows of these lengths, for `predict_forward`."""
 
     lengths: tuple[int, ...]
 
@@ -70,8 +73,15 @@ def predict_generate(
     batch: int = 1,
     gpu: str | Gpu | None = None,
 ) -> MemoryReport:
-    """Predict the peak memory of generating at most `most` tokens after each of `batch` prompts of at most `prompt`
-    tokens, keys and values of all of them included. `gpu` is as in `predict_eval`.
+    """Predict the peak memory of generating text after prompts, keys and values of all tokens included.
+
+    Args:
+        found: the model, found for a GPU or for this machine's CPU.
+        prompt: the number of tokens of the longest prompt.
+        most: the largest number of tokens to generate after each prompt.
+        temperature: as in `generate`; above 0, sampling takes some memory.
+        batch: the number of prompts, which are continued together.
+        gpu: as in `predict_eval`.
 
     Raises:
         UserError: the prompt takes all positions of the model; or as `predict_eval`.
@@ -86,7 +96,13 @@ def predict_generate(
 
 @dataclass(frozen=True)
 class Generating:
-    """The forward passes of `generate`: over the prompts, for a second token, and for the last tokens."""
+    """The forward passes of `generate` for its first and last tokens, for `predict_forward`.
+
+    Attributes:
+        prompt: tokens of each of the `batch` prompts.
+        new_tokens: tokens to generate after each.
+        name: the model's name, for messages.
+    """
 
     prompt: int
     new_tokens: int
@@ -112,6 +128,7 @@ class Generating:
 
 
 def _run_of(found: Found) -> ResolvedRun:
+    """Return the run whose model was found; raise `UserError` for a model that only other libraries build."""
     if found.run is None:
         raise UserError(
             f"{found.name!r} is an adapter, whose model transformers and PEFT build: it cannot be predicted; the run "

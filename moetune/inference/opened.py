@@ -1,6 +1,6 @@
 """`open_model`: load a run folder, a PEFT adapter or a checkpoint for inference.
 
-a run folder      the adapted model on its quantized base, with the trained values of the newest checkpoint
+a run folder      the adapted model on its quantized base, with the trained values of the checkpoint from `open_run`
 a PEFT adapter    the plain base that the adapter names, with the adapter, loaded by stock PEFT
 a checkpoint      the model unquantized; or quantized, if a precision is given or the checkpoint is published so
 """
@@ -44,7 +44,7 @@ from moetune.training.folder.run_folder import RUN_FILE
 
 @dataclass(frozen=True, kw_only=True)
 class _Named:
-    """A model for inference.
+    """What is known of a model for inference, loaded or not.
 
     Attributes:
         name: the name or path that was opened.
@@ -80,11 +80,11 @@ class Found(_Named):
     """A model for inference that is not loaded yet.
 
     Attributes:
-        load: loads the model, in eval mode.
-        model: the model that is loaded.
-        run: the run whose model it is, resolved for one device; None for an adapter, and for a checkpoint that
-            transformers alone loads.
-        filled: bytes of the largest trained tensor of a run, which is read after the base.
+        load: function that loads the model, in eval mode.
+        model: the model's source, configuration and structure, without weights.
+        run: the run that describes the model with its settings, resolved for one device; None for an adapter, and for a
+            checkpoint that transformers alone loads.
+        filled: bytes of the largest trained tensor of a run, which is read into the model after the base; 0 for others.
     """
 
     load: Callable[[], PreTrainedModel]
@@ -97,7 +97,7 @@ class Found(_Named):
         return self.model.settings
 
     def open(self) -> "Opened":
-        """Load the model; raises as `open_model`."""
+        """Load the model; `UserError` if its weights cannot be read, or a run's base has changed."""
         mine = {one.name: getattr(self, one.name) for one in fields(_Named)}
         return Opened(model=self.load(), **mine)
 
@@ -147,7 +147,7 @@ def find(
     dtype: str | None = None,
     stock: bool = False,
 ) -> Found:
-    """Find what `open_model` loads, without reading weights. Arguments as in `open_model`.
+    """Find the model that `open_model` would load with the same arguments, without reading its weights.
 
     Raises:
         UserError: as `open_model`, but for errors of the weights, which loading raises.
@@ -190,8 +190,10 @@ def _source(what: str) -> ModelSource:
 
 
 def _found_run(what: str, finished: FinishedRun, device: DeviceType, dtype: str | None) -> Found:
-    """Return the model of a run, to be loaded with its trained values; loading raises `UserError` if the base has
-    changed."""
+    """Return the model of the run that was opened as `what`, to be loaded with its trained values.
+
+    Loading it raises `UserError` if the base has changed.
+    """
     run = resolve(_alone(finished.config, device, dtype), device)
 
     def built() -> PreTrainedModel:
@@ -220,10 +222,10 @@ def _found_run(what: str, finished: FinishedRun, device: DeviceType, dtype: str 
 
 
 def _alone(config: RunConfig, device: DeviceType, dtype: str | None) -> RunConfig:
-    """Return a run file for its model in use on one device; a `dtype` replaces its own.
+    """Return a run's configuration for inference with its model on one device; a `dtype` replaces its own.
 
-    Training settings are reset: checkpointing, NEFTune, packing, several ranks, the GPU. On a CPU, SDPA replaces flash
-    attention.
+    Settings of training are reset: checkpointing, NEFTune, packing, several ranks, the GPU. On a CPU, flash attention
+    becomes `auto`.
     """
     settings: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.model.attention == "flash_attention_2" and device == "cpu":
@@ -239,7 +241,7 @@ def _alone(config: RunConfig, device: DeviceType, dtype: str | None) -> RunConfi
 
 
 def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Found:
-    """Return an adapter, to be loaded onto the base that it names with stock PEFT.
+    """Return the adapter in the folder `path`, opened as `what`, to be loaded onto its base with stock PEFT.
 
     Raises `UserError` if it names no base, the base cannot be loaded, its tensors are not exactly those that PEFT
     expects, or it is in another layout.
@@ -290,7 +292,10 @@ def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceTyp
 
 
 def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -> None:
-    """Raise `UserError` if an adapter has the names and shapes of PEFT's layout, and another order of the experts."""
+    """Raise `UserError` if an adapter has the names and shapes of PEFT's layout, but another order of the experts.
+
+    PEFT would load it without an error, and compute something else. `base` is the base that it names.
+    """
     model, stored = resolve_model(ModelConfig.model_validate({"path": base}), device), open_adapter(path)
     found = sure(read(stored, base_of(model.source, model.plain, model.structure, base)), stored)
     if found.layout not in (None, "peft"):

@@ -24,10 +24,11 @@ from moetune.training.folder.run_folder import DRIFT_FILE, MEMORY_FILE, RUN_FILE
 
 _PACKAGES = ("moetune", "torch", "transformers", "peft", "bitsandbytes", "datasets")
 Metrics = Sequence[Mapping[str, Any]]
+"""The lines of `metrics.jsonl`."""
 
 
 def run_of(path: Path) -> ResolvedRun:
-    """Resolve the run file of a run folder for this machine, and print notes about changed model files.
+    """Resolve the run file in the run folder `path` for this machine, and print notes about changed model files.
 
     Raises:
         UserError: `path` is no run folder, or its model is missing or has changed.
@@ -38,7 +39,9 @@ def run_of(path: Path) -> ResolvedRun:
 
 
 def run_page(path: Path, run: ResolvedRun) -> tuple[View, list[Chart]]:
-    """Return the content of a run's page, from what the run folder holds now: a view, and charts.
+    """Return the content of a run's page, from what the run folder `path` holds now: a view, and charts.
+
+    `run` is from `run_of`, which need not be called again while the run goes on.
 
     Raises:
         UserError: `memory.json` or `drift.json` is damaged.
@@ -79,7 +82,8 @@ def _words(metrics: Metrics, steps: int) -> Iterator[str]:
 
 
 def _sections(path: Path, run: ResolvedRun, memory: Any) -> Iterator[ViewSection]:
-    """Yield the sections of the page: memory, trained parameters, package versions, run file."""
+    """Yield the sections of the page: memory (the content of `memory.json`, None if there is none yet), trained
+    parameters, package versions, run file."""
     if memory is None:
         yield ViewSection("memory", "Nothing has been measured yet.")
     else:

@@ -37,7 +37,7 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
 
 
 def version() -> str:
-    """Return the version that predicts, and today's date."""
+    """Format moetune's version and today's date, as `1.2.0, 2026-01-31`."""
     return f"{_VERSION}, {date.today().isoformat()}"
 
 
@@ -51,7 +51,7 @@ _WORDS: dict[Kept, str] = {
 
 
 def checkpointing(run: ResolvedRun) -> str:
-    """Return what layers keep for backward, in words."""
+    """Format what layers save for backward, such as `full, rows of 4 of 32 layers kept`."""
     train, layers = run.config.train, len(run.structure.moe_layers)
     if not isinstance(train.checkpointing, KeptConfig):
         kept = f", rows of {len(run.keeps_rows)} of {counted(layers, 'layer')} kept"

@@ -24,9 +24,9 @@ class AssumedRouting:
         fullest: load of the fullest expert as a multiple of the mean; None for `worst` or a recorded load.
         load: (layer, one number per expert) pairs of a recorded load, of which only the proportions within a layer
             count; empty if the same assumption holds for all layers.
-        curve: points (share of the experts, share of the rows that they receive), fullest experts first, ascending to
-            (1, 1), of a distribution that holds for any number of experts; used in place of `fullest` if not empty.
-        lowest, highest: the most even and the most uneven routing to reckon with beside this one; None: this one.
+        curve: a distribution for any number of experts, as points (share of the experts, fullest first; share of the
+            rows that these receive), ascending to (1, 1); used in place of `fullest` if not empty.
+        lowest, highest: the most even and the most uneven routing that the data may have; None: this one.
     """
 
     name: str
@@ -70,7 +70,7 @@ PUBLISHED = AssumedRouting(
         (1 / 4, 0.652), (1 / 2, 0.854), (3 / 4, 0.955), (1.0, 1.0),
     ),
 )  # fmt: skip
-"""The most uneven routing to reckon with where no data were scored.
+"""The most uneven routing that is taken to be possible where no data were scored.
 
 Source: the token scores that ESFT published of DeepSeek-V2-Lite (github.com/deepseek-ai/ESFT,
 results/expert_scores/*/summary.json: 64 experts, 26 layers, four tasks). These are the means over the layers of the
@@ -78,7 +78,7 @@ task that concentrates most, translation: its fullest expert receives 8.8 % of t
 mean of all four tasks is 34.2 %.
 """
 UNKNOWN = replace(BALANCED, highest=PUBLISHED)
-"""The routing of data that were not scored: balanced is expected, `PUBLISHED` is reckoned with."""
+"""The routing of data that were not scored: balanced is expected, and up to `PUBLISHED` is possible."""
 _MOST_SKEW = 1_000_000
 
 
@@ -107,8 +107,8 @@ def parse_routing(text: str | None) -> AssumedRouting:
     - `skew:S`: the fullest expert receives S times the mean, 1 ≤ S ≤ 1,000,000.
     - `worst`: nearly all tokens choose the same K experts.
     - otherwise the path of a JSON file with `{"expert_load": {"<layer>": [tokens of expert 0, ...]}}`, such as
-      `memory.json` in a run folder or `scores.json`. A balanced load is then reckoned with too (`lowest`), and the ends
-      of the intervals in scores (`highest`).
+      `memory.json` in a run folder or `scores.json`. `lowest` is then a balanced load, and `highest` that at the ends
+      of the intervals in scores.
 
     Raises:
         UserError: `text` is none of these, or the file does not hold such a load.
@@ -135,8 +135,8 @@ def parse_routing(text: str | None) -> AssumedRouting:
 
 
 def _least_even(load: AssumedRouting, layers: dict[int, LayerScores]) -> AssumedRouting | None:
-    """Return the load with each expert at that end of its 95 % interval that is farther from an even share; None for a
-    load without intervals."""
+    """Return `load` with each expert at the end of its 95 % interval (in the scores `layers`) that is farther from an
+    even share; None without scores."""
     if not layers:
         return None
     shares = []

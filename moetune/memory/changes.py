@@ -1,4 +1,4 @@
-"""Run-file changes with which a predicted run fits its GPU: list of candidates, tried singly and combined."""
+"""Changes of a run file that save memory, mildest first (`savings`), and those with which a run fits (`fitting`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from moetune.errors import UserError
 from moetune.memory.report import Change, MemoryReport, PartName
 
 Predict = Callable[[RunConfig], MemoryReport]
-"""A run file -> its prediction."""
+"""A configuration -> its predicted memory."""
 Left = Callable[[MemoryReport], int]
 """A prediction -> the bytes of its GPU that are left free."""
 _ON_HOST = {"model.experts_on": "host", "train.checkpointing": "offload", "optimizer.offload": True}
@@ -37,8 +37,13 @@ class Saving(NamedTuple):
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings with which a run fits, the prediction of the run with them, and one explanation for each saving
-    applied."""
+    """Settings with which a run fits.
+
+    Attributes:
+        settings: dotted run-file key -> new value.
+        why: how they save memory, one explanation for each saving applied.
+        report: the predicted memory of the run with them.
+    """
 
     settings: dict[str, object]
     why: tuple[str, ...]
@@ -56,27 +61,27 @@ class Remedy:
 
 
 def surely_left(report: MemoryReport) -> int:
-    """Return the bytes that a run leaves free if it needs the most that it may: of its GPU or its host, whichever is
-    less."""
+    """Return the bytes left free on GPU or host, whichever has less, if the run needs the most that it may; negative if
+    that does not fit."""
     on_host = None if report.host is None else report.host.surely_left
     return report.least_headroom if on_host is None else min(report.least_headroom, on_host)
 
 
 def on_card(report: MemoryReport) -> int:
-    """Return the bytes of the GPU that a run leaves free if it needs the most that it may."""
+    """Return the bytes left free on the GPU if the run needs the most that it may; negative if that does not fit."""
     return report.least_headroom
 
 
 def fitting(config: RunConfig, report: MemoryReport, predict: Predict, left: Left = on_card) -> Iterator[Remedy]:
-    """Yield each single saving with which a run surely fits its GPU, and its host too, in the order of `savings`; if
-    none does, a minimal combination.
+    """Yield each single saving with which a run surely fits its GPU and host, in the order of `savings`; if there is
+    none, one combination of savings, of which all are needed.
 
-    Yields nothing if `report` has no GPU, or if the memory outside torch's allocator alone fills that GPU.
+    Yields nothing if no combination suffices, `report` has no GPU, or the memory outside torch's allocator fills it.
 
     Args:
         report: the prediction for `config`, which does not fit, or not surely.
-        predict: returns the prediction for a changed run file on the GPU of `report`.
-        left: returns the bytes that a run leaves free; negative if it does not fit.
+        predict: returns the prediction for a changed configuration on the GPU of `report`.
+        left: returns the bytes that a predicted run leaves free; the run fits if they are not negative.
     """
     if report.headroom_bytes is None or report.headroom_bytes + report.required <= report.fullest.outside_allocator:
         return  # no GPU given, or a GPU that is too small for any run
@@ -92,7 +97,8 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict, left: Lef
 
 
 def _combined(config: RunConfig, report: MemoryReport, predict: Predict, left: Left) -> Remedy | None:
-    """Add savings in order until the run fits, then drop those no longer needed, from the last to the first.
+    """Add savings in order until the run fits, then drop those no longer needed, from the last to the first; arguments
+    as for `fitting`.
 
     Returns None if all of them do not suffice. Savings whose parts hold at most 1 % of the missing bytes are not tried.
     """
@@ -122,7 +128,7 @@ def _host_holds(found: Remedy) -> bool:
 
 
 def _with(config: RunConfig, chosen: Sequence[Saving], predict: Predict) -> Remedy | None:
-    """Return the chosen savings with the prediction of the run; None if the run file or model does not allow them."""
+    """Predict a run with the chosen savings applied together; None if configuration or model do not allow them."""
     settings = {key: value for one in chosen for key, value in one.settings.items()}
     try:
         return Remedy(settings, tuple(one.why for one in chosen), predict(changed(config, settings)))
@@ -136,13 +142,14 @@ def _alive(one: Saving, report: MemoryReport) -> int:
 
 
 def _lacking(report: MemoryReport, left: Left) -> int:
-    """Return by how many bytes a step exceeds the GPU's memory, of which a run leaves `left` bytes."""
+    """Return by how many bytes a step, apart from loading, exceeds the memory that there is: that which the run needs
+    (`required`) plus that which it leaves free (`left`)."""
     peak = report.fullest.peak_allocated + report.fullest.outside_allocator
     return peak - report.required - left(report)
 
 
 def is_setting_of_host(key: str, value: object) -> bool:
-    """Return whether the setting moves tensors to host memory, which makes every step slower."""
+    """Return whether setting `key` to `value` moves tensors to host memory, which makes every step slower."""
     return _ON_HOST.get(key) == value
 
 
@@ -202,10 +209,10 @@ def savings(config: RunConfig) -> Iterator[Saving]:
 
 
 def changed(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
-    """Return a copy of a run file with new values, given as dotted key -> value, such as `{"train.micro_batch": 1}`.
+    """Return a copy of a configuration with new values: dotted key -> value, such as `{"train.micro_batch": 1}`.
 
     If `optimizer.name` changes, `betas`, `eps` and `momentum` are removed, so that the new optimizer's defaults apply.
-    Raises `UserError` if the result is not a valid run file.
+    Raises `UserError` if the result is not valid.
     """
     raw = config.model_dump(mode="json", exclude_unset=True)
     for key, value in settings.items():

@@ -23,10 +23,10 @@ ON_CUDA = Figure(
     measured_here=True,
     most=(900 << 20) + (1 << 30),
 )
-"""Bytes of a process on a GPU before its tensors, where this machine has no GPU to tell."""
+"""Host memory, in bytes, of a process that trains on a GPU, before its tensors; used if that GPU is not at hand."""
 FIRST_USE = 40 << 20
-"""Bytes that a process grows by, beside its tensors, between its imports and its end: pages of libraries that are used
-first then, batches, the tokenizer, what malloc keeps. Measured for toys: 15 to 60 MiB."""
+"""Bytes that a process grows by after its imports, beside its tensors: pages of libraries that are used first then,
+batches, the tokenizer, memory that malloc does not return. Measured for toys: 15 to 60 MiB."""
 _LIMITS = (
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -90,11 +90,15 @@ class HostMemory:
 
 
 def host_of(hardware: HardwareConfig, card: Gpu | None, tensors: int, pinned: int, processes: int = 1) -> HostMemory:
-    """Return the host memory of a run whose tensors on the host are known.
+    """Return the host memory that a run takes and has.
 
-    There is as much as `hardware.host_memory` says; else as the machine of `card` has, if it is the one at hand; for a
-    CPU (`card` None) as this machine has. Otherwise it is not known, and the process is taken to be one on a GPU
-    elsewhere.
+    It has what `hardware.host_memory` says; else `card.host`, which is known for a GPU of this machine; or on a CPU
+    what is free on this machine. If none is known, `room` is None, and a process is taken to need `ON_CUDA`.
+
+    Args:
+        card: the GPU of the run; None for a CPU.
+        tensors, pinned: most bytes of tensors, and of pinned ones, in the host memory of one process.
+        processes: number of the run's processes on the machine.
     """
     room = this_machine() if card is None else card.host
     is_here = room is not None or card is None
@@ -107,15 +111,17 @@ def host_of(hardware: HardwareConfig, card: Gpu | None, tensors: int, pinned: in
 
 @cache
 def process_here() -> int:
-    """Return the bytes that this process took when it was first asked, which should be before it makes tensors, and
-    what using its libraries will add; the figure of `ON_CUDA` if the system does not say."""
+    """Return the resident bytes of this process plus `FIRST_USE`; the value of `ON_CUDA` if the system has no figure.
+
+    The first result is cached, so the first call should come before the process allocates tensors.
+    """
     resident = _numbers(Path("/proc/self/status")).get("VmRSS")
     return ON_CUDA.value if resident is None else resident + FIRST_USE
 
 
 def this_machine() -> Figure | None:
-    """Return the bytes of host memory that new processes can have now, and of what they are the limit; None if the
-    system does not say."""
+    """Return the bytes of host memory that are free to new processes now, on this machine or in its container,
+    whichever has less; None if the system has no figure."""
     free = _numbers(Path("/proc/meminfo")).get("MemAvailable")
     if free is None:
         return None

@@ -57,7 +57,7 @@ def predict(
     """Predict the peak memory of a run and, by trace, the time of a step. Needs no weights, no data and no GPU.
 
     Args:
-        run: a run file (path, config) or a resolved run. It is predicted for CUDA.
+        run: the path of a run file, a configuration, or a resolved run. It is predicted for CUDA.
         method: `trace` runs the trainer's step on fake tensors; `formula` evaluates a recorded closed form at the run's
             sizes, which is faster but does not simulate the allocator. None: `trace`.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
@@ -152,7 +152,8 @@ def _by_documents(run: ResolvedRun) -> list[str]:
 
 
 def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
-    """Predict a run by closed form, or by a trace if it has none, without looking for changes; raises as `predict`."""
+    """Predict a run by closed form, or by a trace if it has none, without suggesting changes. `options` are those of
+    `predict`, which also says what is raised."""
     try:
         return predict(run, method="formula", advise=False, **options)
     except NoClosedForm:
@@ -212,7 +213,9 @@ def _reported(
 def _of_routing(
     run: ResolvedRun, routing: AssumedRouting, loading: int, peak: Callable[[AssumedRouting, int], int]
 ) -> Iterator[Unknown]:
-    """Yield by how much the peak is lower and higher for the most even and the most uneven routing to reckon with.
+    """Yield, as an `Unknown`, by how much the peak is lower for `routing.lowest` and higher for `routing.highest`.
+
+    Nothing is yielded if the routing has neither.
 
     Args:
         loading: bytes of the peak while weights are loaded, below which no step matters.
@@ -241,10 +244,12 @@ def _assuming(report: MemoryReport, more: str) -> MemoryReport:
 def rank_memory(
     found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
 ) -> RankMemory:
-    """Return the memory of one rank. Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS workspaces)
-    count as `transient_peak`.
+    """Return the memory of one rank, under number 0. Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS
+    workspaces) count as `transient_peak`.
 
     Args:
+        found: the rank's trace, or closed form evaluated.
+        card: the GPU, for the size of a cuBLAS workspace.
         outside: bytes outside the allocator: context and NCCL buffers.
         allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
         matrix: bytes of the largest matrix that is quantized while weights are loaded (`largest_quantized`).

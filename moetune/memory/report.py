@@ -1,4 +1,9 @@
-"""`MemoryReport` and its parts: the results of a prediction as plain data in integer bytes, without formatting."""
+"""`MemoryReport` and its parts: the results of a prediction as plain data in integer bytes, without formatting.
+
+Words: *allocated* are bytes of live tensors in torch's allocator, *reserved* all that the allocator holds, *process*
+memory both that and GPU memory outside the allocator. Expected is what a run is predicted to need; it may need less or
+more by the report's *unknowns*, and the *span* goes from the least to the most.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +75,14 @@ assert tuple(field.name for field in fields(Parts)) == PART_NAMES
 
 @dataclass(frozen=True)
 class Term:
-    """One line of the list that explains the peak, such as the stored experts of all layers.
+    """One line of the list that explains the peak, for storages with one purpose, such as the experts of all layers.
 
     Attributes:
         part: the part of the peak in which the bytes are counted.
         name: what the tensors are, or the module and operation that made them.
         formula: bytes as a formula; empty where a trace has none.
-        numbers: values of the formula's variables, or the number of storages.
+        numbers: text with the values of the formula's variables, such as `B = 2, S = 4,096`, or the number of storages.
+        bytes: bytes of these storages at the peak.
         page: page of the documentation that explains it, relative to `docs/`, such as `concepts/weights.md`.
     """
 
@@ -109,10 +115,10 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Moment:
-    """The moment of the peak.
+    """The moment of a run at which most memory is allocated.
 
     Attributes:
-        step, micro_step: counted from 0.
+        step, micro_step: counted from 0 in the traced steps.
         phase, module: what was running; `module` is empty outside any module.
         largest: the largest groups of live storages at that moment, largest first.
     """
@@ -126,7 +132,8 @@ class Moment:
 
 @dataclass(frozen=True)
 class Sample:
-    """Live bytes at one point of the timeline. `label` names the phase that begins there; else it is empty."""
+    """Bytes of live tensors at the fullest moment of one section of a timeline. `label` names the phase that begins
+    with the section, such as `backward 0` for micro-step 0; else it is empty."""
 
     label: str
     parts: Parts
@@ -134,14 +141,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of one rank, in bytes.
+    """Peak memory of the process of one rank, in bytes.
 
     Attributes:
-        parts: live tensors at the peak; their sum is `peak_allocated`.
+        rank: number of the rank, from 0.
+        parts: live tensors on the GPU at the peak, by purpose; their sum is `peak_allocated`.
         outside_allocator: GPU memory outside torch's allocator: CUDA context, NCCL buffers, and managed memory of paged
             optimizer states.
-        peak_reserved: most GPU memory held by torch's allocator, in use or cached.
-        host_bytes: most bytes of tensors kept in host memory on purpose.
+        peak_reserved: most GPU memory that torch's allocator holds at once, in use or cached.
+        host_bytes: most bytes at once of tensors that settings move to host memory: quantized experts, layers' inputs,
+            optimizer states.
         terms: lines that explain `peak_allocated` and sum to it.
     """
 
@@ -154,7 +163,7 @@ class RankMemory:
 
     @property
     def peak_allocated(self) -> int:
-        """Bytes of live tensors at the peak."""
+        """Bytes of live tensors on the GPU at the peak."""
         return self.parts.total
 
     @property
@@ -177,11 +186,12 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class Collective:
-    """Communication of one kind in one step.
+    """Communication of one kind, along one axis and in one phase of a step.
 
     Attributes:
-        axis: the axis of the layout along which the ranks communicate, such as `fsdp`.
+        axis: the axis of the mesh along which the ranks communicate, such as `fsdp`.
         what: the phase of the step, such as `in backward`.
+        calls: number of calls in the step.
         bytes: bytes that each rank sends in all `calls`.
     """
 
@@ -208,6 +218,7 @@ class Change:
         settings: `key=value` strings, in the form that `--set` takes.
         saves: bytes by which `MemoryReport.required` decreases.
         peak_process: `MemoryReport.required` with the change, in bytes: without the allocator's cache.
+        fits: whether the run fits with the change; a tight fit counts.
         why: how the change saves memory, in a few words.
     """
 
@@ -220,7 +231,7 @@ class Change:
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The GPU of a prediction: its name, and the bytes of its memory that processes can use."""
+    """The GPU of a prediction: its name, and `usable_bytes`, the bytes of its memory that processes can use."""
 
     name: str
     usable_bytes: int
@@ -228,8 +239,8 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class Rows:
-    """Number of layers that keep gate_up's output rows for backward (`train.keep_rows`): `kept` of the `layers` with
-    experts. The rows of one layer take `bytes`."""
+    """Layers whose experts save gate_up's output rows for backward (`train.keep_rows`): `kept` of `layers` MoE layers.
+    The rows of one layer take `bytes`."""
 
     layers: int
     kept: int
@@ -238,22 +249,25 @@ class Rows:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """A whole prediction.
+    """The prediction of a run's memory and, by trace, of a step's time.
 
     Attributes:
+        model: `model.path` of the run file.
         method: how it was predicted: by trace or by closed form (`formula`).
-        gpu: None if no GPU was named; then there is no verdict.
+        gpu: None if no GPU was named; then there is no verdict on it.
+        ranks: memory of each rank, in order.
         assumptions: what the prediction assumes, one sentence each.
         load: peaks while weights are loaded.
         moment: when the peak of the fullest rank occurs, and its largest allocations.
         timeline: live bytes of the fullest rank during the last traced step; empty by closed form.
         collectives: communication of a step; empty by closed form or without other ranks.
-        changes: changes with which a run that does not fit would fit, mildest first.
+        changes: changes, each enough by itself, with which a run that does not surely fit would do so, mildest first.
+        notes: messages for the user, such as that no time can be estimated.
         about: (label, text) pairs that describe the run.
         time: estimated time of a step; None by closed form or if the GPU's speed is unknown.
-        rows: rows of gate_up that are kept; None where their number cannot be chosen.
-        unknowns: what the prediction does not know of routing and context; what it never knows is added in `span`.
-        phases: most live bytes of the fullest rank in each phase that was traced, in order; empty by closed form.
+        rows: layers that keep gate_up's rows; None where their number cannot be chosen.
+        unknowns: what is not known of routing and CUDA context; what no prediction knows is in `every_unknown` only.
+        phases: (phase, most live bytes of the fullest rank in it), in order; empty by closed form.
         trainer: name of TRL's trainer that was traced; None for moetune's own steps.
         host: memory of the machine; None if it was not predicted.
         device: where the model is. On a CPU all tensors are host memory.
@@ -307,32 +321,34 @@ class MemoryReport:
 
     @property
     def span(self) -> Span:
-        """The least and the most that the GPU must have, around `required`, which is expected."""
+        """The least and the most bytes that the GPU must have, and `required`, which is expected, between them."""
         return span(self.required, self.unknowns)
 
     @property
     def every_unknown(self) -> tuple[Unknown, ...]:
-        """All reasons why `span` is no single number."""
+        """All reasons why `span` is no single number: `unknowns`, what the allocator cannot reuse, errors."""
         return (*self.unknowns, *always(self.required, self.unknowns))
 
     @property
     def least_headroom(self) -> int:
-        """Bytes of the GPU that the run leaves free even if it needs the most; negative if that does not fit. The
-        report must have a GPU."""
+        """Bytes of the GPU that the run leaves free if it needs the most of its `span`; negative if that does not fit.
+        There must be a `gpu`."""
         assert self.gpu is not None
         return self.gpu.usable_bytes - self.span.high
 
     @property
     def verdict(self) -> Verdict | None:
-        """`yes` if the high ends of `span` and of the host's fit, `no` if a low end does not, else `tight`; None if it
-        is not known how much memory there is on GPU or host. Trace and closed form give the same verdict, because both
-        count the same storages."""
+        """The worse of `card_verdict` and `host_verdict`, of those that are not None; None if both are.
+
+        Trace and closed form give the same verdict, because both count the same storages.
+        """
         known = [one for one in (self.card_verdict, self.host_verdict) if one is not None]
         return max(known, key=get_args(Verdict).index, default=None)
 
     @property
     def card_verdict(self) -> Verdict | None:
-        """The verdict of the GPU alone; None without a GPU."""
+        """Whether the GPU can hold the run: `yes` if the most of its `span` fits, `no` if the least does not, else
+        `tight`; None without a GPU."""
         if self.gpu is None:
             return None
         if self.span.low > self.gpu.usable_bytes:
@@ -341,7 +357,7 @@ class MemoryReport:
 
     @property
     def host_verdict(self) -> Verdict | None:
-        """The verdict of the host alone; None if it is not known how much memory it has."""
+        """Whether the host can hold the run, as `card_verdict`; None if it is not known how much memory it has."""
         if self.host is None or self.host.room is None:
             return None
         if self.host.span.low > self.host.room.value:
@@ -355,15 +371,15 @@ class MemoryReport:
 
     @property
     def rows_that_fit(self) -> int | None:
-        """Lower bound of the number of layers that could keep their rows so that the verdict still is `yes`. None
-        without a GPU, if the run does not fit, and where the number of layers cannot be chosen."""
+        """Lower bound of the number of MoE layers that can keep gate_up's rows while the run surely fits the GPU, those
+        that do so now included. None without a GPU, if the run does not fit, or where the number cannot be chosen."""
         if self.rows is None or self.gpu is None or self.card_verdict == "no":
             return None
         each = int(self.rows.bytes * (1 + FRAGMENTATION + ERROR)) + 1
         return min(self.rows.layers, self.rows.kept + max(0, self.least_headroom) // each)
 
     def figures(self) -> dict[str, Any]:
-        """Return the JSON values that plans and comparisons print for a run."""
+        """Return the JSON values by which plans and comparisons describe a run: method, verdict, and bytes."""
         return {
             "method": self.method,
             "verdict": self.verdict,

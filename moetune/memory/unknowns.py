@@ -24,7 +24,7 @@ class Unknown:
     """Something that a prediction does not know.
 
     Attributes:
-        cause: what it is.
+        cause: what is not known: routing, the CUDA context, the allocator's free blocks, or the prediction's error.
         below, above: bytes by which the run may need less, and more, than expected.
         why: what the bytes stand for, for the user.
     """
@@ -37,7 +37,7 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes that a GPU must have: the least that a run may need, what is expected, and the most."""
+    """Bytes that a GPU, or the host, must have: the least that a run may need, what is expected, and the most."""
 
     low: int
     expected: int
@@ -49,7 +49,7 @@ class Span:
 
 
 def of_context(card: Gpu) -> Unknown:
-    """Return how much the context of a GPU differs by driver."""
+    """Return the CUDA context of a GPU as an unknown: its size differs by driver."""
     low, high = card.context_range
     value = card.context.value
     return Unknown(
@@ -58,11 +58,11 @@ def of_context(card: Gpu) -> Unknown:
 
 
 def always(required: int, known: tuple[Unknown, ...]) -> Iterator[Unknown]:
-    """Yield what is unknown of every run: what the allocator cannot give back, and the error of the prediction.
+    """Yield the unknowns of every run: free blocks that the allocator cannot return, and the prediction's error.
 
     Args:
-        required: the bytes that are expected.
-        known: the other unknowns; the allocator loses a share of their bytes too.
+        required: the bytes that the run is expected to need.
+        known: the run's other unknowns, whose bytes both grow with.
     """
     most = required + sum(one.above for one in known)
     lost = max(PAGES, int(most * FRAGMENTATION))
@@ -72,6 +72,7 @@ def always(required: int, known: tuple[Unknown, ...]) -> Iterator[Unknown]:
 
 
 def span(required: int, unknowns: tuple[Unknown, ...]) -> Span:
-    """Return the span of the bytes that are needed around those that are expected."""
+    """Return the span of the bytes that a run needs, from those expected (`required`) and all unknowns: `unknowns` and
+    those of `always`."""
     every = (*unknowns, *always(required, unknowns))
     return Span(required - sum(one.below for one in every), required, required + sum(one.above for one in every))

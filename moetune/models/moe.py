@@ -126,7 +126,7 @@ def expert_parameters(experts: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def find_router(model: PreTrainedModel, block: str, num_experts: int) -> str | None:
-    """Return the path of the router in a feed-forward block; None if there is none.
+    """Return the path of the router in the feed-forward block at the path `block`; None if there is none.
 
     The router is a child module named `gate` or `router`, else of a class named `*Router*`, else a linear layer with
     one output for each expert.
@@ -151,8 +151,8 @@ def find_router(model: PreTrainedModel, block: str, num_experts: int) -> str | N
 def read_top_k(model: PreTrainedModel, router: str, block: str, layer: int) -> int | None:
     """Return the number of experts per token of a layer; None if it is found nowhere.
 
-    The number is looked up in the router, then in its block, then in the config, under the names that models use.
-    `layer` is the index of the decoder layer, for configs with a number for each layer.
+    The number is looked up in the module at the path `router`, then in that at `block`, then in the config, under the
+    names that models use. `layer` is the index of the decoder layer, for configs with a number for each layer.
     """
     config = model.config.get_text_config()
     for holder in (model.get_submodule(router), model.get_submodule(block), config):
@@ -196,7 +196,8 @@ def _expert_counts(config: PretrainedConfig) -> set[int]:
 
 
 def _field(holder: object, name: str) -> object:
-    """Return an attribute; None if it is missing, or if transformers raises because it differs between layers."""
+    """Return an attribute of a module or config; None if it is missing, or if transformers raises an error because it
+    differs between layers."""
     try:
         return getattr(holder, name, None)
     except RuntimeError:

@@ -17,7 +17,7 @@ ScoreFunction = Literal["softmax", "sigmoid"]
 
 
 def logits_module(model: nn.Module, path: str, num_experts: int) -> nn.Module:
-    """Return the module whose output holds a router's logits.
+    """Return the module whose output holds the logits of the router at `path`.
 
     This is a linear layer with one output per expert inside the router, if there is one, because Gemma 4's router
     itself returns probabilities; else the router.
@@ -47,10 +47,9 @@ def apply_score(logits_TE: Tensor, score: ScoreFunction) -> Tensor:
 
 
 def score_functions(model: nn.Module, layers: Iterable[MoeLayer]) -> dict[int, ScoreFunction]:
-    """Return layer index -> score function (see `score_function`); layers whose function is not recognized are left
-    out.
+    """Return layer index -> score function; layers whose function is not recognized are left out.
 
-    One layer is measured for all with the same block class, expert shape and top_k.
+    `score_function` measures one layer for all with the same block class, expert shape and top_k.
     """
     by_kind: dict[Hashable, ScoreFunction | None] = {}
     found: dict[int, ScoreFunction] = {}

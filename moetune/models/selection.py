@@ -36,7 +36,7 @@ class Selection:
     left_out: tuple[str, ...] = ()
 
     def without(self, layers: Collection[int], structure: ModelStructure) -> "Selection":
-        """Return the selection without the given decoder layers."""
+        """Return the selection without the decoder layers with the indices `layers`, of the model with `structure`."""
         rest = structure.without(layers)
         paths = {*rest.linears(), *(layer.experts for layer in rest.moe_layers)}
         return Selection(
@@ -199,7 +199,11 @@ class _Resolver:
         return tuple(linears), experts
 
     def _set_rank(self, config: ResolvedLora, target: str, path: str, layer: int | None) -> None:
-        """Note the rank of the factors at `path` in `ranks`; report a layer without a rank, or with two."""
+        """Put the rank of the factors on the module at `path` into `ranks`; report a layer without a rank, or with two.
+
+        `target` is the entry of `adapt.lora.targets` that names the module, and `layer` its decoder layer, None for
+        none.
+        """
         rank = rank_of(config.rank, target, layer)
         if rank is None:
             where = f"{target!r} in layer {layer}" if layer is not None else f"{path}, which is in no layer"
@@ -210,7 +214,10 @@ class _Resolver:
             )
 
     def _expert_ids(self, where: str, layers: IdSet, ids: IdSet | IdsByLayer) -> IdsByLayer:
-        """Return layer index -> ids of existing experts; layers without a chosen expert are left out."""
+        """Return layer index -> the ids that exist among `ids`, one list for all `layers` or ids by layer.
+
+        Layers without a chosen expert are left out. `where` is the section of the run file, for messages.
+        """
         chosen = {}
         in_layers = self._layers(f"{where}.layers", layers, self.moe_layers, "has no experts")
         if isinstance(ids, dict):
@@ -279,7 +286,7 @@ def _matches(path: str, target: str) -> bool:
 
 
 def ranges(values: Iterable[int]) -> str:
-    """Return integers as text in the form of a run file: `[0, 1, 2, 5]` becomes "0-2,5"."""
+    """Format integers as in a run file: `[0, 1, 2, 5]` becomes "0-2,5"."""
     runs: list[list[int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][-1] + 1:

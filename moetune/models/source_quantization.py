@@ -60,12 +60,14 @@ class SourceQuantization:
         return config.model_copy(update={"base": self.base or _IN_16_BITS, "double_quant": scales})
 
     def keeps_gate_up_apart(self, config: ModelConfig) -> bool:
-        """Return whether `config` keeps a published format in which gate and up are quantized separately."""
+        """Return whether experts keep, with the `model:` section `config`, a published format in which gate and up are
+        quantized separately."""
         alike = config.double_quant == self.double_quant or config.base != "nf4"
         return self.gate_up_apart and config.base == self.base and alike
 
     def leaves_out(self, path: str, config: ModelConfig) -> bool:
-        """Return whether `config` keeps the published format, and the module at `path` is published in 16 bits."""
+        """Return whether the `model:` section `config` keeps the published format, in which the module at `path` is in
+        16 bits."""
         return config.base == self.base and any(
             re.match(pattern.removeprefix("re:"), path)
             if pattern.startswith("re:")
@@ -92,8 +94,11 @@ class QuantizedFile:
 class QuantizedManifest:
     """The manifest `packed.json` of a quantized base, a checkpoint that `moetune quantize` quantized.
 
-    `source` is the folder of the original checkpoint, and `fingerprint` its fingerprint. `files` maps the names of the
-    folder's safetensors files to their sizes and digests. All else is as in `SourceQuantization`.
+    Attributes:
+        base, double_quant, gate_up_apart: the format, as in `SourceQuantization`.
+        source: folder of the original checkpoint.
+        fingerprint: fingerprint of the original checkpoint.
+        files: name of each safetensors file of the quantized base -> its size and digest.
     """
 
     base: QuantizedDtype

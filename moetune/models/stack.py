@@ -24,7 +24,7 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _LastReturned:
-    """Forward hook that keeps weak references to a layer's outputs other than the hidden states."""
+    """Forward hook that stores weak references to a layer's outputs other than hidden states, for `LeftOut`."""
 
     def __init__(self) -> None:
         self.others: tuple[Any, ...] | None = None

@@ -30,8 +30,8 @@ from moetune.models.text import auto_class, drop_towers, dropped
 class ParameterInfo:
     """One parameter of a model as transformers builds it.
 
-    `has_gradient` is False if no gradient can reach the parameter, because it is only used to choose tokens or experts
-    by comparison.
+    `layer` is the index of its decoder layer, None outside of the layers. `has_gradient` is False if no gradient can
+    reach it, because it is only used to choose tokens or experts by comparison.
     """
 
     name: str
@@ -45,7 +45,8 @@ class ParameterInfo:
 class LinearInfo(NamedTuple):
     """One `nn.Linear` of a model as transformers builds it.
 
-    `has_gradient` is False if no gradient can reach the weight, so that LoRA has no effect.
+    `layer` is the index of its decoder layer, None outside of the layers. `has_gradient` is False if no gradient can
+    reach the weight, so that LoRA has no effect.
     """
 
     in_features: int

@@ -41,7 +41,7 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 class Dropped(nn.Module):
-    """Stands in the place of a module that was dropped, which had `numel` parameters."""
+    """Empty module in the place of one that was dropped, which had `numel` parameters."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()

@@ -54,14 +54,19 @@ def data_ranks(parallel: ParallelConfig) -> int:
 
 
 def token_shares(parallel: ParallelConfig) -> int:
-    """Return the number of ranks that divide the same tokens among them for dispatch to experts: tp under expert
-    parallelism; else 1, because each tensor-parallel rank then runs the experts of all its tokens."""
+    """Return the number of ranks that divide the same tokens among them for dispatch to experts.
+
+    That is tp under expert parallelism; else 1, because each tensor-parallel rank then runs the experts of all its
+    tokens.
+    """
     return parallel.tp if parallel.ep > 1 else 1
 
 
 def expert_shards(parallel: ParallelConfig) -> int:
-    """Return the number of ranks that shard one copy of the same experts: with expert parallelism fsdp · tp / gcd(fsdp
-    · tp, ep), else fsdp."""
+    """Return the number of ranks that shard one copy of the same experts.
+
+    With expert parallelism it is fsdp · tp / gcd(fsdp · tp, ep), else fsdp.
+    """
     if parallel.ep == 1:
         return parallel.fsdp
     return parallel.fsdp * parallel.tp // gcd(parallel.fsdp * parallel.tp, parallel.ep)

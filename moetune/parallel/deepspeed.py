@@ -35,8 +35,10 @@ def require_deepspeed() -> None:
 
 @contextmanager
 def without_others() -> Iterator[None]:
-    """Let DeepSpeed run on this rank alone within the `with` block, for a trace. Raise `UserError` if it is not
-    installed."""
+    """Let DeepSpeed run on this rank alone within the `with` block, for a trace.
+
+    Raises `UserError` if it is not installed.
+    """
     require_deepspeed()
     with patches.without_others():
         yield
@@ -70,8 +72,10 @@ class Engine:
         self.ranks = torch.distributed.get_world_size()
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Run backward of one micro-batch from this rank's share of the step's loss; reduce gradients over ranks after
-        the `last` micro-batch of a step."""
+        """Run backward of one micro-batch, given this rank's share of the step's loss.
+
+        Gradients are reduced over ranks after the `last` micro-batch of a step.
+        """
         self.engine.set_gradient_accumulation_boundary(last)
         patches.prepare_backward(self.engine)
         # 0 * loss makes all gradients NaN if the loss is not finite, so that DeepSpeed skips the step
@@ -86,8 +90,10 @@ class Engine:
         self.engine.step()
 
     def forget(self) -> None:
-        """Drop the gradients of a step whose gradients are not all finite. Raise `AssertionError` if they were finite,
-        because DeepSpeed has then updated the weights."""
+        """Drop the gradients of a step if they are not all finite.
+
+        Raises `AssertionError` if they are, because DeepSpeed has then updated the weights.
+        """
         self.engine.step()
         assert not self.engine.was_step_applied()
 
@@ -98,15 +104,13 @@ class Engine:
         return GatheredParameters([parameter])
 
     def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Return a parameter's whole gradient, in the parameter's shape, between `backward` and `step`; all ranks must
-        call it."""
+        """Return a parameter's whole gradient, between `backward` and `step`; all ranks must call it."""
         from deepspeed.utils import safe_get_full_grad
 
         return safe_get_full_grad(parameter)
 
     def weights(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with the tensor that this rank stores of it: a flat shard under ZeRO-3, else the
-        parameter."""
+        """Yield (parameter, what this rank stores of it): a flat shard under ZeRO-3, else the parameter itself."""
         for parameter in self.engine.module.parameters():
             yield parameter, parameter.ds_tensor if self.stage == 3 else parameter
 
@@ -127,8 +131,10 @@ class Engine:
         return zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
 
     def states(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the whole optimizer states of a parameter by name; all ranks must call it. A 16-bit parameter has its
-        float32 copy under the key "master". Under ZeRO-1 and 2, call `link_states` first."""
+        """Return the whole optimizer states of a parameter by name; all ranks must call it.
+
+        A 16-bit parameter has its float32 copy under the key "master". Under ZeRO-1 and 2, call `link_states` first.
+        """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         states = {"master": safe_get_full_fp32_param(parameter)} if parameter.itemsize < 4 else {}
@@ -142,8 +148,10 @@ class Engine:
             patches.link_states(self.engine)
 
     def put(self, parameter: nn.Parameter, states: dict[str, Tensor]) -> None:
-        """Restore the optimizer states of a parameter, and its float32 copy, from what `states` returned; do nothing if
-        empty."""
+        """Restore the optimizer states of a parameter, and its float32 copy, from what `states` returned.
+
+        Does nothing if that is empty.
+        """
         if not states:
             return
         for flat in self.masters:

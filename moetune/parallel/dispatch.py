@@ -67,13 +67,14 @@ class TokenDispatcher:
     def dispatch(
         self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hooks: ExpertHooks
     ) -> Dispatched:
-        """Send each token's row to the ranks of its K experts; return the rows that this rank receives. All R ranks
-        must call it. Differentiable in `hidden_TH`.
+        """Send each token's row to the ranks of its K experts; return the rows that this rank receives.
+
+        All R ranks must call it. Differentiable in `hidden_TH`.
 
         Args:
-            layer: the layer's index.
+            layer: index of the decoder layer.
             hidden_TH: token rows.
-            ids_TK, weights_TK: ids of each token's experts, and routing weights, which are kept for `combine`.
+            ids_TK, weights_TK: ids of each token's experts, and routing weights, which `combine` applies.
             hooks: determines the send and receive counts.
         """
         if layer in self._trained and torch.is_grad_enabled() and not hidden_TH.requires_grad:
@@ -108,8 +109,10 @@ class TokenDispatcher:
         return Dispatched(rows_SH, held_S[:, None], by_expert, state)
 
     def combine(self, output_SH: Tensor, state: _DispatchState) -> Tensor:
-        """Send results [S, H] back; return the weighted sum for each of this rank's tokens, [T, H]. All R ranks must
-        call it, with the `state` of their call of `dispatch`."""
+        """Send results [S, H] back; return the weighted sum for each of this rank's tokens, [T, H].
+
+        All R ranks must call it, with the `state` of their call of `dispatch`.
+        """
         rows = all_to_all(output_SH, state.sends, state.receives, self._ep.get_group())
         by_choice = torch.empty_like(rows)
         by_choice[state.order] = rows
@@ -117,8 +120,7 @@ class TokenDispatcher:
         return self._gathered((by_choice * state.weights_TK.unsqueeze(-1)).sum(dim=1), state.tokens)
 
     def combine_norms(self, norms_S: Tensor, state: _DispatchState) -> Tensor:
-        """Send the norms [S] of the experts' outputs back to the ranks of the tokens; return [T, K]. Not
-        differentiable."""
+        """Send norms [S] of the experts' outputs back to the tokens' ranks; return [T, K]. Not differentiable."""
         returned, norms = norms_S.new_empty(2, len(state.order))
         dist.all_to_all_single(returned, norms_S, state.sends, state.receives, self._ep.get_group())
         norms[state.order] = returned

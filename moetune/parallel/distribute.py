@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from moetune.config.schema import ParallelConfig
 from moetune.experts.bank import ExpertBank
 from moetune.models.stack import decoder_layers, decoder_stack
 from moetune.models.structure import ModelStructure
@@ -28,11 +29,11 @@ from moetune.run.linears import SPLIT, style_of, tensor_plan
 
 
 def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) -> None:
-    """Split and shard a model in place as its ranks' layout says; do nothing for a single rank or for DeepSpeed, which
-    shards when the optimizer is made (training/optim/zero.py).
+    """Split and shard a model in place as its ranks' layout says.
 
-    This rank must hold its own experts and everything else whole, and the expert banks must have their dispatcher
-    (adapt/build.py).
+    Does nothing for a single rank, and with DeepSpeed, which shards when the optimizer is made
+    (training/optim/zero.py). This rank must hold its own experts and everything else whole, and the expert banks must
+    have their dispatcher (adapt/build.py).
 
     Raises:
         AssertionError: tensor parallelism cannot split a linear layer of attention; run/validation.py refuses such
@@ -49,8 +50,10 @@ def distribute(model: PreTrainedModel, structure: ModelStructure, ranks: Ranks) 
 
 
 def _split_matrices(model: PreTrainedModel, structure: ModelStructure, tp: DeviceMesh) -> None:
-    """Split attention's linear layers by heads over the ranks of `tp`, with transformers' plan and layers. LoRA factors
-    are split like their layer: B if the layer's rows are split, A if its columns are."""
+    """Split attention's linear layers by heads over the ranks of `tp`, with transformers' plan and layers.
+
+    LoRA factors are split like their layer: B if the layer's rows are split, A if its columns are.
+    """
     plan = tensor_plan(model)
     resolved: dict[str, str] = {}
     for path in structure.linears("attention"):
@@ -100,10 +103,10 @@ def _shard_bank(bank: ExpertBank, ranks: Ranks, reshard: bool) -> None:
 
 
 def _shard_module(module: nn.Module, mesh: DeviceMesh, reshard: bool | None, ignored: set[nn.Parameter]) -> None:
-    """Apply `fully_shard` to a module over the ranks of `mesh`, with summed gradients; parameters in `ignored` stay as
-    they are. `reshard` frees the gathered weights after forward; None for FSDP2's default.
+    """Apply `fully_shard` to a module over the ranks of `mesh`, with summed gradients.
 
-    FSDP2 needs one dtype per group of parameters, so submodules with parameters of another dtype become a group of
+    `reshard` frees the gathered weights after forward; None for FSDP2's default. Parameters in `ignored` stay as they
+    are. FSDP2 needs one dtype per group of parameters, so submodules with parameters of another dtype become a group of
     their own.
     """
     trained = [
@@ -134,7 +137,7 @@ def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
     the last micro-step. `stack` is the decoder, as FSDP2 sharded it; any other module is left alone.
     """
     parallel = ranks.parallel
-    if not isinstance(stack, FSDPModule) or (parallel.zero == 3 and parallel.replicate == 1):
+    if not isinstance(stack, FSDPModule) or micro_steps_are_alike(parallel):
         return
     for module in stack.modules():
         if isinstance(module, FSDPModule):
@@ -144,6 +147,13 @@ def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
                 module.set_requires_gradient_sync(last, recurse=False)
             else:
                 module.set_requires_all_reduce(last, recurse=False)
+
+
+def micro_steps_are_alike(parallel: ParallelConfig) -> bool:
+    """Return whether every micro-step of a step communicates and frees the same, so that `set_gradient_sync` has
+    nothing to tell FSDP2; with DeepSpeed they are not."""
+    fsdp2 = parallel.engine == "fsdp2"
+    return parallel.ranks == 1 or (fsdp2 and (parallel.fsdp == 1 or (parallel.zero == 3 and parallel.replicate == 1)))
 
 
 def reshard(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ class Ranks:
     All ranks must make the same calls. The sums over ranks do nothing in a run of one rank.
 
     Attributes:
+        parallel: the run's layout.
         rank: number of this rank, from 0.
         placement: the experts that this rank stores.
         dense: device mesh with dimensions (replicate, fsdp, tp); None for a single rank.
@@ -42,8 +43,10 @@ class Ranks:
 
     @classmethod
     def join(cls, parallel: ParallelConfig, device_type: str) -> "Ranks":
-        """Return the `Ranks` of this process, with meshes made by torch.distributed, which must be initialized for
-        `parallel.ranks` processes."""
+        """Return the `Ranks` of this process, with new meshes and every expert in `placement`.
+
+        torch.distributed must be initialized for `parallel.ranks` processes.
+        """
         if parallel.ranks == 1:
             return cls(parallel)
         world = dist.get_world_size()
@@ -86,8 +89,10 @@ class Ranks:
         return data_ranks(self.parallel)
 
     def copies(self, tensor: Tensor, *, of_expert: bool) -> int:
-        """Return how many ranks store the same part of `tensor`: a parameter or its gradient, a DTensor if it is
-        sharded. Parameters `of_expert` are stored by only 1/`ep` of the ranks."""
+        """Return how many ranks store the same part of a parameter or of its gradient (`tensor`).
+
+        Sharded ones are DTensors. What belongs to experts (`of_expert`) is stored by only 1/`ep` of the ranks.
+        """
         parts = self.parallel.ep if of_expert else 1
         if isinstance(tensor, DTensor):
             for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
@@ -107,8 +112,11 @@ class Ranks:
         return tensor
 
     def axis_of(self, sent: Message) -> str:
-        """Return the axis of the layout along which a message goes: "ep", "fsdp", "tp", "replicate", "data" or "all";
-        "efsdp" for ranks that shard the same experts. For an unknown group, return the group's name."""
+        """Return the axis of the layout along which a message goes; for an unknown process group, its name in torch.
+
+        Axes are "ep", "fsdp", "tp", "replicate", "efsdp" (ranks that shard the same experts), "data" (ranks that read
+        different data) and "all".
+        """
         # axes with the same ranks share a process group in torch; only the experts use all-to-all
         if sent.kind == "all-to-all":
             return "ep"
@@ -151,7 +159,7 @@ class Ranks:
         return "fsdp" in names or "shard" in names
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values that all ranks pass, in order of rank; values are pickled."""
+        """Return the values that all ranks pass, in order of rank; they are pickled on the way."""
         if self.is_single:
             return [value]
         values: list[Any] = [None] * self.parallel.ranks

@@ -23,8 +23,10 @@ _GRACE = 5.0  # seconds for other ranks to report an error, and again to end aft
 
 
 def was_launched() -> bool:
-    """Return whether this process is one of several ranks: `WORLD_SIZE` in the environment is above 1. Raise
-    `UserError` if it is not a number."""
+    """Return whether this process is one of several ranks: the environment's `WORLD_SIZE` is above 1.
+
+    Raises `UserError` if it is not a number.
+    """
     return number_in_environment("WORLD_SIZE", 1) > 1
 
 
@@ -40,8 +42,10 @@ def number_in_environment(name: str, default: int | None = None) -> int:
 
 
 def note_failure(message: str) -> None:
-    """Write this rank's error message to the file that its launcher, moetune or torchrun, reads. Do nothing without a
-    launcher (`TORCHELASTIC_ERROR_FILE` is not set) or if the file exists already."""
+    """Write this rank's error message to the file that its launcher, moetune or torchrun, reads.
+
+    Does nothing without a launcher (`TORCHELASTIC_ERROR_FILE` is not set), or if the file exists already.
+    """
     file = os.environ.get(_ERROR_FILE)
     if file and not Path(file).exists():
         body = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}, "at": time.time()}
@@ -90,8 +94,10 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
 
 @contextmanager
 def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Pass SIGINT and SIGTERM on to the ranks within the `with` block; yield the list of signals received so far. A
-    terminal sends Ctrl-C to the ranks too, so they count signals within a second as one."""
+    """Pass SIGINT and SIGTERM on to the ranks within the `with` block; yield the list of signals received so far.
+
+    A terminal sends Ctrl-C to the ranks too, so they count signals within a second as one.
+    """
     passed: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
@@ -109,8 +115,10 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Wait until all processes have ended, and return the exit code that `start_ranks` documents. After a failure, the
-    other processes get `_GRACE` seconds to end, then SIGTERM, and after as long again SIGKILL."""
+    """Wait until all processes have ended, and return the exit code that `start_ranks` documents.
+
+    After a failure, the others get `_GRACE` seconds to end, then SIGTERM, and after as long again SIGKILL.
+    """
     while not _have_ended(processes, 0.0):
         if any(process.poll() for process in processes) and not _have_ended(processes, _GRACE):
             for process in processes:

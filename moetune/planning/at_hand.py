@@ -20,9 +20,9 @@ class AtHand:
     """A GPU of this machine.
 
     Attributes:
-        gpu: its catalog entry, or one of its size; `memory` is what a new process may use of it now, `host` what of
-            this machine.
-        words: what was found, for the user.
+        gpu: its catalog entry, or one made for a GPU of its size, with the GPU memory (`memory`) and host memory
+            (`host`) that are free to a new process now.
+        words: name and free memory of the GPU, for the user.
     """
 
     gpu: Gpu
@@ -33,7 +33,7 @@ def card_at_hand(count: int = 1) -> AtHand | None:
     """Return the first GPU of this machine, with the memory that is free now; None without CUDA.
 
     The context that this process itself has on the GPU counts as free, because the process ends before a run starts;
-    its size is taken to be the least over drivers. Of `count` GPUs, the memory is that of the fullest.
+    its size is taken to be the least over drivers. For a run on `count` GPUs, the free memory is that of the fullest.
     """
     if not torch.cuda.is_available():
         return None
@@ -52,12 +52,12 @@ def card_at_hand(count: int = 1) -> AtHand | None:
 
 
 def refuse_unfit(doing: str, rough: int, predict: Callable[[Gpu | None], MemoryReport]) -> None:
-    """Raise `DoesNotFit` if what a command is about to do needs more memory than this machine has.
+    """Raise `DoesNotFit` if what a command is about to do needs more GPU or host memory than this machine has free.
 
     Args:
-        doing: the command, for the message.
-        rough: bytes that it surely stays below (`surely_below`). Where twice as much is free, nothing is predicted,
-            because a prediction takes a second.
+        doing: what the command does, as the subject of the message.
+        rough: upper bound of its bytes (`surely_below`). If twice as much is free, nothing is predicted, because a
+            prediction takes a second.
         predict: predicts the command on the GPU of this machine, or on its CPU (None). If it raises
             `UserError`, nothing is refused.
     """
@@ -74,6 +74,6 @@ def refuse_unfit(doing: str, rough: int, predict: Callable[[Gpu | None], MemoryR
 
 
 def surely_below(structure: ModelStructure, tokens: int = 0) -> int:
-    """Return bytes that a command with a model surely stays below: twice its weights in float32, and 64 KiB for each of
-    the tokens that it computes at once."""
+    """Return an upper bound of the bytes that a command takes with a model: twice its weights in float32, and 64 KiB
+    for each of the tokens that it computes at once."""
     return 8 * sum(part.numel for part in structure.parameters) + tokens * (64 << 10)

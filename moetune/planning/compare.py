@@ -46,7 +46,7 @@ def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str], method: 
     """Predict the memory of each run on each GPU; all runs on the first GPU come first.
 
     Args:
-        runs: (name, run file) pairs.
+        runs: (name, configuration) pairs.
         gpus: names such as `l40s`, or memory sizes such as `44GiB`; if empty, each run's own `hardware.gpu`.
         method: `formula` for closed forms, `trace` for traces.
 

@@ -119,8 +119,8 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
 
 
 def measure_card() -> Iterator[Check]:
-    """Measure the speeds of this machine's first GPU, in about a minute, and keep them: estimates of a step's time then
-    take them. Yield a check for each speed.
+    """Measure the speeds of this machine's first GPU, in about a minute, and write them to disk, where estimates of a
+    step's time find them. Yield a check for each speed.
 
     Raises:
         UserError: there is no GPU; the catalog lacks its limits, which are compared with; its clock is wrong; or the

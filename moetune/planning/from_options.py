@@ -1,4 +1,4 @@
-"""Build a run file from a model's name and options, as in `moetune predict MODEL --lora 16`."""
+"""Build a run's configuration from a model's name and options, as in `moetune predict MODEL --lora 16`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,9 @@ from moetune.errors import UserError
 
 
 def config_of(run: str, overrides: Sequence[str], **options: Any) -> tuple[RunConfig, dict[str, Any] | None]:
-    """Read a run file, or build one from a model and options; return it, and its mapping if it was built (else None).
+    """Read a run file, or build its content from a model and options.
+
+    Returns the configuration, and the mapping of keys and values that it was built from; None if it was read.
 
     Args:
         run: a path to a run file (.yaml, .yml), or a model: a catalog name, a folder or a hub id.
@@ -40,7 +42,7 @@ def _raw(
     lora: int | None = None,
     gpu: str | None = None,
 ) -> dict[str, Any]:
-    """Return the mapping of a run file for a model.
+    """Return the content of a run file for a model, as a mapping.
 
     Args:
         router: layers whose routers train, such as `all` or `0-5`.
@@ -68,5 +70,5 @@ def _raw(
 
 
 def as_yaml(raw: dict[str, Any]) -> str:
-    """Return the mapping of a run file as YAML, with short sections on one line each."""
+    """Format the content of a run file as YAML, with short sections on one line each."""
     return yaml.safe_dump(raw, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)

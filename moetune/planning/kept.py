@@ -1,4 +1,4 @@
-"""Reports by trace, kept on disk: a plan that is asked for again, or that shares runs with another, need not trace."""
+"""`kept`: a cache of traced reports on disk, so that a plan made again, or one with the same runs, is quick."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -24,10 +24,15 @@ def kept(
     trace: Callable[[], MemoryReport],
     trainer: InTrl | None = None,
 ) -> MemoryReport:
-    """Return what `trace` returns, the report of a run on a GPU, from disk if it is there; else write it.
+    """Read the traced report of a run on a GPU from disk; if it is not there, call `trace` for it, and write it.
 
-    `gpu` is as in `predict`; None for `hardware.gpu`. `trainer` is the trainer of TRL that the report is of, if any.
-    The time of a step is estimated anew from the work that was counted.
+    The key is all that the report depends on: the run, `gpu`, `routing`, the allocator's configuration, and `trainer`,
+    the trainer of TRL that was traced (None: moetune's own). In a report from disk the time of a step is estimated anew
+    from the work that was counted, by the speeds that are known now.
+
+    Args:
+        gpu: as in `predict`; None for `hardware.gpu`.
+        trace: makes the report.
     """
     name = gpu or run.config.hardware.gpu or "l40s"
     card = name if isinstance(name, Gpu) else find_gpu(name)

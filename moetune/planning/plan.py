@@ -24,7 +24,7 @@ class Miss:
     """The nearest miss if nothing fits: the smallest run of the strategy with the lowest estimate of memory.
 
     Attributes:
-        config: the run file.
+        config: its configuration.
         report: its predicted memory, more than the GPU has.
         remedy: changes of the run file with which it would fit; None if none are known.
         cards: the smallest GPUs in the catalog with enough memory, up to two; also "2 × NAME" if the run fits two of
@@ -38,7 +38,7 @@ class Miss:
 
     @property
     def trains(self) -> str:
-        """What trains, in words."""
+        """What trains as text, such as `LoRA rank 16 on attention, experts`."""
         return dict(self.report.about)["trains"]
 
     def to_json(self) -> dict[str, Any]:
@@ -94,7 +94,8 @@ class Plan:
 
     @property
     def useful(self) -> int:
-        """How many of the candidates, which come first, are the most useful ones of a goal."""
+        """Number of goals that have candidates. As many of `candidates`, the first ones, are each the most useful one
+        of its goal."""
         return len({one.goal for one in self.candidates})
 
     def to_json(self) -> dict[str, Any]:
@@ -230,7 +231,8 @@ def _confirm(
     progress: Progress,
     show: Callable[[Progress], None],
 ) -> None:
-    """Trace each candidate; append those that fit to `candidates`, and a note for each other one to `late`."""
+    """Trace the candidates `ranked`, best first; append those that fit to `candidates`, and a note on each other one to
+    `late`. `progress` is kept up to date and passed to `show`."""
 
     def begin(one: Candidate) -> None:
         progress.now = f"tracing: {one.strategy.words}"
@@ -256,7 +258,7 @@ def _largest(
 
     Args:
         of_goal: the strategies, best first.
-        refused: receives the strategies that were left out, by goal and reason.
+        refused: (goal, reason) -> strategies that cannot be predicted for it; they are added.
         show: as in `plan`.
         progress: is kept up to date.
     """

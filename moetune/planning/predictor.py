@@ -29,9 +29,9 @@ class Predictor:
         gpu: the GPU to predict for: a name, a memory size such as `44GiB`, or a `Gpu`; None for the `hardware.gpu` of
             each run.
         routing: how many tokens each expert is assumed to receive.
-        end: evaluate in `of` only one end of what the routing may be, `high` or `expected`, which takes half the time:
-            the report expects that routing, and its `least_headroom` or `headroom_bytes` is that of a whole report.
-            None: a whole report.
+        end: the one routing that `of` evaluates, which takes half the time of a whole report: with `high` the most
+            uneven one (`least_headroom` is then that of a whole report), with `expected` the assumed one (then
+            `headroom_bytes` is). None: a whole report.
         device_type: the device that the runs are resolved for, `cuda` or `cpu`.
         trainer: the trainer of TRL to predict for; None for moetune's own. TRL's have no closed form, so every run is
             traced, once on this machine.
@@ -46,7 +46,7 @@ class Predictor:
     _like: ResolvedRun | None = None
 
     def resolve(self, config: RunConfig) -> ResolvedRun:
-        """Resolve a run (raises as `moetune.resolve`), with the model of the last call if that is the same.
+        """Resolve a run (raises as `moetune.resolve`), reusing the model of the last call if it is the same.
 
         `train.checkpointing: auto` counts as `full` and `train.keep_rows: auto` as `none`: they take memory only where
         some is left.
@@ -63,7 +63,7 @@ class Predictor:
         return self._quick(config, routing)
 
     def whole(self, config: RunConfig) -> MemoryReport:
-        """Predict as `of` does, whatever `end` is: both ends of the routing."""
+        """Predict as `of` does, but always a whole report, for all of `routing`."""
         return self._quick(config, self.routing)
 
     def traced(self, config: RunConfig) -> MemoryReport:

@@ -1,4 +1,8 @@
-"""After a run ran out of memory: `remedies` finds settings with which the run would have fitted."""
+"""`remedies`: settings with which a run that ran out of memory would have fitted, from memory/changes.py and solve.py.
+
+memory/changes.py lists the changes that save memory and chooses their order; solve.py finds the largest value of one
+setting that fits. This module applies both to the memory that such a run had.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,10 +26,14 @@ KEYS = (
 def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     """Return changes of the run file, each enough by itself, with which a run that ran out of memory would have fitted.
 
-    First up to three savings, the mildest first; then the largest value that fits of each setting in `KEYS`. The memory
-    that was available is taken to be the run's own prediction less `lacking` bytes, because other programs may use part
-    of the GPU, and a run may need more than is predicted; so what the routing took is in it already. What a
+    First up to three savings of `fitting`, the mildest first; then the largest value that fits of each setting in
+    `KEYS`. The run's own prediction less `lacking` is taken to be the memory that there was, because other programs may
+    use part of the GPU, and a run may need more than is predicted; this accounts for the actual routing, too. What a
     change moves to host memory must fit there.
+
+    Args:
+        card: the GPU on which the run ran out of memory.
+        lacking: bytes by which the memory was too small for the run.
 
     Raises:
         UserError: the run cannot be predicted.
@@ -49,7 +57,7 @@ def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
     """Yield a remedy for each setting in `KEYS`: the largest value with which the run fits.
 
     Settings that the run does not have, or of which no value fits, are left out. The remedy for `train.micro_batch`
-    keeps the rows of a step, by changing `train.accumulate` too (`_same_step`).
+    changes `train.accumulate` too (`_same_step`).
     """
     for key in KEYS:
         try:
@@ -66,9 +74,10 @@ def _largest(config: RunConfig, predictor: Predictor) -> Iterator[Remedy]:
 
 
 def _same_step(config: RunConfig, most: int) -> dict[str, object]:
-    """Return settings that divide a step's rows into the largest equal micro-batches of at most `most` rows.
+    """Return run-file key -> value for micro-batches of at most `most` rows, without changing the rows of a step.
 
-    With `fused_backward`, which frees gradients during backward and so cannot accumulate them, the step gets smaller.
+    The micro-batch is the largest that divides a step's rows, and `train.accumulate` makes up for it. With
+    `fused_backward`, which cannot accumulate gradients, it has `most` rows, and so has the step.
     """
     if any(optimizer.fused_backward for optimizer in config.optimizers.values()):
         return {"train.micro_batch": most}

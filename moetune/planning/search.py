@@ -35,10 +35,11 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a micro-batch, in rows, that a search tries; `RANKS` are the ranks of LoRA."""
 _BITS = {"nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
 _TOLERANCE = 0.005
-"""Share by which a number of experts that is estimated by a straight line may be too low, and by which another number
-must be greater to be worth a search."""
+"""Share by which a number of experts that a straight line estimates may be too low, and by which the total of another
+combination must be greater to be worth a search."""
 _NEAR = 8
-"""Numbers of experts in each layer up to which the line through two of them is not wanted far apart."""
+"""If the first search has more than twice as many experts in each layer, half as many are searched next, so that the
+line of `_room` through both bounds all other numbers."""
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
 
@@ -49,7 +50,7 @@ class NextLarger:
 
     Attributes:
         what: its size in words, such as `3 layers × 2 experts` or `rank 32`.
-        config: its run file.
+        config: its configuration.
         report: its predicted memory.
     """
 
@@ -64,7 +65,7 @@ class Candidate:
 
     Attributes:
         strategy: the strategy.
-        config: the run file.
+        config: its configuration.
         report: its predicted memory.
         amount: how much trains: experts in all layers together for the goal `experts`, the rank for `lora`, 0 for
             `router`.
@@ -83,12 +84,12 @@ class Candidate:
 
     @property
     def trains(self) -> str:
-        """What trains, in words."""
+        """What trains as text, such as `LoRA rank 16 on attention, experts`."""
         return dict(self.report.about)["trains"]
 
     @property
     def optimizer(self) -> str:
-        """The optimizer, in words."""
+        """The optimizer as text, such as `adamw, float32 master weights`."""
         return dict(self.report.about)["optimizer"]
 
     def to_json(self, tokens: int | None = None) -> dict[str, Any]:
@@ -123,14 +124,15 @@ class Search:
     """A search for the largest runs of one model on one GPU.
 
     Attributes:
-        start: a run file with the model, the GPU and the length of a sequence; a strategy's settings are added to it.
+        start: configuration with the model, the GPU and the length of a sequence, to which a strategy's settings are
+            added.
         structure: the model's layers and parameters.
         predictor: predicts the runs.
         usable: bytes of the GPU's memory.
         context: bytes that any process takes of it outside torch's allocator.
         margin: bytes that a prediction by closed form must leave free, because a trace exceeded the closed form by
             them.
-        tight: whether it is enough that what is expected fits; else the most that a run may need must.
+        tight: whether a run fits if its expected memory does; else the most that it may need must fit.
     """
 
     start: RunConfig
@@ -151,9 +153,14 @@ class Search:
         routing: AssumedRouting | None = None,
         trainer: InTrl | None = None,
     ) -> Search:
-        """Return a search for the model in `model.path` of a run file, and a GPU; None: that in `hardware.gpu`.
-        `routing` is how many tokens each expert is assumed to receive; None: not known. `trainer` is as in
-        `Predictor`."""
+        """Return a search for the model in `model.path` of the configuration `start`.
+
+        Args:
+            card: the GPU; None: that in `hardware.gpu`.
+            tight: as in the attributes.
+            routing: how many tokens each expert is assumed to receive; None: not known.
+            trainer: as in `Predictor`.
+        """
         if card is None:
             assert start.hardware.gpu is not None
             card = find_gpu(start.hardware.gpu)
@@ -163,7 +170,7 @@ class Search:
 
     @property
     def left(self) -> Callable[[MemoryReport], int]:
-        """The function that returns the bytes which a run leaves free."""
+        """Function from a report to the bytes that the run leaves free: `headroom` if `tight`, else `surely_left`."""
         return headroom if self.tight else surely_left
 
     @cached_property
@@ -239,8 +246,8 @@ class Search:
     def largest(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
         """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit.
 
-        For the goal `experts`, None also if no run fits that trains more than `more_than` experts in all layers, by
-        what is `worth` it.
+        For the goal `experts`, None also if no run that fits trains more experts, in all layers together, than
+        `worth(more_than)`; `more_than` is what an earlier strategy reached.
         """
         match strategy.goal:
             case "experts":
@@ -279,12 +286,11 @@ class Search:
         return self._with(strategy, {f"adapt.experts.{key}": value for key, value in chosen.items()})
 
     def _most_experts(self, strategy: Strategy, more_than: int) -> Candidate | None:
-        """Find the largest layers × experts that fits; of equal products, the one with fewest experts in each layer.
+        """Find the largest product layers × experts in each that fits; of equal ones, that with fewest experts in each.
 
-        Few numbers of experts in each layer are predicted: next the one of which most is expected, until no other
-        promises more than what was found, or than `more_than`, by what is worth it. Of each only numbers of layers are
-        predicted that would be more. So the first and last numbers, which need records of their own, seldom are.
-        Over several ranks each trains as many experts as the others (`_step`).
+        Numbers of experts in each layer are tried in order of the total that `_room` expects of them, until no other
+        one can exceed the largest total found, or `more_than`, by enough to be `worth` a search; for each, only depths
+        that would exceed it are predicted. On several ranks, all train equally many experts (`_step`).
         """
         depth, step = len(self.layers), _step(strategy)
         best, of_layer = (0, step), range(step, self.experts + 1, step)
@@ -401,7 +407,7 @@ class Search:
         Args:
             what: the name of the size that grows, such as `rank`.
             sizes: the sizes.
-            configs: the run file of each size.
+            configs: the configuration with each size.
             start: the index to predict first.
             known: the report of index 0, if it fits and was predicted before.
         """
@@ -437,14 +443,14 @@ def _room(room: Mapping[int, int], each: int, most: int) -> int:
 
 
 def worth(experts: int) -> int:
-    """Return the largest number of experts that is not worth a search if `experts` were found to fit: a half percent
-    more. Below 200 experts it is the same number."""
+    """Return the number of experts that another result must exceed to be worth a search, if `experts` are known to fit:
+    half a percent more than these, which below 200 is the same number."""
     return int(experts * (1 + _TOLERANCE))
 
 
 def _step(strategy: Strategy) -> int:
-    """Return of which number the experts that train in each layer are a multiple: the ranks that store different ones,
-    so that all need equal memory, and one record serves every number (memory/closed_form/)."""
+    """Return the step between numbers of trained experts in each layer: the size of the `ep` axis, so that all ranks
+    train equally many and need equal memory, and one record serves every number (memory/closed_form/)."""
     ep: int = strategy.settings.get("parallel.ep", 1)
     return ep
 

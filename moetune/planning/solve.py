@@ -90,14 +90,22 @@ class Solved:
         }
 
 
-def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = None, *, tight: bool = False) -> Solved:
+def solve(
+    run: RunConfig | Path | str,
+    key: str,
+    predictor: Predictor | None = None,
+    *,
+    tight: bool = False,
+    show: Callable[[str, MemoryReport | None], None] | None = None,
+) -> Solved:
     """Find the largest value of a setting with which a run fits a GPU, by closed form, and confirm it by a trace.
 
     Args:
-        run: a run file, read or as a path.
+        run: a configuration, or the path of a run file.
         key: the setting, one of `KEYS`. For `hardware.gpu`, the smallest GPU that the run fits is found.
         predictor: predicts the runs, for the GPU in its `gpu`; by default for `hardware.gpu`.
-        tight: whether it is enough that what is expected fits; else the most that the run may need must.
+        tight: whether a run fits if its expected memory does; else the most that it may need must fit.
+        show: called with a value's name before its memory is predicted, and with the name and the report after.
 
     Raises:
         UserError: the key is not in `KEYS`, the run file has no such setting, or no GPU is named.
@@ -113,8 +121,15 @@ def solve(run: RunConfig | Path | str, key: str, predictor: Predictor | None = N
         value = axis.values[number]
         return changed(config, {key: list(value) if isinstance(value, tuple) else value})
 
+    def predict(number: int) -> MemoryReport:
+        name, tell = axis.name(axis.values[number]), show or (lambda *_: None)
+        tell(name, None)
+        report = predictor.of(run_with(number))
+        tell(name, report)
+        return report
+
     left = headroom if tight else surely_left
-    last, reports = last_that_fits(len(axis.values), lambda at: predictor.of(run_with(at)), axis.start, left=left)
+    last, reports = last_that_fits(len(axis.values), predict, axis.start, left=left)
     while last >= 0:
         reports[last] = predictor.traced(run_with(last))
         if left(reports[last]) >= 0:
@@ -144,11 +159,11 @@ def last_that_fits(
         least: the first number that is worth a prediction: those below are taken to fit.
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
-        left: the bytes that a run leaves free, `headroom` if None, or `surely_left`.
+        left: returns the bytes that a run leaves free: `headroom`, the default, or `surely_left`.
         slope: bytes that each number is expected to need more than the one before; 0 if unknown.
 
-    Returns the number, or `least` - 1; and all reports by number, among them those of this number, if it is not below
-    `least`, and of the next one.
+    Returns the number, or `least` - 1 if none fits; and number -> report of all that were predicted, among them this
+    number, unless none fits, and the next one, unless all fit.
     """
     reports, left = dict(known or {}), left or headroom
     fits, fails, tries = max(len(reports), least) - 1, count, 0

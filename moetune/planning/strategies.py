@@ -37,7 +37,7 @@ class Strategy:
 
     @property
     def words(self) -> str:
-        """The settings of model and optimizer, in words."""
+        """The values of the settings of model and optimizer as text, such as `nf4, adamw8bit, stochastic`."""
         chosen = ((key, value) for key, value in self.settings.items() if key.startswith(("model", "optimizer")))
         return ", ".join(key.partition(".")[2] if value is True else str(value) for key, value in chosen)
 

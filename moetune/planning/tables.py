@@ -15,7 +15,8 @@ from moetune.report.view import Table, View, ViewSection
 
 
 def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
-    """Yield the table of a comparison; then a sentence for each run that does not fit, with what would make it fit."""
+    """Yield the table of a comparison; then a sentence for each run that does not fit, with what would make it fit; and
+    one on the frozen experts that an estimate by active parameters leaves out."""
     cells = []
     for row in rows:
         report = row.report
@@ -35,8 +36,8 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
 
 
 def plan_view(plan: Plan, *, every: bool = False) -> View:
-    """Return a view of a plan: a sentence on what to pick, a row of two lines for the most useful candidate of each
-    goal (`planning/plan.py`), or with `every` for all, and what the next larger runs would risk."""
+    """Return the view of a plan: which candidate to pick; two lines for the most useful candidate of each goal, or with
+    `every` for each candidate; as details, what the next larger runs would risk. If nothing fits, that of `missed`."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
     notes = [ViewSection("notes", plan.notes)] * bool(plan.notes)
@@ -88,7 +89,8 @@ def advice(first: Candidate) -> str:
 
 
 def _row(number: int, one: Candidate, plan: Plan) -> Iterator[str]:
-    """Yield the two lines of a candidate, at most `_WIDTHS` wide: what trains, batch, needs, verdict; then how."""
+    """Yield the two lines of a candidate, at most `_WIDTHS` wide: number, what trains, batch (rows × tokens ×
+    micro-batches), bytes needed, verdict; then optimizer, ranks, host memory, speed, steps, and what is given up."""
     train, report = one.config.train, one.report
     batch = f"{train.micro_batch} × {train.sequence_length} × {train.accumulate}"
     needs = f"{from_to(report.span.low, report.span.high)}  {report.verdict:5}"
@@ -105,25 +107,25 @@ def _row(number: int, one: Candidate, plan: Plan) -> Iterator[str]:
 
 
 def _cut(text: str, width: int) -> str:
-    """Return the text, cut to a width with an ellipsis; --json and --write have all of it."""
+    """Return the text, cut to `width` columns with an ellipsis; `--json` and `--write` give it whole."""
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def briefly(one: Candidate) -> str:
-    """Return a candidate in one line, as it is found."""
+    """Format a candidate in one line, for the progress of a search: what trains, strategy, size of a micro-batch."""
     train = one.config.train
     what = "" if one.strategy.goal == "router" else f" of {one.amount}"
     return f"{one.goal}{what} by {one.strategy.words}, {train.micro_batch} × {train.sequence_length} tokens, fits"
 
 
 def speed(one: Candidate, tokens: int | None) -> str:
-    """Return the estimated tokens/s of a candidate, and the hours for `tokens`; empty if the speed is not known."""
+    """Format the estimated tokens/s of a candidate, and the hours for `tokens`; empty if the speed is not known."""
     time = one.report.time
     return "" if time is None else f"{between(time.tokens_per_second)} tokens/s, estimated{hours(time, tokens)}"
 
 
 def next_larger(one: Candidate) -> str:
-    """Return a sentence that says how much memory the next larger run of a candidate would need."""
+    """Return a sentence on the next larger run of a candidate: whether it could fit, and how much memory it needs."""
     larger = one.next_larger
     if larger is None:
         return "nothing larger exists"
@@ -159,12 +161,12 @@ def missed(plan: Plan) -> Iterator[str]:
 
 
 def _remedy(found: Remedy) -> str:
-    """Return the `--set` flags of a remedy, and the memory that the run then needs."""
+    """Format a remedy as its `--set` flags, followed by the memory that the run then needs on GPU and host."""
     flags = " ".join(f"--set {flag}" for flag in found.flags)
     host = _host(found.report)
     return f"{flags}: {gib(found.report.required)}{host and f', {host} of host memory'}"
 
 
 def _host(report: MemoryReport) -> str:
-    """Return the host memory of a run; empty if it takes none."""
+    """Format the bytes of tensors that the fullest rank of a run keeps in host memory; empty if there are none."""
     return gib(report.fullest.host_bytes) if report.fullest.host_bytes else ""

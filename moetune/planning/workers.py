@@ -39,6 +39,7 @@ class Workers:
     """Calls methods of a `Search` in this process and in other processes beside it.
 
     Args:
+        search: the search in this process; the others build theirs from its `start` and `options`.
         processes: the number of processes, this one included. The others are spawned (`multiprocessing`), so the
             program's main module must be importable.
         options: further arguments of `Search.of`: GPU, `tight`, routing, trainer.
@@ -78,8 +79,8 @@ class Workers:
         Args:
             method: the name of the method.
             inputs: the first argument of each call.
-            say: called with each input that this process works on.
-            more: returns more arguments of a call, from the results of earlier inputs that are known when it begins.
+            say: called with each input on which this process begins to work.
+            more: returns further arguments of a call, from the results for earlier inputs known when it begins.
         """
         left, lock, busy = deque(range(len(inputs))), Condition(), 0
         results: dict[int, _Output] = {}
@@ -146,7 +147,7 @@ def _end_with(parent: Connection) -> None:
 
 @cache
 def _search(start: _Start) -> Search:
-    """Return the search of a run file, given as JSON with the other arguments of `Search.of`; built once in each
+    """Return the search for `start`, a configuration as JSON and the other arguments of `Search.of`; built once in each
     process."""
     from moetune.config.schema import RunConfig
     from moetune.planning.search import Search
@@ -159,8 +160,8 @@ def _search(start: _Start) -> Search:
 def _answer(
     start: _Start, method: str, one: Strategy | Candidate, *more: Any, search: Search | None = None
 ) -> Candidate | UserError | None:
-    """Call a method of `search` (None: of the search for the run file `start`) with `one`; return its result, or the
-    `UserError` that it raises."""
+    """Call a method of `search` (None: of this process's search for `start`) with `one` and `more` arguments; return
+    its result, or the `UserError` that it raises."""
     try:
         return getattr(search or _search(start), method)(one, *more)
     except UserError as error:  # some strategies are impossible for some models

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def report_view(report: AdapterReport) -> View:
-    """Return the answer of `moetune adapter check`: projections of experts and linear layers, summed over layers."""
+    """Return the view of `moetune adapter check`: verdict, what would be lost, the factors by projection or linear
+    layer, summed over the model's layers, and the programs that can read the adapter."""
     ill = bool(report.problems)
     verdict = (
         f"no: {counted(len(report.problems), 'problem')}" if ill else "yes: all of it belongs to the base, and is read"
@@ -39,7 +40,8 @@ def report_view(report: AdapterReport) -> View:
 
 
 def difference_view(found: AdapterDifference) -> View:
-    """Return the answer of `moetune adapter diff`."""
+    """Return the view of `moetune adapter diff`: verdict, the first 20 updates that differ and by how much, and the
+    first names that only one of the adapters has."""
     sections = []
     if found.differing:
         rows = [
@@ -66,7 +68,10 @@ def difference_view(found: AdapterDifference) -> View:
 
 
 def _rows(covered: Iterable[Covered]) -> list[tuple[str, ...]]:
-    """Return a row for each part: the projection of experts, or the last name of a linear layer."""
+    """Return rows (part, layers, experts in each, experts that are zero, rank, scale), summed over the model's layers.
+
+    A part is a projection of experts or the last name of a linear layer; it has a row for each rank and scale.
+    """
     groups: Mapping[tuple[str, int, float], list[Covered]] = defaultdict(list)
     for one in covered:
         kind = "experts, " if one.experts is not None else ""

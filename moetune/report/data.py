@@ -10,7 +10,7 @@ _BAR = 40  # width of the longest histogram bar, in characters
 
 
 def data_view(name: str, found: dict[str, Any]) -> View:
-    """Return the view that `moetune data` prints; `found` is the object that `moetune data --json` prints."""
+    """Return the view that `moetune data` prints, titled `name`; `found` is the object that `--json` prints."""
     verdict, *lines = words(found)
     bins = found["train"]["lengths"]["histogram"]
     tallest = max(count for *_, count in bins)
@@ -23,7 +23,8 @@ def data_view(name: str, found: dict[str, Any]) -> View:
 
 
 def words(found: dict[str, Any]) -> Iterator[str]:
-    """Yield lines about the data: sequences and steps per epoch, tokens, lengths, notes, and held-out data."""
+    """Yield sentences on the data that `found` (as for `data_view`) describes: sequences and steps per epoch, tokens,
+    lengths of documents, notes, and held-out data."""
     train, held_out = found["train"], found["eval"]
     yield (
         f"{counted(train['records'], 'record')} in {counted(train['sequences'], 'sequence')} of up to "

@@ -18,7 +18,7 @@ from moetune.report.view import Table, View, ViewSection
 SCREEN = (80, 24)
 """Columns and lines that a report takes at most, unless details are asked for."""
 _FEWEST = 4
-"""The fewest lines that say what takes memory."""
+"""Fewest lines that are left to the list of what takes memory, when other lines are cut to fit a `SCREEN`."""
 METHODS = {
     "trace": "traced: what runs, on tensors without storage",
     "formula": "closed form: a recorded step, at these sizes",
@@ -42,7 +42,7 @@ def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0)
     Args:
         report: the report.
         tokens: the length of a training run, for which the view states the hours; None: no hours.
-        above: the number of lines that are printed above it on the same screen.
+        above: the number of lines already on the screen, for which the view's `brief` lines leave room.
     """
     time = "" if report.time is None else pace(report.time, tokens)
     lines = [*needs(report), rows(report), time]
@@ -58,7 +58,10 @@ def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0)
 
 
 def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
-    """Return the report in few lines, which with the verdict before and after them fit a `SCREEN`."""
+    """Return the report in few lines, which fit a `SCREEN` with the verdict before and after them.
+
+    `time` is the sentence of `pace`, or empty; `above` is as in `memory_view`.
+    """
     width, height = SCREEN
 
     def wrapped(lines: Iterable[str]) -> list[str]:
@@ -92,7 +95,10 @@ def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
 
 
 def _taken(report: MemoryReport, most_lines: int) -> list[str]:
-    """Return what takes memory on the fullest rank, largest first, in at most so many lines."""
+    """Format the parts of the fullest rank's memory, largest first, in at most `most_lines` lines: bytes, share, name.
+
+    If there are more parts, the last line is the sum of the smallest.
+    """
     fullest = report.fullest
     parts = [(named(name), count) for name, count in fullest.parts.items() if count]
     outside = ("outside the allocator", fullest.outside_allocator)
@@ -132,7 +138,8 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
 
 
 def phases(report: MemoryReport) -> str:
-    """Return what the phases of a TRL trainer take at most; empty for moetune's own steps."""
+    """Format the most live bytes in each phase of a TRL trainer's step, as `live at most: generation 2.00 GiB, …`;
+    empty for moetune's own steps."""
     if report.trainer is None:
         return ""
     return "live at most: " + ", ".join(f"{phase} {gib(most)}" for phase, most in report.phases)
@@ -142,7 +149,8 @@ def phases(report: MemoryReport) -> str:
 
 
 def verdict(report: MemoryReport) -> str:
-    """Return one line: whether the run fits, and how much memory is left or missing on the GPU and on the host."""
+    """Format the verdict in one line: whether the run fits, and how much memory is left or missing on GPU or host;
+    without a GPU or host to compare with, the bytes that it needs."""
     if report.gpu is None and report.verdict is None:
         return f"needs {gib(report.required)}; no GPU named to compare with"
     heads = {"no": "does NOT fit: ", "tight": "tight: ", "yes": "fits: yes, ", None: ""}
@@ -152,14 +160,16 @@ def verdict(report: MemoryReport) -> str:
 
 
 def left_in_words(report: MemoryReport) -> str:
-    """Return how much memory a run leaves on its GPU, or how much too much it needs: over its span, if it may fit. Of
-    the host only what is missing."""
+    """Format what a run leaves free on its GPU or needs too much, as `1.20 to 1.90 GiB left`; of the host, followed by
+    ` on the host`, where that decides the verdict. Empty without a verdict."""
     return "; ".join(f"{left}{' on the host' * (where[:8] == 'the host')}" for _, left, where in _sides(report))
 
 
 def _sides(report: MemoryReport) -> list[tuple[Verdict, str, str]]:
-    """Return (verdict, what is left, of what) of the GPU and of the host: of those that decide the verdict of the
-    report, or of the GPU alone if both fit."""
+    """Return (verdict, bytes left or missing as text, name and size of the memory) for the GPU and for the host.
+
+    One that has a milder verdict than the whole report is left out; so is the host if both fit.
+    """
     found: list[tuple[Verdict, str, str]] = []
     if report.gpu is not None and report.card_verdict is not None:
         usable, span = report.gpu.usable_bytes, report.span
@@ -173,7 +183,8 @@ def _sides(report: MemoryReport) -> list[tuple[Verdict, str, str]]:
 
 
 def _left(verdict: Verdict, size: int, span: Span) -> str:
-    """Return what a span of bytes leaves of `size` bytes, in words."""
+    """Format what a run that needs `span` leaves of `size` bytes, as a range; if it does not fit (`verdict` is `no`),
+    the bytes that it is expected to lack."""
     if verdict == "no":
         return f"{gib(span.expected - size)} too much"
     least, most = size - span.high, size - span.low
@@ -181,13 +192,16 @@ def _left(verdict: Verdict, size: int, span: Span) -> str:
 
 
 def span_in_words(report: MemoryReport) -> str:
-    """Return the memory that a run needs, as a range and what is expected."""
+    """Format the GPU memory that a run needs, as `26.40 to 28.10 GiB, 26.70 GiB expected`."""
     span = report.span
     return f"{from_to(span.low, span.high)}, {gib(span.expected)} expected"
 
 
 def needs(report: MemoryReport) -> list[str]:
-    """Return sentences on what GPU and host need, and why that is a range; without a GPU, on the host alone."""
+    """Return sentences, of which some may be empty, on what GPU and host need, and why that is a range.
+
+    For a run on a CPU, they are on the host alone.
+    """
     on_card = [most(report), why_a_range(report)] if report.device == "cuda" else []
     return [*on_card, on_host(report), phases(report)]
 
@@ -202,7 +216,7 @@ def most(report: MemoryReport) -> str:
 
 
 def why_a_range(report: MemoryReport) -> str:
-    """Return a sentence on what is not known, and how much each of it may take."""
+    """Return a sentence that lists each unknown of the prediction and the bytes by which it may change the need."""
     causes = []
     for one in report.every_unknown:
         ends = f"+{gib(one.above)}" if one.above else ""
@@ -238,7 +252,7 @@ def peak(report: MemoryReport) -> str:
 
 
 def when(moment: Moment) -> str:
-    """Return step, micro-step, phase and module of a moment as text."""
+    """Format a moment: `step 1, micro-step 0 (from 0), in the backward pass of model.layers.3.mlp`."""
     where = f" of {moment.module}" if moment.module else ""
     return f"step {moment.step}, micro-step {moment.micro_step} (from 0), {_PHASES[moment.phase]}{where}"
 
@@ -261,12 +275,12 @@ def pace(time: Duration, tokens: int | None = None) -> str:
 
 
 def flags(change: Change) -> str:
-    """Return the `--set` options of a change, quoted for a shell."""
+    """Format the settings of a change as `--set` options, quoted for a shell."""
     return " ".join(f"--set {shlex.quote(setting)}" for setting in change.settings)
 
 
 def effect(change: Change) -> str:
-    """Return how many bytes a change saves, how many the process then needs, and why."""
+    """Format the effect of a change: the bytes that it saves, those that the process then needs, and why."""
     return f"saves {gib(change.saves)}: the process then needs {gib(change.peak_process)}; {change.why}"
 
 

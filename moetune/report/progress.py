@@ -17,8 +17,8 @@ from moetune.report.units import gib
 def loading_progress(console: Console, folder: str | None, passes: int = 1) -> Iterator[Callable[[float], None] | None]:
     """Show a progress bar of the bytes read from the `*.safetensors` in `folder`, which is read `passes` times.
 
-    Yields a function to be called with the fraction read so far (0 to 1); None if the console is no terminal or
-    `folder` is None.
+    Yields a function to be called with the fraction read so far (0 to 1, of all passes); None if the console is no
+    terminal or `folder` is None.
     """
     if folder is None or not console.is_terminal:
         yield None
@@ -31,7 +31,8 @@ def loading_progress(console: Console, folder: str | None, passes: int = 1) -> I
 
 @contextmanager
 def counting(console: Console, what: str, total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar with the label `what` on a terminal; yield a function that adds a number of finished items."""
+    """Show a bar on a terminal, with the label `what`, at `done` of `total` items; yield a function to be called with
+    the number of items finished since its last call."""
     columns = (TextColumn(what), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total, completed=done)
@@ -55,12 +56,13 @@ class ProgressBar:
             self.bar.start()
 
     def step_ends(self) -> None:
-        """Advance the bar by one step."""
+        """Advance the bar by one step, if there is a bar."""
         if self.bar is not None:
             self.bar.advance(self.task)
 
     def logged(self, line: Mapping[str, Any]) -> None:
-        """Show a line of `metrics.jsonl`: loss, speed, memory and remaining time, or held-out loss."""
+        """Show a record of `metrics.jsonl`: loss and speed beside the bar, else also learning rate, memory and
+        remaining time; of an evaluation, the held-out loss as a line of its own."""
         step = line["step"]
         if "eval_loss" in line:
             text = f"step {step}: held-out loss {line['eval_loss']:.4f}"

@@ -15,10 +15,8 @@ Load = Mapping[Any, Sequence[float]]
 
 
 def memory_table(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> Table:
-    """Return a table of predicted and measured `peak_allocated` and `peak_reserved`, in bytes, and their difference.
-
-    The difference is in percent of the measured bytes; None, for unknown, is shown as a dash.
-    """
+    """Return a table of `peak_allocated` and `peak_reserved`: predicted bytes, measured bytes, and their difference in
+    percent of the measured ones. A key that is missing or None is shown as a dash."""
     rows = []
     for key in ("peak_allocated", "peak_reserved"):
         before, after = predicted.get(key), measured.get(key)
@@ -28,14 +26,16 @@ def memory_table(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> T
 
 
 def trainable_table(trainable: Mapping[str, int], parameters: int) -> Table:
-    """Return a table of the trained parameters by part and in `total`, and their share of all `parameters`."""
+    """Return a table of trained parameters and their share of all `parameters`, from part -> number; the number under
+    the key `total` becomes the last row, and parts without parameters are left out."""
     rows = [(part, f"{count:,}", percent(count, parameters, 4)) for part, count in trainable.items() if count]
     total = [row for row in rows if row[0] == "total"]
     return Table(("part", ">parameters", ">of the model"), [row for row in rows if row not in total], total)
 
 
 def drift_section(drift: Drift) -> ViewSection:
-    """Return a table of how routing changed in each layer."""
+    """Return a section with a table of how routing changed in each layer: distance of the loads, share of tokens with
+    other experts, and ids of the experts that receive no token any more, or first do."""
     rows = [
         (str(index), f"{layer.distance:.3f}", percent(layer.changed, 1), _ids(layer.died), _ids(layer.came))
         for index, layer in drift.layers.items()

@@ -1,4 +1,4 @@
-"""`SearchProgress`: progress of `moetune plan` on stderr: what is looked at, ways that were searched, what was found.
+"""`SearchProgress`: progress of `moetune plan` on stderr: number of strategies searched, the current one, runs found.
 
 Importing this does not import torch, so that something is printed at once.
 """
@@ -8,10 +8,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 
 class SearchProgress:
-    """Progress of a search: a bar of the ways that were searched on a terminal, with what is found above it; elsewhere
-    a line for each.
+    """Progress of a plan: on a terminal a bar of the strategies (for users: ways) that were searched, below a line for
+    each run found; elsewhere these lines alone.
 
-    Use as a context manager, which begins with printing `head`: what is looked at.
+    Creating it prints `head`, a line on what is planned. Use it as a context manager, which shows and removes the bar.
     """
 
     def __init__(self, console: Console, head: str) -> None:
@@ -33,7 +33,10 @@ class SearchProgress:
         self.bar.stop()
 
     def show(self, searched: int, of: int, now: str, best: str) -> None:
-        """Show how many of the ways were searched, what is done now, and the last run that was found, if it is new."""
+        """Show that `searched` of `of` strategies were searched, and `now`, what is being done, beside the bar.
+
+        `best` describes the last run that was found (empty: none yet); it is printed when it changes.
+        """
         count = f"{searched} of {of} ways"
         self.bar.update(self.task, completed=searched, total=of, description=count, now=now)
         if best and best != self._last:

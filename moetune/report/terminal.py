@@ -14,7 +14,7 @@ STYLES = {"yes": "bold green", "tight": "bold yellow", "no": "bold red", None: "
 def show(what: View | ViewSection | Table | RenderableType, console: Console, *, verbose: bool = False) -> None:
     """Print a view, with its verdict first and last; or a section, table, str (not wrapped) or rich renderable.
 
-    With `verbose`, also print the detail sections of a view.
+    With `verbose`, print everything in a view: its detail sections too, and what its `brief` lines stand for.
     """
     if isinstance(what, str):
         console.print(what, highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def unit_for(count: int) -> tuple[str, int]:
-    """Return (name, bytes) of the largest unit that `count` bytes reach, from GiB down to `("B", 1)`."""
+    """Return (name, its size in bytes) of the largest unit in which `count` bytes are at least 1: GiB to `("B", 1)`."""
     return next(((name, size) for name, size in _UNITS if round(abs(count) / size, 2) >= 1), ("B", 1))
 
 
@@ -24,12 +24,12 @@ def from_to(low: int, high: int) -> str:
 
 
 def percent(part: float, whole: float, digits: int = 1) -> str:
-    """Format `part / whole` as a percentage, such as `12.5 %`; empty if `whole` is 0."""
+    """Format `part / whole` as a percentage with `digits` decimals, such as `12.5 %`; empty if `whole` is 0."""
     return f"{100 * part / whole:.{digits}f} %" if whole else ""
 
 
 def named(part: str) -> str:
-    """Format the name of a part: `frozen_weights` becomes `frozen weights`."""
+    """Format a name of the program for readers: `frozen_weights` becomes `frozen weights`."""
     return part.replace("_", " ")
 
 
@@ -41,5 +41,6 @@ def between(ends: Range) -> str:
 
 
 def hours(time: Duration, tokens: int | None) -> str:
-    """Format the hours that `tokens` tokens take, as `, 2 to 4 h for … tokens`; empty if `tokens` is None."""
+    """Format the hours that `tokens` tokens take, to follow a speed: `, 2 to 4 h for 5,000,000 tokens`; empty if
+    `tokens` is None."""
     return "" if tokens is None else f", {between(time.hours(tokens))} h for {tokens:,} tokens"

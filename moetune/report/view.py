@@ -46,6 +46,7 @@ class View:
     """The answer of a command.
 
     Attributes:
+        title: heading of a page; a terminal does not show it.
         verdict: the answer in one line.
         outcome: whether the answer is good, which selects the verdict's colour; None: neither good nor bad, no colour.
         lines: sentences below the verdict.

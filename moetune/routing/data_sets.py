@@ -15,7 +15,7 @@ from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_t
 
 @dataclass(frozen=True)
 class RoutedData:
-    """The rows read from one data set, in reading order; `digest` is the SHA-256 of their contents."""
+    """The rows read from one data set, in reading order; `digest` is the SHA-256 of all their columns, in hex."""
 
     name: str
     rows: datasets.Dataset
@@ -32,10 +32,13 @@ def names_of(config: RunConfig) -> list[str]:
 
 
 def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> tuple[list[RoutedData], int]:
-    """Read data sets as rows for training, and return them with the id of the padding token.
+    """Read data sets as rows for training, by the settings in `data:`; also return the id of the padding token.
 
-    `data` are files or names as under `data.train`; None for the run's held-out data. Whole rows of each are read until
-    they have at least `tokens` tokens, padding not counted, or all are read.
+    Whole rows of each are read, in a random order seeded by `train.seed`, until they have at least `tokens` tokens,
+    padding not counted, or all are read.
+
+    Args:
+        data: files or names as under `data.train`; None for the run's held-out data, which it must then have.
 
     Raises:
         UserError: a data set cannot be read, or has tokens that the model does not have. The problems of all data sets
@@ -64,7 +67,7 @@ def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> t
 
 
 def _some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> RoutedData:
-    """Draw rows in an order seeded by `train.seed` until they have at least `tokens` tokens, padding not counted."""
+    """Draw rows of the data set `name` as `read_sources` describes."""
     order = np.random.default_rng(config.train.seed).permutation(len(rows))
     chosen, digest, count = [], hashlib.sha256(), 0
     for index in order.tolist():
@@ -79,4 +82,5 @@ def _some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) 
 
 
 def _row(rows: datasets.Dataset, index: int) -> dict[str, np.ndarray]:
+    """Return one row as int64 arrays by column name."""
     return {name: np.asarray(value, np.int64) for name, value in rows[index].items()}

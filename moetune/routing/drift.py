@@ -1,7 +1,8 @@
 """`moetune drift`: route held-out data before and after training, and compare which experts receive the tokens.
 
-Before is the model that training started from, with `adapt.start_from` if set; after is the newest checkpoint. Both
-compute in the same precision. Only tokens that carry loss are compared, as in scores.
+Before is the model that training started from, with `adapt.start_from` if set; after is the checkpoint that `open_run`
+chooses. Both compute in the same precision. Only tokens that carry loss are compared, whose next token counts in the
+training loss.
 """
 
 import json
@@ -38,8 +39,12 @@ def drift(
 ) -> Drift:
     """Route held-out data through the model before and after a run, and compare the experts that are chosen.
 
-    `data` is a file or a name as under `data.train`; by default the run's held-out data. Whole rows are read until they
-    have `tokens` tokens, padding not counted.
+    Args:
+        path: the run folder.
+        data: a file or a name as under `data.train`; by default the run's held-out data.
+        tokens: whole rows are read until they have this many tokens, padding not counted.
+        device: by default the first GPU, or the CPU if there is none.
+        console: where progress and notes are printed; by default stderr.
 
     Raises:
         UserError: the folder is no run with a checkpoint; the model has no experts; there is no held-out data; or the
@@ -72,7 +77,10 @@ def drift(
 
 
 def _compared(passes: Sequence[Recorder], path: str, step: int, data: str) -> Drift:
-    """Return the drift between two recordings, one before and one after training."""
+    """Return the drift between two recorders, used before and after training, whose `choices` were filled.
+
+    `path` is the run folder, `step` that of its checkpoint, and `data` the name of the data set, for the result.
+    """
     before, after = passes
     assert before.choices is not None
     assert after.choices is not None
@@ -110,6 +118,6 @@ def jensen_shannon(one: Sequence[float], two: Sequence[float]) -> float:
 
 
 def write_drift(found: Drift, run: Path) -> None:
-    """Write a drift to `drift.json` in the run folder, for `moetune report`; `UserError` if it cannot be written."""
+    """Write a drift to `drift.json` in the run folder `run`, for `moetune report`; `UserError` if that fails."""
     RunWriter(run).own(DRIFT_FILE)
     write_output(run / DRIFT_FILE, json.dumps(found.to_json()) + "\n", replace=True)

@@ -15,8 +15,10 @@ from moetune.training.step.batch import random_rows
 def predict_score(run: ResolvedRun, sources: int = 1, *, gpu: str | Gpu | None = None) -> MemoryReport:
     """Predict the peak memory of `score`, without weights, data or a GPU.
 
-    The run's config must come from `to_score`. `sources` is the number of data sets, whose statistics are added up
-    separately and take memory; `gpu` is as in `predict`.
+    Args:
+        run: its configuration must come from `to_score`. If it is resolved for a CPU, this machine's CPU is meant.
+        sources: the number of data sets, whose statistics are summed up separately and take memory.
+        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; by default `hardware.gpu` of the run file.
 
     Raises:
         UserError: the model has no experts; or as `predict`.
@@ -31,9 +33,9 @@ def predict_score(run: ResolvedRun, sources: int = 1, *, gpu: str | Gpu | None =
 
 
 class Scoring:
-    """The forward passes of scoring `sources` data sets, on random tokens.
+    """The forward passes of scoring `sources` data sets, on random tokens, for `predict_forward`.
 
-    One batch of each source is read, then a second batch of the last source, whose sums are added to existing ones; all
+    One batch of each data set is run, then a second batch of the last one, whose sums are added to existing ones; all
     further batches would be like this one.
     """
 

@@ -24,11 +24,16 @@ from moetune.training.step.batch import Batch, Row
 from moetune.training.step.loss import IGNORED
 
 REPLICATES = 200
+"""R, bootstrap replicates for the confidence intervals of expert load."""
 _DONE = "done"
 RoutingSums = dict[str, Tensor]
-"""Sums by name: `<source>.<layer>.<scope>.<statistic>`; the tokens of a scope as `<source>.<scope>.count`; `done`,
-the number of batches that all sums contain. A scope is `loss`, tokens that carry loss, or `all`, all tokens but
-padding."""
+"""Sums by name: `<source>.<layer>.<scope>.<statistic>`; the number of tokens of a scope as `<source>.<scope>.count`;
+`done`, the number of batches that all sums contain. `<source>` is the index of a data set; a scope is `loss`, tokens
+that carry loss, or `all`, all tokens but padding.
+
+Statistics: `pairs` [E, E], tokens that two experts share, with an expert's own tokens on the diagonal; `replicates` [R,
+E], tokens of each expert in a replicate; sums [E] of routing weights (`weight`), of routing weight × output norm
+(`reap`) and of router probabilities (`probability`); and their `entropy`, a scalar."""
 
 
 class Recorder:
@@ -40,8 +45,8 @@ class Recorder:
 
     Attributes:
         sums: the sums so far; at first those of an interrupted pass, if given.
-        choices: None, or a dict to fill: layer number -> for each batch, the experts [T, K] of its tokens that carry
-            loss, in ascending order.
+        choices: None; or a dict, set by the caller, that is filled with layer number -> for each batch, the ids [T, K]
+            of the experts of its tokens that carry loss, in ascending order.
         layers: the MoE layers by their number.
     """
 
@@ -60,11 +65,13 @@ class Recorder:
         """Register the hooks of one layer: on the router's logits, and on the chosen experts and their weights."""
 
         def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
+            """Hold the router's logits until the experts have run."""
             logits = find_logits(output, layer.shape.num_experts)
             if self._batch is not None and logits is not None:
                 self._logits[layer.index] = logits
 
         def saw_choice(bank: Any, args: Any, kwargs: Any) -> None:
+            """Hold the ids and weights with which the experts are called until they have run."""
             if self._batch is not None:
                 names = {1: "top_k_index", 2: "top_k_weights"}
                 ids, weights = (kwargs[name] if name in kwargs else args[i] for i, name in names.items())
@@ -82,15 +89,15 @@ class Recorder:
     def batch(
         self, batch: Batch, documents: int, source: int = 0, number: int = 0, *, counts: bool = True
     ) -> Iterator[None]:
-        """Record what the model computes on one batch inside this context; if the body raises, the sums stay as before
-        it.
+        """Record what the model computes on one batch inside this context; if the body raises, leave the sums as they
+        were.
 
         Args:
             documents: how many documents the batch has (`documents_of`).
             source: index of the data set that the rows are from.
             number: index of the batch in the whole pass; with `source` it seeds the bootstrap.
-            counts: False to run the batch without recording it, on a rank that only takes part in the computation of
-                others.
+            counts: False to run the batch without recording it, on a rank that has no batch left and only takes part in
+                the computation of the others.
         """
         if not counts:
             with self._expert_hooks.using(norms=self._saw_norms):
@@ -111,7 +118,7 @@ class Recorder:
             self._chosen.clear()
 
     def total(self, ranks: Ranks) -> RoutingSums:
-        """Return the sums over all ranks; every rank gets them. Ranks that read the same data are counted once."""
+        """Return the sums over all ranks, on the CPU, to every rank. Ranks that read the same data are counted once."""
         mine = {} if ranks.coordinates.tp else {name: value.cpu() for name, value in self.sums.items()}
         total: RoutingSums = {}
         for one in ranks.gather(mine):
@@ -134,8 +141,8 @@ class Recorder:
 
     @torch.no_grad()
     def _add(self, layer: MoeLayer, tokens: "_Tokens", ids_TK: Tensor, weights_TK: Tensor, norms_TK: Tensor) -> None:
-        """Add the statistics of one layer to the sums of this batch, from the chosen experts, their weights and
-        output norms."""
+        """Add the statistics of one layer to the sums of this batch, from the ids of the chosen experts, their routing
+        weights and the norms of their outputs."""
         experts = layer.shape.num_experts
         if self.choices is not None:
             chosen_TK = ids_TK[tokens.scopes["loss"]].sort(-1).values
@@ -171,7 +178,7 @@ class Recorder:
                 add[f"{where}.entropy"] = -(torch.nan_to_num(p_TE * log_p_TE) * mask_T1).sum()
 
     def scores(self, sources: list[int]) -> dict[int, LayerScores]:
-        """Return the statistics of each layer over the given sources together."""
+        """Return layer number -> statistics over the data sets of these indices together; raises as `_statistics`."""
         return {
             index: LayerScores(
                 num_experts=layer.shape.num_experts,
@@ -182,7 +189,7 @@ class Recorder:
         }
 
     def expert_load(self) -> dict[int, list[int]]:
-        """Return the number of tokens that each expert received from all sources, padding left out, by layer."""
+        """Return layer number -> tokens that each expert received from all data sets, padding not counted."""
         found: dict[int, Tensor] = {}
         for name, value in self.sums.items():
             _, *where = name.split(".")
@@ -192,11 +199,11 @@ class Recorder:
         return {layer: tokens.tolist() for layer, tokens in sorted(found.items())}
 
     def count(self, source: int, scope: str) -> int:
-        """Return the number of tokens of a source in a scope, `loss` or `all`."""
+        """Return the number of tokens of a data set, given by its index, in a scope, `loss` or `all`."""
         return int(self.sums[f"{source}.{scope}.count"])
 
     def _statistics(self, layer: MoeLayer, scope: str, sources: list[int]) -> Statistics:
-        """Compute the statistics of a layer in a scope from the sums of the given sources.
+        """Compute the statistics of a layer in a scope from the sums of the data sets of these indices.
 
         Raises `UserError` if the experts' outputs are NaN or infinite.
         """
@@ -233,7 +240,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of a batch from the data set number `source`.
+    """The tokens of a batch of rows, from the data set with the index `source`.
 
     Attributes:
         scopes: scope (`loss` or `all`) -> mask [T] of its tokens.
@@ -249,6 +256,7 @@ class _Tokens:
 
     @classmethod
     def of(cls, batch: Batch, documents: int, source: int, number: int) -> "_Tokens":
+        """Return the tokens of a collated batch; arguments as in `Recorder.batch`."""
         is_token = batch.get("attention_mask", batch.get("is_token"))
         ids_BS = batch["input_ids"]
         is_token_BS = torch.ones_like(ids_BS, dtype=torch.bool) if is_token is None else is_token.bool()
@@ -270,6 +278,6 @@ def documents_of(rows: Sequence[Row]) -> int:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the layer in the name of a sum; None for sums that belong to no layer."""
+    """Return the layer number in the name of a sum (`RoutingSums`); None for sums that belong to no layer."""
     parts = name.split(".")
     return int(parts[1]) if len(parts) == 4 else None

@@ -1,10 +1,11 @@
 """`moetune score`: one forward pass over data sets that counts what each expert receives; it can be interrupted.
 
-For each expert, tokens, gate weights, REAP score (mean of gate weight × norm of the expert's output, arXiv 2510.13999)
-and pairs of experts are recorded. The model computes as in training: the same precision of the base, the same rows made
-of documents, experts on the host if the run file says so. Only the decoder stack runs, because no logits are needed.
-The sums of an interrupted pass are saved beside the output, and the same command continues from them. With several
-ranks, each rank that reads data of its own reads every n-th batch, and the sums of all ranks are added.
+For each expert, its tokens, routing weights and REAP score (mean of routing weight × norm of the expert's output, arXiv
+2510.13999) are recorded, and how often it is chosen together with each other expert. The model computes as in training:
+the same precision of the base, the same rows made of documents, experts on the host if the run file says so. Only the
+decoder stack runs, because no logits are needed. The sums from which the scores follow (`RoutingSums`) are saved beside
+the output, so that the same command continues an interrupted pass. Of n ranks with different data, each reads every
+n-th batch, and the sums of all ranks are added.
 """
 
 import json
@@ -47,11 +48,12 @@ SAVE_SECONDS = 60.0
 
 
 def to_score(config: RunConfig) -> RunConfig:
-    """Return the run file as scoring uses it: without choices of experts in `adapt:` that depend on scores.
+    """Return a configuration without choices of experts by scores, so that the model can be scored before they exist.
 
-    If nothing is left in `adapt:`, all routers are set to train, because a run file must train something; the counts do
-    not depend on what trains. The engine becomes FSDP2: DeepSpeed shards a model through its optimizer, and scoring has
-    none.
+    Choices in `adapt.experts` and `adapt.lora.ids` are removed; in place of the latter, no expert has LoRA. If nothing
+    is left in `adapt:`, all routers are set to train, because a configuration must train something; the scores do not
+    depend on what trains. The engine becomes FSDP2 without offload: DeepSpeed shards a model through its optimizer, and
+    scoring has none.
     """
     adapt, lora = config.adapt, config.adapt.lora
     if isinstance(adapt.experts, ChoiceConfig):
@@ -83,17 +85,19 @@ def score(
     on_batch: Callable[[int], None] = lambda done: None,
     ranks: Ranks = SINGLE_RANK,
 ) -> Scores:
-    """Run a model over data sets and return, for each layer, which experts its routers choose.
+    """Run a model over data sets, and return statistics of the experts that its routers choose, for each layer.
+
+    A pass over the same base and data, with the same settings, that was interrupted is continued.
 
     Args:
-        run: a run file; or a resolved run, whose config must come from `to_score`.
-        data: data sets: files or names as under `data.train`. Their statistics are also kept apart.
+        run: a run file; or a resolved run, whose configuration must come from `to_score`.
+        data: data sets: files or names as under `data.train`. Of several, the result also has the statistics of each.
         tokens: the number of tokens to read from each data set, padding not counted. Whole rows are read, in a random
             order seeded by `train.seed`.
-        out: the file to write the scores to, when they are complete; None to write nothing. Until then the sums are
-            saved in a file beside it.
+        out: the file to write the scores to, when they are complete; None to write nothing, not even the sums.
         overwrite: replace earlier scores in `out`.
         device: by default the first device of the kind that the run is resolved for.
+        console: where progress and notes are printed; by default stderr, of the first rank alone.
         save_seconds: the time between two saves of the sums, in seconds.
         on_batch: called after each batch with the number of batches that all ranks have read.
         ranks: the ranks of the run, of which this process is one.
@@ -128,6 +132,7 @@ def score(
     saved = time.monotonic()
 
     def save(done: int) -> None:
+        """After a batch: save the sums of all ranks every `save_seconds`, and call `on_batch`."""
         nonlocal saved
         if ranks.any(time.monotonic() - saved >= save_seconds):
             total = recorder.total(ranks)
@@ -155,7 +160,7 @@ def load_base(
 ) -> tuple[Adapted, Base | None]:
     """Build the model of a run with the weights that training starts from, `adapt.start_from` included.
 
-    Return also the name and fingerprint of its base; None for random weights.
+    Also return the name and fingerprint of its base, None for random weights. Progress and notes go to `console`.
 
     Raises:
         UserError: the weights cannot be read; or with packing, the model's attention would mix documents of a row.
@@ -180,11 +185,13 @@ def record_batches(
     console: Console,
     on_batch: Callable[[int], None] = lambda done: None,
 ) -> None:
-    """Run all batches that the recorder has not counted yet, and remove its hooks.
+    """Run all batches of `train.micro_batch` rows that the recorder has not counted yet, and remove its hooks.
 
-    All ranks run the same number of batches: one that has a batch fewer runs the last one again, without recording it.
+    All ranks run the same number of batches, because they compute together: one that has a batch fewer runs the last
+    one again, without recording it.
 
     Args:
+        sources: the data sets, which are read one after the other; a batch holds rows of one of them.
         padding: id of the padding token.
         on_batch: called after each batch with the number of batches that all ranks have read.
     """
@@ -220,9 +227,12 @@ def record_batch(
     counts: bool = True,
     at_least: int = 0,
 ) -> None:
-    """Run one batch of rows, padded to at least `at_least` tokens, through the decoder stack.
+    """Run one batch of rows through the decoder stack, and record it unless `counts` is False.
 
-    It is recorded unless `counts` is False. `source` and `number` are the indices of data set and batch.
+    Args:
+        padding: id of the padding token.
+        source, number: index of the data set, and index of the batch in the whole pass.
+        at_least: tokens to which each row is padded, if no row of the batch is longer.
     """
     model = adapted.model
     batch = collate(rows, padding, at_least=at_least, document_inputs=document_inputs(model))
@@ -235,8 +245,11 @@ def record_batch(
 def _scores(
     recorder: Recorder, sources: Sequence[RoutedData], model: str, base: str | None, settings: dict[str, Any]
 ) -> Scores:
-    """Return the content of `scores.json` after a whole pass; `base` is the checkpoint's digest, None for random
-    weights."""
+    """Return the content of `scores.json` after a whole pass.
+
+    `model` is `model.path`; `base` the digest of the checkpoint, None for random weights; `settings` are from
+    `_settings`.
+    """
     numbers = list(range(len(sources)))
     data = [
         Scored(
@@ -265,7 +278,7 @@ def _scores(
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of a run file that influence the scores."""
+    """Return the settings that influence the scores, as key -> JSON value: the entry `run` of `scores.json`."""
     return {
         "model": config.model.model_dump(mode="json", exclude={"path", "experts_on"}),
         "start_from": config.adapt.start_from,
@@ -290,9 +303,10 @@ def _refuse_output(out: Path, overwrite: bool) -> None:
 
 
 class _PartialSums:
-    """The safetensors file beside the output `out` that keeps the sums of an interrupted pass; `out` None: no file.
+    """The safetensors file beside the output `out` with the sums of an unfinished pass; with `out` None, no file.
 
-    Its metadata contain `of`: base, data and settings of the pass. A file of another pass is not continued.
+    `of` identifies the pass: its base, data and settings, as JSON values. It is stored in the file's metadata, so that
+    no other pass is continued.
     """
 
     def __init__(self, out: Path | None, of: dict[str, Any]) -> None:
@@ -300,7 +314,7 @@ class _PartialSums:
         self._of = json.dumps(of, sort_keys=True)
 
     def read(self, device: torch.device) -> RoutingSums:
-        """Return the saved sums; empty if there are none, or if they are of another pass.
+        """Return the saved sums, moved to `device`; empty if there are none, or if they are of another pass.
 
         Raises `UserError` if a file of this name exists and cannot be read.
         """
@@ -317,10 +331,12 @@ class _PartialSums:
             ) from None
 
     def write(self, sums: RoutingSums) -> None:
+        """Save the sums in place of those saved before."""
         if self.file is not None:
             held = {name: value.contiguous().cpu() for name, value in sums.items()}
             write_output(self.file, as_safetensors(held, {"of": self._of}), replace=True)
 
     def remove(self) -> None:
+        """Delete the file, if there is one."""
         if self.file is not None:
             self.file.unlink(missing_ok=True)

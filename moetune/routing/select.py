@@ -23,8 +23,8 @@ DEFAULT_LORA = LoraConfig(rank=16, alpha=32, targets=("experts",))
 def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
     """Return the choice of experts, as under `adapt.experts` in a run file, for command-line options.
 
-    Keys of `ChoiceConfig` that were not given are None; `budget` is a share as text, such as "0.25", or a memory size.
-    Raises `UserError` if the settings do not validate.
+    `settings` are keys of `ChoiceConfig` -> values, None for options that were not given; `budget` is a share as text,
+    such as "0.25", or a memory size. Raises `UserError` if they do not validate.
     """
     given = {key: value for key, value in settings.items() if value is not None}
     with suppress(KeyError, ValueError):  # no budget, or a memory size
@@ -37,9 +37,9 @@ def choice_of(settings: dict[str, Any]) -> ChoiceConfig:
 
 
 def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part: Part) -> RunConfig:
-    """Return a run file that trains the chosen experts, whole (`experts`) or with LoRA on them (`lora`).
+    """Return a configuration that trains the chosen experts, in full precision (`experts`) or with LoRA (`lora`).
 
-    The choice is added to `config`; if that is None, to a new run file for `model` that trains nothing else.
+    The choice is added to `config`; if that is None, to a new configuration for `model` that trains nothing else.
     """
     config = config or read_run_config({"model": {"path": model}, "adapt": {}}, (), "select")
     if part == "experts":
@@ -50,13 +50,16 @@ def with_choice(config: RunConfig | None, model: str, choice: ChoiceConfig, part
 
 
 def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], None] = lambda k, fits: None) -> RunConfig:
-    """Replace a memory `budget` for experts in a run file by the largest `k`, experts of each layer, that is expected
-    to fit it.
+    """Replace a memory `budget` for experts in a configuration by `k`, the largest number of experts of each layer that
+    is expected to fit it.
 
-    A closed form finds the largest k for the first k experts of each layer, with which all layers are alike. A trace of
-    the chosen experts then decides, because memory also depends on which experts of a layer train: frozen ones are
-    computed in groups of neighbours. `on_try` is called with each k that was tried, and whether it fits. A run file
-    without a memory budget is returned unchanged.
+    A closed form finds k for the first k experts of each layer, with which all layers are alike. Traces of the chosen
+    experts then correct it, because memory also depends on which experts of a layer train: frozen ones are computed in
+    groups of neighbours.
+
+    Args:
+        run: a configuration, or the path of a run file; without a memory budget, it is returned unchanged.
+        on_try: called with each k that was tried, and whether it fits.
 
     Raises:
         UserError: there are budgets for both `adapt.experts` and `adapt.lora.ids`; not one expert of each layer fits;
@@ -80,6 +83,7 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     predictor = Predictor(gpu=str(choice.budget))
 
     def choosing(experts: ChoiceConfig | dict[int, tuple[int, ...]]) -> RunConfig:
+        """Return `config` with another choice in place of the budget: by scores, or layer number -> expert ids."""
         if part == "lora":
             return config.but(adapt={"lora": {"ids": experts}})
         return config.but(
@@ -95,12 +99,14 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     judged: dict[int, MemoryReport] = {}
 
     def predicted(number: int) -> MemoryReport:
+        """Predict the run with the first `number` + 1 experts of each layer, by a closed form."""
         k = number + 1
         report = predictor.of(choosing({index: tuple(range(k)) for index in ids}))
         on_try(k, headroom(report) >= 0)
         return report
 
     def fits(k: int) -> bool:
+        """Return whether the run fits with the k experts of each layer that the scores choose, by a trace."""
         if k not in judged:
             judged[k] = predictor.traced(chosen(k))
             on_try(k, headroom(judged[k]) >= 0)

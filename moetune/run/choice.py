@@ -38,7 +38,7 @@ def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: Lo
     """Return layer index -> the ids of the experts that a `from:` block chooses, best first.
 
     Args:
-        choice: the block; a budget in bytes must already have been replaced by a number (routing/select.py).
+        choice: the block; a budget in bytes must already have been replaced by `k` (routing/select.py).
         where: the key of the run file, for messages.
         lora: the LoRA settings that the chosen experts train with, on which the parameters of an expert depend; None if
             they train in full precision.
@@ -72,7 +72,7 @@ def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: Lo
 
 
 def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | None) -> tuple[int, ...]:
-    """Return the ids of all experts of a layer, best first; of experts with equal scores, the lower id first.
+    """Return the ids of all experts of a layer, best first by `choice.rule`; of equally good ones the lower id first.
 
     Shares in `background`, scores of a second data set, are subtracted; it is None for all rules but `foreground`.
     """
@@ -93,7 +93,10 @@ def rank(choice: ChoiceConfig, layer: int, scores: Scores, background: Scores | 
 
 
 def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int, ...]:
-    """Return the shortest prefix of the ids in `ranked` whose shares sum to at least `p` (ESFT, arXiv 2407.01906)."""
+    """Return the shortest prefix of the ids in `ranked` whose shares sum to at least `p` (ESFT, arXiv 2407.01906).
+
+    `share` has each expert's fraction of the layer's routing, by expert id.
+    """
     chosen: list[int] = []
     total = 0.0
     for expert in ranked:
@@ -105,7 +108,7 @@ def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int
 
 
 def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
-    """Compute the coverage of a choice, layer index -> ids; k random experts of E cover k / E of a layer on average."""
+    """Compute the coverage of `chosen`, layer index -> expert ids; k random experts of E cover k / E on average."""
     tokens = {index: scores.layers[index].loss.tokens for index in chosen}
     covered = {index: sum(tokens[index][expert] for expert in ids) for index, ids in chosen.items()}
     routed = {index: sum(tokens[index]) for index in chosen}
@@ -122,7 +125,7 @@ def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
 def resolve_choices(adapt: AdaptConfig, structure: ModelStructure) -> tuple[ResolvedAdapt, list[str]]:
     """Return `adapt:` with ascending ids in place of choices by scores, and a message for each choice that failed.
 
-    A failed choice becomes `none`.
+    A choice fails as `choose` does, and becomes `none`.
     """
     problems: list[str] = []
 

@@ -46,10 +46,10 @@ _ELSEWHERE = {
 
 
 def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
-    """Return the configuration for `deepspeed.initialize`.
+    """Return the configuration for `deepspeed.initialize`, a dict in the form of DeepSpeed's JSON file.
 
     Args:
-        config: a run file whose `model.dtype` is not `auto`.
+        config: a configuration whose `model.dtype` is not `auto`.
         trained: number of parameters that train; 0 if unknown.
 
     Raises:
@@ -82,7 +82,7 @@ def reduce_bucket(parallel: ParallelConfig, trained: int = 0) -> int:
 
 
 def _decided(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that the run file decides, including some where DeepSpeed's default differs."""
+    """Return the settings of DeepSpeed that the run file decides, and those for which moetune needs a fixed value."""
     train, parallel = config.train, config.parallel
     device = "cpu" if parallel.offload == "optimizer" else "none"
     return {

@@ -70,12 +70,12 @@ class LayerDrift:
     """How the routing of one layer changed.
 
     Attributes:
-        before, after: the number of tokens that each expert received before and after training.
+        before, after: the number of tokens that each expert received before and after training, by expert id.
         distance: Jensen-Shannon distance of the two loads, base 2: 0 if they are equal, 1 if they have no expert in
             common (Endres and Schindelin, "A new metric for probability distributions", 2003).
         changed: the share of tokens whose set of top-k experts is not the same, from 0 to 1.
-        died: experts that received tokens before training and none after.
-        came: experts that received tokens after training and none before.
+        died: ids of experts that received tokens before training and none after.
+        came: ids of experts that received tokens after training and none before.
     """
 
     before: Annotated[tuple[Amount, ...], Field(min_length=1)]
@@ -91,9 +91,12 @@ class Drift(Answer):
     """How the routing of a model changed in a run: the content of `drift.json`.
 
     Attributes:
+        run: path of the run folder.
+        step: step of the checkpoint that was compared with the base.
+        data: the data set whose tokens were routed.
         tokens: number of tokens that were compared.
         changed: share of these tokens, 0 to 1, whose experts changed in at least one layer.
-        layers: MoE layers by their number.
+        layers: layer index -> drift, for the layers with experts.
     """
 
     run: str
@@ -133,7 +136,7 @@ def read_metrics(file: Path) -> list[MetricsLine]:
 
 
 def parse_metrics(text: bytes, file: Path) -> list[MetricsLine]:
-    """Parse the text of `metrics.jsonl`; a last line that is incomplete, because the run was killed, is left out.
+    """Parse the text of `metrics.jsonl`, named `file` in messages; leave out a last line that was not fully written.
 
     Raises:
         UserError: another line is no JSON object with a `step` and keys of the types of `MetricsLine`.

@@ -1,4 +1,4 @@
-"""What each decoder layer keeps for backward, as `train.checkpointing` and `train.keep_rows` say it."""
+"""What each decoder layer saves for backward, as `train.checkpointing` and `train.keep_rows` say: it *keeps* that."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -8,9 +8,10 @@ from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
 
 Keepable = Literal["attention", "rows", "rest"]
-"""The outputs of attention's kernels; the outputs of gate_up (rows); everything but rows."""
+"""The outputs of attention's kernels; `rows`, the experts' outputs of gate_up, one for each routed token; everything
+but rows."""
 Kept = frozenset[Keepable]
-"""What a layer keeps beside its input; with `rest` it is not recomputed, and `attention` says nothing more."""
+"""What a layer keeps beside its input. With `rest` the layer is not recomputed, so `attention` adds nothing."""
 NOTHING: Kept = frozenset()
 
 
@@ -25,11 +26,11 @@ def is_open(train: TrainConfig) -> bool:
 
 
 def kept_by_layer(train: TrainConfig, structure: ModelStructure) -> dict[int, Kept]:
-    """Return decoder layer -> what it keeps, without layers that keep nothing.
+    """Return decoder layer -> what it keeps; layers that keep only their input are left out.
 
-    `train.keep_rows` means the last layers with experts: they are the first in backward, so their rows are freed before
-    other layers are recomputed. `auto` keeps nothing until the GPU is known (memory/keep/). Layers that do not exist
-    are left out (`unknown_layers`).
+    `train.keep_rows: N` stands for the last N layers with experts: they are the first in backward, so their rows are
+    freed before other layers are recomputed. `auto` keeps nothing until the GPU is known (memory/keep/). Layers that do
+    not exist are left out; `unknown_layers` reports them.
     """
     of_experts = [layer.index for layer in structure.moe_layers]
     layers: dict[Keepable, list[int]] = {"attention": [], "rows": [], "rest": []}
@@ -62,10 +63,7 @@ def unknown_layers(train: TrainConfig, structure: ModelStructure) -> Iterator[st
 
 
 def section_of(keeps: Mapping[int, Kept]) -> KeptConfig | Literal["full"]:
-    """Return the value of `train.checkpointing` by which layers keep what `keeps` says; the inverse of `kept_by_layer`.
-
-    `attention` is left out where a layer keeps `rest`.
-    """
+    """Return the value of `train.checkpointing` with which `kept_by_layer` returns `keeps`; `full` if that is empty."""
     lists = {
         name: tuple(sorted(layer for layer, kept in keeps.items() if name in kept))
         for name in ("attention", "rows", "rest")

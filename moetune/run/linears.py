@@ -30,9 +30,9 @@ def linears_to_quantize(
 ) -> list[str]:
     """Return the paths of the linear layers to store in the precision `model.base`.
 
-    They belong to a quantized component, stay frozen, and have at least 64 rows and columns; the model only calls
-    them, so that it does not see that they are replaced; and `leaves_out(path)` is False. `model` may be on the meta
-    device.
+    They belong to one of `QUANTIZED_COMPONENTS`, stay frozen, and have at least 64 rows and columns. The model only
+    calls them and does not read their weight, so they can be replaced. `leaves_out(path)` is True for layers to leave
+    unquantized. `model` may be on the meta device.
     """
     return [
         path
@@ -46,7 +46,10 @@ def linears_to_quantize(
 
 
 def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = False) -> bool:
-    """Return whether a layer's parent uses its weight (with `or_its_dtype`, or its dtype) without calling the layer."""
+    """Return whether the code of the module around the layer at `path` reads its weight without calling the layer.
+
+    With `or_its_dtype`, reading the dtype of the weight counts too.
+    """
     parent, _, name = path.rpartition(".")
     return reads_weight(model.get_submodule(parent), name, or_its_dtype=or_its_dtype)
 

@@ -30,7 +30,7 @@ def backward_bytes(
     Args:
         layer: the last layer with experts.
         tokens: T, the tokens of a micro-batch on a rank.
-        width: bytes of an element.
+        width: bytes of an element in compute.
         at_once: bytes of dequantized matrices that a group may have (`train.expert_memory`).
         experts: the layer's experts on a rank.
         dequantizes: whether experts are stored in another format than they are computed in.

@@ -39,7 +39,7 @@ def parts_by_name(structure: ModelStructure, selection: Selection) -> dict[str, 
 
 
 def whole_name(parameter: str, selection: Selection) -> str:
-    """Return the name that a parameter of the plain model has in the adapted model."""
+    """Return the name in the adapted model of a parameter that trains in full, given its name in the plain model."""
     module, _, last = parameter.rpartition(".")
     return f"{module}.base_layer.{last}" if module in selection.lora_linears else parameter
 
@@ -68,7 +68,8 @@ def matrix_of(stack: str) -> Matrix:
 
 
 def trained_name(layer: MoeLayer, expert: int, stack: str) -> str:
-    """Return the name of an expert's trained share of `stack`, one of `stacks(layer)`; `expert` is its id."""
+    """Return the name of the trained matrix or bias of one expert, given its id, that `stack`, one of `stacks(layer)`,
+    holds in the plain model."""
     matrix = matrix_of(stack)
     kind = "bias" if matrix.endswith("_bias") else "weight"
     return f"{layer.experts}.trained.{expert}.{matrix.removesuffix('_bias')}.{kind}"

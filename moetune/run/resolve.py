@@ -51,8 +51,11 @@ def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
 
 
 def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: ResolvedRun | None = None) -> ResolvedRun:
-    """Resolve a run file as `resolve` does, but return its contradictions in `ResolvedRun.problems` instead of raising
-    them."""
+    """Resolve a run file as `resolve` does, but put a line for each contradiction into `ResolvedRun.problems`.
+
+    Raises:
+        UserError: the file or the model cannot be found or read.
+    """
     if isinstance(run, ResolvedRun):
         return run
     config = run if isinstance(run, RunConfig) else load_run_config(run)
@@ -116,7 +119,7 @@ def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> Reso
 def _resolve_model(
     written: ModelConfig, device_type: DeviceType, like: ResolvedModel | None
 ) -> tuple[ResolvedModel, list[str]]:
-    """Return the resolved model, from `like` if path and dtype are equal; and a line for each problem."""
+    """Return the resolved model, reusing that of `like` if path and dtype are equal; and a line for each problem."""
     dtype = dtype_on(device_type) if written.dtype == "auto" else written.dtype
     if like is None or (written.path, dtype) != (like.config.path, like.config.dtype):
         like = None
@@ -137,7 +140,10 @@ def _resolve_model(
 
 
 def _plain_of(source: ModelSource, dtype: str) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """Return the model of a source on the meta device, and its configuration; `adapt/build.py` sets its attention."""
+    """Return transformers' configuration, and the model on the meta device; `adapt/build.py` sets its attention.
+
+    `dtype` is a key of `DTYPES`.
+    """
     settings = copy.deepcopy(source.config)
     if getattr(settings, "quantization_config", None) is not None:
         del settings.quantization_config

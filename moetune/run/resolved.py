@@ -65,7 +65,8 @@ class ResolvedModel:
         return self.source.quantization.keeps_gate_up_apart(self.config)
 
     def linears_to_quantize(self, selection: Selection) -> list[str]:
-        """Return the paths of the frozen linear layers that are stored in `model.base`, given what trains."""
+        """Return the paths of the frozen linear layers outside of experts that are stored in `model.base`, given what
+        trains."""
         leaves_out = partial(self.source.quantization.leaves_out, config=self.config)
         return linears_to_quantize(self.plain, self.structure, selection, leaves_out)
 
@@ -188,7 +189,7 @@ class ResolvedRun:
         return chosen
 
     def placed_at(self, ep: int) -> Placement:
-        """Return the experts on the rank with the index `ep` among `parallel.ep` ranks; all if there is one rank."""
+        """Return which experts are on the rank with the index `ep` along the axis ep; all if they are not divided."""
         return Placement(ep, self.placement) if self.placement else EVERYTHING
 
     def with_random_weights(self) -> "ResolvedRun":
@@ -197,8 +198,11 @@ class ResolvedRun:
         return replace(self, config=config, model=replace(self.model, config=config.model))
 
     def keeping(self, keeps: Mapping[int, Kept]) -> "ResolvedRun":
-        """Return a copy of the run whose layers keep what `keeps` says, in `train.checkpointing`; but with
-        `train.keep_rows: auto` that many rows, of the last layers."""
+        """Return a copy of the run with `keeps`, decoder layer -> what it saves for backward, in place of `auto`.
+
+        It goes into `train.checkpointing`. With `train.keep_rows: auto`, instead, only the number of its layers that
+        keep rows goes into `keep_rows`, which means that many of the last ones.
+        """
         if self.config.train.keep_rows == "auto":
             rows = sum("rows" in kept for kept in keeps.values())
             config = self.config.but(train={"keep_rows": rows or "none"})
@@ -207,7 +211,7 @@ class ResolvedRun:
         return replace(self, config=config, keeps=kept_by_layer(config.train, self.structure))
 
     def without_layers(self, layers: Collection[int]) -> "ResolvedRun":
-        """Return a copy of the run, with its own meta model, that lacks the decoder layers with these indices."""
+        """Return a copy of the run, with a meta model of its own that skips the decoder layers with these indices."""
         structure, selection = self.structure.without(layers), self.selection.without(layers, self.structure)
         return replace(
             self,
@@ -218,8 +222,8 @@ class ResolvedRun:
         )
 
     def refuse_other_scores(self, base: str | None) -> None:
-        """Raise `UserError` if experts were chosen by scores of a checkpoint whose digest (`Fingerprint.content`) is
-        not `base`."""
+        """Raise `UserError` if experts were chosen by scores of other weights than `base`: the digest of the checkpoint
+        (`Fingerprint.content`), None for random weights."""
         for where, scores in self.scored:
             refuse_other_base(scores, self.config.model.path, base, where)
 
@@ -228,7 +232,7 @@ _SHORTER: WeakKeyDictionary[PreTrainedModel, dict[frozenset[int], PreTrainedMode
 
 
 def _without_layers(plain: PreTrainedModel, layers: frozenset[int]) -> PreTrainedModel:
-    """Return a copy of a model that lacks the decoder layers with these indices, the same one in each call."""
+    """Return a copy of a model that skips the decoder layers with these indices; equal calls return the same copy."""
     shorter = _SHORTER.setdefault(plain, {})
     if layers not in shorter:
         left_out = [layer for number, layer in enumerate(decoder_layers(plain).values()) if number in layers]

@@ -98,7 +98,7 @@ class Scores(BaseModel):
 
     Attributes:
         model: name of the model that was scored.
-        base: digest of the checkpoint's files (`Fingerprint.content`); None for random weights.
+        base: digest of the weights that were scored (`Fingerprint.content`); None for random weights.
         run: the settings of the run file that scores depend on: the model, and how rows are made of the data.
         data: the data sets.
         tokens: number of tokens in all data sets, without padding.
@@ -130,8 +130,8 @@ def read_scores(file: str | Path, where: str) -> Scores:
 
 
 def read_intervals(file: Path) -> dict[int, LayerScores]:
-    """Return the layers of a `scores.json` file, which have intervals; empty for a file that is none, such as
-    `memory.json`."""
+    """Return layer index -> scores, with confidence intervals, from a `scores.json` file; empty for any other file,
+    such as a `memory.json`."""
     try:
         return read_scores(file, "scores").layers
     except UserError:
@@ -139,7 +139,10 @@ def read_intervals(file: Path) -> dict[int, LayerScores]:
 
 
 def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) -> None:
-    """Raise `UserError` unless the scores have the same expert layers, with as many experts each, as the model."""
+    """Raise `UserError` unless the scores have the same expert layers, with as many experts each, as the model.
+
+    `where` is the key of the run file, or the option, that names the scores, for the message.
+    """
     found = {index: layer.num_experts for index, layer in scores.layers.items()}
     expected = {layer.index: layer.shape.num_experts for layer in structure.moe_layers}
     for index in sorted(found.keys() | expected.keys()):
@@ -151,9 +154,13 @@ def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) ->
 
 
 def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) -> None:
-    """Raise `UserError` unless the scores were recorded on the checkpoint with the digest `base`.
+    """Raise `UserError` unless the scores were recorded on the weights that the run begins with.
 
-    `base` is `Fingerprint.content`, None for random weights; `model` is `model.path`, for the message.
+    Args:
+        model: `model.path` of the run, for the message.
+        base: digest of the checkpoint of the run (`Fingerprint.content`), compared with `scores.base`; None for random
+            weights.
+        where: the key of the run file that names the scores, for the message.
     """
     if scores.base != base:
         there, here = (f"base {one[:12]}" if one else "random weights" for one in (scores.base, base))
@@ -164,7 +171,10 @@ def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) 
 
 
 def _lines(value: Any, indent: str = "") -> str:
-    """Return JSON text with an indented line for each key of an object, and each list on one line."""
+    """Return `value` as JSON text, with a line for each key of an object, and each list on one line.
+
+    `indent` is the indentation of the line that the text begins on.
+    """
     if not isinstance(value, Mapping) or not value:
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             return "[" + ", ".join(_lines(item, indent) for item in value) + "]"

@@ -92,7 +92,8 @@ def unsupported_experts(plain: PreTrainedModel, structure: ModelStructure) -> It
 
 
 def _model_problems(run: ResolvedRun) -> Iterator[str]:
-    """Yield settings of LoRA, router losses and activation checkpointing that the model does not support."""
+    """Yield a line for each setting of LoRA, router losses and activation checkpointing that the model does not
+    support."""
     selection, train, plain = run.selection, run.config.train, run.model.plain
     inert = [path for path in selection.lora_linears if read_directly(plain, path)]
     if inert:
@@ -131,7 +132,7 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
-    """Yield the reasons why `train.dense_router_gradient` is not possible for this run."""
+    """Yield the reasons why `train.dense_router_gradient` is not possible for this run; call it only if that is set."""
     option, ep = "train.dense_router_gradient", run.config.parallel.ep
     if "router" not in run.trains:
         yield f"{option}: no router trains, and it is the routers' gradient; set adapt.router, or leave it out"
@@ -149,7 +150,7 @@ def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
-    """Yield a line if no router trains, or one that does has no correction bias for `train.router_bias_rate`.
+    """Yield a line if no router trains, or one that does has no correction bias for `train.router_bias_rate` to update.
 
     `routers` is the number of routers that train.
     """
@@ -167,7 +168,7 @@ def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
 
 
 def unmatched_optimizers(run: ResolvedRun) -> Iterator[str]:
-    """Yield each part that trains without an optimizer, and each optimizer whose part does not train."""
+    """Yield a line for each part that trains and has no optimizer, and for each optimizer whose part does not train."""
     if isinstance(run.config.optimizer, OptimizerConfig):
         return
     for part in sorted(run.trains - run.config.optimizers.keys()):
@@ -178,7 +179,8 @@ def unmatched_optimizers(run: ResolvedRun) -> Iterator[str]:
 
 
 def _float16_problems(run: ResolvedRun) -> Iterator[str]:
-    """Yield optimizers that would unscale float16 gradients in float16, where small gradients underflow to zero."""
+    """Yield a line for each optimizer that would divide float16 gradients by the loss scale in float16, where small
+    gradients underflow to zero."""
     plain = run.model.plain
     if plain.dtype != torch.float16:
         return
@@ -198,7 +200,7 @@ def _float16_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
-    """Yield the optimizer settings that do not work over several ranks with FSDP2.
+    """Yield a line with the optimizer settings that do not work over several ranks with FSDP2.
 
     These need whole matrices where ranks hold shards, use gradients before they have been summed over ranks, or let the
     ranks' copies of a weight diverge.
@@ -229,7 +231,8 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
 
 
 def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
-    """Yield `parallel:` sizes that do not divide the model: pp its layers, tp its key/value heads, ep its experts."""
+    """Yield a line for each size under `parallel:` that does not fit the model: tp must divide its key/value heads, ep
+    its experts, and be a multiple of tp; and pp is at most its layers."""
     pp, ep, tp = run.config.parallel.pp, run.config.parallel.ep, run.config.parallel.tp
     layers = run.structure.num_layers
     kv_heads = _kv_heads(run)
@@ -295,7 +298,7 @@ def _deepspeed_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def untrainable_settings(config: RunConfig) -> Iterator[str]:
-    """Yield settings with which a run can be neither trained nor predicted, whatever the model."""
+    """Yield a line for each setting with which a run can be neither trained nor predicted, whatever the model."""
     parallel = config.parallel
     if parallel.pp > 1:
         yield (
@@ -320,7 +323,8 @@ def untrainable_settings(config: RunConfig) -> Iterator[str]:
 
 
 def unpredictable_settings(config: RunConfig) -> Iterator[str]:
-    """Yield settings with which a run cannot be predicted: those that cannot be trained, and ZeRO-Offload.
+    """Yield a line for each setting with which a run cannot be predicted: those of `untrainable_settings`, and
+    ZeRO-Offload.
 
     A prediction runs on a CPU, where host memory and device memory cannot be told apart.
     """
@@ -333,7 +337,7 @@ def unpredictable_settings(config: RunConfig) -> Iterator[str]:
 
 
 def refuse_unpredictable(config: RunConfig) -> None:
-    """Raise `UserError` if the run file has settings with which it cannot be predicted."""
+    """Raise one `UserError` with all lines of `unpredictable_settings`, if there are any."""
     raise_problems(unpredictable_settings(config))
 
 

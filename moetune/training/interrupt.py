@@ -51,7 +51,10 @@ class Signals:
             signal.signal(number, handler)
 
     def received(self) -> int:
-        """Return the signal that any rank received, SIGTERM before SIGINT; 0 for none. Every rank must call this."""
+        """Return the number of the signal that any rank received, 0 for none; if there were both, SIGTERM.
+
+        Every rank must call this.
+        """
         if self._ranks.is_single:
             return self._number
         found = torch.zeros(2, device=self._device)

@@ -78,7 +78,7 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
 
 
 def _scaled(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Stand in for the experts: expert e scales its tokens by 1 / (1 + e), so that routing still affects the output.
+    """Compute in place of the experts: expert e scales its tokens by 1 / (1 + e), so that routing affects the output.
 
     Shapes: hidden_states and the result [tokens, hidden]; top_k_index and top_k_weights [tokens, K].
     """

@@ -181,8 +181,8 @@ class Loop:
     def _micro_steps(self, batches: Sequence[tuple[list[Row], MicroBatch]]) -> Sums:
         """Run forward and backward of all micro-batches of a step, and return this rank's sums over them.
 
-        When memory runs out and `train.on_oom` allows it, the whole step is repeated with a smaller micro-batch and the
-        same random numbers.
+        `batches` has (rows, their `MicroBatch`) for each micro-batch. When memory runs out and `train.on_oom` allows
+        it, the whole step is repeated with a smaller micro-batch and the same random numbers.
         """
         drawn = generator_states(self.device)
         while True:
@@ -199,8 +199,8 @@ class Loop:
             set_generator_states(drawn, self.device)
 
     def _attempt(self, batches: Sequence[tuple[list[Row], MicroBatch]]) -> Sums:
-        """Run a step's micro-batches forward and backward, `self.micro_batch` rows at a time; return this rank's
-        sums."""
+        """Do the work of `_micro_steps` once, `self.micro_batch` rows at a time; raise `torch.OutOfMemoryError` if
+        memory runs out."""
         predicted = sum(
             int((np.asarray(row["labels"])[1:] != IGNORED).sum())
             for rows, batch in batches
@@ -244,7 +244,8 @@ class Loop:
         )
 
     def smaller_run(self) -> ResolvedRun:
-        """Return the run with the current micro-batch, and with `accumulate` raised for the same rows per step."""
+        """Return the run with the current `micro_batch`, and with as much more `accumulate` as keeps the rows per
+        step."""
         train = self.config.train
         accumulate = train.accumulate * train.micro_batch // self.micro_batch
         smaller = {"micro_batch": self.micro_batch, "accumulate": accumulate}
@@ -252,8 +253,10 @@ class Loop:
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
-        """Add the step to a `UserError` of the `with` block; in the first step, name a weight that is not finite
-        instead, if any."""
+        """Context manager: add the step's number to the message of a `UserError` that the `with` block raises.
+
+        In the first step the error may come from a base that is not finite: then raise one that names the weight.
+        """
         try:
             yield
         except UserError as error:
@@ -276,7 +279,10 @@ class Loop:
             self.reporters.log(numbers.pop("step"), numbers | load | {"epoch": epoch})
 
     def _evaluate(self, epoch: float) -> None:
-        """Compute and log the held-out loss: nats per predicted token, independent of batch sizes and ranks."""
+        """Compute and log the held-out loss: nats per predicted token, independent of batch sizes and ranks.
+
+        `epoch` is the number of epochs trained so far, a fraction included.
+        """
         self.where.step, self.where.phase = self.step, "evaluation"
         model, train, rows = self.adapted.model.eval(), self.config.train, self.data.eval
         memory = self.adapted.run.loss_bytes(self.micro_batch)
@@ -358,10 +364,11 @@ class Watcher:
     pace = Pace()
 
     def settled(self, run: ResolvedRun, before: Mapping[int, Kept] | None) -> ResolvedRun:
-        """Return the run with what each layer keeps in place of `train.checkpointing: auto` or `keep_rows: auto`.
+        """Return the run with values in place of `train.checkpointing: auto` and `train.keep_rows: auto`, as fit the
+        GPU.
 
-        Called on a single rank before the model is built, once it is known which kernels work. `before` is what each
-        layer kept before the run was interrupted; None for a new run.
+        Called on a single rank before the model is built, once it is known which kernels work. `before` is decoder
+        layer -> what it saved for backward before the run was interrupted; None for a new run.
         """
         return run.keeping(before or {})
 
@@ -382,7 +389,7 @@ class Watcher:
         """Called after each update."""
 
     def logged(self, line: Mapping[str, Any]) -> None:
-        """Called with each line of metrics."""
+        """Called with each line that was written to `metrics.jsonl`, as a dict."""
 
     def out_of_memory(self, run: ResolvedRun, loop: Loop | None) -> DoesNotFit | None:
         """Return an error that explains why memory ran out, or None; `loop` is None before the model is built."""

@@ -108,10 +108,12 @@ class Interval:
         pace: Pace,
         warnings: RunWarnings,
     ) -> dict[str, Any]:
-        """Return the line of metrics for this interval, over all ranks; every rank must call this.
+        """Return the line of `metrics.jsonl` for this interval, over all ranks; every rank must call this.
 
         Args:
+            step: number of updates since the run began.
             left: number of steps until the end of the run.
+            lr: learning rate of the last update, of the first parameter group.
             norm: gradient norm of the last step before clipping, a scalar.
             moves: whether the learning rate was above 0 and past the warmup, so that weights should have changed.
             total_load: expert load since the run began; the load of this interval is added in place.
@@ -164,7 +166,7 @@ def load_summary(load: Mapping[int, Tensor]) -> dict[str, float]:
 
 
 def load_by_layer(load: Mapping[int, Tensor]) -> dict[str, dict[str, Any]]:
-    """Return layer index, as text -> statistics of the layer's load.
+    """Return layer index, as text -> statistics of the layer's load, a dict with the keys below.
 
     Returns:
         `tokens`: tokens that each expert received, a list of E numbers.

@@ -84,8 +84,12 @@ def train(
     """Train as the run file says, and leave the result in its run folder.
 
     Args:
-        run: the run file, examined for the kind of `device`; it may have problems.
-        resume, overwrite, dry_run: as in `moetune.train` (watch/train.py).
+        run: the run file, resolved for the kind of `device`. Its `problems`, if any, are raised with all others.
+        watcher: observes the run, and computes the values of `auto` settings that depend on the GPU.
+        console: where notes, warnings and the summary are printed.
+        resume: `never`; `auto` to continue from the newest checkpoint, if there is one; or a checkpoint folder.
+        overwrite: whether to replace an earlier run in the output folder.
+        dry_run: whether to stop after the checks that need no weights, before any file is written.
 
     Raises:
         UserError: bad input, found before any file is written; or an error of `Loop.train`.
@@ -232,7 +236,7 @@ def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) ->
 def _start(plain: Adapted, overwrite: bool) -> Start | None:
     """Open and check `adapt.start_from`, without loading weights; None if the run file has none.
 
-    With `overwrite`, which empties the run folder, raise `UserError` if it is in there.
+    With `overwrite`, which empties the run folder, raise `UserError` if `adapt.start_from` is inside that folder.
     """
     config = plain.run.config
     if config.adapt.start_from is not None and overwrite:
@@ -246,7 +250,10 @@ def _start(plain: Adapted, overwrite: bool) -> Start | None:
 
 
 def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> list[str]:
-    """Return the lines printed before training: trainable parameters, data, length, and a warning of many epochs."""
+    """Return the lines printed before training: trainable parameters, data, length, and a warning of many epochs.
+
+    `counts` is part, or `total` -> number of parameters that train.
+    """
     parts = ", ".join(f"{part} {count:,}" for part, count in counts.items() if part != "total" and count)
     an_epoch = steps_an_epoch(data.sequences, config)
     epochs = config.train.steps / an_epoch
@@ -268,12 +275,17 @@ def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> lis
 
 
 def _kept_before(run: ResolvedRun, folder: RunWriter) -> dict[int, Kept]:
-    """Return what each layer of a run that is resumed kept before."""
+    """Return decoder layer -> what it saved for backward before the interruption, as `run.yaml` in the folder says.
+
+    A resumed run with `auto` settings saves the same again where that fits, so that the resumed steps give the same
+    numbers. Layers that saved only their input are left out.
+    """
     return kept_by_layer(load_run_config(folder.path / RUN_FILE).train, run.structure)
 
 
 def _complete(run: ResolvedRun, folder: RunWriter, say: Callable[[str], None]) -> None:
-    """Finish the folder of a run that was killed after its last step: write a missing `base.json`, remove leftovers."""
+    """Finish the folder of a run that was killed after its last step: write a missing `base.json`, remove temporary
+    files."""
     folder.lock()
     if run.config.model.weights == "pretrained" and folder.base() is None:
         with noting_base(run.model, folder.ranks) as noted:
@@ -287,7 +299,7 @@ def _complete(run: ResolvedRun, folder: RunWriter, say: Callable[[str], None]) -
 def _inputs(
     run: ResolvedRun, folder: RunWriter, data: Datasets, checkpoint: Path | None, say: Callable[[str], None]
 ) -> Inputs:
-    """Return the inputs of the run, to be recorded in `inputs.json`.
+    """Return the inputs of the run (data, tokenizer, configuration), to be recorded in `inputs.json`.
 
     With a `checkpoint` to resume from, compare them with those that it recorded. Print a note for each harmless change;
     raise `UserError` if the training data, the model's configuration, its tokenizer or the values of its quantized
@@ -306,7 +318,10 @@ def _inputs(
 
 
 def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, say: Callable[[str], None]) -> None:
-    """Raise `UserError` if the base has changed since the resumed run began; print a note if `base.json` is missing."""
+    """Raise `UserError` if the base, as it is `now`, is not the one that the resumed run began with (`base.json`).
+
+    Print a note instead if `base.json` is missing.
+    """
     before = folder.base()
     if before is not None:
         refuse_changed_base(before, now.fingerprint, f"the run in {str(folder.path)!r}", config.model.path)
@@ -318,7 +333,8 @@ def _refuse_other_base(folder: RunWriter, config: RunConfig, now: Base, say: Cal
 
 
 def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None) -> None:
-    """Raise `UserError` if ranks differ in run file, data, weights or torch version: gradients cannot be summed."""
+    """Raise `UserError` if ranks differ in configuration, data, weights or torch version, so that the sum of their
+    gradients would be wrong. Every rank must call this."""
     ranks, config = adapted.ranks, adapted.run.config
     drawn = b"".join(state.numpy().tobytes() for state in generator_states(adapted.model.device))
     mine = {
@@ -336,7 +352,7 @@ def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None)
 
 
 def _checkpoint_bytes(adapted: Adapted) -> int:
-    """Return the bytes of a checkpoint: trained weights, float32 copies and optimizer states, over all ranks."""
+    """Return the bytes of a checkpoint: trained weights, float32 copies and optimizer states, summed over all ranks."""
     optimizers, ranks, experts = adapted.run.optimizers, adapted.ranks, set(adapted.of_experts())
     mine = sum(
         saved_bytes(optimizers[adapted.part_of(name)], tuple(local_tensor(p).shape), p.itemsize)

@@ -67,8 +67,8 @@ class RunWarnings:
             self.console.print(f"note: {text}", highlight=False, soft_wrap=True)
 
     def about_data(self, data: Datasets) -> None:
-        """Warn of documents longer than the model's positions, of linear layers that cannot have LoRA, and of layers
-        that run document by document.
+        """Warn of documents longer than the model has positions, of linear layers that cannot have LoRA, and of layers
+        that compute one document after the other.
 
         Called once, before the first step; every line of metrics repeats these warnings' kinds.
         """
@@ -156,7 +156,8 @@ class RunWarnings:
             )
 
     def _rounding(self) -> set[str]:
-        """Return the parts whose 16-bit weights are updated directly, so that every update is rounded to nearest."""
+        """Return the parts whose 16-bit weights are updated without a float32 copy, so that each update is rounded to
+        nearest."""
         parts = {self.adapted.part_of(name) for name, p in self.adapted.trainable().items() if p.itemsize == 2}
         optimizers = {part: self.adapted.run.optimizers[part] for part in parts}
         return {part for part, one in optimizers.items() if one.master_weights == "none" and not one.offload}

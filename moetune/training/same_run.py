@@ -1,4 +1,4 @@
-"""Compare a run with its beginning on resume and export: settings, training data and the base's small files."""
+"""Refuse to resume or export a run whose settings, training data, tokenizer or base's config.json have changed."""
 
 import hashlib
 import secrets
@@ -52,9 +52,10 @@ class Inputs:
 
     Attributes:
         run: a random name, the same in the run folder and in all checkpoints of a run.
-        data: `train` and, if there is evaluation data, `eval` -> SHA-256 of the tokenized sequences.
+        data: `train` and, if there is evaluation data, `eval` -> hexadecimal SHA-256 of the tokenized sequences.
         config: contents of the base's config.json; empty if unknown.
-        files: name -> SHA-256 of the other small files beside the base's weights, such as the tokenizer's.
+        files: relative path -> hexadecimal SHA-256 of the other small files beside the base's weights: those of the
+            tokenizer, chat templates, generation settings, licenses; empty if unknown.
         quantization: the `QUANTIZATION` of the version that began the run; 1 in files that do not have it.
     """
 
@@ -66,7 +67,8 @@ class Inputs:
 
     @classmethod
     def of(cls, data: Datasets, base: Path | None) -> "Inputs":
-        """Return the inputs of a run that begins now; `base` is the folder of its weights, None if not here."""
+        """Return the inputs of a run that begins now; `base` is the folder of its weights, None if they are not on this
+        machine."""
         tokens = {
             name: _digest(rows) for name, rows in (("train", data.train), ("eval", data.eval)) if rows is not None
         }
@@ -118,12 +120,12 @@ class Inputs:
     def refuse_other_model(
         self, config: dict[str, Any], files: dict[str, str], where: str, harm: Sequence[str] = ()
     ) -> list[str]:
-        """Compare the base's config.json and small files with those that the run began with.
+        """Compare the base's config.json, its tokenizer's and other small files with those that the run began with.
 
         An empty `config` or `files`, given or recorded, means unknown and is not compared.
 
         Args:
-            config, files: of the base as it is now, from `beside_weights`.
+            config, files: of the base as it is now; the two results of `beside_weights`.
             where: the beginning of the message, such as `the run in 'out' cannot be resumed`.
             harm: lines about harmful changes found elsewhere, to be raised with those found here.
 
@@ -151,7 +153,15 @@ class Inputs:
 
 
 def beside_weights(base: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the config.json in the folder `base`, and name -> SHA-256 of its other small files; empty for None."""
+    """Return the contents of config.json in the checkpoint folder `base`, and the digests of its other small files.
+
+    Small files are all that belong to a checkpoint besides weights (`snapshot.small_files`): those of the tokenizer,
+    chat templates, generation settings, licenses. Their digests are relative path -> hexadecimal SHA-256. Both results
+    are empty if `base` is None, and the first if there is no config.json.
+
+    Raises:
+        UserError: config.json cannot be read.
+    """
     files = {} if base is None else {str(file.relative_to(base)): file for file in small_files(base)}
     config = files.pop(CONFIG_FILE, None)
     content = {} if config is None else read_json(config, dict[str, Any])
@@ -165,7 +175,7 @@ def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _digest(rows: datasets.Dataset) -> str:
-    """Return the SHA-256 of all columns' names, values and row lengths, independent of how they are chunked."""
+    """Return the hexadecimal SHA-256 of all columns' names, values and row lengths, independent of Arrow's chunks."""
     sha256 = hashlib.sha256()
     for name in sorted(rows.column_names):
         sha256.update(name.encode())
@@ -177,9 +187,10 @@ def _digest(rows: datasets.Dataset) -> str:
 
 
 def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[str]) -> list[str]:
-    """Return a line for each setting that differs between two run files, with both values; at most 10 and "N more".
+    """Return a line for each setting that differs between two configurations; at most 10, and then "N more".
 
     Args:
+        before, now: configurations, or paths of run files to read.
         free: settings that may differ; a section's name stands for all of its keys.
 
     Raises:
@@ -196,9 +207,13 @@ def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[
 
 
 def _settings(run: RunConfig | Path) -> dict[str, Any]:
-    """Return a run file with its defaults as a flat dict, `{"train.steps": 9, …}`.
+    """Return a configuration, or that of a run file with its defaults, as a flat dict `{"train.steps": 9, …}`.
 
-    `train.accumulate` is multiplied by the number of ranks that see different data.
+    `train.accumulate` is multiplied by the number of ranks that see different data. A run file that this version does
+    not accept is returned as it is written, without defaults.
+
+    Raises:
+        UserError: the run file cannot be read.
     """
     config = run if isinstance(run, RunConfig) else None
     if isinstance(run, Path):

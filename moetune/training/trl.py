@@ -21,14 +21,17 @@ TRAINERS: tuple[TrlTrainer, ...] = get_args(TrlTrainer)
 
 @dataclass(frozen=True)
 class InTrl:
-    """A trainer of TRL, and arguments of its configuration, as JSON, that replace those of `trl_arguments`."""
+    """A trainer of TRL, with arguments of its configuration that replace those of `trl_arguments`.
+
+    `arguments` is the text of a JSON object.
+    """
 
     trainer: TrlTrainer
     arguments: str = "{}"
 
     @property
     def more(self) -> dict[str, Any]:
-        """The arguments."""
+        """The `arguments` as a dict."""
         return dict(json.loads(self.arguments))
 
 
@@ -143,8 +146,8 @@ def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:
 
 
 def prompt_length(config: RunConfig, completion: Any) -> int:
-    """Return how many tokens of `train.sequence_length` GRPO's completions of `completion` tokens leave to prompts;
-    raise `UserError` if there is none."""
+    """Return how many tokens a prompt of GRPO may have, so that with `completion` tokens after it, TRL's
+    `max_completion_length`, it fits `train.sequence_length`. Raise `UserError` if that is none."""
     if not isinstance(completion, int) or not 0 < completion < config.train.sequence_length:
         raise UserError(
             f"max_completion_length={completion}: give 1 to {config.train.sequence_length - 1}, so that a prompt has a "

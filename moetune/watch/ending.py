@@ -12,7 +12,8 @@ from moetune.training.folder.run_folder import MEMORY_FILE, RUN_FILE, RunFolder
 
 
 def ending(path: Path) -> Iterator[str]:
-    """Yield the lines that sum up a finished run: best held-out loss, peak memory, files, next commands."""
+    """Yield lines that sum up the finished run in the folder `path`: best held-out loss, peak memory, files, what to do
+    next."""
     folder, config = RunFolder(path), load_run_config(path / RUN_FILE)
     evaluations = [line for line in folder.metrics() if "eval_loss" in line]
     if len(evaluations) > 1:

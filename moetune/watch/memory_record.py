@@ -61,7 +61,10 @@ class MemoryRecord:
         self._seen = watch_cuda() if self.device.type == "cuda" else {}
 
     def _predict(self, routing: AssumedRouting) -> "Predicted":
-        """Predict the run, leaving random generators as they were; if it fails, print why and return an empty one."""
+        """Predict the run with a routing, leaving random generators as they were.
+
+        If that fails, print why, and return a prediction without values.
+        """
         drawn = generator_states(self.device)
         try:
             return predicted(self.loop.smaller_run(), self.loop.ranks, self.card, routing)
@@ -89,6 +92,7 @@ class MemoryRecord:
             self._fullest = {}  # the first step made the optimizer states: from now on they exist at the peak
 
     def _has_states(self) -> bool:
+        """Return whether the optimizer has states already; they are allocated in the first update."""
         return any(True for _ in self.loop.optimizer.states())
 
     def refused(self) -> Refused | None:
@@ -111,8 +115,11 @@ class MemoryRecord:
         self._tracking.enter_context(self._tracker)
 
     def _count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-        """Return the rows that each expert of a layer receives; during training also keep the rows of the call in which
-        a group of experts that is computed together received most."""
+        """Return the rows that each expert of a layer receives, as `read` returns them: the hook `count_rows`.
+
+        In training, also record those of the call in which one group of experts, computed together, received the most
+        rows, because that call takes the most memory.
+        """
 
         def fullest(rows: list[int]) -> int:
             return max(sum(rows[expert] for expert in group) for group in self._groups[layer])
@@ -129,7 +136,10 @@ class MemoryRecord:
             self.finish()
 
     def finish(self) -> None:
-        """Stop measuring and write `memory.json`. A later call only updates `expert_load` in the file."""
+        """Stop measuring and write `memory.json`; before the first step, write nothing.
+
+        A later call only updates `expert_load` in the file.
+        """
         self._tracking.close()
         if not self._steps:
             return
@@ -154,8 +164,12 @@ class MemoryRecord:
 
 
 class Predicted(NamedTuple):
-    """A prediction for one rank: `peak`, bytes allocated at the peak (None if unknown), and `pace`, a step's work (may
-    be empty)."""
+    """A prediction for one rank.
+
+    Attributes:
+        peak: bytes allocated at the peak; None if unknown.
+        pace: floating-point operations of a step, and the GPU's peak speed; without values if they were not counted.
+    """
 
     peak: int | None = None
     pace: Pace = Pace()
@@ -166,12 +180,14 @@ def predicted(
 ) -> Predicted:
     """Predict the peak memory of a rank and, on one GPU with balanced routing, the floating-point operations of a step.
 
-    Counting operations needs a trace. Without them a closed form is used, and on a single rank a trace if that fails.
-    One of several ranks cannot record a closed form while it runs; it has no prediction unless `record_ahead` recorded
-    one before.
+    Operations are counted by a trace, which also predicts the memory. Where they are not counted, a closed form
+    predicts the memory, and if that fails, on a single rank, a trace. One of several ranks cannot record a closed form
+    while it runs: it has no prediction unless `record_ahead` recorded one before.
 
     Args:
+        ranks: the ranks of the run, of which this process predicts its own.
         card: the GPU whose kernels run, and whose cuBLAS workspaces are added; None for a CPU.
+        routing: the assumed number of tokens that each expert receives.
     """
     workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
     if not ranks.is_single or card is None or routing.load:

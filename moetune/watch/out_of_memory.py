@@ -25,7 +25,7 @@ from moetune.training.step.observer import Where
 
 _LARGEST = 8
 _WORKING: tuple[PartName, ...] = ("saved_activations", "transient_peak")
-"""Parts between which a live tensor cannot be told apart; the report adds them up."""
+"""Parts of a prediction of which a live tensor shows neither: the report adds them up."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,10 @@ class OutOfMemory:
     """The state of the memory when it ran out, and what would have fitted.
 
     Attributes:
+        where: the step, micro-step and phase in which it ran out.
         refused: the allocation that failed, and the state of the device.
-        actual: part -> bytes in use, and their sum as `allocated`.
-        predicted: the same bytes as predicted for the fullest moment of this phase; None without a prediction.
+        actual: part -> bytes in use, in the form of `_by_name`.
+        predicted: bytes predicted for the fullest moment of this phase, in the same form; None without a prediction.
         predicted_peak: predicted bytes at the peak of the whole run; None without a prediction.
         largest: the largest groups of tensors.
         others: other processes on the GPU.
@@ -54,6 +55,7 @@ class OutOfMemory:
     checkpoint: str | None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as the object that `moetune train --json` prints."""
         return {
             "schema": 1,
             "out_of_memory": {
@@ -120,8 +122,13 @@ def describe_out_of_memory(
 ) -> OutOfMemory:
     """Describe the memory at the moment when it ran out, predict it, and look for remedies.
 
-    If the prediction fails, or the run has several ranks, the report has no prediction and no remedies. `adapted` and
-    `optimizer` are None if they were not built yet.
+    If the prediction fails, or the run has several ranks, the report has no prediction and no remedies.
+
+    Args:
+        refused: the allocation that failed, with the storages that were alive then.
+        where: the step, micro-step and phase in which it failed.
+        adapted, optimizer: None if they were not built yet.
+        checkpoint: the folder of the last checkpoint; None if there is none.
     """
     card = find_gpu(catalog_name(device)) if device.type == "cuda" else None
     groups = owned(refused, adapted, optimizer)
@@ -144,8 +151,9 @@ def describe_out_of_memory(
 def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
     """Return the predicted bytes of each part at the fullest moment of the phase and micro-step `where`.
 
-    A trace has at most two micro-steps; later ones count as the last traced. `beside` are bytes that a trace does not
-    contain, such as cuBLAS workspaces; they are added to `transient_peak`.
+    A trace has at most two micro-steps; the second stands for all later ones. `beside` are bytes that a trace does not
+    contain, such as cuBLAS workspaces; they are added to `transient_peak`. Of the phase `load`, only
+    `frozen_weights` are known.
     """
     if where.phase == "load":
         assert traced.load is not None
@@ -162,7 +170,7 @@ def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
 
 
 def _by_name(parts: Parts) -> dict[str, int]:
-    """Return part -> bytes, with the parts of `_WORKING` added up, and the sum as `allocated`."""
+    """Return part -> bytes, those of `_WORKING` together as `activations_and_temporaries`, and all as `allocated`."""
     known: dict[str, int] = {name: size for name, size in parts.items() if name not in _WORKING}
     working = sum(getattr(parts, name) for name in _WORKING)
     return {**known, "activations_and_temporaries": working, "allocated": parts.total}

@@ -26,7 +26,10 @@ from moetune.watch.out_of_memory import describe_out_of_memory
 
 
 class Watch(Watcher):
-    """Observes a run: shows progress on a console, records its memory, and reports why memory ran out."""
+    """Observes a run: shows progress on a console, records its memory, and reports why memory ran out.
+
+    The training loop calls the methods; `Watcher` says when.
+    """
 
     def __init__(self, console: Console, device: torch.device) -> None:
         self.console, self.device = console, device
@@ -89,6 +92,7 @@ def train(
     """Train as a run file says, and write the result into its run folder.
 
     Args:
+        run: a run file (path, configuration), or a resolved run.
         resume: `never` for a new run; `auto` to continue from the newest checkpoint, if there is one; or the folder of
             a checkpoint.
         overwrite: replace an earlier run in the output folder.

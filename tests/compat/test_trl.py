@@ -1,7 +1,8 @@
 """What moetune relies on in TRL and PEFT, by name."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("trl")
 
 from trl.trainer.utils import use_adapter
 
-from moetune.compat.trl import SelfReferencing
+from moetune.compat.trl import SelfReferencing, make_trainer, quiet
 from tests.toys import toy_model
 
 
@@ -50,3 +51,21 @@ def test_a_reference_adapter_is_never_added() -> None:
     wrapped.get_parameter(weight.replace(".default.", ".ref.")).data.fill_(7)
     assert wrapped.get_parameter(weight) is model.extra["default"].weight
     assert before.equal(model.extra["default"].weight)
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "kto", "orpo"])
+def test_thousands_of_rows_take_no_longer_than_two(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trainer prepares its data set row by row, with a progress bar."""
+    model = SelfReferencing(toy_model("mixtral", num_hidden_layers=1), nullcontext)
+    arguments = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none", "max_length": 8}
+    with quiet():
+        trainer = make_trainer(kind, model, arguments | {"per_device_train_batch_size": 4}, 4000)
+    assert len(trainer.train_dataset) == 4000
+    assert trainer.train_dataset.data.num_rows == 2
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["chosen_input_ids" if kind == "orpo" else "input_ids"].shape == (8 if kind == "dpo" else 4, 8)
+    if kind == "kto":
+        assert sum(batch["label"]) == 2
+    assert capsys.readouterr().err == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 from tests import small
 from tests.memory.peaks import MODELS, off, taken, write
 
-COMMANDS = ("eval", "generate", "score", "quantize", "export")
+COMMANDS = ("eval", "generate", "generate --prompts", "score", "quantize", "export")
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,19 @@ def run_of(model: Path, data: Path, here: Path) -> Path:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_host_holds_what_is_predicted(command: str, model_type: str, data: Path, tmp_path: Path) -> None:
     # of four experts that are drawn at random one receives three quarters of the tokens; balanced routing is predicted
-    more = {"num_local_experts": 16, "intermediate_size": 512} if (command, model_type) == ("score", "gpt_oss") else {}
+    routes = model_type == "gpt_oss" and command in ("score", "generate --prompts")
+    more = {"num_local_experts": 16, "intermediate_size": 512} if routes else {}
     model = write(tmp_path / "model", model_type, **more)
     match command:
         case "eval":
             found = off(tmp_path, "eval", model, "--data", data, out=False)
         case "generate":
             found = off(tmp_path, "generate", model, "--prompt", "a router sends", "--max-new-tokens", "16", out=False)
+        case "generate --prompts":
+            prompts = tmp_path / "prompts.jsonl"
+            texts = ["a router sends every token to two of the experts, " * (1 + number % 5) for number in range(24)]
+            prompts.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in texts))
+            found = off(tmp_path, command, prompts, model, "--batch", 24, "--max-new-tokens", 24, "--temperature", 0.7)
         case "score":
             rows = small.write_data(tmp_path / "rows.jsonl", small.DATA * 24)  # all padding goes to the same
             found = off(tmp_path, "score", model, "--data", rows, "--tokens", 4096)

@@ -21,6 +21,8 @@ from moetune.memory.measurement.verify import catalog_name
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training.trl import trl_arguments, trl_model
 from tests.nullcuda import runs
+from tests.toys import toy_config
+from tests.training.test_trl import LAYERS
 
 aten = torch.ops.aten
 
@@ -83,6 +85,18 @@ def test_generating_and_training_takes_what_is_predicted(
     found = measured(run, "grpo", more, tmp_path)
     print(part, report.phases, report.fullest.peak_allocated / found - 1)
     assert report.fullest.peak_allocated == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", LAYERS)
+def test_a_hybrid_takes_what_is_predicted(model_type: str, tmp_path: Path) -> None:
+    toy_config(model_type, num_hidden_layers=2, **LAYERS[model_type]).save_pretrained(tmp_path / "toy")
+    train = {"sequence_length": 512, "micro_batch": 1, "accumulate": 8}
+    run = resolve(runs.toy_run(tmp_path / "toy", "lora", train=train, model={"base": "bf16"}), "cuda")
+    more = {"max_completion_length": 24, "beta": 0.1}
+    report = predict_trl(run, "grpo", more, gpu=catalog_name(torch.device("cuda", 0)), routing=BALANCED)
+    assert report.fullest.peak_allocated == pytest.approx(measured(run, "grpo", more, tmp_path), rel=0.03)
 
 
 class Enough(Exception):

@@ -54,9 +54,12 @@ def config(model: Path, gpu: str, **sections: Any) -> RunConfig:
 
 
 def test_micro_batch(small_model: Path, predictor: Predictor) -> None:
-    run = config(small_model, "560MiB")
-    solved = solve(run, "train.micro_batch", predictor)
+    run, shown = config(small_model, "560MiB"), []
+    solved = solve(run, "train.micro_batch", predictor, show=lambda *one: shown.append(one))
     assert solved.report is not None
+    names = [name for name, report in shown if report is None]
+    assert [name for name, report in shown if report is not None] == names
+    assert {str(solved.value), str(solved.next_value)} <= {*names}
     assert solved.next_report is not None
     assert solved.value > 1
     assert solved.next_value == solved.value + 1

@@ -90,12 +90,20 @@ def a_run(folder: Path, adapt: dict[str, Any], **sections: dict[str, Any]) -> Ru
     )
 
 
+LAYERS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"layers_block_type": ["linear_attention", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 0},
+}
+"""Hybrids: a layer with a state, and one that attends."""
+
+
 def write_toy(folder: Path, model_type: str) -> Path:
     entry = find_model("tiny-mixtral")
     assert entry is not None
     assert entry.config is not None
     vocabulary = entry.config["vocab_size"]
-    model = toy_model(model_type, num_hidden_layers=2, vocab_size=vocabulary)
+    model = toy_model(model_type, num_hidden_layers=2, vocab_size=vocabulary, **LAYERS.get(model_type, {}))
     for name, parameter in model.named_parameters():
         if name.endswith(("gate.weight", "router.weight")):  # wide enough apart that rounding never changes a choice
             nn.init.normal_(parameter, std=0.5)
@@ -173,10 +181,12 @@ def plain_and_reference(adapted: Adapted, folder: Path) -> tuple[PreTrainedModel
     return plain, reference
 
 
-@pytest.mark.one_in(18)
-@pytest.mark.parametrize("part", ADAPT)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])
+CASES = [(model, kind, part) for model in ("mixtral", "qwen3_moe", "olmoe") for kind in KINDS for part in ADAPT]
+CASES += [(model, kind, "lora") for model in LAYERS for kind in ("dpo", "grpo")]
+
+
+@pytest.mark.one_in(21)
+@pytest.mark.parametrize(("model_type", "kind", "part"), CASES)
 def test_losses_of_trl_with_a_second_model(
     model_type: str, kind: str, part: str, toys: Callable[[str], Path], tmp_path: Path
 ) -> None:

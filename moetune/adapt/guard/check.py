@@ -34,7 +34,7 @@ def checked(
     `parallel.timeout`; the others wait. All ranks must make this call.
 
     Args:
-        say: prints, on the first rank, that kernels are being compared, and which do not work.
+        say: called on the first rank with texts for the user: that kernels are being compared, and which do not work.
     """
     if device.type != "cuda" or not any(sizes := sizes_of(run)):
         return run

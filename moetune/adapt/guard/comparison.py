@@ -32,7 +32,7 @@ from moetune.run.dtypes import DTYPES
 
 LIMIT = 120.0
 """Seconds that the comparison of one operator may take; most of it is the compilation of its kernel."""
-# -P: a file of the working folder is no module of ours
+# -P: modules are not imported from the working folder, whose files may have their names
 _CHILD = (sys.executable, "-P", "-c", "from moetune.adapt.guard.comparison import compare_here; compare_here()")
 
 
@@ -46,8 +46,8 @@ def compare(key: Key, device: torch.device, limit: float = inf) -> Verdict:
         limit: seconds after which the comparison stops.
     """
     until = time.monotonic() + limit
-    if on_gpu() is None:  # not kept: a compiler can be installed at any time
-        # products take the same memory without, and torch's own kernel needs no Triton
+    if on_gpu() is None:  # not written to disk: a compiler can be installed at any time
+        # grouped products may run by torch's own kernel, and without any they take the same memory
         names = sorted(OPERATORS.keys() - {"grouped_mm"})
         return Verdict(key, dict.fromkeys(names, "cannot be compiled: Triton does not work here"))
     failed: dict[str, str] = {}
@@ -106,7 +106,7 @@ class _Ended(NamedTuple):
 
 
 def _child(asked: _Asked, until: float = inf) -> _Ended:
-    """Run `compare_here` in a process of its own, until a time of `time.monotonic`, and return what it found."""
+    """Run `compare_here` in a process of its own, until a time of `time.monotonic`, and return how it ended."""
     text = json.dumps(asdict(asked)).encode() + b"\n"
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     with tempfile.TemporaryFile() as errors:
@@ -142,8 +142,8 @@ def _child(asked: _Asked, until: float = inf) -> _Ended:
 
 
 def _lines_of(child: subprocess.Popen[bytes], until: float) -> tuple[list[bytes], bool]:
-    """Return the whole lines that a child writes until it ends, until it has been silent for `LIMIT` seconds or until a
-    time; and whether it ended."""
+    """Return the whole lines that a child writes, and whether it ended; reading stops when it ends, when it has been
+    silent for `LIMIT` seconds, or at the time `until`."""
     assert child.stdout is not None
     text = b""
     with child.stdout as out:
@@ -191,8 +191,9 @@ def compare_here() -> None:
 def _compare_call(
     operator: Operator, args: Sequence[Any], *, dtype: torch.dtype, failed: set[str], say: Callable[[_Line], None]
 ) -> Any:
-    """Compare one call's kernel with its reference, report the outcome by `say` and in `failed`, and return the
-    reference's result.
+    """Compare the kernel of one call with its reference, and return the reference's result.
+
+    The outcome is reported by `say`; an operator that fails is added to `failed`, and not compared again.
 
     Raises:
         Exception: the device failed, so that no further call can be compared.

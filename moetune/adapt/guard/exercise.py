@@ -28,7 +28,7 @@ from moetune.run.resolved import ResolvedRun
 
 T = TypeVar("T")
 _MOST_KINDS = 4
-"""Kinds of expert layers that are compared, the most frequent first; others differ in the numbers of their experts."""
+"""Most kinds of expert layers that are compared, the most frequent first; others differ in the number of experts."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,10 @@ class LinearSizes:
     rank: int
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Build a layer of these sizes with random weights; return a function that runs it forward and backward. With
-        LoRA it also runs without a gradient of the input, as below the first layer that trains."""
+        """Build a layer of these sizes with random weights; return a function that runs it forward and backward.
+
+        With LoRA it also runs without a gradient of the input, as below the first layer that trains.
+        """
         dtype, base = DTYPES[self.dtype], self._base(device)
         if self.rank:
             A = nn.Linear(self.inputs, self.rank, bias=False, device=device)
@@ -99,8 +101,10 @@ class HeadSizes:
     dtype: Literal["bf16", "fp16", "fp32"]
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Return a function that rotates random queries and keys, and gradients of them; first by angles that all rows
-        share, then by angles of each row."""
+        """Return a function that rotates random queries and keys, and gradients of them.
+
+        It does so first by angles that all rows share, then by angles of each row.
+        """
         dtype, length = DTYPES[self.dtype], tokens // 2
 
         def drawn(*shape: int) -> Tensor:
@@ -135,9 +139,11 @@ class RouterSizes:
     dtype: Literal["bf16", "fp16", "fp32"]
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Return a function that chooses experts by random logits, and computes their weights again, forward and
-        backward. No two logits of a token are equal in 16 bits, for up to 512 experts: of equal logits a kernel may
-        choose either."""
+        """Return a function that chooses experts by random logits, and computes their weights again, forward and back.
+
+        No two logits of a token are equal in 16 bits, for up to 512 experts: of equal logits a kernel may choose
+        either.
+        """
         dtype = DTYPES[self.dtype]
         order = torch.rand(tokens, self.experts).argsort(-1)
         logits = (order.to(device) / 64 - 4).to(dtype)
@@ -179,8 +185,10 @@ def samples(dtype: torch.dtype) -> Sizes:
 
 
 def sizes_of(run: ResolvedRun) -> Sizes:
-    """Return the sizes at which a run calls operators; under expert parallelism, those of a rank with an even share of
-    the experts."""
+    """Return the sizes at which a run calls operators.
+
+    Under expert parallelism these are those of a rank with an even share of the experts.
+    """
     first = {layer.shape: layer for layer in reversed(run.structure.moe_layers)}
     gates = {shape: _gate_of(run, layer) for shape, layer in first.items()}
     kinds = Counter(_bank_of(run, layer, gates[layer.shape]) for layer in run.structure.moe_layers)
@@ -224,8 +232,8 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
 
 
 def _few(count: int, most: int, top_k: int) -> int:
-    """Return a number of experts, at most `count`, that form a group of each size that `count` experts form, where a
-    group has at most `most` experts. Greater than `top_k` if `count` is."""
+    """Return the least number of experts that form groups of the same sizes as `count` experts do, where a group has at
+    most `most` experts; but more than `top_k`, if `count` is more."""
     groups = -(-count // most)
     alike = count if groups < 2 else count // groups + (-(-count // groups) if count % groups else 0)
     return min(count, max(alike, top_k + 1))
@@ -239,8 +247,7 @@ def _gate_of(run: ResolvedRun, layer: MoeLayer) -> tuple[float, float] | None:
 
 
 def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
-    """Yield the sizes of the linear layers with LoRA, and of those that moetune's operators dequantize even without
-    it."""
+    """Yield the sizes of the linear layers with LoRA, and of others that moetune's own operators dequantize."""
     model, selection = run.config.model, run.selection
     quantized, with_lora = set(run.quantized_linears), set(selection.lora_linears)
     if run.config.parallel.tp > 1:

@@ -18,7 +18,7 @@ from moetune.files import cache_folder, source_digest, write_whole
 from moetune.json_files import read_sealed, sealed
 
 KERNELS = ("experts/**/*.py", "adapt/*.py", "adapt/layers/*.py", "adapt/guard/*.py")
-"""Source files of the kernels, their references and the exercises."""
+"""Patterns, relative to the package, of the source files of kernels, their references and the exercises."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def keep(verdict: Verdict) -> None:
 
 
 def driver_here() -> str:
-    """Return the version line of the driver's kernel module, and the CUDA version that it supports, such as 13000."""
+    """Return the version line of the CUDA driver's kernel module, with the CUDA version it supports (`CUDA 13000`)."""
     module, cuda = "", ctypes.c_int()
     with suppress(OSError):  # there is no such file under WSL
         module = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]

@@ -26,8 +26,10 @@ _library.define("rms_norm_backward(Tensor dy, Tensor x, Tensor rstd, Tensor weig
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Replace the forward method of every RMS norm of a model by the fused one, in place. A norm whose weight trains,
-    or has another dtype than its input, still runs transformers' code."""
+    """Replace the forward method of every RMS norm of a model by the fused one, in place.
+
+    A norm whose weight trains, or has another dtype than its input, still runs transformers' code.
+    """
     for module in model.modules():
         if is_rms_norm(module):
             module.forward = partial(_forward, module)

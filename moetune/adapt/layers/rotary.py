@@ -31,15 +31,16 @@ class _Norms:
     plain: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
     def are_fused(self, dtype: torch.dtype) -> bool:
-        """Return whether the kernel that rotates heads in `dtype` also computes their norms. If one of the weights
-        trains, or has another dtype, both modules compute their norms themselves."""
+        """Return whether the kernel that rotates heads in `dtype` also computes their norms.
+
+        If one of the weights trains, or has another dtype, both modules compute their norms themselves.
+        """
         weights = self.q.weight, self.k.weight
         return not any(weight.requires_grad or weight.dtype != dtype for weight in weights)
 
 
 def fuse_rotary(model: nn.Module) -> None:
-    """Make the attention layers of a model rotate queries and keys by one kernel that also computes their norms, in
-    place.
+    """Make the attention layers of a model rotate queries and keys, and compute their norms, by one kernel, in place.
 
     This concerns layers that call Llama's `apply_rotary_pos_emb` by its code in transformers; norms are included where
     attention has the code of Qwen3-MoE. Other layers stay as they are.
@@ -65,7 +66,7 @@ def _norms_of(attention: Any) -> _Norms | None:
 
 
 def _unless_fused(norms: _Norms, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Forward method of a norm of heads: return `x` as it is if `_rotate` normalizes it."""
+    """Forward method of a norm of heads: the norm's own (`plain`), or `x` unchanged if `_rotate` will normalize it."""
     return x if norms.are_fused(x.dtype) else plain(x)
 
 
@@ -79,8 +80,7 @@ def _rotate(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Replace transformers' `apply_rotary_pos_emb` (`plain`) by one kernel; call `plain` on tensors that it does not
-    fit."""
+    """Rotate q and k by one kernel; if they do not fit it, by transformers' `apply_rotary_pos_emb` (`plain`)."""
     is_normed = norms is not None and norms.are_fused(q.dtype)
     if not args and not kwargs and _fits(q, k, cos, sin):
         weights, eps = (None, None), 0.0

@@ -43,7 +43,7 @@ class _Choose(torch.autograd.Function):
         ctx.normalized = normalized
         ctx.save_for_backward(logits, ids)
         ctx.mark_non_differentiable(ids)
-        ctx.set_materialize_grads(False)  # zeros for the ids
+        ctx.set_materialize_grads(False)  # else torch would make zeros, as the gradient of the ids
         return weights, ids
 
     @staticmethod

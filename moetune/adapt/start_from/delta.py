@@ -21,8 +21,7 @@ from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks, trained_name, whole_name
 
 Rows = Callable[[Stored, int, int | None], Tensor]
-"""Function of (tensor, start, stop) that returns these rows of a tensor of the delta; a stop of None reads to the end.
-"""
+"""Function of (tensor of a delta, first row, end) that returns these rows; an end of None stands for the last row."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,13 @@ class _Target:
         return found
 
     def value(self, delta: Delta, read: Rows) -> Tensor:
-        """Compute the parameter's value from the tensors that `read` returns, in the layout of the adapted model."""
+        """Return the parameter's value, computed from the delta's tensors as when a checkpoint is loaded.
+
+        `read` reads rows of a tensor; with `_nothing` the value is on the meta device, and only its shape is of use.
+        The delta must have all that `rows` names. The result has the adapted model's layout ([out, in] for an expert's
+        weight) and the delta's dtype. Raises `RuntimeError`, `IndexError` or `ValueError` if the tensors do not fit
+        together.
+        """
         rows = self.rows(delta)
 
         def tensor(key: str) -> Tensor:
@@ -97,8 +102,10 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
 
 
 def load_delta(adapted: Adapted, delta: Delta) -> tuple[str, ...]:
-    """Check a delta with `check_delta`, then copy its values into the model, one parameter at a time. Return notes for
-    the user on trained parameters that are not in the delta.
+    """Check a delta with `check_delta`, then copy its values into the model, one parameter at a time.
+
+    Returns:
+        Notes for the user on trained parameters that are not in the delta.
 
     Raises:
         UserError: the delta does not fit; or it has different values for two names that the model ties, in which case
@@ -169,6 +176,6 @@ def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Target]:
 
 
 def _nothing(tensor: Stored, start: int, stop: int | None) -> Tensor:
-    """Return rows of a tensor on the meta device, to compute shapes without reading values."""
+    """Read nothing: a `Rows` function that returns tensors on the meta device, from which shapes can be computed."""
     count = (tensor.num_rows if stop is None else stop) - start
     return torch.empty((count, *tensor.row_shape), dtype=tensor.torch_dtype, device="meta")

@@ -38,7 +38,7 @@ def load_peft(adapted: Adapted, folder: Path) -> None:
 
 
 def check_peft(adapted: Adapted, folder: Path) -> None:
-    """Raise the errors of `load_peft` for a model on the meta device, whose frozen weights are not compared."""
+    """Raise the errors of `load_peft` for a model on the meta device; values of frozen weights are not compared."""
     _values(adapted, folder)
 
 

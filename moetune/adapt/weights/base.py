@@ -59,8 +59,7 @@ def build_noting(
     on_read: Callable[[float], None] | None = None,
     ranks: Ranks = SINGLE_RANK,
 ) -> tuple[Adapted, Base | None]:
-    """Build the adapted model as `build` does; also return the checkpoint that its frozen weights were read from, with
-    its fingerprint (None for random weights)."""
+    """Build the adapted model as `build` does; return it and the base of its frozen weights (None if random)."""
     with noting_base(run.model, ranks) as noted:
         return build(run, device, on_read, ranks), noted()
 
@@ -77,11 +76,10 @@ def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) 
 
 
 def refuse_other_headers(made_for: Base, model: ResolvedModel, what: str) -> None:
-    """Raise `UserError` if `what`, an adapter or a delta, was made for another checkpoint than a run's model; read no
-    weights.
+    """Raise `UserError` if an adapter or a delta was made for another checkpoint than a run's model; read no weights.
 
-    Names, dtypes and shapes of tensors are compared; for a quantized base also the digests in its manifest. Nothing is
-    compared if the weights are not on this machine yet.
+    `made_for` is its base, and `what` names it in the message. Names, dtypes and shapes of tensors are compared; for a
+    quantized base also the digests in its manifest. Nothing is compared if the weights are not on this machine yet.
     """
     source = model.source
     difference = None

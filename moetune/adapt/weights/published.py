@@ -33,8 +33,11 @@ class CheckpointReader:
     rounded to the compute dtype.
 
     Creating the reader checks names, shapes and dtypes, and reads no weight; it raises `UserError` if they do not fit.
-    Tensors go to `target`, which stores them in the model. `tensors` are those of the checkpoint by name, by default
-    what `folder` holds.
+
+    Args:
+        plain: the model as transformers builds it, on the meta device; `name` is its name in messages.
+        target: stores the tensors in the model that is loaded.
+        tensors: the checkpoint's tensors by name; None for those in `folder`.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class CheckpointReader:
             refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name)
 
     def read_all(self, model: PreTrainedModel) -> None:
-        """Read all weights into `model`, the model of the `LoadTarget`, and replace its experts by banks."""
+        """Read all weights into `model`, that of the `LoadTarget`, and replace its experts by banks."""
         self._target.make_banks()
         for path in self._target.layers:
             self.read_experts(path)
@@ -72,7 +75,7 @@ class CheckpointReader:
         self.read_rest(model)
 
     def read_experts(self, path: str) -> None:
-        """Read those experts of one layer that this rank holds into the layer's bank."""
+        """Read the experts of the module at `path`, as far as this rank holds them, into the layer's bank."""
         layer = self._target.layers[path]
         for stack in stacks(layer):
             mapping = self._mappings[f"{path}.{stack}"]
@@ -155,6 +158,7 @@ class CheckpointReader:
     # --- What does not fit ------------------------------------------------------------------------------------------
 
     def _problems(self, plain: PreTrainedModel) -> Iterator[str]:
+        """Yield a line for each tensor that is missing, unexpected, or has another shape or dtype than the model's."""
         state = plain.state_dict()
         unmapped = self._stored.keys() - {key for mapping in self._mappings.values() for key in mapping.every_key()}
         too_many = unmapped | (self._mappings.keys() - self._names)

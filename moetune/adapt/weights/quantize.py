@@ -30,8 +30,9 @@ def quantize(
     *,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Quantize a checkpoint into a folder that later runs load in a fraction of the time. An interrupted call can be
-    repeated: layers whose file exists are not quantized again.
+    """Quantize a checkpoint into a folder that later runs load in a fraction of the time.
+
+    An interrupted call can be repeated: layers whose file exists are not quantized again.
 
     Args:
         model: a resolved model, whose configuration sets the precision; or the name or folder of a model, quantized
@@ -73,7 +74,7 @@ def target_of(
     on_read: Callable[[float], None] | None = None,
     kind: type[LoadTarget] = LoadTarget,
 ) -> LoadTarget:
-    """Return a new model, as a target of type `kind`, into which a checkpoint is quantized."""
+    """Return a new model on the meta device, as a target of type `kind`, into which a checkpoint is quantized."""
     linears, context = model.linears_to_quantize(NOTHING), ExpertContext(split_gate_up=model.gate_up_apart)
     loaded = copy.deepcopy(model.plain)
     return kind(loaded, model.structure, NOTHING, model.config, linears, device, context=context, on_read=on_read)

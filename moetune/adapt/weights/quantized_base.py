@@ -53,8 +53,7 @@ def layer_file(path: str) -> str:
 
 
 def write_bank(folder: Path, path: str, bank: ExpertBank) -> None:
-    """Write one layer's experts, all frozen, to their file. A temporary name is used first, so that the file is never
-    incomplete."""
+    """Write one layer's experts, all frozen, to their file, which appears under its name only once it is complete."""
     _write(folder / layer_file(path), {f"{path}.{name}": tensor for name, tensor in bank.named_buffers()})
 
 
@@ -71,8 +70,11 @@ def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTra
 def rest_of(
     named: Iterable[tuple[str, Tensor]], stored: Mapping[str, Stored], mappings: Mapping[str, KeyMapping]
 ) -> dict[str, Tensor]:
-    """Return name -> tensor to write, of `named` tensors of a loaded model; `stored` are those of its checkpoint, which
-    `mappings` assigns to the model's."""
+    """Return name -> tensor to write for the tensors `named` of a loaded model; of tied weights only the first.
+
+    A floating-point tensor that its checkpoint has unquantized is written with the values there. `stored` are the
+    checkpoint's tensors by name; `mappings` say which of them each of the model's parameters is made of.
+    """
     tensors: dict[str, Tensor] = {}
     seen: set[tuple[int, Any]] = set()
     for name, tensor in named:
@@ -132,8 +134,11 @@ def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Pa
 
 
 def remove(folder: Path) -> None:
-    """Remove a quantized base, finished or not, from a folder: the files in its ledger, the manifest first. Raise
-    `UserError` if the folder has entries and no ledger of a quantized base, or a file that the ledger does not list."""
+    """Remove a quantized base, finished or not, from a folder: the files in its ledger, the manifest first.
+
+    Raises:
+        UserError: the folder has entries and no ledger of a quantized base, or a file that the ledger does not list.
+    """
     ledger = Ledger(folder)
     if not any(item.name != WriterLock.NAME for item in folder.iterdir()):
         return
@@ -151,8 +156,9 @@ def remove(folder: Path) -> None:
 
 
 def finish(folder: Path, source: Fingerprint, experts: Iterable[str]) -> dict[str, int]:
-    """Write the manifest, which completes the quantized base; return the number of weight files and their total bytes.
-    `source` is the fingerprint of the checkpoint, `experts` are the paths of the experts modules of all layers."""
+    """Write the manifest, which completes the quantized base; return `files`, the number of weight files, and their
+    total `bytes`. `source` is the fingerprint of the checkpoint, `experts` are the paths of the experts modules of all
+    layers."""
     files = sorted([folder / REST, *(folder / layer_file(path) for path in experts)])
     with digesting(files, _THREADS) as digests:
         entries = {file.name: {"bytes": file.stat().st_size, "sha256": digests()[file.name]} for file in files}
@@ -181,7 +187,7 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of parameters and persistent buffers that are not on the meta device."""
+    """Yield (name, tensor) of a model's parameters and persistent buffers that are not on the meta device."""
     persistent = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in persistent and not tensor.is_meta:
@@ -199,11 +205,10 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def check_quantized_base(run: ResolvedRun) -> None:
-    """Raise `UserError` if a run's model is a quantized base that the run cannot use; accept any other model. Read no
-    weights.
+    """Raise `UserError` if a run's model is a quantized base that the run cannot use; accept any other model.
 
-    The base must have the precision that `model.base` and `model.double_quant` set, and all files in the sizes that the
-    manifest lists. The run may not train whole experts, which the base holds only quantized.
+    Reads no weights. The base must have the precision that `model.base` and `model.double_quant` set, and all files in
+    the sizes that the manifest lists. The run may not train whole experts, which the base holds only quantized.
     """
     manifest, config = run.model.source.quantized_base, run.config.model
     if manifest is None:
@@ -230,11 +235,11 @@ def check_quantized_base(run: ResolvedRun) -> None:
 def read_quantized_base(
     target: LoadTarget, run: ResolvedRun, ranks: Ranks, on_read: Callable[[float], None] | None = None
 ) -> None:
-    """Read the quantized base of a run into the target's model. Each rank reads only the experts that it holds, and
-    computes the digests of a share of the files.
+    """Read the quantized base of a run into the target's model.
 
-    `on_read` is called after each file with the fraction of all bytes that has been read (0 to 1). Raises `UserError`
-    as `check_quantized_base`; or if a file is damaged, lacks a tensor, or differs from its digest.
+    Each rank reads only the experts that it holds, and computes the digests of a share of the files. `on_read` is
+    called after each file with the fraction of all bytes that has been read (0 to 1). Raises `UserError` as
+    `check_quantized_base`; or if a file is damaged, lacks a tensor, or differs from its digest.
     """
     check_quantized_base(run)
     manifest, folder = run.model.source.quantized_base, Path(str(run.model.source.folder))

@@ -33,8 +33,7 @@ METHOD = "moetune"
 
 @register_quantization_config(METHOD)
 class MoetuneConfig(QuantizationConfigMixin):
-    """Settings (`quantization_config=`) with which `from_pretrained` loads a model quantized by moetune, which does not
-    train.
+    """Settings for `from_pretrained(quantization_config=…)` that load a model quantized by moetune, for inference.
 
     Args:
         base: precision of the experts and linear layers, as `model.base` in a run file.
@@ -62,8 +61,10 @@ class MoetuneQuantizer(LoadingQuantizer):
     quantization_config: MoetuneConfig
 
     def load(self, model: PreTrainedModel, folder: Path, device: torch.device) -> None:
-        """Read a checkpoint into a model on the meta device, quantizing its experts and linear layers. Raise
-        `UserError` if the experts cannot be quantized, or the checkpoint does not fit the model."""
+        """Read a checkpoint into a model on the meta device, quantizing its experts and linear layers.
+
+        Raises `UserError` if the experts cannot be quantized, or the checkpoint does not fit the model.
+        """
         plain, structure = copy.deepcopy(model), read_structure(model)
         raise_problems(validation.unsupported_experts(model, structure))
         dtype = next(name for name, one in DTYPES.items() if one == model.config.dtype)

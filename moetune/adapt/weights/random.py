@@ -48,8 +48,10 @@ def realize_buffers(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def realize(model: PreTrainedModel, path: str, device: torch.device) -> None:
-    """Allocate a module's own meta tensors on `device` and initialize them with the rules of the model's code; do
-    nothing if `device` is meta. Raise `UserError` if there is no rule for one of them."""
+    """Allocate a module's own meta tensors on `device`, and initialize them with the rules of the model's code.
+
+    Does nothing if `device` is meta. Raises `UserError` if there is no rule for one of them.
+    """
     module = model.get_submodule(path)
     own = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
     if device.type == "meta" or not any(tensor.is_meta for tensor in own.values()):

@@ -31,8 +31,8 @@ class LoadTarget:
     A frozen expert's matrices are quantized into the layer's bank (`ExpertBank`), and a linear layer's weight is
     quantized, as soon as the weight is put; so neither host nor GPU ever holds the whole model in 16 bits.
 
-    In the methods, `path` is the path of a module in the model, and `stack` is transformers' name of the parameter that
-    holds a layer's experts, such as `gate_up_proj`.
+    In the methods, `path` is the path of a module in the model: a linear layer, or the module with a layer's experts.
+    `stack` is transformers' name of the parameter that holds a layer's experts, such as `gate_up_proj`.
 
     Args:
         selection: what trains.
@@ -73,8 +73,7 @@ class LoadTarget:
     # --- Experts ----------------------------------------------------------------------------------------------------
 
     def make_banks(self) -> None:
-        """Create the banks of all layers before weights are read, so that temporary tensors leave no gaps between banks
-        in memory."""
+        """Create the banks of all layers first, so that temporary tensors leave no gaps between them in memory."""
         for path in self.layers:
             self.bank(path)
 
@@ -108,15 +107,18 @@ class LoadTarget:
         self._note(weight.numel())
 
     def put_quantized_expert(self, path: str, stack: str, expert: int, *pieces: Mapping[str, Tensor]) -> None:
-        """Store a frozen expert's matrix that a checkpoint has already quantized. A piece maps names to tensors; there
-        is one for the whole matrix or, if `pieces_of` returns 2, one for gate and one for up."""
+        """Store a frozen expert's matrix as a checkpoint has quantized it. A piece maps buffer names of the bank
+        (`data`, `absmax`, …) to tensors; there is one for the whole matrix or, if `pieces_of` returns 2, one for gate
+        and one for up."""
         layer = self.layers[path]
         self.bank(path).put_quantized_(expert, matrix_of(stack), *pieces)
         self._note(getattr(self.model.get_submodule(path), stack).numel() // layer.shape.num_experts)
 
     def pieces_of(self, path: str, stack: str, expert: int) -> tuple[int, tuple[int, int]] | None:
-        """Return how many pieces a frozen expert's matrix is quantized in, and the shape [out, in] of each; None if the
-        expert trains or the stack holds biases, which are not quantized."""
+        """Return how many pieces a frozen expert's matrix is quantized in, and the shape [out, in] of each.
+
+        None if the expert trains, or the stack holds biases, which are not quantized.
+        """
         bank, matrix = self.bank(path), matrix_of(stack)
         if expert not in bank.frozen_slots or matrix.endswith("_bias"):
             return None
@@ -124,23 +126,29 @@ class LoadTarget:
         return of.pieces, (of.shape[0] // of.pieces, of.shape[1])
 
     def install(self, path: str) -> None:
-        """Replace a layer's experts module by its bank, which keeps the module's activation function."""
+        """Replace a layer's experts module in the model by its bank; call it once all weights of the layer are put.
+
+        The module's own parameters are removed, because it can outlive the replacement: the bank computes the
+        activation by a function of the module.
+        """
         experts = self.model.get_submodule(path)
         for name, _ in [*experts.named_parameters(recurse=False)]:
             delattr(experts, name)
         self.model.set_submodule(path, self.bank(path))
 
     def release(self, path: str) -> None:
-        """Free a layer's bank, and replace the layer's experts by an empty module."""
+        """Free a layer's bank and experts once they are written to disk; an empty module takes their place."""
         self.banks.pop(path, None)
         self.model.set_submodule(path, nn.Module())
 
     # --- Linear layers ----------------------------------------------------------------------------------------------
 
     def put_linear(self, path: str, weight: Tensor) -> None:
-        """Store the weight of a linear layer [out, in] of any dtype, and replace the layer by a quantized one. The
-        layer keeps the weight as it is if `model.base` is the compute dtype, or is MXFP4, which applies to experts
-        only."""
+        """Store the weight of a linear layer [out, in] of any dtype, and replace the layer by a quantized one.
+
+        The layer stays, with the weight unquantized, if `model.base` is the compute dtype, or is MXFP4, which applies
+        to experts only.
+        """
         linear = cast(nn.Linear, self.model.get_submodule(path))
         self._note(weight.numel())
         if DTYPES.get(self.config.base) == self.dtype or self.config.base == "mxfp4":
@@ -164,8 +172,8 @@ class LoadTarget:
         self.model.set_submodule(path, quantized.requires_grad_(False))
 
     def put_quantized_linear(self, path: str, quantized: Mapping[str, Tensor]) -> None:
-        """Store the weight of a linear layer that a checkpoint has already quantized in the precision `model.base`,
-        other than NF4 (`put_4bit`), and replace the layer. `quantized` maps names to tensors, as for experts."""
+        """Store the weight of a linear layer as a checkpoint has quantized it in `model.base`, and replace the layer.
+        `quantized` maps buffer names to tensors, as for experts. For NF4 there is `put_4bit`."""
         linear = cast(nn.Linear, self.model.get_submodule(path))
         layer = QuantizedLinear(linear.weight, linear.bias, self.config.base, self.device)
         layer.stack.put_quantized_(0, quantized)
@@ -173,9 +181,11 @@ class LoadTarget:
         self._note(linear.weight.numel())
 
     def put_4bit(self, path: str, data: Tensor, state: dict[str, Tensor]) -> None:
-        """Store the weight of a linear layer that is already quantized in 4 bits: `data` has two values per byte,
-        `state` the quantization state under bitsandbytes' names. The layer is replaced by a `Linear4bit` unless it is
-        one."""
+        """Store the weight of a linear layer that is quantized in 4 bits already.
+
+        `data` has two values per byte, `state` the quantization state under bitsandbytes' names. The layer is replaced
+        by a `Linear4bit` unless it is one.
+        """
         linear = self.model.get_submodule(path)
         if not isinstance(linear, Linear4bit):
             linear = self._empty_4bit(cast(nn.Linear, linear), "nested_absmax" in state)
@@ -204,8 +214,10 @@ class LoadTarget:
     # --- All else ---------------------------------------------------------------------------------------------------
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Store a parameter or buffer under its name in the model, in the dtype that the model has for it. Raise
-        `RuntimeError` if it has another shape than the model's."""
+        """Store a parameter or buffer under its name in the model, in the dtype that the model has for it.
+
+        Raises `RuntimeError` if it has another shape than the model's.
+        """
         path, _, last = name.rpartition(".")
         module = self.model.get_submodule(path)
         there = getattr(module, last)
@@ -227,6 +239,5 @@ class LoadTarget:
 
 
 def out_in(layer: MoeLayer, stack: str, tensor: Tensor) -> Tensor:
-    """Return a view of one expert's slice of a stack in the layout of a bank: a weight as [out, in], a bias as it
-    is."""
+    """Return one expert's slice of a stack in the layout of a bank: a view [out, in] of a weight, a bias as it is."""
     return tensor.T if layer.shape.is_transposed and not stack.endswith("bias") else tensor

@@ -10,5 +10,5 @@ def recipes() -> dict[str, str]:
 
 
 def read_recipe(name: str) -> str:
-    """Return the YAML text of the recipe `name`."""
+    """Return the YAML text of the recipe `name`, one of the keys of `recipes()`; `OSError` for any other."""
     return Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")

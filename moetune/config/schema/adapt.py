@@ -63,7 +63,7 @@ class ChoiceConfig(Section):
 
 
 def _ids_or_choice(raw: Any) -> str:
-    """Return which alternative of a union `raw` is: "ids or layers", or "a choice" by scores."""
+    """Return the tag of the alternative of a union that `raw` is: "ids or layers", or "a choice" by scores."""
     chosen = isinstance(raw, ChoiceConfig) or (isinstance(raw, dict) and "from" in raw)
     return "a choice" if chosen else "ids or layers"
 
@@ -138,7 +138,7 @@ class LoraConfig(Section):
         return self.alpha * rank**0.5 if self.rslora else self.alpha
 
     def scale(self, rank: int) -> float:
-        """Return the number that B · A of this rank is multiplied by."""
+        """Return the factor of B · A in the weight, alpha / rank, or alpha / √rank with `rslora`."""
         return self.plain_alpha(rank) / rank
 
 

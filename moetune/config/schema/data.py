@@ -37,11 +37,12 @@ class DataConfig(Section):
     A data set is a file, a folder, a catalog data set, or a hub data set (`org/name:config:split`).
 
     Attributes:
-        train: one data set or several.
+        train: one data set or several, which may have weights.
         eval: data sets for evaluation; None for none.
+        format: format of the records; `auto` detects it from the first.
         packing: fill each sequence with several documents, which do not attend to each other.
         chat_template: a file, or a model whose template is used; None for the tokenizer's own.
-        too_long: what to do with prompts and chats longer than a sequence.
+        too_long: what to do with prompts and chats longer than a sequence: report an error, drop or truncate them.
         validation: fraction of the training records to hold out for evaluation, if `eval` is not given; None for none.
     """
 

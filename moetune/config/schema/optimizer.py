@@ -36,11 +36,12 @@ class OptimizerConfig(Section):
     """One optimizer and its settings.
 
     Attributes:
+        lr: learning rate, before the schedule.
         betas: decay rates of the moments; None for optimizers without them.
         eps: term added to the denominator; None for optimizers without it.
         momentum: momentum of `sgd`; None for all others.
         master_weights: how 16-bit weights are updated: `none` in their own precision, `fp32` through a float32 copy
-            that is kept, `stochastic` with stochastic rounding.
+            that is kept between steps, `stochastic` in float32, and then rounded stochastically.
         fused_backward: update each parameter during the backward pass, as soon as its gradient is complete, and free
             the gradient.
         offload: keep optimizer states and float32 weights in host memory and update there.
@@ -59,7 +60,7 @@ class OptimizerConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _with_its_own_settings(cls, raw: Any) -> Any:
-        """Fill in the defaults that depend on the optimizer."""
+        """Fill in the defaults that depend on the optimizer, from `_OWN_SETTINGS` and `_FUSED`."""
         if not isinstance(raw, dict):
             return raw
         name = raw.get("name", cls.model_fields["name"].default)

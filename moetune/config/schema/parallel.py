@@ -19,7 +19,7 @@ class ParallelConfig(Section):
         tp: ranks that split the matrices of attention, and read the same data.
         pp: pipeline stages; more than 1 is refused.
         replicate: groups of `fsdp` ranks, each with a copy of the model; they read different data.
-        zero: what `fsdp` ranks share: 1 optimizer states, 2 also gradients, 3 also weights.
+        zero: what is sharded over `fsdp` ranks: 1 optimizer states, 2 also gradients, 3 also weights.
         reshard: with `zero: 3`, free gathered weights between forward and backward.
         deepspeed: a JSON file with further settings for DeepSpeed; None for none.
         offload: `optimizer` updates on the host (ZeRO-Offload of DeepSpeed).
@@ -66,8 +66,8 @@ class HardwareConfig(Section):
     Attributes:
         gpu: a name of the GPU catalog such as `l40s`, or a memory size such as `44GiB`; None to predict without a
             limit.
-        host_memory: bytes of memory that the machine of the GPUs has for the run, such as `64GiB`. None: not known, but
-            for a prediction for the GPU of this machine, of which it is what is free now.
+        host_memory: memory that the machine of the GPUs has for the run, such as `64GiB`. None: unknown, except in a
+            prediction for this machine's GPU, where it is what is free now.
         count: number of GPUs. `RunConfig` sets it to the number of ranks if it is not given, and refuses any other
             number.
         without_kernels: operators that run torch's operations instead of their kernel on a GPU, in training and in

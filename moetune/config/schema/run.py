@@ -88,6 +88,6 @@ class RunConfig(Section):
         return self
 
     def to_yaml(self) -> str:
-        """Return the run file as YAML with every default written out; reading it gives an equal `RunConfig`."""
+        """Return the configuration as YAML with every default written out; reading it gives an equal `RunConfig`."""
         one_length = {"train": {"steps"}} if self.train.epochs is not None else None
         return yaml.safe_dump(self.model_dump(mode="json", exclude=one_length), sort_keys=False, allow_unicode=True)

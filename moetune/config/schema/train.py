@@ -30,11 +30,11 @@ class EarlyStoppingConfig(Section):
 
 
 class KeptConfig(Section):
-    """Layers that keep more than their input for backward (`train.checkpointing:` as a section).
+    """Layers that keep (save for backward) more than their input (`train.checkpointing:` as a section).
 
     Attributes:
         attention: layers that keep the outputs of attention's kernels.
-        rows: layers with experts that keep the rows of gate_up.
+        rows: layers with experts that keep the experts' outputs of gate_up, a row for each routed token.
         rest: layers that keep everything but the rows of gate_up, so that they are not recomputed.
     """
 
@@ -62,11 +62,12 @@ class TrainConfig(Section):
         sequence_length: tokens per sequence.
         steps: length of the training in steps.
         epochs: length of the training in passes over the data, instead of `steps`; None if `steps` sets it.
-        checkpointing: activations that are recomputed in the backward pass: none, those of experts, or all but each
+        checkpointing: activations that are recomputed in the backward pass: `none`, those of experts, or all but each
             layer's input, which `offload` keeps in host memory. A section names the layers that keep more than that;
             `auto` chooses them, as many as fit the GPU.
-        keep_rows: number of layers, the last ones, whose gate_up rows are kept for backward instead of being computed
-            again; `auto` is as many as fit the GPU, `none` none. `checkpointing: none` keeps those of all layers.
+        keep_rows: number of layers, the last ones, whose experts' outputs of gate_up are saved for backward instead of
+            being computed again; `auto` for as many as fit the GPU. `checkpointing: none` keeps those of all layers.
+        seed: seed of the order of rows, dropout and random weights.
         log_every: steps between two lines of metrics.
         eval_every: steps between two evaluations.
         save_every: steps between two checkpoints.

@@ -21,8 +21,8 @@ from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, withou
 class GroupedGemm:
     """Products of N rows, sorted by expert, with one matrix for each of C experts.
 
-    `counts` holds each expert's number of rows, and `ends` [C] int32 the cumulative sums on the rows' device; None if C
-    is 1.
+    `counts` holds each expert's number of rows, and `ends` [C] int32, on the rows' device, the cumulative sums of
+    `counts`; None if C is 1.
     """
 
     counts: list[int]
@@ -96,11 +96,12 @@ def _empty(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def kernel_of(capability: tuple[int, int], a: Tensor, b: Tensor) -> Literal["torch", "triton"] | None:
-    """Return whose kernel multiplies all groups at once on a GPU, "torch" or "triton"; None to run expert by expert.
+    """Return whose kernel multiplies all groups at once, "torch" or "triton"; None to multiply expert by expert.
 
-    On compute capability 9.x it is torch's, for bfloat16 with rows aligned to 16 bytes. On 8.x and 12.x torch has none,
-    and on 10.x its kernel is wrong for groups without rows (pytorch/pytorch#172439, #193633); there it is Triton's, in
-    16 bits only: in float32, which has no tensor cores, cuBLAS's products are faster.
+    `a` and `b` are the operands of `product_of_groups`. On compute capability 9.x it is torch's, for bfloat16 with rows
+    aligned to 16 bytes. On 8.x and 12.x torch has none, and on 10.x its kernel is wrong for groups without rows
+    (pytorch/pytorch#172439, #193633); there it is Triton's, in 16 bits only: in float32, which has no tensor cores,
+    cuBLAS's products are faster.
     """
     if capability[0] == 9:
         return "torch" if a.dtype == torch.bfloat16 and _is_aligned(a, b) else None
@@ -108,7 +109,7 @@ def kernel_of(capability: tuple[int, int], a: Tensor, b: Tensor) -> Literal["tor
 
 
 def is_in_triton(capability: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Return whether Triton's kernel multiplies groups in a dtype on a GPU of this compute capability."""
+    """Return whether Triton's kernel computes grouped products in a dtype on a GPU of this compute capability."""
     return capability[0] >= 8 and capability[0] != 9 and dtype in (torch.bfloat16, torch.float16)
 
 

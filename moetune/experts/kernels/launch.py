@@ -80,7 +80,7 @@ class QuickLaunch:
         compiled[(*grid, 1, 1)[:3]](*addresses, *args[self._tensors :], *of_kernel)
 
     def _first_launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-        """Compile, load and launch the kernel, and return it compiled. Raises as `_launch` does.
+        """Compile, load and launch the kernel; return the compiled kernel. Raises as `_launch` does.
 
         Multiplications and additions are fused unless the call says otherwise: Triton's default depends on its version.
         """

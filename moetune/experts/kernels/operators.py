@@ -126,8 +126,7 @@ def _joined(parts: Iterable[Tensor]) -> Tensor:
 
 
 def int8_slices(shape: Sequence[int]) -> list[slice]:
-    """Return slices that divide the rows of a matrix `shape` [R, C]; each has at most `INT8_AT_ONCE` weights, or is one
-    row."""
+    """Return slices that divide the rows of a matrix [R, C]: at most `INT8_AT_ONCE` weights each, or one row."""
     rows = max(1, INT8_AT_ONCE // shape[1])
     return [slice(first, first + rows) for first in range(0, shape[0], rows)]
 
@@ -301,7 +300,7 @@ def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None
 
 @operator(mutates=("out", "rows"), scratch=("rows",))
 def add_rows_(out: Tensor, rows: Tensor, order: Tensor, top_k: int, weights: Tensor | None) -> None:
-    """Add weighted rows [N, H], at most one for each token, to the rows of their tokens in `out` [T, H].
+    """Add rows [N, H], at most one for each token, times their weights to the rows of their tokens in `out` [T, H].
 
     `rows` are overwritten.
     """
@@ -321,7 +320,7 @@ def low_rank(
     counts: Sequence[int],
     scale: float,
 ) -> Tensor:
-    """Return x·firstᵀ [N, P, r], a new tensor; write `base` plus its scaled product with a second factor to `out`.
+    """Return x·firstᵀ [N, P, r], a new tensor; write `base` plus its scaled product with `second` to `out`.
 
     Each row is multiplied by the factors of its expert, which are rounded to the dtype of x before.
 
@@ -418,8 +417,7 @@ def low_rank_gradients_(
     counts: Sequence[int],
     scale: float,
 ) -> None:
-    """Write the gradients of both factors of `low_rank`, summed over each expert's rows; zeros for an expert without
-    rows.
+    """Write the gradients of both factors of `low_rank`, summed over each expert's rows; zeros without rows.
 
     With w the routing weight of a row, `of_first` [C, P, r, p] = scale · Σ w·narrow_outᵀ·x and `of_second` [C, P, q, r]
     = scale · Σ w·doutᵀ·narrow_in. If `weights` and `order` are None, w is 1.

@@ -61,8 +61,10 @@ class Operator:
 
 @cache
 def on_gpu(module: str = "moetune.experts.kernels.triton_kernels") -> ModuleType | None:
-    """Return a module of Triton kernels; None, after a warning, if Triton cannot compile here. Cached for the
-    process."""
+    """Return the module of Triton kernels named `module`; None, after a warning, if Triton cannot compile here.
+
+    The result is cached for the process.
+    """
     try:
         triton_kernels = import_module(module)
         triton_kernels.triton.runtime.driver.active  # noqa: B018  Triton compiles its driver module here
@@ -77,7 +79,7 @@ def on_gpu(module: str = "moetune.experts.kernels.triton_kernels") -> ModuleType
 
 
 OPERATORS: dict[str, Operator] = {}
-"""Name -> operator. A module that defines operators adds them when it is imported."""
+"""Every operator with a kernel, by name. A module that defines operators adds them when it is imported."""
 _without: dict[str, str] = {}
 
 
@@ -117,8 +119,7 @@ def use_kernels(*, but: Collection[str]) -> None:
 
 @contextmanager
 def using_kernels(*, but: Collection[str]) -> Iterator[None]:
-    """Within the `with` block, use the kernels of all operators except those named in `but`. Raises as `use_kernels`
-    does."""
+    """Call `use_kernels` within the `with` block, and restore what was in use before. Raises as `use_kernels` does."""
     before = dict(_without)
     use_kernels(but=but)
     try:

@@ -28,7 +28,7 @@ def _empty(heads: Tensor) -> Tensor:
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalize and rotate the heads of queries q [B, h, S, d] and keys k [B, h_kv, S, d]: two new tensors.
+    """Normalize and rotate the heads of queries q [B, h, S, d] and keys k [B, h_kv, S, d]; return two new tensors.
 
     `cos` and `sin` are [B, S, d], or [1, S, d] if all rows have the same positions. `q_weight` and `k_weight` [d] are
     the weights of the norms, and `eps` their ε; both weights are None for no norm.
@@ -51,7 +51,8 @@ def rotate_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the inputs q and k of `rotate`, given the gradients `dq` and `dk` of its results.
 
-    `q` and `k` are these inputs, or None without norms, whose weights get no gradient; all else is as in `rotate`.
+    `q` and `k` are these inputs, or None without norms; the other arguments are those of `rotate`. The norms' weights
+    get no gradient.
     """
     dq, dk = (_gradient(*one, cos, sin, eps) for one in ((dq, q, q_weight), (dk, k, k_weight)))
     return dq, dk

@@ -34,8 +34,7 @@ def choose(logits: Tensor, top_k: int, normalized: bool, dtype: torch.dtype) -> 
 
 @operator(lambda logits, ids, normalized, dtype: logits.new_empty(ids.shape, dtype=dtype), kernels=_KERNELS)
 def weigh(logits: Tensor, ids: Tensor, normalized: bool, dtype: torch.dtype) -> Tensor:
-    """Return the weights [T, K] in `dtype` of given experts `ids` [T, K]; with `normalized`, divided by their sum over
-    K."""
+    """Return the weights [T, K], in `dtype`, of the experts `ids` [T, K]; with `normalized` a token's sum to 1."""
     weights = torch.softmax(logits, -1, dtype=torch.float32).gather(-1, ids)
     if normalized:
         weights /= weights.sum(-1, keepdim=True)
@@ -65,8 +64,9 @@ def weigh_backward(dweights: Tensor, logits: Tensor, ids: Tensor, normalized: bo
     kernels=_KERNELS,
 )
 def sorted_positions(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Sort `numbers` [n], integers from 0 to `count` - 1: return the indices [n] int64 that sort them, and how often
-    each number occurs, [count] int32. The sort is stable.
+    """Sort `numbers` [n], integers from 0 to `count` - 1, by a stable sort.
+
+    Return the indices [n] int64 that sort them, and how often each number occurs, [count] int32.
 
     A GPU does it in two launches. The first counts how often each number occurs in each block of 512, into 4 · `count`
     bytes per block (`count` rounded up to a power of two); the second writes the indices. torch's operations first

@@ -1,7 +1,7 @@
 """Comparison of kernels with their references, in the calls that a layer of experts makes.
 
-The calls are recorded, not listed: an exercise runs a small bank of experts forward and backward at given sizes, and a
-dispatch mode intercepts each operator with the arguments, layouts and aliases of a training step.
+The calls are recorded, not written out: an exercise runs a small bank of experts forward and backward, and a dispatch
+mode intercepts each operator with the arguments, layouts and aliases of a training step.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,7 +24,7 @@ from moetune.models.moe import ExpertShape
 from moetune.run.dtypes import DTYPES
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
-"""Largest accepted difference, relative to the largest value of a result; torch rounds more often in 16 bits."""
+"""Largest accepted difference relative to a result's largest value, by dtype; torch rounds more often in 16 bits."""
 TOKENS = 100
 
 
@@ -137,7 +137,7 @@ def _draw(bank: nn.Module, storage: Storage) -> None:
 
 
 def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, rank: int = 12) -> Iterator[BankSizes]:
-    """Yield sizes of banks that together call every operator of the experts in all its variants."""
+    """Yield sizes of banks in `dtype` that together call every operator of the experts in all its variants."""
     name: Any = next(name for name, one in DTYPES.items() if one == dtype)
     shape = ExpertShape(5, hidden, intermediate, True, False, False, True)
     apart = replace(shape, has_bias=True, is_concatenated=False)
@@ -158,13 +158,12 @@ def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, r
 
 
 def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> Iterator[float]:
-    """Yield an operator's difference between kernel and reference, first with the tile that the kernel chooses, then
-    with each of its tiles (tuning.py).
+    """Yield how much an operator's `kernel` differs from its reference, once for each tile.
 
-    All tiles are compared because a run with more rows may choose another. A difference is the largest over all results
-    and changed arguments, relative to the largest value of each; NaN if a value is NaN. Integers and dequantized
-    weights must be equal: their difference is 0 or 1. Tiles that do not compile are skipped. Kernels run on copies of
-    the arguments.
+    The first is with the tile that the kernel chooses, then follow all tiles that it can choose from (tuning.py),
+    because a run with more rows may choose another. A difference is the largest over all results and changed arguments,
+    relative to the largest value of each; NaN if a value is NaN. Integers and dequantized weights must be equal: their
+    difference is 0 or 1. Tiles that do not compile are skipped. Kernels run on copies of the arguments.
     """
     changed, used_up = _written(operator), _written(operator, scratch=True)
     copies = copied(args, [args[place] for place in (*changed, *used_up)])
@@ -199,8 +198,7 @@ def _each(result: Any) -> tuple[Any, ...]:
 
 
 def _written(operator: Operator, *, scratch: bool = False) -> list[int]:
-    """Return the positions of the arguments that an operator writes to: with `scratch` its scratch arguments, else the
-    others."""
+    """Return which arguments an operator writes to, by position: its scratch memory with `scratch`, else all others."""
     schema = getattr(torch.ops.moetune, operator.name).default._schema
     return [
         place
@@ -210,7 +208,10 @@ def _written(operator: Operator, *, scratch: bool = False) -> list[int]:
 
 
 def copied(args: Sequence[Any], which: Collection[Any]) -> list[Any]:
-    """Return the arguments with copies of the storages of the tensors in `which`; strides stay, and so do aliases."""
+    """Return the arguments with copies of the storages of the tensors in `which`, the others as they are.
+
+    Strides stay, and tensors that shared a storage still do.
+    """
     copies = {one.untyped_storage()._cdata: None for one in which if isinstance(one, Tensor)}
     clones: dict[int, Any] = {}
 
@@ -233,5 +234,5 @@ def _difference(one: Tensor, other: Tensor, *, is_exact: bool) -> Tensor:
 
 
 def is_alike(difference: float, dtype: torch.dtype) -> bool:
-    """Return whether a kernel's difference is within the tolerance of a dtype."""
+    """Return whether a kernel's relative difference is within `TOLERANCE` of a dtype; False for NaN."""
     return difference <= TOLERANCE[dtype]

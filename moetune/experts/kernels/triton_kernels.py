@@ -47,9 +47,10 @@ def _level(code):
 
 @triton.jit
 def _looked_up(table, pairs):
-    """Return the values [..., 2] of bytes that hold two 4-bit codes, the value of the high code first.
+    """Return the values [..., 2] of bytes `pairs` that hold two 4-bit codes, the value of the high code first.
 
-    The table [16] is in shared memory, each value in another memory bank, so that lookups do not conflict.
+    `table` [16] has the value of each code. It is in shared memory, each value in another memory bank, so that lookups
+    do not conflict.
     """
     of_high = tl.gather(table, tl.reshape(pairs >> 4, (pairs.numel,)), 0)
     of_low = tl.gather(table, tl.reshape(pairs & 15, (pairs.numel,)), 0)
@@ -112,11 +113,10 @@ def dequantize_int8(data, absmax, dtype):
 
 @triton.jit
 def _e4m3(code):
-    """Return the value of an 8-bit float E4M3 without infinities: 1 sign, 4 exponent, 3 mantissa bits (OCP 8-bit
-    Floating Point Specification, 5.1).
+    """Return the value of a code in E4M3, 8-bit floats without infinities: 1 sign, 4 exponent, 3 mantissa bits.
 
-    The bits are moved to where float32 has them; its exponent's bias is greater by 120. No instruction on 8-bit floats
-    is used, which compute capability 8.6 lacks.
+    Source: OCP 8-bit Floating Point Specification, 5.1. The bits are moved to where float32 has them; its exponent's
+    bias is greater by 120. No instruction on 8-bit floats is used, which compute capability 8.6 lacks.
     """
     value = (((code & 127) << 20) | ((code & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
     return tl.where((code & 127) == 127, float("nan"), value)
@@ -153,8 +153,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _e2m1(code):
-    """Return the value of a 4-bit E2M1 code: 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats 1.0,
-    5.3.3)."""
+    """Return the value of an E2M1 code: 1 sign, 2 exponent, 1 mantissa bit (OCP Microscaling Formats 1.0, 5.3.3)."""
     exponent, mantissa = (code >> 1) & 3, (code & 1).to(tl.float32)
     value = tl.where(exponent == 0, 0.5 * mantissa, (1 + 0.5 * mantissa) * _power_of_two(exponent - 1))
     return tl.where((code & 8) == 8, -value, value)
@@ -211,7 +210,7 @@ def dequantize_nvfp4(data, scales, fractions, columns, dtype):
 
 @triton.jit
 def _load_gate_up(row, first, size, INTERLEAVED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return COLUMNS columns of gate and of up, from `first` on, of a row [2 · size], in float32; 0 beyond `size`."""
+    """Load COLUMNS columns of gate and of up, from `first` on, of a row [2 · size], in float32; 0 beyond `size`."""
     column, pair = first + tl.arange(0, COLUMNS), 2 * first + tl.arange(0, 2 * COLUMNS)
     if INTERLEAVED:
         both = tl.load(row + pair, mask=pair < 2 * size, other=0)

@@ -21,9 +21,10 @@ ROWS = 32  # rows of a tile of a product
 
 @triton.jit
 def _tile(ends, tile, count, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Find the rows of a tile: return (expert, first row of the tile, end of the expert's rows).
+    """Find the rows of tile number `tile`: return (expert, first row of the tile, end of the expert's rows).
 
-    Each expert's rows are divided into tiles of ROWS. The expert is `count` if there are fewer than `tile` + 1 tiles.
+    `ends` are the ends of the rows of `count` experts; each expert's rows are divided into tiles of ROWS. The expert is
+    `count` if there are fewer than `tile` + 1 tiles.
     """
     number = tl.arange(0, EXPERTS)
     end = tl.load(ends + number, mask=number < count, other=0)
@@ -110,8 +111,7 @@ def _tiles(rank: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _strides(rows: Tensor) -> tuple[int, ...]:
-    """Return the strides (row, part, column) of rows [N, P, p], or of rows [N, p] that all parts share, with part
-    stride 0."""
+    """Return the strides (row, part, column) of rows [N, P, p]; part stride 0 for rows [N, p] that all parts share."""
     return rows.stride() if rows.dim() == 3 else (rows.stride(0), 0, rows.stride(1))
 
 

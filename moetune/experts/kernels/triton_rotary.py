@@ -17,7 +17,11 @@ PAIRS = 1024  # pairs of numbers that a program rotates
 
 @triton.jit
 def _halves(at, column, half):
-    """Return both halves of the heads that begin at the addresses `at`, in float32; 0 for columns from `half` on."""
+    """Load the halves (a, b) of heads, or of a row of cos or sin, of 2 · `half` numbers each, in float32.
+
+    `at` points at the first number of each head; `column` [1, HALF] counts the numbers of a half, and those from `half`
+    on are loaded as 0.
+    """
     inside = column < half
     a = tl.load(at + column, mask=inside, other=0).to(tl.float32)
     return a, tl.load(at + half + column, mask=inside, other=0).to(tl.float32)
@@ -29,6 +33,7 @@ def _heads(
     x_row, x_token, x_head, dy_row, dy_token, dy_head, eps,
     NORMED: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
+    """Rotate a tile of HEADS heads of x, or their gradients dy with BACKWARD, and store the result in `out`."""
     number = tile * HEADS + tl.arange(0, HEADS)[:, None]
     inside = (number < tokens * heads) & (tl.arange(0, HALF) < half)[None, :]
     number = tl.minimum(number, tokens * heads - 1)

@@ -1,7 +1,8 @@
 """The fastest tile of a kernel, measured once for each card and shape; the choices are kept on disk.
 
 Choices are in `tiles.json` in moetune's cache folder (`files.cache_folder`), by card, version of Triton and shapes. A
-file that cannot be read or written is treated as missing. Import this file only with a GPU and Triton.
+file that cannot be read counts as empty, and one that cannot be written is left. Import this file only with a GPU and
+Triton.
 """
 
 import json
@@ -35,8 +36,7 @@ class Tile(NamedTuple):
 
 
 def tiled(tiles: Sequence[Tile]) -> Callable[[Any], Any]:
-    """Return a decorator that sets a function's attribute `tiles`: the tiles it chooses from if it is called without
-    `tile`."""
+    """Return a decorator that sets an attribute `tiles`: those the function chooses from if called without `tile`."""
 
     def define(function: Any) -> Any:
         function.tiles = tiles
@@ -46,11 +46,11 @@ def tiled(tiles: Sequence[Tile]) -> Callable[[Any], Any]:
 
 
 _CHOSEN: dict[Hashable, Tile] = {}
-"""(kernel, shapes) -> its tile, in this process."""
+"""(kernel, shapes) -> the tile chosen in this process."""
 
 
 def fastest(kernel: str, shapes: tuple[Hashable, ...], tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
-    """Return the tile with which a kernel is fastest; measured if neither this process nor the disk knows it.
+    """Return the tile with which a kernel is fastest; measured if neither this process nor the file knows it.
 
     `shapes` is everything that the choice depends on. `launch` launches the kernel with a tile; each call overwrites
     the result of the last. The first tile must compile; others that do not are left out. On a device that does not
@@ -69,9 +69,10 @@ def fastest(kernel: str, shapes: tuple[Hashable, ...], tiles: Sequence[Tile], la
 
 
 def _measured(tiles: Sequence[Tile], launch: Callable[[Tile], None]) -> Tile:
-    """Return the fastest tile, without those that fail to compile or launch.
+    """Return the tile whose launches take the least time, without those that fail to compile or launch.
 
-    An error of the first tile is raised, and a lack of memory with any: what remains would be kept as the fastest.
+    An error of the first tile is raised, and so is a lack of memory with any tile: the fastest of the tiles that
+    happened to fit must not be recorded.
     """
     first, *others = tiles
     times = {first: _milliseconds(first, launch)}
@@ -99,8 +100,7 @@ def _milliseconds(tile: Tile, launch: Callable[[Tile], None], repetitions: int =
 
 @cache
 def _has_clock() -> bool:
-    """Return whether the device measures time, that is, whether time passes between the first and the last of eight
-    events."""
+    """Return whether the device measures time: whether the last of eight events is later than the first."""
     events = _events(8)
     for event in events:
         event.record()
@@ -114,7 +114,7 @@ def _events(count: int) -> list[torch.cuda.Event]:
 
 
 def _read() -> dict[str, dict[str, list[int]]]:
-    """Return the content of the file, card -> kernel and shapes -> tile; empty if the file is missing or damaged."""
+    """Return the content of the file, card -> (kernel and shapes -> tile); empty if the file is missing or damaged."""
     # Not `read_json`: the frames of its error hold the product's operands in a cycle, until garbage is collected.
     try:
         content = json.loads(_file().read_bytes())
@@ -125,7 +125,7 @@ def _read() -> dict[str, dict[str, list[int]]]:
 
 
 def _keep(name: str, tile: Tile) -> None:
-    """Add a choice to the file; does nothing if the file cannot be written."""
+    """Add the tile of a kernel and its shapes (`name`) to the file; does nothing if the file cannot be written."""
     content = _read()
     content.setdefault(_card(), {})[name] = list(tile)
     with suppress(OSError):

@@ -1,6 +1,6 @@
-"""`write_delta`: export only the tensors that full-precision training changed, under the base checkpoint's names.
+"""`write_delta`: export only the tensors that trained in full precision, under the base checkpoint's names.
 
-models/hub/delta_folder.py describes the files.
+A tensor that trained is written even if its values equal the base's. models/hub/delta_folder.py describes the files.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from moetune.models.hub.tensor_files import create_file
 
 
 def write_delta(run: FinishedRun, out: Path) -> Written:
-    """Write the full-precision changes of a run to `delta.safetensors` and `manifest.json`.
+    """Write the tensors of a run that trained in full precision to `delta.safetensors` and `manifest.json` in `out`.
 
     Each tensor has the name and shape that it has in the base checkpoint, and the dtype that it was trained in. Of a
     tensor that stacks the experts of a layer, only the rows of the trained experts are written; `slices` in the

@@ -1,8 +1,8 @@
-"""`write_merged`: export a whole checkpoint, the base with trained values in it; `copy_checkpoint`.
+"""`write_merged`: export a whole checkpoint, the base with the trained values in it; `copy_checkpoint`.
 
 Each file of the base is copied byte for byte, then the trained rows are overwritten in place. All other bytes stay
-equal to the base's, and memory holds one expert, or one block of a tensor, at a time. A base that is published in a
-quantized format is written dequantized, in 16 bits.
+equal to the base's, and only one expert, or one block of a tensor, is in memory at a time. A base that is published in
+a quantized format is written dequantized, in 16 bits.
 """
 
 import json
@@ -21,7 +21,7 @@ from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, cre
 
 
 def write_merged(run: FinishedRun, out: Path) -> Written:
-    """Write the base checkpoint with the trained values in it; LoRA is added as W + scale·B·A, in float32.
+    """Write the base checkpoint with a run's trained values to `out`; LoRA is added as W + scale·B·A, in float32.
 
     Raises:
         UserError: the run began with random weights; the base is missing, has changed since the run, or has no tensor
@@ -76,7 +76,8 @@ def copy_checkpoint(
 
 
 def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str, Stored]:
-    """Write tensors dequantized, to files of the same names, with index and `config.json`; return the copies."""
+    """Write tensors dequantized to files of the same names in `out`, with index and `config.json`; return them by
+    name."""
     written = create_files(tensors, out, lambda name, tensor: {name: (tensor.torch_dtype, tensor.shape)})
     for name, tensor in tensors.items():
         for start, stop in tensor.blocks():
@@ -88,8 +89,11 @@ def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[
 def create_files(
     tensors: Mapping[str, Stored], out: Path, parts: Callable[[str, Stored], Mapping[str, Any]]
 ) -> dict[str, Stored]:
-    """Create files of zeros, and their index, with the names of the files that hold `tensors`; return the tensors in
-    them by name. `parts` returns what a tensor becomes: names, each with its dtype and shape, as for `create_file`."""
+    """Create files of zeros in `out`, named as the files that hold `tensors`, and their index.
+
+    `parts` takes the name of a tensor and the tensor, and returns those that stand for it in the new files: name ->
+    (dtype, shape). Return all of them by name, for writing in place.
+    """
     written: dict[str, Stored] = {}
     for file in sorted({tensor.file.name for tensor in tensors.values()}):
         here = [parts(name, tensor) for name, tensor in tensors.items() if tensor.file.name == file]
@@ -102,8 +106,8 @@ def create_files(
 
 
 def write_config(folder: Path, out: Path, quantization: Mapping[str, Any] | None) -> None:
-    """Write the `config.json` of a checkpoint to `out` with another `quantization_config`, None for none; remove
-    ModelOpt's file of the same settings, which was copied."""
+    """Write the `config.json` of the checkpoint in `folder` to `out`, with `quantization` as its `quantization_config`;
+    None for none. Remove ModelOpt's file of the same settings from `out`, where it was copied."""
     config = read_json(folder / "config.json", dict[str, Any])
     config.pop("quantization_config", None)
     _write_json(out / "config.json", config if quantization is None else config | {"quantization_config": quantization})

@@ -49,7 +49,7 @@ def write_peft(run: FinishedRun, out: Path) -> Written:
 
 
 def written(folder: Path, laid: LaidOut) -> Written:
-    """Write an adapter to an export's folder."""
+    """Write an adapter in a program's layout to an export's folder; return the number and bytes of its tensors."""
     return Written(len(laid.tensors), write_adapter(folder, laid.tensors, laid.settings, laid.record()))
 
 
@@ -72,7 +72,7 @@ def _refuse_changed_base(run: FinishedRun) -> None:
 def saved_modules(adapted: Adapted) -> tuple[str, ...]:
     """Return the paths of the modules that PEFT must save whole: those with parameters that train in full precision.
 
-    A router counts as one module, whichever of its parameters train.
+    Of a router, always the whole module is saved, even if only a submodule's parameter trains.
 
     Raises:
         UserError: whole experts train; a router bias that training updates is in none of these modules; or one of them
@@ -108,8 +108,11 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
 
 
 def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors) -> dict[str, Tensor]:
-    """Return all tensors of the modules that PEFT saves whole, by name; frozen ones have the base's values. Raises
-    `UserError` if the base lacks one of these."""
+    """Return all tensors of the modules that PEFT saves whole, by name in the plain model.
+
+    Those that did not train have the base's values; raises `UserError` if the base lacks one. `modules` are from
+    `saved_modules`, `trained` the trained tensors by name.
+    """
     plain, tied = run.adapted.run.model.plain, run.adapted.structure.tied
     shapes = {
         f"{path}.{key}": tensor.shape

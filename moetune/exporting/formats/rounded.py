@@ -1,8 +1,7 @@
 """`write_rounded`: a merged checkpoint in FP8, NVFP4 or MXFP4, and how much of the training survives the rounding.
 
-A base that is published in the format is copied byte for byte, and the tensors that training changed are rounded again,
-under the same names. Of any other base, experts and linear layers of the decoder are rounded, and all else is in 16
-bits.
+A base that is published in the format is copied byte for byte, and the tensors that trained are rounded again, under
+the same names. Of any other base, experts and linear layers of the decoder are rounded, and all else is in 16 bits.
 
 Shapes: a matrix is [out, in].
 """
@@ -35,6 +34,7 @@ from moetune.run.names import stacks
 from moetune.run.resolved import ResolvedModel
 
 Into = Literal["fp8", "nvfp4", "mxfp4"]
+"""A quantized format to export in: `--into`."""
 _KINDS: dict[Into, type[Quantized]] = {"fp8": BlockFp8, "nvfp4": Nvfp4, "mxfp4": Mxfp4}
 _LARGEST_NVFP4 = 448 * 6
 """Largest magnitude in NVFP4, before the global scale."""
@@ -42,7 +42,7 @@ _LARGEST_NVFP4 = 448 * 6
 
 @dataclass(frozen=True)
 class Survival:
-    """What rounding leaves of the change Δ of the matrices of one layer.
+    """What rounding leaves of Δ, the change that training made to the matrices W of one layer.
 
     With Q(W) the base in the format and Q(W + Δ) what was exported, `kept` is ⟨Q(W + Δ) − Q(W), Δ⟩ / ⟨Δ, Δ⟩: 1 if the
     change survives on the whole, 0 if it is lost. `error` is ‖Q(W + Δ) − Q(W) − Δ‖ / ‖Δ‖. A base that is published in
@@ -64,19 +64,21 @@ class _Sums:
         self.along, self.change, self.off = 0.0, 0.0, 0.0
 
     def add(self, change: Tensor, rounded: Tensor) -> None:
-        """Add a matrix: its change, and its change as it was rounded, in float32."""
+        """Add a matrix: its change Δ, and what rounding left of it, Q(W + Δ) − Q(W); both in float32."""
         self.along += float((rounded * change).sum(dtype=torch.float64))
         self.change += float(change.square().sum(dtype=torch.float64))
         self.off += float((rounded - change).square().sum(dtype=torch.float64))
 
     def survival(self, layer: int | None) -> Survival:
+        """Return the survival that follows from the sums, labelled with a layer number."""
         change = self.change or 1.0
         return Survival(layer, self.along / change, (self.off / change) ** 0.5)
 
 
 def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tuple[Survival, ...]]:
-    """Write the merged checkpoint of a run, rounded to a quantized format; return the survival of each layer's change,
-    by layer, and last of all together.
+    """Write the merged checkpoint of a run, rounded to a quantized format, to the folder `out`.
+
+    Also return what survives of the change, as `_survivals` orders it.
 
     Raises:
         UserError: as `write_merged`; or checkpoints of the model type have no layout in this format.
@@ -126,6 +128,10 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
 
 
 def _survivals(sums: Mapping[int | None, _Sums]) -> tuple[Survival, ...]:
+    """Return the survival in each layer in ascending order, in matrices of no layer, and last in all together.
+
+    `sums` is layer number -> sums, None for matrices of no layer; without any, the result is empty.
+    """
     every = _Sums()
     for one in sums.values():
         every.along, every.change, every.off = every.along + one.along, every.change + one.change, every.off + one.off
@@ -134,19 +140,21 @@ def _survivals(sums: Mapping[int | None, _Sums]) -> tuple[Survival, ...]:
 
 
 def _parts(tensor: Stored) -> Iterable[Stored]:
+    """Return the file's tensors of which a weight consists: data and scales if it is quantized, else itself."""
     return tensor.parts.values() if isinstance(tensor, Quantized) else (tensor,)
 
 
 def _is_published(base: Iterable[Stored], into: Into) -> bool:
-    """Return whether a checkpoint has weights in this format, in the block size in which they are rounded."""
+    """Return whether a checkpoint already has weights in this format; FP8 only counts in blocks of `FP8_BLOCK`."""
     kept = [tensor for tensor in base if isinstance(tensor, _KINDS[into])]
     return bool(kept) and all(not isinstance(one, BlockFp8) or one.block == (FP8_BLOCK, FP8_BLOCK) for one in kept)
 
 
 def _to_round(model: ResolvedModel, base: Mapping[str, Stored], into: Into) -> set[str]:
-    """Return the names of the checkpoint's tensors that are rounded, of a base in another format.
+    """Return the names of the tensors to round, of a base that is published in another format.
 
-    Raises `UserError` if the checkpoint holds a layer's experts otherwise than the format's checkpoints do.
+    Raises `UserError` if the base stores experts in another way (one by one, or stacked) than checkpoints in the format
+    do, so that no program would read the result.
     """
     mappings, structure = key_mappings(model.plain, base), model.structure
     experts: set[str] = set()
@@ -172,8 +180,8 @@ def _to_round(model: ResolvedModel, base: Mapping[str, Stored], into: Into) -> s
 
 
 def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out: Path, into: Into) -> None:
-    """Write a checkpoint to `out` with the tensors in `chosen` rounded, and all others in their dtype; quantized ones
-    dequantized in bfloat16."""
+    """Write the base to `out` with the tensors in `chosen` rounded, and all others in their dtype, or in bfloat16 if
+    they are quantized; also `config.json`, read from `folder`."""
 
     def parts(name: str, tensor: Stored) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         if name in chosen:
@@ -201,7 +209,7 @@ def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out:
 
 
 def _joined(name: str) -> str:
-    """Return a name that is equal for matrices which vLLM joins to one: gate and up, and queries, keys and values."""
+    """Return a tensor's name, changed to be equal for matrices which vLLM joins: gate and up; queries, keys, values."""
     return re.sub(r"\b(gate|up)_proj\b|\bw[13]\b", "gate_up", re.sub(r"\b[qkv]_proj\b", "qkv", name))
 
 
@@ -247,7 +255,10 @@ def _quantization(into: Into, others: list[str]) -> dict[str, Any]:
 
 
 def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]) -> Iterator[tuple[str, int, Tensor]]:
-    """Join the rows of each quantized matrix, because its blocks are rounded together; other rows pass as they are."""
+    """Join the rows from `new_rows` of each matrix that is quantized in `places`, because its scales are for many rows.
+
+    Rows of other tensors, and experts in MXFP4, are yielded as they come.
+    """
     held: list[Tensor] = []
     for key, start, part in rows:
         place = places[key]
@@ -261,10 +272,12 @@ def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]
 
 
 def _write(place: Stored, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False) -> None:
-    """Round float32 weights and write their parts: a whole matrix, or experts of a stack in MXFP4 from `start` on.
+    """Round float32 weights and write their data and scales in place: a whole matrix, or in MXFP4 one expert.
 
     Args:
-        largest: the largest magnitude that NVFP4's global scale is for; by default that of the weights.
+        place: the quantized tensor in the file; in MXFP4 it stacks the experts of a layer.
+        start: index of the expert; 0 for a whole matrix.
+        largest: the largest magnitude that NVFP4's global scale must allow; by default that of the weights.
         keep: leave the scales that are stored, unless a weight is too large for them.
     """
     assert isinstance(place, Quantized)

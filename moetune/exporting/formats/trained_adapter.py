@@ -19,8 +19,9 @@ def trained_adapter(
     """Return the LoRA factors of a run, with zeros for experts without LoRA.
 
     Args:
+        lora: the LoRA settings of the run.
         trained: the trained tensors, by their names in a training checkpoint.
-        saved: the parameters that the adapter shall hold whole.
+        saved: the parameters that the adapter shall hold whole, by name; None for none.
     """
     ranks = adapted.selection.ranks
     linears = {}
@@ -35,7 +36,10 @@ def trained_adapter(
 
 
 def _of_experts(layer: MoeLayer, lora: ExpertLora, projection: str, trained: Mapping[str, Tensor]) -> Factors:
-    """Return the factors of all experts of a layer; where gate and up have an A each, their ranks are joined."""
+    """Return the factors of all experts of a layer for a projection, `gate_up` or `down`.
+
+    If gate and up have separate factors of rank r, they are joined to factors of rank 2r (`join_experts`).
+    """
     names = (f"{layer.experts}.lora.{projection}_{factor}" for factor in "AB")
     A, B = (torch.stack([trained[f"{name}.{expert}"] for expert in lora.slots]) for name in names)
     A, B = join_experts(A, B, lora.slots, layer.shape.num_experts, lora.rows_of_parts[projection])

@@ -1,4 +1,8 @@
-"""`Update`: new values of each trained parameter, and the tensors of the base checkpoint that they belong in."""
+"""`Update`: the new value of a parameter that trained, and the tensors of the base checkpoint that store the parameter.
+
+Every trained parameter has an update, even one whose values equal the base's. The plain model is the one that
+transformers builds.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,13 +22,15 @@ from moetune.run.names import linear_factors, matrix_of, stacks, trained_name, w
 from moetune.run.resolved import ResolvedModel
 
 Trained = Stored | Held
+"""A trained tensor: in a checkpoint's file, or in memory."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The new value of a parameter of the plain transformers model, or of one expert's row of a stacked parameter.
+    """The new value of a parameter of the plain model, or of one expert's row of a parameter that stacks experts.
 
     Attributes:
+        parameter: its name in the plain model.
         expert: the id of the expert; None if the whole parameter is updated.
         is_added: whether the new value is computed from the base's value, as for LoRA, instead of replacing it.
         rows: function (old, start, stop) -> the new rows start to stop - 1 in the plain model's layout; for an expert
@@ -40,7 +46,7 @@ class Update:
 
 
 def updates(run: FinishedRun) -> list[Update]:
-    """Return the updates of all trained parameters of a run. `Update.rows` reads the tensors."""
+    """Return the updates of all trained parameters of a run. Tensors are read only when `Update.rows` is called."""
     adapted, trained, selection = run.adapted, run.trained, run.adapted.selection
     found: list[Update] = []
     for layer in adapted.structure.moe_layers:
@@ -67,21 +73,23 @@ def updates(run: FinishedRun) -> list[Update]:
 
 
 def whole(stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
-    """`Update.rows` of a parameter that `stored` replaces."""
+    """Return rows of `stored`: the `Update.rows` of a parameter whose whole value is replaced."""
     return stored.rows(start, stop)
 
 
 def linear_with_lora(A: Trained, B: Trained, scale: float, old: Tensor | None, start: int, stop: int) -> Tensor:
-    """`Update.rows` of a linear layer with LoRA: W + scale · B · A in float32."""
+    """Return rows of W + scale · B · A in float32: the `Update.rows` of a linear layer with LoRA; `old` is of W."""
     assert old is not None
     return old + scale * B.rows(start, stop).float() @ A.rows().float()
 
 
 def _expert(layer: MoeLayer, stack: str, stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
+    """Return an expert's trained matrix or bias, stored as [out, in], as one row [1, …] of the parameter `stack`."""
     return out_in(layer, stack, stored.rows()).unsqueeze(0)  # a transposition, if any, so it is its own inverse
 
 
 def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLora) -> Iterator[Update]:
+    """Yield the updates of the experts of a layer that have LoRA, one for each expert and projection."""
     for expert in lora.slots:
         for stack in stacks(layer):
             matrix = matrix_of(stack)
@@ -103,7 +111,13 @@ def expert_with_lora(
     start: int,
     stop: int,
 ) -> Tensor:
-    """`Update.rows` of an expert with LoRA; A [P, r, in] and B [P, out / P, r] hold the factors of the P `parts`."""
+    """Return the row [1, …] of an expert, W + scale · B · A: its `Update.rows` with LoRA. `old`, W, is overwritten.
+
+    Args:
+        stack: transformers' name of the parameter that stacks the experts of the layer, such as `down_proj`.
+        A, B: factors [P, r, in] and [P, out / P, r] of the P parts of the matrix.
+        parts: the output rows of each part: those of gate and of up if they have separate factors, else all rows.
+    """
     assert old is not None
     weight = out_in(layer, stack, old[0])
     for part, a, b in zip(parts, A.rows().float(), B.rows().float(), strict=True):
@@ -114,9 +128,11 @@ def expert_with_lora(
 def placed(
     model: ResolvedModel, chosen: Iterable[Update], base: Mapping[str, Stored]
 ) -> list[tuple[Update, KeyMapping]]:
-    """Pair each update with the tensors of the base checkpoint that store its parameter.
+    """Pair each update in `chosen` with the mapping of the base checkpoint's tensors that store its parameter.
 
-    A tied parameter gives one pair for each of its names in the checkpoint. Raise `UserError` if it has none there.
+    `base` are the tensors of the base checkpoint by name; the mapping of an expert's row covers this expert alone. A
+    tied parameter gives one pair for each of its names in the checkpoint. Raises `UserError` for a parameter that the
+    checkpoint does not store.
     """
     mappings, found = key_mappings(model.plain, base), []
     for one in chosen:
@@ -139,10 +155,10 @@ def new_rows(
     Args:
         mapping: the checkpoint's tensors that store the parameter, from `placed`.
         base: the tensors of the base checkpoint by name.
-        exact: leave what is added to the base in float32, where it may be rounded to the base's dtype otherwise.
+        exact: yield rows with LoRA in float32; otherwise some are already rounded to the base's dtype.
 
     Raises:
-        UserError: the base's tensors give the parameter another shape than the model has.
+        UserError: the parameter has another shape in the base than in the model.
     """
     if mapping.conversion is None and update.expert is None:
         (key,) = mapping.every_key()

@@ -1,6 +1,6 @@
 """`write_vllm`: export LoRA as an adapter for vLLM (`vllm serve BASE --enable-lora --lora-modules NAME=DIR`).
 
-The layout is that of `moetune.adapters.write` for vLLM: it follows the base checkpoint, and has one rank and one scale.
+The layout is that of `moetune.adapters.write` for vLLM: tensors named as in the base checkpoint, one rank, one scale.
 """
 
 from pathlib import Path
@@ -15,11 +15,11 @@ from moetune.exporting.formats.trained_adapter import trained_adapter
 
 
 def write_vllm(run: FinishedRun, out: Path) -> Written:
-    """Write the LoRA factors of a run as an adapter for vLLM.
+    """Write the LoRA factors of a run as an adapter for vLLM into the folder `out`.
 
     Raises:
         UserError: the run has no LoRA, or also trains parameters in full precision; the base is missing or has changed;
-            or the base checkpoint stores a parameter with LoRA in a form that vLLM has no name for.
+            or vLLM has no name for a parameter with LoRA in the form in which the base checkpoint stores it.
     """
     adapted, lora = run.adapted, run.config.adapt.lora
     if lora is None:

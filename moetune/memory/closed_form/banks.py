@@ -1,4 +1,4 @@
-"""Which experts of each layer train, and the probe runs from whose records those of other numbers are derived."""
+"""`Bank`: which experts of a layer train; `probes_of`: runs with few trained experts, from which others are derived."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moetune.run.placement import balance_experts
 from moetune.run.resolve import ResolvedRun
 
 _FIRST = 3
-"""Fewest trained experts of a probe run: its first is kept, its second repeated for all others, its last left out."""
+"""Fewest trained experts of a probe run: its first and last stand for one expert each, its second for all others."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Bank:
     most: int
 
     def groups(self, *, alone: bool) -> list[tuple[Kind, tuple[int, ...]]]:
-        """Return (kind, expert ids) of each group that is computed together; `alone` as in `bank.groups_of`."""
+        """Return (kind, expert ids) of each group of experts that is computed together, in order. With `alone`, each
+        trained expert is a group of its own (`bank.groups_of`)."""
         frozen = [expert for expert in self.held if expert not in self.trained]
         order = [*frozen, *self.trained]
         kinds: list[Kind] = ["lora" if expert in self.lora else "frozen" for expert in frozen]
@@ -55,7 +56,7 @@ class Bank:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Numbers of trained and of other experts by name; a storage's bytes may be proportional to either."""
+        """`trained` and `frozen` (all others) -> number of experts; a storage's bytes may be proportional to either."""
         trained = len(self.trained)
         return {"trained": trained, "frozen": len(self.held) - trained}
 
@@ -66,7 +67,8 @@ class Bank:
         return len(self.held), trained, lora, self.most
 
     def training(self, number: int) -> Bank:
-        """Return the bank with `number` trained experts; all others have LoRA if any expert of this one has it."""
+        """Return the bank with `number` trained experts, the last ones or the first ones, as here; all others have LoRA
+        if any expert of this one has it."""
         ids = self.held[len(self.held) - number :] if self._in_order else self.held[:number]
         rest = tuple(expert for expert in self.held if expert not in ids)
         return replace(self, trained=ids, lora=rest if self.lora else ())
@@ -77,8 +79,7 @@ class Bank:
 
 
 def banks_of(run: ResolvedRun, ep: int = 0) -> dict[int, Bank]:
-    """Return layer index -> the bank of each layer with experts, on the rank with the index `ep` among those that the
-    experts are divided over."""
+    """Return layer index -> the bank of each layer with experts, on the rank with the index `ep` on that axis."""
     placed, chosen, banks = run.placed_at(ep), run.selection, dict[int, Bank]()
     for layer in run.structure.moe_layers:
         held = placed.held(layer.index, layer.shape.num_experts)
@@ -89,8 +90,8 @@ def banks_of(run: ResolvedRun, ep: int = 0) -> dict[int, Bank]:
 
 
 def probes_of(run: ResolvedRun, ep: int = 0) -> tuple[ResolvedRun, ResolvedRun] | None:
-    """Return two runs with few trained experts, from whose records that of this run can be derived (experts.py), for
-    the rank with the index `ep` among those that the experts are divided over.
+    """Return two runs with few trained experts, from whose records that of this run can be derived (experts.py), on the
+    rank with the index `ep` on that axis.
 
     None if this run needs a record of its own: layers or ranks train different numbers of experts, only some of the
     others have LoRA or its optimizer is 8-bit, experts are on the host or sharded, or no two numbers of experts suit.

@@ -1,4 +1,4 @@
-"""`Depths`: reuses one recorded step for runs that differ only in which layers are identical, or in trained experts.
+"""`Depths`: reuses one recorded step for runs that differ only in how many layers are identical, or in trained experts.
 
 A record lists the storages of a shortened model, in which groups of layers stand for identical ones (trace/alike.py).
 Runs with the same shortened model, such as two that train the experts of the first 6 and of the first 12 layers, differ
@@ -52,7 +52,8 @@ class Depths:
         return form.at(run.config, routing)
 
     def _with_records(self, form: ClosedForm, routing: AssumedRouting) -> ClosedForm:
-        """Return a closed form of the run in `form` that has, or makes, the records to evaluate the run."""
+        """Return `form` with the records that its run needs, or the cached closed form of the same shortened model,
+        which has or makes them."""
         form.recorded = self._of_other_rank(form, routing) or self._of_experts(form, routing)
         if form.recorded is None:
             known = self._like(form)
@@ -66,7 +67,8 @@ class Depths:
         return self._known.setdefault(form.key, form)
 
     def _of_experts(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
-        """Derive a run's record from those of two runs with few trained experts (experts.py); None if impossible."""
+        """Derive a run's record from those of two runs with few trained experts (banks.py, experts.py), which are
+        recorded if need be; None if that is impossible."""
         probes = probes_of(form.run, form.ep)
         if probes is None:
             return None
@@ -90,8 +92,8 @@ class Depths:
         return self._rewritten.get(key)
 
     def _of_other_rank(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
-        """Derive the record of a rank from that of the rank whose experts come first, if both are alike but for their
-        experts; None if they are not, or are the same."""
+        """Derive the record of a rank from that of the first rank on its `ep` axis, if both differ only in the ids of
+        their experts; None if they differ more, or this is the first."""
         parallel, config = form.run.config.parallel, form.run.config
         if not form.ep or parallel.tp > 1 or not divides_evenly(form.run):
             return None
@@ -117,8 +119,11 @@ class Depths:
 
 
 def _choices(one: ClosedForm, other: ClosedForm, shape: Shape, first: Record, banks: Sequence[_Banks]) -> _Choices:
-    """Compare the record `first` of `one` with a step of `other`, or read from disk what was found; return None if it
-    cannot be rewritten for other numbers of trained experts."""
+    """Compare `first`, the record of `one`, with a step of `other`; return it with what grows with the number of
+    trained experts, or None if others cannot be derived from it. The finding is kept on disk.
+
+    `banks` are those of the recorded layers, of `one` and of `other`.
+    """
     key = store.key_of({"scales": [one.key, other.key, repr(shape)]}, one.rank)
     if (known := store.read_content(key, _scales())) is not None and len(known[1] or first.log.blocks) == len(
         first.log.blocks
@@ -134,7 +139,7 @@ def _choices(one: ClosedForm, other: ClosedForm, shape: Shape, first: Record, ba
 
 @cache
 def _scales() -> TypeAdapter[tuple[str, tuple[Scale, ...] | None]]:
-    """Return the type of the content of a file with `Choices.scales`: (key, scales)."""
+    """Return the type of the content of a file with `Choices.scales`: (key, scales; None if there are none)."""
     return TypeAdapter(tuple[str, tuple[Scale, ...] | None])
 
 

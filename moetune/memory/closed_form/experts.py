@@ -28,8 +28,8 @@ class Unlike(Exception):
 
 
 Scale = tuple[str, int]
-"""(name, constant): a storage's bytes, less the constant, are proportional to the number of experts with this name:
-"group" for those of its group, or a name of `Bank.sizes`. ("", 0): the bytes are the same for any number."""
+"""(name, constant): a storage's bytes, less the constant, are proportional to a number of experts: to those of the
+storage's group if the name is "group", else to the entry of `Bank.sizes` with it. ("", 0): to none."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Choices:
         return cls(one, tuple(banks), tuple((found or [("", 0)])[0] for found in possible))
 
     def at(self, banks: Sequence[Bank | None]) -> Record:
-        """Return the record of a step with other numbers of trained experts."""
+        """Return the record of a step with other numbers of trained experts, those of `banks`, one for each layer that
+        ran (None without experts). Raises `Unlike` if the code path is not recorded."""
         rewritten, one = _Rewriting(self.record, self.banks, banks), self.record
         source = np.array(rewritten.sources, dtype=np.int64)
         coefficients = np.array(
@@ -110,7 +111,7 @@ Counts = dict[str, tuple[int, int]]
 
 
 def _scaled(bytes_: int, scale: Scale, sizes: Counts) -> int | None:
-    """Scale recorded bytes to new numbers of experts; None if they are not a whole number of bytes for each expert."""
+    """Scale recorded bytes to the new numbers of experts in `sizes`; None if that gives a fraction for each expert."""
     name, constant = scale
     if not name:
         return bytes_
@@ -124,8 +125,11 @@ only small storages are assumed to be."""
 
 
 def _with_constant(one: Record, source: int, now: int, then: int, sizes: Counts, differs: bool) -> list[Scale]:
-    """Return the scale of a small storage that is a constant plus bytes for each trained expert, such as the stacked
-    norms of all gradients; an empty list for other storages. `now` and `then` are its bytes in the two records."""
+    """Return, as a list of one, the scale of a small storage that takes a constant plus bytes for each trained expert,
+    such as the stacked norms of all gradients; an empty list for other storages.
+
+    `now` and `then` are the coefficients of the block `source` in the two records, which differ if `differs`.
+    """
     was, becomes = sizes.get("trained", (0, 0))
     if not differs or now > _LITTLE or one.powers[one.monomials[source]] or (then - now) % (becomes - was or 1):
         return []
@@ -173,21 +177,21 @@ def _lasting(log: Log) -> list[int]:
 
 
 def _like(number: int, count: int, recorded: int) -> int:
-    """Return which of the recorded ones the one with this number, of `count`, is like: the first one, the last one, or
-    the second, which stands for all others."""
+    """Return which of `recorded` items stands for item `number` of `count`: the first for the first, the last for the
+    last, the second for all others."""
     return 0 if number == 0 else recorded - 1 if number == count - 1 else min(1, recorded - 1)
 
 
 class _Turn:
-    """Position in one pass over the groups of experts of a layer: which group of the record is written.
+    """Position in one pass over a layer's groups of experts, while the new log is written.
 
     Args:
-        stretches: start and end in `log.entries`, and ids, of each group of the pass in the record.
+        stretches: start and end in `log.entries`, and expert ids, of each group of the pass in the record.
         log: the record's log.
 
     Attributes:
-        stretch: index in `stretches` of the group that is written.
-        made: for each group that was written, block -> new blocks.
+        stretch: index in `stretches` of the group of which a copy is being written.
+        made: for each group written so far, recorded block -> its new blocks.
     """
 
     def __init__(self, stretches: Sequence[tuple[int, int, tuple[int, ...]]], log: Log) -> None:
@@ -201,15 +205,15 @@ class _Turn:
         return self._written[-1]
 
     def begin(self, stretch: int) -> None:
-        """Begin another group, which is written like the group of the record with this index."""
+        """Begin a new group, which is a copy of the recorded group with the index `stretch`."""
         self._written.append(stretch)
         self.made.append({})
 
     def freed(self, block: int) -> list[int] | None:
-        """Return the new blocks that the group frees where the record frees this block; None if it is of no group.
+        """Return the new blocks that the group frees where the record frees `block`; None if no group allocates it.
 
-        A block of an earlier group, such as a gradient that leaves for the host while the next one is computed, is
-        that of the group as many places before, in the same role.
+        If an earlier recorded group allocates it, as a gradient that is copied to the host while the next group is
+        computed, they are of the new group that lies as many groups back, at the same index among its allocations.
         """
         if block not in self._place:
             return None
@@ -221,7 +225,8 @@ class _Turn:
 
 
 class _Rewriting:
-    """Rewrites a record's log for other numbers of trained experts.
+    """Rewrites a record's log for other numbers of trained experts. To *write* an entry is to append its copy to the
+    new log, here and in the methods below.
 
     Args:
         record: the record.
@@ -231,7 +236,7 @@ class _Rewriting:
     Attributes:
         log: the new log; its blocks still have the bytes of the recorded blocks.
         sources: [new blocks] number of the recorded block of which it is a copy.
-        sizes: [new blocks] numbers of experts to which the block's bytes may be proportional.
+        sizes: [new blocks] names and numbers of experts to which the block's bytes may be proportional.
     """
 
     def __init__(self, record: Record, source: Sequence[Bank | None], target: Sequence[Bank | None]) -> None:
@@ -257,8 +262,8 @@ class _Rewriting:
         self.log.cuts = [cut._replace(at=place[cut.at]) for cut in old.cuts]
 
     def _outside(self, start: int, stop: int, place: list[int]) -> None:
-        """Write `entries[start:stop]`, which lie outside of expert groups; those of a trained expert once for each
-        expert that it stands for. Sets `place` [entries], the new index of each entry."""
+        """Write `entries[start:stop]`, which lie outside of expert groups, those of a trained expert once for each
+        expert that it stands for; fill `place` [entries] with the new index of each."""
         entries = self._record.log.entries
 
         def owner(at: int) -> tuple[int, int] | None:
@@ -295,7 +300,8 @@ class _Rewriting:
         return [number for number in range(count) if _like(number, count, recorded) == index]
 
     def _pass(self, stretches: list[tuple[int, int, tuple[int, ...]]], place: list[int]) -> None:
-        """Write one pass over a layer's groups of experts, recorded as (start, stop, expert ids) of each group."""
+        """Write one pass over a layer's groups of experts, recorded as (start, stop, expert ids) of each group; fill
+        `place` as `_outside` does. Raises `Unlike` if a kind or size of group is not recorded."""
         entries = self._record.log.entries
         layer = next(
             int(self._record.layers[entry]) for entry in entries[stretches[0][0] : stretches[-1][1]] if entry >= 0
@@ -343,9 +349,9 @@ class _Rewriting:
                     self._one(entry)
 
     def _loops(self, start: int, stop: int, count: int) -> dict[int, int]:
-        """Return block -> its index in a loop, for allocations that a group makes once for each of its `count` experts.
+        """Return block -> its index in a loop, for what a group allocates once for each of its `count` experts.
 
-        Such a loop is exactly `count` consecutive allocations by one operation, as of the gradients of experts' biases.
+        A loop is `count` consecutive allocations by one operation, such as of the gradients of experts' biases.
         """
         found: dict[int, int] = {}
         blocks = self._record.log.blocks

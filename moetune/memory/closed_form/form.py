@@ -33,6 +33,7 @@ from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.moe import MoeLayer
 from moetune.models.stack import decoder_stack
 from moetune.parallel.coordinates import Coordinates, token_shares
+from moetune.parallel.distribute import reshard
 from moetune.run.keeps import recomputes_layers
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.lm_head import split
@@ -41,10 +42,10 @@ from moetune.training.step.loss import Chunks
 
 @dataclass(frozen=True)
 class _Size:
-    """Sizes at which a closed form is evaluated.
+    """Sizes of one run, at which a closed form is evaluated.
 
     Attributes:
-        shape: selects the record to evaluate.
+        shape: the shape of the run's batches, under which its record is found.
         sizes: values of the named sizes (sizes.py), except tokens of experts.
         rows: decoder layer -> tokens of each of its experts.
         batch, held_out: division of the tokens of a micro-batch, and of an evaluation's batch, in the loss; None if the
@@ -65,6 +66,8 @@ class ClosedForm:
     The formulas come from a step of the trainer, recorded on fake tensors when `at` first needs it.
 
     Attributes:
+        run: any run of the kind.
+        rank: number of the rank.
         gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         recorded: records that were read from disk or made; None before the first evaluation.
     """
@@ -81,13 +84,13 @@ class ClosedForm:
 
     @cached_property
     def ep(self) -> int:
-        """The rank's index among those that the experts are divided over."""
+        """The rank's index on the `ep` axis, along which the experts are divided."""
         return Coordinates.of(self.run.config.parallel, self.rank).ep
 
     @cached_property
     def short(self) -> Shortened:
-        """The decoder layers that are recorded, and the groups of them that stand for others; its `run` has all
-        layers."""
+        """The decoder layers that are recorded, and the groups of them that stand for identical ones. Unlike that of
+        `shorten`, its `run` still has all layers."""
         if not can_be_shortened(self.run.config):
             return Shortened(self.run, tuple(range(self.run.structure.num_layers)), ())
         kept, units = groups(self.kinds)
@@ -174,12 +177,14 @@ class ClosedForm:
         return self.recorded is not None and self.shape(config, routing) in self.recorded.records
 
     def like(self, other: Record, shape: Shape) -> Record:
-        """Record the run's step once, to be compared with the record of another number of trained experts, `other`."""
+        """Record the run's step at one choice of probe sizes, to be compared with `other`, the record of the same step
+        with another number of trained experts. Raises `NoClosedForm` as `at`."""
         with self._steps() as steps:
             return record(steps, shape, self.run.config.train.sequence_length, self.limits, other)
 
     def with_records(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Recorded:
-        """Return all records, after making the one for the shape of a run if it is missing; else as `at`."""
+        """Return all records, among them that of a run's shape: read from disk, or recorded now and written to disk.
+        Arguments and errors are those of `at`."""
         if not self._knows(config, routing):
             known = self.recorded
             with self._steps() as steps:
@@ -192,7 +197,7 @@ class ClosedForm:
         return self.recorded
 
     def shape(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Shape:
-        """Return the shape of a run's batches, which selects its record; `recorded` must be set."""
+        """Return the shape of a run's batches, the key of its record; `recorded`, for its LM head, must be set."""
         return self._size(config, routing).shape
 
     def _size(self, config: ResolvedConfig, routing: AssumedRouting) -> _Size:
@@ -220,8 +225,8 @@ class ClosedForm:
         return _Size(shape, sizes_of(train.micro_batch, length, batch, more, held_out), rows, batch, held_out)
 
     def _rows(self, trained: int, held_out: int, routing: AssumedRouting) -> dict[int, ExpertRows]:
-        """Return decoder layer -> tokens of each of its experts, for the tokens of a micro-batch and of an evaluation's
-        batch."""
+        """Return decoder layer -> tokens of each of its experts, from `trained`, the tokens of a micro-batch, and
+        `held_out`, those of an evaluation's batch (0 without one)."""
         shares, known = token_shares(self.run.config.parallel), dict[Hashable, ExpertRows]()
 
         def of(layer: MoeLayer) -> ExpertRows:
@@ -251,6 +256,9 @@ class ClosedForm:
                 steps = Steps(adapted, batches_of(adapted), gpu=self.gpu)
                 with mode:
                     steps.make_states()
+                    if not adapted.ranks.is_single:  # FSDP2's first micro-step creates buffers that stay
+                        with steps.counting(BALANCED):
+                            steps.leave_gradients(steps.feed)
                     yield steps
         except NotTraceable as error:
             raise NoClosedForm(str(error)) from None
@@ -272,7 +280,7 @@ def _limits(settings: Any, name: str = "") -> set[int]:
 
 
 def kind_of(run: ResolvedRun) -> dict[str, Any]:
-    """Return all settings of a run that the storages of its step depend on, except sizes, as JSON values."""
+    """Return all settings of a run that the storages of its step depend on, except sizes, as JSON values for `key`."""
     config = run.config
     kind = config.model_dump(mode="json", exclude={"hardware": True, "output": True, "adapt": {"start_from"}})
     # For these it only matters whether they are 0, that is off.
@@ -304,33 +312,35 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
 
 
 def _of_optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """Return an optimizer's settings that its tensors depend on, with numbers reduced to whether they are nonzero."""
+    """Return an optimizer's settings for `kind_of`, without `lr` and `eps`, on which no tensor depends; of `betas`,
+    `weight_decay` and `momentum` only whether each is nonzero, since this alone decides which tensors there are."""
     settings = optimizer.model_dump(mode="json", exclude={"lr", "eps"})
     settings["betas"] = None if optimizer.betas is None else [bool(beta) for beta in optimizer.betas]
     return settings | {key: bool(settings[key]) for key in ("weight_decay", "momentum")}
 
 
 _PROBED = (256, 768)
-"""Lengths in tokens, equally aligned, at which the number of a forward pass's tensors is compared."""
+"""Two lengths in tokens, equally aligned. A model whose forward pass allocates more tensors at the longer one loops
+over the sequence, and has no closed form."""
 
 
 def _head_of(steps: Steps) -> KnownHead:
-    """Return the sizes of the LM head, from forward passes at two lengths. Raise `NoClosedForm` if these allocate
-    different numbers of tensors, because the model's code then loops over the sequence."""
+    """Return the sizes of the LM head, from forward passes at the lengths `_PROBED`; raise `NoClosedForm` if these
+    allocate different numbers of tensors."""
     adapted, lengths = steps.adapted, []
     trains = _head_trains(adapted.model)
-    # FSDP2's first forward pass creates buffers that stay, so it is not compared.
-    for length in _PROBED if adapted.ranks.is_single else (_PROBED[0], *_PROBED):
+    for length in _PROBED:
         batch = batches_of(adapted, length)(1)
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
         tracker = Tracker({})
         with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (_, tail):
             known = KnownHead(tail.vocabulary, tail.width, tail.row_bytes, trains)
+        reshard(adapted.model)  # so that the next pass starts in the same state
         lengths.append(sum(entry >= 0 for entry in tracker.log.entries))
-    if lengths[-2] != lengths[-1]:
+    if lengths[0] != lengths[1]:
         raise NoClosedForm(
-            f"model type {adapted.structure.model_type!r} allocates {lengths[-2]:,} tensors for {_PROBED[0]} tokens "
-            f"and {lengths[-1]:,} for {_PROBED[1]}, so its step has no closed form; use --method trace"
+            f"model type {adapted.structure.model_type!r} allocates {lengths[0]:,} tensors for {_PROBED[0]} tokens "
+            f"and {lengths[1]:,} for {_PROBED[1]}, so its step has no closed form; use --method trace"
         )
     return known
 
@@ -345,8 +355,8 @@ def _head_trains(model: PreTrainedModel) -> bool:
 def record_ahead(run: ResolvedRun) -> None:
     """Record the steps of all kinds of ranks of a run and write them to disk, before the ranks start.
 
-    A rank cannot record while it runs, because recording needs a fake process group. A run without a closed form raises
-    nothing; its `memory.json` then has no prediction.
+    A rank cannot record while it runs, because recording needs a fake process group. For a run without a closed form
+    nothing is written or raised; its `memory.json` then has no prediction.
     """
     card = find_gpu(run.config.hardware.gpu or "l40s") if run.device_type == "cuda" else None
     try:

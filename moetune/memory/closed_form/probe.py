@@ -32,7 +32,7 @@ class ProbeSizes:
 
     @classmethod
     def of(cls, shape: Shape, own: Collection[int], number: int) -> "ProbeSizes":
-        """Choose the sizes of a step to record: rows and length with large prime factors, and chunks of the loss.
+        """Choose sizes of `shape` to record a step at: rows and length with large prime factors, chunks of the loss.
 
         `own` are the dimensions of the model's weights; none of them is a multiple of the rows or of a number of tiles.
         `number`, from 0, selects one of several different choices.
@@ -62,8 +62,8 @@ class ProbeSizes:
         return tuple(sorted(limit for limit in limits if limit > self.sequence))
 
     def of_length(self, sequence: int, shape: Shape) -> "ProbeSizes":
-        """Return the same sizes with rows of `sequence` tokens, which need not be prime: a step of this size checks the
-        monomials, and is not factored."""
+        """Return these sizes, which have `shape`, with rows of `sequence` tokens. Those need not be prime: a step of
+        this length only checks the monomials."""
 
         def chunks(rows: int, *, alone: bool = False) -> Chunks:
             tokens = rows * sequence

@@ -35,6 +35,7 @@ from moetune.memory.trace.log import OUTSIDE, Log
 from moetune.memory.trace.repeat import Events, Owners
 from moetune.memory.trace.steps import Feed, Steps, batches_of
 from moetune.parallel.coordinates import token_shares
+from moetune.parallel.distribute import micro_steps_are_alike
 from moetune.training.step.loss import Chunks
 
 Integers = Annotated[
@@ -64,7 +65,7 @@ class Record:
         experts: [blocks] index in `groups` of the experts whose tokens are a factor of the bytes; -1 for none.
         layers: [blocks] decoder layer in which the block is allocated, counted among the layers that ran, from 0; -1
             outside of layers.
-        places: [blocks] index in `sizes.PLACES` of the loss's chunk and block in which the block is allocated.
+        places: [blocks] index in `sizes.PLACES` of the loss's chunk, and block of tokens in it, that allocates it.
         groups: tuples of ids of experts that are computed together.
     """
 
@@ -83,11 +84,11 @@ class Record:
         return np.array([block.phase == "evaluation" for block in self.log.blocks], dtype=bool)
 
     def bytes_at(self, sizes: Sizes, rows: ExpertRows, batch: Chunks, held_out: Chunks | None) -> np.ndarray:
-        """Return the bytes of each block at given sizes, int64 [blocks]; 0 for blocks of a chunk or block of the loss
+        """Return the bytes of each block at given sizes, int64 [blocks]; 0 for what is allocated at a place in the loss
         that does not occur at these sizes.
 
-        `rows` are the tokens of each expert; `batch` and `held_out` the division of the tokens in the loss, the latter
-        None without evaluation.
+        `rows` are the tokens of each expert; `batch` and `held_out` the division in the loss of the tokens of a
+        micro-batch, and of an evaluation's batch (None without evaluation).
         """
         values = self.coefficients * values_of(self.powers, sizes)[self.monomials]
         for counts, which in ((rows.trained, ~self.held_out), (rows.held_out, self.held_out)):
@@ -119,10 +120,10 @@ class Record:
         return events, table[self.layers[events.like], events.copies]
 
     def on_rank(self, ep: int, other: int, ids: Sequence[Mapping[int, int]]) -> Record:
-        """Return the record of another rank, which is alike but for its experts; `log` still has the ids of this one's.
+        """Return the record of another rank that differs in the ids of its experts only; its `log` keeps this rank's.
 
         Args:
-            ep, other: indices of this rank and of the other among those that the experts are divided over.
+            ep, other: indices of this rank and of the other on the `ep` axis.
             ids: [layers that ran] id of each expert of this rank -> id of the expert of the other in its place.
         """
         names = {f"{name}{one}": f"{name}{two}" for name in "rq" for one, two in ((ep, other), (other, ep))}
@@ -157,13 +158,12 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
         limits: lengths to which the model's code may compare a sequence's length. If the probe lengths are not below
             the same limits as `shape.longer`, the record is also compared with a step at `length`.
         like: record of the same steps with another number of trained experts, with which this one will be compared
-            (`Choices.of`). The step is then recorded at one choice of sizes; the bytes that are constant in `like` are.
+            (`Choices.of`). The step is then recorded at one choice of sizes only, and bytes that are constant in `like`
+            are taken to be constant.
 
     Raises:
         NoClosedForm: the steps allocate different storages, or a storage's bytes are no product of sizes.
     """
-    if not steps.adapted.ranks.is_single:
-        _recorded(steps, ProbeSizes.of(shape, (), 2))  # FSDP2's first step creates buffers that stay
     own = {size for tensor in steps.adapted.model.parameters() for size in tensor.shape}
     probes = [ProbeSizes.of(shape, own, number) for number in ((0, 1) if like is None else (0,))]
     if like is None and any(one.longer(limits) != shape.longer for one in probes):
@@ -241,8 +241,8 @@ def _compare(
 
 
 def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, np.ndarray]:
-    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and each block's place in the
-    loss, [blocks]. Raises `NoClosedForm` as `_places_of` does."""
+    """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and [blocks] each block's place
+    in the loss (`_places_of`, which may raise `NoClosedForm`)."""
     config, adapted = steps.config, steps.adapted
     shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)
@@ -258,7 +258,7 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
     held_out_rows = probe.held_out_rows if probe.held_out is not None else 0
     feed = Feed(batches_of(adapted, probe.sequence), probe.rows, held_out_rows, batch, held_out)
     with steps.counting(count):
-        if adapted.ranks.is_single:  # the last micro-step, which adds to existing gradients
+        if micro_steps_are_alike(config.parallel):  # the last micro-step, which adds to existing gradients
             micro_steps = min(2, config.train.accumulate)
             log = steps.record(tracker, feed, micro_steps, begun=micro_steps - 1)
         else:  # first, last and middle micro-steps communicate differently

@@ -45,7 +45,7 @@ _TILES = (64, 128)
 
 @dataclass(frozen=True)
 class Shape:
-    """Properties of a batch that decide which tensors a step allocates. One record serves all sizes of a shape.
+    """Properties of a batch that decide which tensors a step allocates: one record serves all sizes of equal shape.
 
     Attributes:
         aligned: largest power of two, up to 64, that divides the sequence length.
@@ -164,8 +164,11 @@ def tiles(sequence: int) -> Sizes:
 
 
 def sizes_of(rows: int, length: int, batch: Chunks, held_out_rows: int, held_out: Chunks | None) -> Sizes:
-    """Return name -> value of all sizes of a step, except the tokens of experts. `batch` and `held_out` divide the
-    tokens of a micro-batch and of an evaluation's batch in the loss; without an evaluation, `held_out` is None."""
+    """Return name -> value of all sizes of a step, except the tokens of experts.
+
+    `rows` and `held_out_rows` are those of a micro-batch and of an evaluation's batch, `batch` and `held_out` the
+    division of their tokens in the loss (None without an evaluation), and `length` the tokens of a row.
+    """
     sizes = {**lengths(length), **sizes_of_chunks(batch, CHUNK_NAMES), **rows_and_cu_seqlens(rows, "B")}
     if held_out is not None:
         sizes |= {**rows_and_cu_seqlens(held_out_rows, "E"), **sizes_of_chunks(held_out, HELD_OUT_NAMES)}
@@ -197,7 +200,8 @@ class ExpertRows:
 
 
 def exchanged(run: ResolvedRun, rows: ExpertRows) -> Sizes:
-    """Return the tokens sent to the experts of each `ep` rank, named r0, r1, … and q0, q1, …; empty without `ep`."""
+    """Return the sizes r0, r1, … and q0, q1, …: tokens sent to the experts of each `ep` rank, from `rows`, the tokens
+    of each expert; empty without `ep`."""
     if not run.placement:
         return {}
     placed = next(iter(run.placement.values()))

@@ -48,16 +48,16 @@ class KnownHead:
 
 @dataclass(frozen=True)
 class Recorded:
-    """All records of one rank of a kind of run, by shape of the batches, and the LM head of its model; `ClosedForm`
-    adds records."""
+    """All records of one rank of a kind of run, by shape of the batches, and the LM head of its model. `ClosedForm`
+    adds records to it."""
 
     head: KnownHead
     records: dict[Shape, Record] = field(default_factory=dict)
     _events: dict[Hashable, tuple[Events, np.ndarray]] = field(default_factory=dict)
 
     def events(self, shape: Shape, short: Shortened) -> tuple[Events, np.ndarray]:
-        """Expand the record with a shape by `Record.repeated`, whose result is cached: do not modify it. Raise
-        `KeyError` if there is no record with this shape."""
+        """Expand the record of `shape` to the whole model of `short`, as `Record.repeated` does; the result is cached:
+        do not modify it. Raise `KeyError` if there is no record of this shape."""
         key = shape, short.kept, short.units
         if key not in self._events:
             self._events[key] = self.records[shape].repeated(short)
@@ -77,7 +77,7 @@ def _versions() -> dict[str, str]:
 
 
 def folder() -> Path:
-    """Return the folder of all records (`files.cache_folder`)."""
+    """Return the folder of all records, which need not exist; raise `UserError` as `files.cache_folder`."""
     return cache_folder("closed_form")
 
 
@@ -97,17 +97,17 @@ def read(key: str) -> Recorded | None:
 
 
 def write(key: str, recorded: Recorded) -> None:
-    """Write the records to the file named by `key`, as `write_content`."""
+    """Write the records to the file named by `key`; errors are those of `write_content`."""
     write_content(key, _content(), (key, recorded.head, list(recorded.records.items())))
 
 
 Content = TypeVar("Content", bound=tuple[Any, ...])
-"""What a file has: its key, and more."""
+"""Content of a file: a tuple of its key and what is stored."""
 
 
 def read_content(key: str, type_: TypeAdapter[Content]) -> Content | None:
-    """Read the file named by `key`; return None if it is missing, damaged, or has another key inside. Raise `UserError`
-    as `folder`."""
+    """Read the file named by `key`, of the type that `type_` validates; return None if it is missing, damaged, or has
+    another key inside. Raise `UserError` as `folder`."""
     try:
         content = type_.validate_json(gzip.decompress(_file(key).read_bytes()))
     except UserError:
@@ -118,8 +118,8 @@ def read_content(key: str, type_: TypeAdapter[Content]) -> Content | None:
 
 
 def write_content(key: str, type_: TypeAdapter[Content], content: Content) -> None:
-    """Write the file named by `key`, replacing an older one, whole or not at all; ignore errors of the file system.
-    Raise `UserError` as `folder`."""
+    """Write `content`, of the type that `type_` dumps, to the file named by `key`, replacing an older one; an error of
+    the file system is ignored, and the old file stays. Raise `UserError` as `folder`."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         write_whole(_file(key), gzip.compress(type_.dump_json(content), 1))

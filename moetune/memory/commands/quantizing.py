@@ -56,7 +56,8 @@ def predict_quantize(model: ResolvedModel, gpu: str | Gpu | None = None) -> Memo
 
 
 def _published(model: ResolvedModel) -> dict[str, Stored]:
-    """Return the tensors that a published checkpoint of a model has, in the dtype that its config.json names."""
+    """Return name -> stored tensor, as a published checkpoint of a model has them: in the dtype of its config.json, or
+    in bfloat16."""
     dtype = model.source.config.dtype
     return described(published_tensors(model.plain), NAMES[dtype if isinstance(dtype, torch.dtype) else torch.bfloat16])
 
@@ -84,7 +85,8 @@ def _convert(
 
 
 class _FakeTarget(LoadTarget):
-    """A model whose linear layers are quantized on fake tensors, of which bitsandbytes' parameters cannot be made."""
+    """A model whose linear layers are quantized to NF4 on fake tensors: bitsandbytes' parameters cannot hold these, so
+    buffers of a plain module take their place."""
 
     def put_linear(self, path: str, weight: Tensor) -> None:
         if self.config.base != "nf4":

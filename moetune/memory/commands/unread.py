@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint that a prediction reads without a value, and what a command that only moves tensors takes.
+"""`unread`: a checkpoint's tensors, read without values; `report_of`: the memory of a command that only moves tensors.
 
 `quantize` and `export` run no step: they read tensors, convert them, and write them. Here their own code runs on fake
 tensors, which `unread` gives them in place of a file's. On a GPU, a tensor is first read into host memory.
@@ -30,12 +30,12 @@ COPIED = 8 << 20
 
 @dataclass(frozen=True)
 class Reading:
-    """Where fake tensors of files are put.
+    """Where fake tensors that stand for a file's are put: on a device or in host memory.
 
     Attributes:
         tracker: records them.
         device: what the command's code calls the device; tensors of any other are host memory.
-        has_gpu: whether the device is a GPU, so that the host's memory is another.
+        has_gpu: whether the device is a GPU; otherwise host memory is the device's own.
     """
 
     tracker: Tracker
@@ -49,7 +49,7 @@ class Reading:
         return self.host(torch.empty(tensor.shape, dtype=tensor.dtype))
 
     def host(self, tensor: Tensor) -> Tensor:
-        """Record a new tensor as host memory, and return it."""
+        """Record a new tensor as host memory, if the device is a GPU, and return it."""
         if self.has_gpu:
             self.tracker.read_marks(mark_on_host(tensor))
         return tensor
@@ -77,7 +77,7 @@ class Unread(Stored):
 
 
 def unread(tensors: Mapping[str, Stored], reading: Reading) -> dict[str, Stored]:
-    """Return the tensors of a checkpoint as ones that are read without values."""
+    """Return name -> the stored tensor of a checkpoint, which is read as a fake tensor and recorded by `reading`."""
 
     def one(stored: Stored, *, at_once: bool = False) -> Stored:
         if isinstance(stored, Quantized):
@@ -88,7 +88,10 @@ def unread(tensors: Mapping[str, Stored], reading: Reading) -> dict[str, Stored]
 
 
 def described(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Stored]:
-    """Return the tensors that a checkpoint would have, whose floats are of a dtype in safetensors' spelling."""
+    """Return name -> the stored tensor of a checkpoint with these tensors, for one that is not on this machine.
+
+    Floats have `dtype`, in safetensors' spelling such as `BF16`; all other tensors are int64.
+    """
     file = Path("model.safetensors")
     return {
         name: Stored(file, dtype if tensor.is_floating_point() else "I64", tuple(tensor.shape), 0)
@@ -97,7 +100,8 @@ def described(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Stored]:
 
 
 def report_of(tracker: Tracker, model: str, about: Mapping[str, str], card: Gpu | str | None) -> MemoryReport:
-    """Return the report of a command whose tensors a tracker recorded; on a CPU (`card` None) of the host alone."""
+    """Stop a tracker and return the report of the command whose tensors it recorded; on a CPU (`card` None) of the host
+    alone. `model` is its name, and `about` label -> text for the head of the report."""
     tracker.enter("load", "end")
     tracker.stop()
     traced = Trace.of(tracker.log, lambda message: "")

@@ -1,4 +1,7 @@
-"""`Costs`: what each layer of a run may keep for backward, and what that takes and saves, from recorded steps."""
+"""`Costs`: what each layer of a run may keep for backward, the bytes that it takes and the time that it saves.
+
+A *thing* is a `Kept` (run/keeps.py): the set of what a layer keeps beside its input, such as attention's output.
+"""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -22,8 +25,13 @@ from moetune.run.resolve import ResolvedRun
 
 @dataclass(frozen=True)
 class _Cost:
-    """What a layer costs that keeps something: bytes alive between its passes; most bytes of its forward and of its
-    backward pass, beside what is alive when the pass begins; and nanoseconds of both."""
+    """What a layer costs if it keeps a thing.
+
+    Attributes:
+        kept: bytes alive between its forward and its backward pass.
+        forward, backward: most bytes of that pass, beside what is alive when the pass begins.
+        time: nanoseconds of both passes.
+    """
 
     kept: int
     forward: int
@@ -36,10 +44,11 @@ class Costs:
     """What each layer of a run may keep, and what that takes and saves.
 
     Attributes:
-        things: for each layer what it may keep, as `kept_by_layer` says it.
-        options: for each layer and each of these the option to choose.
-        alike: for each layer a key, equal for layers that are alike; a layer that bounds the loss is like no other.
-        peak: most bytes of live tensors of a step in which layers keep nothing.
+        things: [layers] the things that the layer may keep.
+        options: [layers][things] bytes and time of keeping the thing, as an option for `best`.
+        alike: [layers] a key that is equal for identical layers. The last MoE layer has its own if the loss would have
+            smaller chunks when that layer keeps `rest`, which then counts as saving no time.
+        peak: most bytes of live tensors in a step in which layers keep as little as they may.
         end: most bytes alive between the forward pass of the last layer and its backward pass, in that step.
     """
 
@@ -51,9 +60,13 @@ class Costs:
 
     @classmethod
     def of(cls, base: ResolvedRun, asked: ResolvedRun, card: Gpu, routing: AssumedRouting) -> "Costs":
-        """Record steps of a few layers of each kind, and the step of `base`, a run whose layers keep nothing more.
+        """Trace steps of a few layers of each kind, and the step of `base`, and derive the costs from them.
 
-        `asked` is the run that the user wrote. A GPU of unknown speed is taken to have the ratios of an L40S.
+        Args:
+            base: the run with layers that keep as little as they may.
+            asked: the run as the user wrote it, whose `auto` says what is left open.
+            card: the GPU; one of unknown speed is taken to have the ratios of an L40S.
+            routing: assumed number of tokens that each expert receives.
         """
         alike = kinds_of(base, Coordinates.of(base.config.parallel, 0).ep)
         things = [_things(asked, base, layer) for layer in range(len(alike))]
@@ -79,9 +92,10 @@ class Costs:
         return cls(things, options, alike, int(traced.device[traced.begin :].max()), end)
 
     def keeps(self, budget: int) -> dict[int, Kept]:
-        """Return layer -> what it keeps, for most time saved if the peak may rise by `budget` bytes.
+        """Return layer -> the thing to keep, for most time saved while the peak rises by at most `budget` bytes.
 
-        Of layers that are alike, the last ones keep most: their bytes are freed first in backward.
+        Layers that keep nothing are left out. Of identical layers, the last ones keep most: their bytes are freed first
+        in backward.
         """
         limit = self.peak + budget
         chosen = best(self.options, limit, self.end) or [0] * len(self.things)
@@ -97,7 +111,7 @@ class Costs:
 
 
 def _things(asked: ResolvedRun, base: ResolvedRun, layer: int) -> list[Kept]:
-    """Return what a layer may keep: first what it keeps in `base`, then all that the run leaves open."""
+    """Return the things that a layer may keep: first what it keeps in `base`, then each that `auto` leaves open."""
     own = base.keeps.get(layer, NOTHING)
     levels: list[Kept] = [NOTHING]
     if asked.config.train.checkpointing == "auto":
@@ -108,17 +122,17 @@ def _things(asked: ResolvedRun, base: ResolvedRun, layer: int) -> list[Kept]:
 
 
 def _loss_bytes(base: ResolvedRun, layer: int, kept: Kept) -> int:
-    """Return the bytes of logits that the loss may hold at once if a layer keeps something; 0 for no limit."""
+    """Return the bytes of logits that the loss may hold at once if `layer` keeps `kept`; 0 for no limit."""
     return base.keeping({**base.keeps, layer: kept}).loss_bytes() or 0
 
 
 def _measured(
     base: ResolvedRun, card: Gpu, routing: AssumedRouting, alike: list[Hashable], things: list[list[Kept]]
 ) -> dict[tuple[Hashable, Kept], _Cost]:
-    """Return the cost of each thing that a layer of each kind may keep.
+    """Return (kind, thing) -> the cost of a layer of that kind (`alike`) that keeps the thing.
 
-    A few layers of each kind are recorded, each of which keeps another thing; several times where a kind has fewer
-    layers than things.
+    A few layers of each kind are traced, each of which keeps another thing, in several steps if there are fewer layers
+    than things.
     """
     found: dict[tuple[Hashable, Kept], _Cost] = {}
     members = {kind: [layer for layer, its in enumerate(alike) if its == kind] for kind in alike}
@@ -163,8 +177,8 @@ def _costs(traced: Trace, card: Gpu) -> Iterator[_Cost]:
 
 
 def _peaks(traced: Trace, paths: list[str]) -> tuple[list[int], list[int], int]:
-    """Return the most bytes alive in the forward pass of each layer, in its backward pass, and between the passes of
-    the last one, in the last micro-step."""
+    """Return the most bytes alive in the last micro-step: [layers] in the forward pass and [layers] in the backward
+    pass of each layer, whose `paths` are given; and between the two passes of the last layer."""
     layers = {path: number for number, path in enumerate(paths)}
     passes = {"forward": [0] * len(paths), "backward": [0] * len(paths)}
     marks = [mark for mark in traced.marks if mark.phase in ("forward", "backward", "recompute")]

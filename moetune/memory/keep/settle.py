@@ -11,7 +11,8 @@ from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun
 
 _TRIES = 8
-"""Most choices that are predicted; each next one is made with what the last one left free, or lacked."""
+"""Most choices that are predicted. After each one the budget grows by the bytes it left free, or shrinks by those it
+lacked."""
 
 
 def settled(
@@ -24,8 +25,8 @@ def settled(
 
     Args:
         routing: assumed number of tokens that each expert receives.
-        predict: returns the prediction of a run on `card`, or one without a verdict to keep nothing; its errors are
-            raised.
+        predict: returns the prediction of a run on `card`; if that has no verdict, layers keep nothing more. Its errors
+            are raised.
     """
     if not is_open(run.config.train):
         return run

@@ -1,6 +1,7 @@
-"""Table of the workspaces that CUDA kernels allocate and free within one operation, in bytes.
+"""Workspaces that CUDA kernels allocate and free within one operation, in bytes; not cuBLAS's, which stays allocated.
 
-Sizes are as requested from the allocator, before rounding. All workspaces of an operation are alive at once, beside its
+memory/predict.py adds cuBLAS's (`cublas_workspace` in gpus.yaml), which is allocated once for each thread. Here sizes
+are as requested from the allocator, before rounding. All workspaces of an operation are alive at once, beside its
 outputs, and freed when it returns. Each private function yields the workspaces of one operation from its arguments and
 names its source: the file and function of torch 2.11 to 2.13 that allocates.
 
@@ -25,11 +26,11 @@ FLOAT = 4
 
 
 def on_cpu(func: Any, args: Any) -> Iterator[int]:
-    """Yield the bytes that an operation takes on a CPU while it runs, beside its results.
+    """Yield the bytes that an operation takes on a CPU while it runs, beside its results; nothing for most operations.
 
-    bitsandbytes has no CPU kernel that quantizes to 4 bits: operations of torch keep a copy of n weights in float32 (if
+    bitsandbytes has no CPU kernel that quantizes to 4 bits: operations of torch hold a copy of n weights in float32 (if
     they are stored otherwise), the scaled weights in float32, their codes as int32, and these in 8 bits. gpt-oss's
-    SwiGLU keeps two tensors of its result's size, beside which the result is counted here, too.
+    SwiGLU holds two tensors of its result's size beside the result, which is counted here, too.
     """
     if func is torch.ops.bitsandbytes.quantize_4bit.default:
         weight = args[0]
@@ -39,12 +40,12 @@ def on_cpu(func: Any, args: Any) -> Iterator[int]:
 
 
 def before(func: Any, capability: Capability, args: Any, kwargs: Any) -> Iterable[int]:
-    """Return the sizes of the workspaces that an operation allocates before its outputs, in bytes."""
+    """Return the bytes of each workspace that the operator `func` allocates before its outputs; empty if none."""
     return _BEFORE[func](capability, *args, **kwargs) if func in _BEFORE else ()
 
 
 def after(func: Any, capability: Capability, args: Any) -> Iterable[int]:
-    """Return the sizes of the workspaces that an operation allocates after its outputs, in bytes."""
+    """Return the bytes of each workspace that the operator `func` allocates after its outputs; empty if none."""
     return _AFTER[func](capability, *args) if func in _AFTER else ()
 
 
@@ -53,7 +54,8 @@ def _ceil(number: int, multiple: int) -> int:
 
 
 def _copy_unless_dense(tensor: Tensor) -> int:
-    """Return the bytes of a kernel's copy of a [B, h, S, d] tensor; 0 if its memory is in the order [B, S, h, d]."""
+    """Return the bytes of the copy that a kernel makes of a [B, h, S, d] tensor; 0, because it makes none, if the
+    memory is contiguous in the order [B, S, h, d]."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.numel() * tensor.element_size()
 
 
@@ -248,9 +250,9 @@ def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
 def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Iterator[int]:
     """Yield the workspaces of torch's grouped product on compute capability 9.x; none if torch's kernel is not used.
 
-    First the arguments of all products: for each, 3 sizes of 4 bytes, 3 addresses and 3 strides of 8 bytes. Then
-    CUTLASS's tensor descriptors: 4 of 128 bytes per multiprocessor, of which 132 are assumed (H100 SXM). Verified on
-    9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
+    `counts` are the rows of each expert. First the arguments of all products: for each, 3 sizes of 4 bytes, 3 addresses
+    and 3 strides of 8 bytes. Then CUTLASS's tensor descriptors: 4 of 128 bytes per multiprocessor, of which 132 are
+    assumed (H100 SXM). Verified on 9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
     """
     if kernel_of(capability, a, b) == "torch":
         yield len(counts) * (3 * 4 + 3 * 8 + 3 * 8)
@@ -258,8 +260,8 @@ def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, coun
 
 
 def _sorted_positions(capability: Capability, numbers: Tensor, count: int) -> Iterator[int]:
-    """Yield the workspace for sorting rows by expert: for each 512 rows an int32 per expert, the number of experts
-    rounded up to a power of two.
+    """Yield the workspace for sorting rows by expert (`numbers` [n], `count` experts): for each 512 rows an int32 per
+    expert, the number of experts rounded up to a power of two.
 
     That is less than a byte a row below 128 experts; then one byte is assumed, an upper bound, because a closed form
     needs whole bytes. Source: experts/kernels/triton_routing.py.

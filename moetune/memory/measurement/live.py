@@ -135,8 +135,8 @@ class Owned(NamedTuple):
 def owned(refused: Refused, adapted: Adapted | None, optimizer: CombinedOptimizer | None) -> list[Owned]:
     """Group the storages of a refused allocation by owner, largest group first.
 
-    Storages that belong to neither the model nor the optimizer are reported as `transient_peak`, grouped by what made
-    them. `adapted` is the model, with its gradients; it and the optimizer are None if they were not made yet.
+    Storages that belong to neither the model nor the optimizer are reported as `transient_peak`, grouped by
+    `LiveStorage.made_by`. `adapted` (the model, with its gradients) and `optimizer` are None if not built yet.
     """
     left, found = dict(refused.storages), defaultdict[tuple[PartName, str], list[int]](list)
     for tensor, part, name in _named(adapted, optimizer):

@@ -50,7 +50,7 @@ class Measured:
 
     @property
     def host_bytes(self) -> int | None:
-        """Peak bytes of tensors that are kept in host memory on purpose; None on CUDA, where none are counted."""
+        """Peak bytes of tensors that settings move to host memory; None on CUDA, where they are not counted."""
         return None if self.trace is None else self.trace.host_peak
 
 

@@ -67,6 +67,7 @@ class Profile:
     Attributes:
         dtype: the model's dtype, such as `bfloat16`.
         seconds: wall-clock time of the step, which profiling makes slower.
+        tokens: tokens of the step.
         parts: part of the step (`WorkPart`) -> its time and work, longest first.
         launches: kernel launches that the profiler recorded; if it recorded none (on a CPU, or without permission to
             profile the GPU), launches counted from the operations.

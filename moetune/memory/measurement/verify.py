@@ -31,6 +31,8 @@ class Outcome:
         predicted, measured: name -> bytes, with the names `peak_allocated`, `peak_reserved`, `peak_process` and
             `host_bytes`. None where there is no number: `peak_reserved` and `peak_process` on a CPU, measured
             `host_bytes` on CUDA.
+        tokens_per_second: measured speed.
+        device: name of the GPU, or `cpu`.
         routing: name of the assumption that the prediction used.
     """
 
@@ -96,11 +98,11 @@ def verify(
 def settled_on(run: ResolvedRun, device: torch.device, before: Mapping[int, Kept] | None = None) -> ResolvedRun:
     """Return a run with values in place of `train.checkpointing: auto` and `train.keep_rows: auto`, as fit on a GPU.
 
-    The GPU is `hardware.gpu`, or `device` if that is not set. On a CPU, or if the model's code cannot be traced, layers
-    keep nothing more than without. Raises `UserError` if the run cannot be predicted.
+    The GPU is `hardware.gpu`, or `device` if that is not set. On a CPU layers keep what is in `before`; if the model's
+    code cannot be traced, they keep nothing. Raises `UserError` if the run cannot be predicted.
 
     Args:
-        before: what each layer kept before the run was interrupted, which it keeps again where that surely fits.
+        before: layer -> what it kept before the run was interrupted, which it keeps again if that surely fits.
     """
     if not is_open(run.config.train):
         return run

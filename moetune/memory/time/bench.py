@@ -19,8 +19,15 @@ _LAUNCHES, _READS = 2000, 200
 
 
 class Call(NamedTuple):
-    """A call to measure: what it is bound by, what it is in words, its work, and the call itself, which returns at once
-    if `on_host`, so that the host's time is what counts."""
+    """A call to measure.
+
+    Attributes:
+        kind: what bounds its time.
+        what: description for a reader, such as shapes.
+        work: its work.
+        run: makes the call.
+        on_host: whether the time until `run` returns is measured, instead of the device's.
+    """
 
     kind: Kind
     what: str
@@ -34,7 +41,8 @@ Clock = Callable[[Call], float]
 
 
 def measured(card: Gpu, device: torch.device, clock: Clock | None = None) -> tuple[Point, ...]:
-    """Measure the calls that a step consists of, in about a minute; `clock` replaces the device's own time."""
+    """Measure calls like those of a step (`calls`), in about a minute; return a point for each. `clock` replaces the
+    measurement of time."""
     clock = clock or (lambda call: seconds_of(device, call.run, on_host=call.on_host))
     return tuple(Point(one.kind, one.what, _numbers(one.work), clock(one)) for one in calls(card, device))
 
@@ -44,8 +52,10 @@ def _numbers(work: Work) -> dict[str, float]:
 
 
 def seconds_of(device: torch.device, run: Callable[[], Any], times: int = 5, *, on_host: bool = False) -> float:
-    """Return the seconds of the fastest of `times` calls, after one that is not counted: on a GPU those of its stream,
-    with `on_host` those until the call has returned."""
+    """Return the seconds of the fastest of `times` calls of `run`, after one that is not counted.
+
+    On a GPU they are those that its stream takes; with `on_host`, or on a CPU, those until `run` returns.
+    """
     taken = []
     for _ in range(times + 1):
         if device.type == "cuda":
@@ -65,7 +75,8 @@ def seconds_of(device: torch.device, run: Callable[[], Any], times: int = 5, *, 
 
 
 def calls(card: Gpu, device: torch.device) -> Iterator[Call]:
-    """Yield the calls, at widths of models of 3 to 50 billion parameters. `device` may be meta, where none can run."""
+    """Yield the calls to measure, at widths of models of 3 to 50 billion parameters. On the meta device they can be
+    listed, but not timed."""
     half = torch.bfloat16 if card.bf16 is not None else torch.float16
     processors = None if card.multiprocessors is None else card.multiprocessors.value
 
@@ -135,7 +146,7 @@ def calls(card: Gpu, device: torch.device) -> Iterator[Call]:
 
 
 def counted(func: Any, args: Any, kwargs: Any, capability: Capability, multiprocessors: int | None) -> Work:
-    """Return the work of an operator's call, which runs here once."""
+    """Call an operator once, and return the work of the call on a GPU with this capability and multiprocessors."""
     with torch.no_grad():
         out = func(*args, **kwargs)
     return sum((share.work for share in works(func, args, kwargs, out, capability, multiprocessors)), Work())

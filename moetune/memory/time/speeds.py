@@ -2,7 +2,7 @@
 
 Each point is a call whose work is counted as in a trace. With the limits of the card's data sheet it says which share
 of a limit was reached, or how long a launch took. How far a further call may be off is seen by cross-validation: each
-point is left out in turn, and the range of all is widened by what the one that was left out lay outside of the others.
+point is left out in turn, and the range of all points is widened by the ratio by which it lies outside the others'.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ PER_EVENT: tuple[Kind, ...] = ("launch", "synchronization")
 
 @dataclass(frozen=True)
 class Point:
-    """One call: what it was, its counted work (fields of `Work`), and the seconds that it took."""
+    """One measured call: what bounds it, its description, its counted work (field of `Work` -> value), its seconds."""
 
     kind: Kind
     what: str
@@ -78,14 +78,14 @@ class Speeds:
 
     @classmethod
     def here(cls, device: torch.device, points: tuple[Point, ...] = ()) -> "Speeds":
-        """Return points that are measured on a GPU of this machine now."""
+        """Return `points` as measured on a GPU of this machine, with its present driver and torch."""
         major, minor = torch.cuda.get_device_capability(device)
         card = f"{torch.cuda.get_device_name(device)}, {major}.{minor}"
         return cls(card, driver_here(), {"torch": torch.__version__}, points)
 
     @property
     def file(self) -> Path:
-        """The file that the points of this card, driver and torch are kept in."""
+        """Path of the file for the points of this card, driver and version of torch, in the cache folder."""
         key = json.dumps([self.card, self.driver, self.versions], sort_keys=True)
         return cache_folder("speeds") / f"speeds-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
@@ -99,8 +99,8 @@ class Speeds:
         _kept.cache_clear()
 
     def factors(self, card: Gpu) -> dict[Kind, Between]:
-        """Return the range of each kind's factor on a card, all of whose limits are known: a share of at most 1, or
-        seconds."""
+        """Return kind -> range of its factor: the share of the card's limit that is reached, at most 1, or the seconds
+        of an event (`PER_EVENT`). Kinds without points are left out. All limits of `card` must be known."""
         return {kind: self._range(kind, card) for kind in KINDS if any(one.kind == kind for one in self.points)}
 
     def _range(self, kind: Kind, card: Gpu) -> Between:
@@ -113,7 +113,8 @@ class Speeds:
 
 
 def speeds_of(card: Gpu) -> Speeds | None:
-    """Return what was measured on a card, if it is this machine's first GPU; None without CUDA or measurement."""
+    """Read what was measured on a card; None if it is not this machine's first GPU, or there is no measurement with the
+    present driver and torch."""
     if not torch.cuda.is_available() or card.full_name != torch.cuda.get_device_name(0):
         return None
     return _kept()

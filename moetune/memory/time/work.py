@@ -104,8 +104,8 @@ class Done(NamedTuple):
 
 
 def sums(done: Iterable[Done], more: int = 0) -> dict[WorkPart, Work]:
-    """Add up the work of one step by part. `more` micro-steps were not traced; each counts like the second
-    (`micro_step` 1)."""
+    """Add up the work of one step by part. `more` is the number of micro-steps that were not traced; each counts like
+    the second (`micro_step` 1)."""
     found: dict[WorkPart, Work] = {}
     for one in done:
         times = one.times * (1 + more if one.micro_step == 1 else 1)
@@ -177,9 +177,11 @@ def _product(flops: float, lost: float, moved: float, launches: float, of: Tenso
 def _unpacked_product(
     args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor], multiprocessors: int | None
 ) -> Iterator[Share]:
-    """Yield the work of `gemm_4bit`: dequantize the weight, then multiply by it. Follows `_dequant_linear_fallback` in
-    bitsandbytes/backends/cuda/ops.py, which is used for matrices of realistic sizes. Nested scales need two more
-    kernels."""
+    """Yield the work of `gemm_4bit`: dequantize the weight, then multiply by it; `tensors` and `fresh` as in `_moved`.
+
+    Follows `_dequant_linear_fallback` in bitsandbytes/backends/cuda/ops.py, which is used for matrices of realistic
+    sizes. Nested scales need two more kernels.
+    """
     rows, shape = tensors[0], args[2]
     numel, is_nested = shape[0] * shape[1], any(tensor.dtype == torch.uint8 for tensor in tensors[2:])
     weight = numel * rows.element_size()
@@ -322,7 +324,7 @@ _FLOPS: dict[Any, Callable[..., float]] = {
 
 
 def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor]) -> float:
-    """Return the bytes that an operation reads and writes."""
+    """Return the bytes that an operation reads and writes, from its tensor arguments and its results (`fresh`)."""
     name = func._opname
     if name in _LOOKS_UP:  # reads only the rows that it returns
         return 2 * sum(map(size_of, fresh)) + sum(map(size_of, tensors[1:]))

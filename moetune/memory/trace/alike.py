@@ -42,7 +42,8 @@ class Shortened:
     """A run reduced to some of its decoder layers, of which groups stand for identical layers that are left out.
 
     Attributes:
-        kept: numbers of the layers that are run, ascending.
+        run: the run without the layers that are left out.
+        kept: numbers, in the whole model, of the layers that are run, ascending.
         units: groups of kept layers that stand for identical groups that are left out.
     """
 

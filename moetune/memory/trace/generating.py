@@ -14,10 +14,10 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import Watched
 
 Generate = Callable[..., Any]
-"""(ids, more arguments of transformers' `generate`) -> anything; generates tokens after token ids [B, S]."""
+"""Generates tokens after token ids [B, S]: (ids, further arguments of transformers' `generate`) -> any result."""
 Cache = Literal["grows", "static", "none"]
-"""What becomes of keys and values: they are kept in tensors that grow with each token, or in tensors for all tokens, or
-are computed anew for each."""
+"""The cache of keys and values: tensors that grow with each token, tensors that have room for all tokens from the
+beginning, or none, so that each token computes all of them anew."""
 _LAST = 2
 """Tokens that are generated after the prompt, and again at the greatest length: the second is like all others."""
 
@@ -31,14 +31,16 @@ def generate_ends(
 ) -> None:
     """Generate the first two of `most` tokens after prompts, and the last two: those between take less memory.
 
-    A static cache has keys and values of all tokens from the beginning. One that grows is given those of the tokens
-    between, instead of computing them one by one.
+    A cache that grows is extended by the tokens between without computing them. With a static cache, which has its full
+    size from the beginning, only the first two run.
 
     Args:
-        watched: the model, whose `generate` is called.
+        watched: the model.
         tracker: records the passes; it must be active.
+        generate: calls the model's `generate`; it makes a static cache itself.
         ids: token ids of the prompts, [B, S].
-        cache: what becomes of keys and values; `generate` makes a static cache itself.
+        most: number of tokens to generate after each prompt.
+        cache: the kind of cache that `generate` uses.
     """
     model: Any = watched.adapted.model
     prompt = ids.shape[1]
@@ -59,7 +61,8 @@ def generate_ends(
 
 
 def _generate(generate: Generate, ids: Tensor, tokens: int, **more: Any) -> None:
-    """Generate `tokens` tokens after `ids`; a cache in `more` may hold all of them but the last."""
+    """Generate `tokens` tokens after `ids`. `more` are arguments for `generate`, such as a cache of all `ids` but the
+    last."""
     left = tokens
 
     def is_enough(ids: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -74,8 +77,8 @@ def _generate(generate: Generate, ids: Tensor, tokens: int, **more: Any) -> None
 
 
 class _Filling:
-    """A hook before a pass for a further token: marks the windows of a static cache as full that the last of `length`
-    tokens finds full."""
+    """Forward pre-hook that marks sliding windows in a static cache as full if they are full at the last of `length`
+    tokens, so that passes after the first take as much memory as the last one does."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -88,7 +91,8 @@ class _Filling:
 
 
 def _lengthen(cache: DynamicCache, length: int, tracker: Tracker) -> None:
-    """Put keys and values of `length` tokens into a cache, or of as many as a layer's window keeps."""
+    """Replace the keys and values in a cache by uninitialized ones of `length` tokens, or of as many as the layer's
+    window keeps, and record these."""
     for number, layer in enumerate(cache.layers):
         state: Any = layer
         if getattr(state, "keys", None) is None:

@@ -33,7 +33,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     - Weights are read in the dtype that `config.json` names. If it names none, or the checkpoint is quantized, they are
       read in the compute dtype. The largest of the other weights is also held in both dtypes while it is converted.
     - An MXFP4 checkpoint (17/32 bytes a weight): kept as it is, unless the base has another storage or experts train.
-    - An FP8 or NVFP4 checkpoint (1 or 9/16 bytes a weight): likewise.
+    - An FP8 or NVFP4 checkpoint (1 or 9/16 bytes a weight): kept as it is under the same conditions.
 
     The host's peak is what stays in host memory plus the tensor that is being read, an expert's or the embedding.
 

@@ -102,6 +102,7 @@ class Sent(NamedTuple):
     Attributes:
         at: index in `Log.entries` of the first entry after the call.
         step, micro_step: numbers from 0; `micro_step` counts within the step.
+        message: kind of the collective, its bytes and ranks.
         block: index in `Log.blocks` of the call's first tensor; None if the tracker has not recorded that tensor.
     """
 
@@ -120,6 +121,7 @@ class Log:
     Attributes:
         blocks: every storage, in order of allocation.
         entries: allocations and releases in order: n where `blocks[n]` is allocated, ~n where it is freed.
+        marks, cuts: starts of phases and modules; ends and starts of decoder layers.
         sent: collectives that send bytes to other ranks.
         groups: groups of experts that are computed together.
         done: FLOPs, bytes and launches of each operation; empty if the tracker does not count work.

@@ -173,6 +173,7 @@ class Steps(Watched):
         once: it removes the hooks that count expert load.
 
         Args:
+            micro_steps: micro-steps of each step.
             first: micro-steps of the first step, None for `micro_steps`. If given, only the last step's peak counts.
             tracking: False to record only phases, modules and layer boundaries, and no operations.
             short: layers that ran and groups that stand for others; None if all layers ran.
@@ -210,17 +211,34 @@ class Steps(Watched):
     def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
         """Run one step, and the evaluation if `feed` has one, and return the tracker's log.
 
-        Optimizer states must exist (`make_states`). The first `begun` micro-steps do not run; if there are any,
-        uninitialized gradients are created for them. Afterwards the tracker is stopped and FSDP2's weights sharded.
+        Optimizer states must exist (`make_states`). Of `micro_steps`, the first `begun` do not run: only the gradients
+        that they would leave exist, uninitialized ones, or under FSDP2, whose gradients are parts of larger buffers,
+        those of `leave_gradients`. Afterwards the tracker is stopped and FSDP2's weights are sharded.
         """
-        for updater in self.optimizer.updaters if begun else ():
-            _give_gradients(updater)
+        if not begun:
+            self.optimizer.zero_grad()
+        elif not any(isinstance(parameter, DTensor) for parameter in self.trained):
+            for updater in self.optimizer.updaters:
+                _give_gradients(updater)
+        elif all(parameter.grad is None for parameter in self.trained):
+            self.leave_gradients(feed)
         with self._following(tracker):
             self._step(tracker, feed, micro_steps, begun)
             self._evaluate(tracker, feed)
         tracker.stop()
         reshard(self.adapted.model)  # so that another record starts in the same state
         return tracker.log
+
+    def leave_gradients(self, feed: Feed) -> None:
+        """Run a micro-step without recording it, which leaves its gradients and nothing else."""
+        tracker = self.tracker()
+        with self._following(tracker, False):
+            self._step(tracker, feed, 1, updates=False)
+        tracker.stop()
+        gradients = {parameter: parameter.grad for parameter in self.trained}
+        self.stepper.forget()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
 
     def counting(self, routing: AssumedRouting | CountRows) -> AbstractContextManager[None]:
         """Return a context in which the number of tokens of each expert is taken from an assumption, or from a function
@@ -244,7 +262,8 @@ class Steps(Watched):
 
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        """Register weights, optimizer states and gradients that exist, then record within the `with` block."""
+        """Register weights, optimizer states and gradients that exist, then record within the `with` block; without
+        `tracking` no operations, as in `run`."""
         self.add_to(tracker)
         tracker.add(self.stepper.loss)
         for tensor in self.optimizer.masters():
@@ -257,9 +276,10 @@ class Steps(Watched):
         layer_of = self._layer_of()
         for name, parameter in self.adapted.trainable().items():
             if parameter.grad is not None:
-                tracker.add(parameter.grad, "gradients", self.adapted.part_of(name))
+                gradient = local_tensor(parameter.grad)
+                tracker.add(gradient, "gradients", self.adapted.part_of(name))
                 if parameter in layer_of:
-                    tracker.belongs(parameter.grad, layer_of[parameter], expert=self.expert_of.get(parameter))
+                    tracker.belongs(gradient, layer_of[parameter], expert=self.expert_of.get(parameter))
         self._say_whose_states(tracker)
         with tracker.following(self.trained), self.watching(tracker, tracking):
             yield
@@ -269,8 +289,8 @@ class Steps(Watched):
         return {p: number for number, layer in self.layers.items() for p in layer.parameters()}
 
     def _say_whose_states(self, tracker: Tracker) -> None:
-        """Set the decoder layer and label of optimizer states and float32 weights, and mark paged states as host
-        memory."""
+        """Set the decoder layer of optimizer states and float32 weights, and the label of the states; mark paged states
+        as host memory."""
         layer_of = self._layer_of()
         parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
         owned = Counter(id(tensor) for states in self.optimizer.state.values() for tensor in states.values())
@@ -287,8 +307,8 @@ class Steps(Watched):
                     for tensor in paged(updater.optimizer, updated):
                         tracker.moved_to_host(tensor, managed=True)
 
-    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0) -> None:
-        """Run the micro-steps from number `begun` on, then the update."""
+    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0, *, updates: bool = True) -> None:
+        """Run the micro-steps from number `begun` on, then the update, unless not `updates`."""
         for number in range(begun, micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")
@@ -301,6 +321,8 @@ class Steps(Watched):
             tokens, last = count_loss_tokens(batch) * micro_steps, number == micro_steps - 1
             self._micro_step(batch, tokens, tracker, feed.chunks, last=last)
             del batch
+        if not updates:
+            return
         tracker.enter("optimizer")
         self.stepper.finish()
         if tracker.counter is not None:  # the host reads the gradient norm, and once more to clip

@@ -48,7 +48,7 @@ def trace(
     With `Replayed` routing, which holds the counts of recorded steps, all recorded steps and micro-steps are traced.
 
     Args:
-        run: a run file's path, its content, or a resolved run.
+        run: the path of a run file, a configuration, or a resolved run.
         routing: number of tokens that each expert receives: an assumption, or a function that replaces
             `ExpertHooks.count_rows`.
         shortened: run only a few of the layers that are alike and repeat their part of the log for the others

@@ -118,7 +118,8 @@ class Tracker(TorchDispatchMode):
     # --- What is alive ------------------------------------------------------------------------------------------
 
     def add(self, tensor: Tensor, part: PartName = "transient_peak", op: str = "") -> None:
-        """Record the storage of a tensor as allocated now; do nothing for meta tensors and known storages."""
+        """Record the storage of a tensor as allocated now, by the operation `op` (or with it as label), in the line
+        `part` of the memory report; do nothing for meta tensors and known storages."""
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._alive or (not isinstance(tensor, FakeTensor) and tensor.is_meta):
@@ -198,7 +199,7 @@ class Tracker(TorchDispatchMode):
         self._alive.clear()
 
     def tag(self, tensors: Iterable[Tensor | None], part: PartName) -> None:
-        """Set the line of the memory report that counts these tensors' storages, for their whole lifetime. None and
+        """Count these tensors' storages in the line `part` of the memory report, for their whole lifetime. None and
         tensors whose storages are not tracked are skipped."""
         for tensor in tensors:
             if tensor is not None and (number := self.block_of(tensor)) is not None:

@@ -94,7 +94,8 @@ class TrlSteps(Watched):
         self.batches = batches_of(self.trainer, STEPS, accumulate)
 
     def run(self, tracker: Tracker, short: Shortened | None = None) -> Trace:
-        """Run two steps and return their trace; can be called once."""
+        """Run two steps and return their trace, of the whole model if `short` says which layers ran; can be called
+        once."""
         self._tracker = tracker
         with self._folder, quiet(), self._refusing(ValueError), ExitStack() as stack:
             self._register()
@@ -120,14 +121,14 @@ class TrlSteps(Watched):
 
     @contextmanager
     def _refusing(self, *errors: type[Exception], said: str = "TRL's trainer refuses this run") -> Iterator[None]:
-        """Raise `UserError` for errors with which TRL refuses an argument."""
+        """Turn `errors` within the `with` block, by which TRL refuses an argument, into `UserError`, after `said`."""
         try:
             yield
         except errors as error:
             raise UserError(f"{said}: {error}") from error
 
     def _given(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of a batch as the steps get it, and record it."""
+        """Record a tensor of a batch, and return it: as a fake tensor, if there is a mode."""
         if self.mode is not None:
             tensor = self.mode.from_tensor(tensor)
         self._tracker.add(tensor, "saved_activations", "batch")
@@ -135,7 +136,7 @@ class TrlSteps(Watched):
 
     @contextmanager
     def _referencing(self) -> Iterator[None]:
-        """Run the model as the reference; before training it is its own."""
+        """Run the model as the reference within the `with` block: with the trained weights as they were at first."""
         with self.entering("reference"), nullcontext() if self.reference is None else self.reference.active():
             yield
 
@@ -153,7 +154,8 @@ class TrlSteps(Watched):
         tracker.enter(before)
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor, **given: Any) -> Tensor:
-        """Generate as TRL calls `generate`; return token ids of full length, [rows, prompt and completion]."""
+        """Run the passes of `generate_ends` where TRL calls the model's `generate`, with its arguments; return token
+        ids of full length, all 1: [rows, tokens of prompt and completion]."""
         assert self.completion is not None
         model: Any = self.adapted.model
 
@@ -167,7 +169,8 @@ class TrlSteps(Watched):
 
     @contextmanager
     def _computing(self, what: Computing) -> Iterator[None]:
-        """Record what TRL's trainer computes within the `with` block."""
+        """Record what TRL's trainer computes within the `with` block: a micro-step (`step`), the backward pass in it,
+        or the update (`optimizer`)."""
         tracker = self._tracker
         match what:
             case "step":
@@ -198,7 +201,7 @@ class TrlSteps(Watched):
             self._tracker.belongs(copy, self._layer_of.get(parameter))
 
     def _note_states(self) -> None:
-        """Say of optimizer states that they are, and of which layer."""
+        """Record optimizer states as such, with their decoder layers."""
         parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
         for parameter, states in self.trainer.optimizer.state.items():
             for state in states.values():

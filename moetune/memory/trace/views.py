@@ -29,6 +29,7 @@ class Trace:
     event has happened. Host memory is among the storages, but counts in `host_peak` and `loaded(on_host=True)` only.
 
     Attributes:
+        log: what the tracker recorded of the layers that ran.
         events: allocations and releases in the whole model; shapes [events] and [storages] refer to these.
         bytes: [storages] size of each storage.
         begin: first place that counts for the peak.
@@ -164,7 +165,7 @@ class Trace:
         return int(np.max(self._alive(np.where(self._on_host, 0, rounded)), initial=0))
 
     def parts(self, at: int | None = None) -> Parts:
-        """Return the bytes on the device after event `at` by line of the memory report; None for the peak."""
+        """Return the bytes on the device after event `at`, by part; None for the peak."""
         alive = self.alive(at)
         part, sizes = self.events.column("part")[alive], self.bytes[alive]
         return Parts(*(int(sizes[part == name].sum()) for name in PART_NAMES))
@@ -209,8 +210,10 @@ class Trace:
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
 
     def phases(self) -> tuple[tuple[Phase, int], ...]:
-        """Return the most bytes that are alive on the device in each phase, in the order in which phases begin. What is
-        recomputed counts as the backward pass."""
+        """Return (phase, most bytes alive on the device in it) for each phase, in the order in which they begin.
+
+        Loading is left out, and recomputation counts as the backward pass.
+        """
         most: dict[Phase, int] = {}
         begins = [at for at, *_ in self.events.marks]
         for (at, mark, *_), until in zip(self.events.marks, [*begins[1:], self.end + 1], strict=True):

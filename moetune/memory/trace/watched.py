@@ -26,10 +26,12 @@ class Watched:
 
     Args:
         kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
+        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
         shards: parameter -> this rank's part of it, for parameters that an engine (DeepSpeed) partitions.
 
     Attributes:
         layers: number -> module, for the decoder layers that run.
+        named: module -> path, for the modules that reports name (`named_modules`).
         expert_of: parameter -> id of the fully trained expert that it belongs to, in its layer.
     """
 

@@ -20,6 +20,7 @@ class CatalogModel:
     Attributes:
         name: name in lower case, such as `mixtral-8x7b`.
         hub_id: repository on the Hugging Face hub; None if the model is not published there.
+        license: name of its license, such as `Apache-2.0`.
         config: contents of the model's `config.json`.
         published: `total`, the exact parameter count, and its `source`. Optional keys: `note`; `buffers`, buffer name
             -> number of elements that `total` counts and transformers keeps as buffers; `hub_metadata`, a larger

@@ -26,8 +26,8 @@ _FILE = Path(__file__).parent / "gpus.yaml"
 class Figure:
     """A number, in the unit that the field of `Gpu` states, and its source: a document, a measurement or "estimate: …".
 
-    `measured_here` says whether this project measured it. `least` and `most` are the ends of what drivers differ by;
-    None: see `Gpu.context_range`.
+    `measured_here` says whether this project measured it. `least` and `most` are, of a context, the least and the most
+    over drivers that were reported or measured; None if unknown (`Gpu.context_range`).
     """
 
     value: int
@@ -53,6 +53,7 @@ class Gpu:
     Attributes:
         name: catalog name such as `l40s`; for a GPU given by its memory, this size, such as `44GiB`.
         full_name: name that `torch.cuda.get_device_name` returns.
+        capability: CUDA compute capability, (major, minor).
         memory: bytes of memory, as cudaMemGetInfo reports the total; all processes on the GPU share it.
         context: bytes that a process takes outside of torch's allocator: CUDA context, driver, loaded kernels.
         cublas_workspace: bytes of a cuBLAS workspace, allocated by torch's allocator once for each thread that
@@ -86,10 +87,10 @@ class Gpu:
 
     @property
     def context_range(self) -> tuple[int, int]:
-        """Least and most bytes of a context over drivers.
+        """(least, most) bytes that a context may take, depending on the driver.
 
-        The value in the catalog is the most that was reported of a chip, and `least` the least. Of a chip with a single
-        report, the ends differ from it by `_DRIVERS`.
+        The value in the catalog is the most that was reported of a chip, and `least` the least. Where there is a single
+        report of another project, the range is from its value times `_DRIVERS` to its value over `_DRIVERS`.
         """
         value, least, most = self.context.value, self.context.least, self.context.most
         if self.context.measured_here:
@@ -160,8 +161,10 @@ def alike_in_memory(size: int) -> tuple[str, ...]:
 
 
 def _of_size(name: str, size: int) -> Gpu:
-    """Return a GPU with `size` bytes of memory, and with the other memory figures of the L40S; its context may be that
-    of any GPU with about as much memory since Ampere."""
+    """Return a GPU with `size` bytes of memory and the other memory figures of the L40S, without speeds.
+
+    The range of its context spans those of all GPUs since Ampere with about as much memory.
+    """
     model = _gpus()["l40s"]
 
     def assumed(figure: Figure) -> Figure:

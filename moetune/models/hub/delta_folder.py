@@ -1,4 +1,4 @@
-"""Format and reader of a delta: the tensors that training changed, in `delta.safetensors` with a `manifest.json`.
+"""Format and reader of a delta: the tensors that trained in full precision, `delta.safetensors`, and `manifest.json`.
 
     {"format": "delta", "base": {"name", "fingerprint"}, "sha256": SHA-256 of delta.safetensors,
      "slices": {tensor: [expert, …]}, "step", "run", "selection", …}
@@ -70,7 +70,7 @@ def read_delta(folder: Path) -> Delta:
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the contents of `manifest.json` in an export folder; None if there is no readable one."""
+    """Return the contents of `manifest.json` in an export folder of any format; None if there is no readable one."""
     with suppress(UserError):
         return read_json(folder / MANIFEST, dict[str, Any])
     return None

@@ -58,8 +58,10 @@ class Quantized(Stored, ABC):
 
     @abstractmethod
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Return the dequantized rows from `start` to `stop`, [stop - start, ...], on `device`; `stop` is excluded,
-        None for all."""
+        """Return the dequantized rows [start, stop) as a tensor [stop - start, ...] in `dtype` on `device`.
+
+        None for `stop` is the end.
+        """
 
     def write(self, rows: Tensor, start: int = 0) -> None:
         """Raise `AssertionError`: quantized weights are read only."""
@@ -150,14 +152,16 @@ class Nvfp4(Quantized):
 
 @dataclass(frozen=True)
 class BitsAndBytes(Quantized):
-    """A matrix [out, in] that bitsandbytes quantized to 4 bits (NF4 or FP4); `state` is its `quant_state`, from
-    JSON."""
+    """A matrix [out, in] that bitsandbytes quantized to 4 bits (NF4 or FP4).
+
+    `state` is its `quant_state` from JSON: quantization type, block sizes, shape and dtype.
+    """
 
     state: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """Yield one block with all rows: they are dequantized together."""
-        yield 0, self.num_rows  # (first row, row after the last)
+        """Yield (first row, row after the last) of a single block: all rows are dequantized together."""
+        yield 0, self.num_rows
 
     def stored(self) -> dict[str, Tensor]:
         """Return part -> tensor as bitsandbytes expects them: the weight's bytes [n, 1] have the empty name."""
@@ -197,8 +201,8 @@ class BitsAndBytes(Quantized):
 
 
 def open_checkpoint(folder: Path) -> dict[str, Stored]:
-    """Read the headers of a checkpoint; return weight name -> its `Quantized` weight, or `Stored` tensor if not
-    quantized.
+    """Read the headers of a checkpoint; return weight name -> how to read it, a `Quantized` weight or, if it is not
+    quantized, a `Stored` tensor.
 
     Raises:
         UserError: as `read_headers`; or the parts of a quantized weight do not fit together.
@@ -243,7 +247,12 @@ class _Config(TypedDict):
 
 
 def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
-    """Return the quantized weight with these parts; raise `ValueError` if they do not fit together."""
+    """Return the quantized weight with these parts, suffix of the name -> tensor.
+
+    Raises:
+        ValueError: dtypes or shapes of the parts do not fit together.
+        UserError: of FP8, config.json in `folder` does not have the block size.
+    """
     if "blocks" in parts:
         blocks, scales = parts["blocks"], parts["scales"]
         experts, out, groups, _ = blocks.shape

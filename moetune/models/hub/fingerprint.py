@@ -38,7 +38,7 @@ class Fingerprint:
         return hashlib.sha256("".join(f"{n} {d}\n" for n, d in sorted(self.files.items())).encode()).hexdigest()
 
     def difference(self, other: "Fingerprint") -> str | None:
-        """Return in one line how `other` differs from this fingerprint; None if both are of the same weights."""
+        """Describe in one line how `other` differs from this fingerprint; None if both are of the same weights."""
         if (of_tensors := self.difference_of_tensors(other.tensors)) is not None:
             return of_tensors
         if self.content == other.content:
@@ -75,7 +75,10 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Base:
-    """A base checkpoint: the one that a training run, a delta or a quantized base was derived from."""
+    """A base checkpoint: the one that a training run, a delta or a quantized base was derived from.
+
+    `name` is the model's, for messages only: the fingerprint identifies the checkpoint.
+    """
 
     name: str
     fingerprint: Fingerprint
@@ -135,13 +138,15 @@ def digesting(files: Sequence[Path], threads: int) -> Iterator[Callable[[], dict
 
 
 def headers(folder: Path) -> dict[str, str]:
-    """Return tensor name -> dtype and shape for all tensors of a checkpoint, from the file headers alone."""
+    """Return tensor name -> dtype and shape, such as `BF16 [8, 64]`, of a checkpoint, from the file headers alone."""
     return {name: f"{tensor.dtype} {[*tensor.shape]}" for name, tensor in sorted(read_headers(folder).items())}
 
 
 def digest(file: Path, copy_to: Path | None = None, on_read: Callable[[int], None] | None = None) -> str:
-    """Return the hexadecimal SHA-256 of a file, which is also copied to the folder `copy_to`, if given. `on_read` is
-    called with the number of bytes of each block."""
+    """Return the hexadecimal SHA-256 of a file; with `copy_to`, an existing folder, also copy the file there.
+
+    `on_read` is called with the number of bytes of each block.
+    """
     sha256 = hashlib.sha256()
     with file.open("rb") as source, open(copy_to / file.name if copy_to else os.devnull, "wb") as target:
         while block := source.read(_BLOCK):

@@ -128,10 +128,10 @@ class KeyMapping:
         }
 
     def _run(self, conversion: Any, tensors: dict[str, Any], shape: Callable[[], Sequence[int]]) -> dict[str, Any]:
-        """Apply a conversion's operations in order to tensors by name pattern.
+        """Apply a conversion's operations in order to `tensors`: pattern of names -> the tensors of matching names.
 
-        `shape` returns that of the whole result. Returns pattern of tensor names after the conversion -> tensor, or
-        list of one tensor.
+        `shape` returns the shape of the whole result, which is needed by operations that may transpose. Returns pattern
+        of names after the conversion -> tensor, or list of one tensor.
         """
         for operation in conversion.operations:
             if isinstance(operation, Transpose) and operation.check_dims:  # it compares whole tensors, not slices
@@ -185,7 +185,8 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
 
 
 def _splits_list(rule: Any) -> bool:
-    """Return whether a rule makes two stacks from one list of experts, those for text before those for images."""
+    """Return whether a conversion rule makes two stacks of one list of experts: for text, and after these for
+    images."""
     return any(isinstance(one, ErnieFuseAndSplitTextVisionExperts) for one in getattr(rule, "operations", ()))
 
 
@@ -205,8 +206,7 @@ def published_names(model: PreTrainedModel) -> list[str]:
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return name -> tensor of a published checkpoint of this model, as transformers would save it.
 
-    `model` may be on the meta device; no checkpoint is needed. Raises `UserError`
-    if the names need one.
+    `model` may be on the meta device; no checkpoint is needed. Raises `UserError` if the names depend on one.
     """
     try:
         return revert_weight_conversion(model, dict(model.state_dict()))

@@ -76,7 +76,8 @@ class Stored:
         return math.prod(self.row_shape) * self.torch_dtype.itemsize
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Read rows as a new tensor [stop - start, ...] in the file's dtype.
+        """Read the rows [start, stop) as a new tensor [stop - start, ...] in the file's dtype; None for `stop` is the
+        end.
 
         Raises `UserError` if the file is too short or its dtype is not supported.
         """
@@ -113,7 +114,7 @@ class Stored:
             yield start, min(start + step, self.num_rows)
 
     def within(self, folder: Path) -> "Stored":
-        """Return the same tensor in a copy of its file, with the same name, in another folder."""
+        """Return the same tensor in the copy of its file, with the same name, in `folder`; nothing is copied."""
         return replace(self, file=folder / self.file.name)
 
 

@@ -93,7 +93,7 @@ class ChatTemplate:
         return rendered
 
     def _with_content(self, messages: Messages, tools: Tools) -> Messages:
-        """Return the messages with "" for null contents, if the template would otherwise write `None` or fail."""
+        """Return the messages, with "" for contents of None if the template would otherwise write `None` or fail."""
         if all(message["content"] is not None for message in messages):
             return messages
         empty = [{**message, "content": message["content"] or ""} for message in messages]
@@ -106,7 +106,8 @@ class ChatTemplate:
         return empty if written.count("None") > self._render(empty, tools).count("None") else messages
 
     def _refuse_ignored(self, messages: Messages, tools: Tools) -> None:
-        """Raise `MalformedError` if the template ignores a key of a message, the tools, or the text before `</think>`.
+        """Raise `MalformedError` if the template ignores the tools, the text before `</think>`, or a key of a message
+        (`_MAY_BE_IGNORED`).
 
         A part is ignored if the rendered text is the same without it. If the template has no `{% generation %}`
         markers, the chat is cut after the assistant's next turn for this test, as `_turns` cuts it for training.

@@ -56,7 +56,8 @@ class Document:
     def shortened(self, longest: int) -> "tuple[Document, bool]":
         """Cut the document to at most `longest` tokens, after the last stretch of trained tokens that fits completely.
 
-        Returns (document, whether a stretch fits); if none does, the document has the first `longest` tokens.
+        A stretch is a completion, or one message of the assistant. Returns (document, whether a stretch fits); if none
+        does, the document has the first `longest` tokens.
         """
         ends = np.flatnonzero((self.labels[:longest] != IGNORED) & (self.labels[1 : longest + 1] == IGNORED)) + 1
         return (self.segment(0, int(ends[-1])), True) if len(ends) else (self.segment(0, longest), False)
@@ -66,6 +67,7 @@ class Documents:
     """A sequence of documents in a temporary file, in the order of addition.
 
     Each document takes 5 bytes of memory, and 17 from the first read on. No document may be added after the first read.
+    `documents[number]` reads one.
     """
 
     def __init__(self) -> None:
@@ -140,7 +142,7 @@ def rows_on_disk(names: Sequence[str], blocks: Iterable[Columns]) -> datasets.Da
 
 
 def values(rows: datasets.Dataset, name: str) -> Iterator[np.ndarray]:
-    """Yield the values of a column, each array concatenated from a number of rows."""
+    """Yield the values of the column `name`, in order: arrays int32, each of which joins many rows."""
     for chunk in rows.data.column(name).chunks:
         yield pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
 

@@ -76,7 +76,8 @@ class Encoder:
         self._bos = [first] if first == tokenizer.bos_token_id else []
 
     def encode(self, record: dict[str, Any]) -> tuple[list[Document], Marking | None]:
-        """Return the documents of a record (a chat may give several) and, for a chat, how its ranges were found.
+        """Return the documents of a record (a chat may give several) and how the assistant's text was found, a key of
+        `MARKINGS`; None if the record is no chat.
 
         Raises:
             MalformedError: the record is not of this format, or no token of it is trained on.
@@ -127,7 +128,9 @@ class Encoder:
         return ids
 
     def _spanned(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
-        """Tokenize a text; tokens within `spans`, [start, end) character ranges, are trained on.
+        """Tokenize a text; return token ids, and for each token whether it is trained on.
+
+        These are the tokens within `spans`, [start, end) character ranges.
 
         The text is cut at the end of every span and the pieces are tokenized separately, as a prompt is tokenized
         before its answer is generated, so that no token crosses such an end. If that changes the text, because the
@@ -177,7 +180,8 @@ class Encoder:
 
 
 def _windows(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (start, part) for parts of at most `_WINDOW` characters, cut after a line feed or else before a space."""
+    """Yield (start, part) for parts of at most `_WINDOW` characters, cut after a line feed, else before a space, if
+    there is one."""
     begin = 0
     while len(text) - begin > _WINDOW:
         end = begin + _WINDOW

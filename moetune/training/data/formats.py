@@ -35,7 +35,8 @@ class MalformedError(UserError):
 
 
 def with_alpaca_names(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record; if it has the keys of Dolly or of question-answer data, a copy with Alpaca's keys added."""
+    """Return a record under Alpaca's keys: one with the keys of Dolly or of question-answer data as a copy with
+    `instruction`, `input` and `output` added, any other as it is."""
     for asked, given, answered in _AS_ALPACA:
         if record.get(asked) is not None and record.get(answered) is not None and record.get("output") is None:
             found = {"instruction": record[asked], "input": record.get(given, record.get("input"))}
@@ -44,7 +45,7 @@ def with_alpaca_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
-    """Convert an Alpaca record to `prompt` and `completion` in Stanford Alpaca's words, without a chat template.
+    """Convert an Alpaca record to `{"prompt": …, "completion": …}` in Stanford Alpaca's words, without a chat template.
 
     Raises:
         MalformedError: `instruction` or `input` is not text, or the record has `system` or `history`, which the prompt
@@ -60,7 +61,7 @@ def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
-    """Convert an Alpaca record to `messages`: system, the turns of `history`, instruction with input, output.
+    """Convert an Alpaca record to `{"messages": …}`: system, the turns of `history`, instruction with input, output.
 
     Raises:
         MalformedError: `instruction`, `input` or `system` is not text, or `history` is not a list of pairs.
@@ -77,7 +78,8 @@ def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
-    """Convert a ShareGPT record to `messages` and `tools`; other keys of a turn are kept.
+    """Convert a ShareGPT record to `{"messages": …, "tools": …}`; further keys of a turn are kept, those of the record
+    are not.
 
     Raises:
         MalformedError: `conversations` is not a list of objects, a speaker is unknown, or `system` is not text.
@@ -98,7 +100,7 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_system(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of a chat; one with text under `system` as a copy with it as the first message.
+    """Return a record of a chat in which the text under `system`, if any, is the first of the `messages`.
 
     Raises:
         MalformedError: `system` is not text, or the messages begin with a system message of their own; or the record
@@ -152,12 +154,16 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
 
 
 def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> dict[int, str]:
-    """Return index of a message -> description of the text in it that a chat template, `render`, drops.
+    """Return index of a message -> description of the text in it that a chat template drops; empty if it drops none.
 
     To find where the template writes a message, marks are put around its content, or in place of it. The words of the
     content must appear there in order; case, white space and punctuation may differ. If marks change what else the
     template writes, the words may be anywhere in the chat. A mark after the content must appear as well, so that its
     end is not cut off.
+
+    Args:
+        messages: from `checked_messages`.
+        render: returns messages as the template writes them. Its `UserError`, such as a time limit's, is passed on.
     """
     written = render(messages).casefold()
     with_text = [index for index, message in enumerate(messages) if (message["content"] or "").strip()]
@@ -211,7 +217,7 @@ def _instead(written: str, only: str, mark: str) -> str:
 
 
 def _first_missing_word(content: str, written: str) -> str | None:
-    """Return the first word of `content` that does not follow the words before it in `written`, which is casefolded; or
+    """Search the words of `content` in order in `written`, which is casefolded; return the first that is missing, or
     None."""
     position = 0
     for match in re.finditer(r"\w+", content.casefold()):
@@ -223,7 +229,11 @@ def _first_missing_word(content: str, written: str) -> str | None:
 
 
 def checked_tools(value: object) -> list[Any] | None:
-    """Return the tools of a chat, given as a list or as JSON text; None if there are none, else `MalformedError`."""
+    """Return the tools of a chat, given as a list or as the JSON text of one; None if there are none.
+
+    Raises:
+        MalformedError: `value` is neither.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -235,7 +245,7 @@ def checked_tools(value: object) -> list[Any] | None:
 
 
 def checked_text(value: object, what: str) -> str:
-    """Return `value` if it is text that can be tokenized.
+    """Return `value` if it is text that can be tokenized; `what` names it in messages.
 
     Raises:
         MalformedError: `value` is not a string, is empty or white space, or holds an unpaired surrogate.

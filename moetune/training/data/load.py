@@ -39,10 +39,11 @@ class DataCounts:
     Attributes:
         lengths: number of tokens of each document, int32 [documents].
         records: number of records that the documents come from.
-        dropped: documents left out because they are too long.
-        cut: documents that were truncated because they are too long.
-        unended: cut documents that end within the first stretch of trained tokens.
-        chats: number of chats, by how the assistant's text was found (`MARKINGS`).
+        dropped: number of documents left out because they are too long.
+        cut: number of documents that were truncated because they are too long.
+        unended: number of cut documents that end before the completion, or the assistant's first message, does.
+        chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
+        sequences: number of rows.
         tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
         loss_tokens: tokens that are predicted.
         padding: padding tokens in packed sequences.
@@ -74,7 +75,7 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
     """Read and tokenize the training data and the held-out data.
 
     The same files, settings and tokenizer give exactly the same sequences. If `data.chat_template` is set,
-    `tokenizer.chat_template` is replaced.
+    `tokenizer.chat_template` is replaced. `train` has the sequence length, and the seed of random choices.
 
     Raises:
         UserError: data cannot be found or read, records cannot be used (all such problems, one per line), or the
@@ -121,7 +122,8 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
 def data_of(
     config: RunConfig, source: ModelSource, settings: PretrainedConfig
 ) -> tuple[Datasets, PreTrainedTokenizerBase]:
-    """Return the data of a run, tokenized for a model with these settings, and the tokenizer of `source`.
+    """Return the data of a run, tokenized for a model with transformers' configuration `settings`, and the tokenizer of
+    `source`. The run file must have a `data:` section.
 
     Raises:
         UserError: as by `tokenizer_of`, `load_data` and `refuse_unknown_tokens`.
@@ -175,7 +177,8 @@ def _refuse_growth(backend: Tokenizer) -> None:
 
 
 def chat_template(spec: str) -> str:
-    """Return the text of the template `data.chat_template`: a file, or a model whose tokenizer has a template.
+    """Return the text of the chat template that `spec`, the value of `data.chat_template`, names: a file, or a model
+    whose tokenizer has one.
 
     Raises:
         UserError: there is no such file or model, or the model's tokenizer has no template.
@@ -216,7 +219,8 @@ def _joined(parts: Sequence[Reading]) -> Reading:
 
 
 def _times(read: Reading, weight: float, draw: np.random.Generator) -> Reading:
-    """Repeat the records of a data set by its weight: with 2.3, all of them twice, and a random 30 % once more."""
+    """Repeat the records of a data set by its weight: with 2.3, all of them twice, and 30 % of them, drawn by `draw`,
+    once more."""
     whole, rest = divmod(weight, 1)
     records = np.unique(read.records)
     drawn = draw.permutation(len(records))[: round(rest * len(records))] if rest else np.arange(0)
@@ -242,7 +246,7 @@ def _split(read: Reading, share: float, draw: np.random.Generator) -> tuple[Read
 
 
 def _taken(read: Reading, at: np.ndarray) -> Reading:
-    """Return a `Reading` with the documents at the positions `at` (int64, may repeat) in `read`, and its counts."""
+    """Return a copy of `read` that lists only the documents at its positions `at`, int64, which may repeat."""
     return replace(read, documents=read.documents[at], records=read.records[at])
 
 
@@ -276,7 +280,11 @@ def refuse_unknown_tokens(
     settings: PretrainedConfig, model: str, padding: int, *parts: datasets.Dataset | None
 ) -> None:
     """Raise `UserError` if a token id in `parts`, or the padding token, is not below the model's vocabulary size; or if
-    one stands for a part of an image, a video or a sound."""
+    one stands for a part of an image, a video or a sound.
+
+    `settings` is transformers' configuration of the model, `model` its name for messages, `padding` the padding token's
+    id, and `parts` are tokenized rows.
+    """
     known = settings.get_text_config().vocab_size
     kinds = ("image", "video", "audio")
     ids: dict[Any, str] = {

@@ -23,11 +23,11 @@ _BLOCK_TOKENS = 2**20
 
 
 def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> datasets.Dataset:
-    """Pack documents into sequences of exactly `length` tokens.
+    """Pack documents into sequences of exactly `length` tokens; `pad_token_id` fills the rest of a sequence.
 
     Documents marked `divisible` fill sequences in order and are cut where a sequence ends; the others are placed whole,
-    by best fit. `position_ids` restart at 0 with every document, which is how attention separates documents. The rest
-    of a sequence is padding: like a further document, but without a loss.
+    by best fit. `position_ids` restart at 0 with every document, which is how attention separates documents. Padding
+    is like a further document, but without a loss.
 
     Returns:
         Rows with columns `input_ids`, `labels`, `position_ids` and `is_token` (0 for padding), each int32 [length].
@@ -67,7 +67,7 @@ class _Segments:
         return self.sequences - 1
 
     def add(self, sequence: int, document: int, start: int, stop: int) -> None:
-        """Append the tokens from `start` to `stop` of a document to a sequence."""
+        """Append the tokens [start, stop) of a document to a sequence, both given by their numbers."""
         for part, value in zip(self._parts, (sequence, document, start, stop), strict=True):
             part.append(value)
 
@@ -124,7 +124,8 @@ def _separate_blocks(documents: Sequence[Document], length: int) -> Iterator[Col
 
 
 def _pack_stream(documents: Sequence[Document], length: int, segments: _Segments) -> None:
-    """Fill sequences in order with the divisible documents, cutting a document wherever a sequence is full."""
+    """Fill sequences in order with the divisible documents, cutting a document wherever a sequence is full; add them to
+    `segments`."""
     free = sequence = 0
     for number, document in enumerate(documents):
         start = 0
@@ -138,7 +139,8 @@ def _pack_stream(documents: Sequence[Document], length: int, segments: _Segments
 
 
 def _pack_whole(documents: Sequence[Document], length: int, segments: _Segments) -> None:
-    """Put each indivisible document, in order, into the fullest sequence that has room for it (best fit)."""
+    """Put each indivisible document, in order, into the fullest sequence of its kind that has room for it (best fit);
+    none is longer than a sequence."""
     with_room: dict[int, list[int]] = {}  # free tokens -> a heap of sequences
     rooms: list[int] = []  # the keys of with_room, sorted
     for number, document in enumerate(documents):

@@ -26,7 +26,7 @@ class Preview:
 
     Attributes:
         name: the model's name.
-        first: the first tokens of some training documents, as (text of the token, whether it has a loss).
+        first: for each of some training documents its first tokens, as (text of the token, whether it has a loss).
         counts: statistics of the training data.
         held_out: statistics of the held-out data; None if the run does not evaluate.
         sequences_a_step: rows of an optimizer step, over all ranks.
@@ -82,7 +82,8 @@ def sequences_a_step(config: RunConfig) -> int:
 
 
 def steps_an_epoch(sequences: int, config: RunConfig) -> int:
-    """Return the number of optimizer steps of an epoch; the last one may have fewer rows."""
+    """Return the number of optimizer steps in which every one of `sequences` rows is seen once; the last may have fewer
+    rows."""
     micro_batches = ceil(ceil(sequences / config.train.micro_batch) / data_ranks(config.parallel))
     return ceil(micro_batches / config.train.accumulate)
 
@@ -96,7 +97,7 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
 
 
 def notes(counts: DataCounts) -> list[str]:
-    """Return a sentence for each way in which the assistant's part of chats was found."""
+    """Return a sentence for each way in which the assistant's part of chats was found; none without chats."""
     return [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in counts.chats.items()]
 
 
@@ -129,8 +130,8 @@ def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> 
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> list[str]:
-    """Return the text that each token of `ids`, int32 [tokens], adds; a character made up of several tokens counts to
-    the last."""
+    """Return the text that each token of `ids`, int32 [tokens], adds; of several tokens that make up one character the
+    last adds it, and the others ""."""
     texts, before = [], ""
     for count in range(1, len(ids) + 1):
         text: Any = tokenizer.decode(ids[:count].tolist(), clean_up_tokenization_spaces=False)

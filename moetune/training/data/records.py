@@ -30,13 +30,13 @@ class Reading:
     """The documents of a source, as indices into the `Documents` that they were added to.
 
     Attributes:
-        documents: indices of the kept documents, int64 [documents], in the order of the source.
-        records: for each of them, the index of the first kept document of its record, int64 [documents]; a chat may
-            have several documents.
-        dropped: documents left out because they are too long, or because cutting left no token to train on.
-        cut: documents that were truncated because they are too long.
-        unended: cut documents that end within the first stretch of trained tokens.
-        chats: number of chats, by how the assistant's text was found (`MARKINGS`).
+        documents: indices of the documents that are not dropped, int64 [documents], in the order of the source.
+        records: for each of them, the index of the first one of the same record, int64 [documents]; a chat may have
+            several documents.
+        dropped: number of documents left out: they are too long, or cutting left no token to train on.
+        cut: number of documents that were truncated because they are too long.
+        unended: number of cut documents that end before the completion, or the assistant's first message, does.
+        chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))
@@ -134,7 +134,7 @@ class _Problems:
                 first.append((number, problem))
 
     def summary(self, source: Source) -> Iterator[str]:
-        """Yield the lines of a message about all problems."""
+        """Yield the lines of a message about all problems; `source` gives its name and what the numbers count."""
         yield f"{source.name!r}: {counted(self.count, 'record')} cannot be used"
         lines: list[tuple[int, int, str]] = []  # (first record, count, message)
         for text, first in self._first.items():
@@ -151,7 +151,8 @@ class _Problems:
 
 
 def _conversion(name: str, record: dict[str, Any]) -> Iterator[str]:
-    """Yield a shell command that renames the keys of a file's records, if those of `record` suggest how."""
+    """Yield a line with a shell command that renames the keys of the records in the file `name`, if the keys of
+    `record`, one of them, suggest how."""
     asks, answers, texts = ([key for key in keys if key in record] for keys in (_ASKS, _ANSWERS, _TEXTS))
     names = {asks[0]: "instruction", answers[0]: "output"} if asks and answers else {texts[0]: "text"} if texts else {}
     names = {old: new for old, new in names.items() if old != new}

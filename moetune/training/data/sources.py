@@ -63,6 +63,7 @@ class Source:
     Attributes:
         name: the source's name in messages, such as `data.jsonl`.
         unit: what `Row.number` counts, for messages such as `line 3`.
+        rows: a record, or the reason why it cannot be read, in each `Row`.
     """
 
     name: str
@@ -131,7 +132,7 @@ def looks_like_a_file(spec: str) -> bool:
 
 
 def _nearest(path: Path) -> str:
-    """Return ` Did you mean …?` with the most similar name beside `path` or in the catalog, or ""."""
+    """Return ` Did you mean …?` with the most similar name beside `path` or in the catalog; "" if none is similar."""
     return suggest(path.name.partition(":")[0], [*names_in(path.parent), *catalog_names()])
 
 

@@ -62,7 +62,7 @@ class SavedPart:
     row: int | None = None
 
     def of(self, tensor: Tensor, *, like: bool = True) -> Tensor:
-        """Return this part's share of a local tensor, the parameter's weight or an optimizer state; never a copy.
+        """Return what belongs to this unit of `tensor`, the local weight or optimizer state of the parameter, uncopied.
 
         Args:
             like: whether `tensor` has the shape of the parameter on this rank. If so, and the parameter is a DTensor,
@@ -83,7 +83,8 @@ class SavedPart:
 
 
 def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[SavedPart]]:
-    """Return each parameter that trains on this rank -> its `Part`s: one for each local expert of a stack, else one."""
+    """Return each parameter that trains on this rank -> its `SavedPart`s: one for each of this rank's experts if it
+    stacks their LoRA factors, else one."""
     banks = {layer.experts: adapted.model.get_submodule(layer.experts) for layer in adapted.structure.moe_layers}
     parts: dict[nn.Parameter, list[SavedPart]] = {}
     for name, parameter in adapted.trainable().items():
@@ -162,8 +163,8 @@ def _contents(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
     """Return what this rank saves: trained weights, optimizer states that are tensors, and those that are numbers.
 
-    The first dict maps the name of a `Part` to its weight, the second the name of a state (`_saved`) to its tensor, the
-    third the name of a `Part` to state -> `_Number`.
+    The first dict is name of a `SavedPart` -> its weight; the second, name of a state (`_saved`) -> its tensor; the
+    third, name of a `SavedPart` -> state -> `_Number`.
     """
     trained: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
@@ -184,7 +185,7 @@ def _contents(
 
 
 def _saved(part: SavedPart, state: str, value: Tensor) -> tuple[str, Tensor]:
-    """Return the name under which an optimizer state of a `Part` is saved, and its tensor, a view if possible.
+    """Return the name under which an optimizer state of a `SavedPart` is saved, and its tensor, a view if possible.
 
     The name ends in `_cut(part)` if only a rank with the same shard can read the state.
     """
@@ -204,7 +205,7 @@ def _saved(part: SavedPart, state: str, value: Tensor) -> tuple[str, Tensor]:
 
 
 def _axis(part: SavedPart, state: str, dims: int) -> int:
-    """Return which axis of a stack's state indexes the experts, for a state of `dims` dimensions.
+    """Return which axis indexes the experts in an optimizer state, of `dims` dimensions, of stacked LoRA factors.
 
     This is the first axis, or the second of AdEMAMix's states [2, …], which hold two averages.
     """
@@ -241,7 +242,11 @@ class _Optimizer(TypedDict):
 
 
 def read_part(folder: Path, name: str, kind: Callable[..., T]) -> T:
-    """Read a JSON file of a checkpoint folder as the type `kind`; raise `UserError` if it does not hold one."""
+    """Read the JSON file `name` of a checkpoint folder, and validate it as a value of the type `kind`.
+
+    Raises:
+        UserError: the file is missing or no such value; the message says that the checkpoint is damaged.
+    """
     what = f"checkpoint {str(folder)!r} is damaged: {name}"
     return read_json(folder / name, kind, what, "resume from an earlier one with --resume PATH")
 
@@ -325,10 +330,10 @@ def read_optimizer(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer)
 
 
 def _room_for(part: SavedPart, states: list[str], stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return empty tensors, by name in the checkpoint, into which the states of a `Part` can be read.
+    """Return empty tensors, by name in the checkpoint, into which the states of a `SavedPart` can be read.
 
     Args:
-        states: names of the states that the checkpoint has for this `Part`, with their `_cut` suffixes.
+        states: names of the states that the checkpoint has for this `SavedPart`, with their `_cut` suffixes.
         stored: name -> metadata (size, dtype) of all tensors of the checkpoint.
 
     Raises:
@@ -355,9 +360,9 @@ def _room_for(part: SavedPart, states: list[str], stored: Mapping[str, Any]) -> 
 
 
 def _joined(parts: list[SavedPart], tensors: Mapping[str, dict[str, Tensor]], numbers: Any) -> dict[str, Any]:
-    """Return a parameter's optimizer states, assembled from those of its `parts`; empty if this rank holds no part.
+    """Return a parameter's optimizer states by name, joined from those of its `parts`; empty if this rank has no part.
 
-    `tensors` is name of a `Part` -> state -> tensor; `numbers` is the section of `optimizer.json`.
+    `tensors` is name of a `SavedPart` -> state -> tensor; `numbers` is the section of `optimizer.json`.
     """
     if not parts:
         return {}

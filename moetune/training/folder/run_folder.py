@@ -34,7 +34,8 @@ OUT_OF_MEMORY_FILE = "out_of_memory.json"
 class RunFolder:
     """The folder of one run, for reading. No lock is needed, even while a run is writing there.
 
-    `damaged` has a line for each checkpoint that the last `newest_whole` skipped: its path and what is wrong with it.
+    `path` need not exist. `damaged` has a line for each checkpoint that the last `newest_whole` skipped: its path and
+    what is wrong with it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,8 +51,8 @@ class RunFolder:
         return sorted(found, key=step_of)
 
     def by_preference(self, *, best: bool) -> list[Path]:
-        """Return the folders of the complete checkpoints, newest first; with `best`, the one with the lowest held-out
-        loss before all others."""
+        """Return the folders of the complete checkpoints, newest first; with `best`, the one of the lowest held-out
+        loss is put before all others."""
         there = {step_of(path): path for path in reversed(self.checkpoints())}
         held_out = self.held_out() if best else {}
         first = best_step({step: held_out[step] for step in there if step in held_out})
@@ -119,7 +120,8 @@ class RunFolder:
         return read_sealed(file, Base, what, remedy) if os.path.lexists(file) else None
 
     def inputs(self, checkpoint: Path | None = None) -> Inputs | None:
-        """Return what `inputs.json` records, in the run folder or in a checkpoint; None if there is no such file.
+        """Return the inputs that `inputs.json` records, in the run folder or, if given, in the folder `checkpoint`;
+        None if there is no such file.
 
         Raises:
             UserError: the file is damaged.
@@ -154,7 +156,10 @@ def best_step(held_out: Mapping[int, float]) -> int | None:
 
 
 def is_stopped(held_out: Mapping[int, float], early: EarlyStoppingConfig | None) -> bool:
-    """Return whether early stopping ends a run after these evaluations: the best is older than the last `patience`."""
+    """Return whether early stopping ends a run: at least `early.patience` evaluations came after the best one.
+
+    `held_out` is step -> held-out loss. False without `early` or evaluations.
+    """
     best = best_step(held_out)
     return early is not None and best is not None and sum(step > best for step in held_out) >= early.patience
 

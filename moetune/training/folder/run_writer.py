@@ -81,6 +81,7 @@ class RunWriter(RunFolder):
         The contents of the folder are not changed. If a lock file is there already, its lock is taken.
 
         Args:
+            config: the configuration of the run that would start, compared with that of the run to resume.
             resume: `never`, `auto` (the newest checkpoint, if there is one) or the path of a checkpoint folder.
             overwrite: whether a run in the folder may be replaced; excludes `resume`.
 
@@ -199,11 +200,11 @@ class RunWriter(RunFolder):
         return {*_FILES, *sealed}
 
     def _is_our_aside(self, folder: Path) -> bool:
-        """Return whether moetune made a temporary folder (`.step-N`), to write or delete a checkpoint."""
+        """Return whether moetune made `folder`, a temporary `.step-N` in which a checkpoint is written or deleted."""
         return f"checkpoints/{folder.name}" in self._ledger.paths and not folder.is_symlink()
 
     def _foreign(self, checkpoint: Path) -> Path | None:
-        """Return a path in a checkpoint's folder that moetune has not written; None if there is none."""
+        """Return the path of a file in a checkpoint's folder that moetune has not written; None if there is none."""
         prefix = f"checkpoints/{checkpoint.name}/"
         return foreign_in(checkpoint, {path.removeprefix(prefix) for path in self._ours() if path.startswith(prefix)})
 
@@ -260,7 +261,7 @@ class RunWriter(RunFolder):
         Checkpoints after `checkpoint` are deleted, because those steps run again, and so are leftovers of a killed run.
 
         Args:
-            config: the resolved run file.
+            config: the resolved configuration, written as `run.yaml`.
             checkpoint: the folder of the checkpoint to continue from; None for a new run.
             overwrite: whether to delete the other files of the run that is replaced.
             base, inputs: contents of `base.json` and `inputs.json`; without a value the file is not written.
@@ -315,7 +316,7 @@ class RunWriter(RunFolder):
                 self._own(name)
 
     def _own(self, *names: str) -> None:
-        """Add names to the ledger; begin it with `_ours` if the run has none yet."""
+        """Add relative paths to the ledger; if the run has no ledger yet, begin it with the files of `_ours`."""
         self._ledger.add("run", *names, *(self._ours() - self._ledger.paths))
 
     def _write(self, name: str, text: str) -> None:
@@ -341,8 +342,10 @@ class RunWriter(RunFolder):
                 self._write(BASE_FILE, sealed(base.to_json()))
 
     def write_if_possible(self, name: str, text: str) -> None:
-        """Write a file that training does not need, on the first rank; a disk error is ignored, because the next
-        checkpoint reports it."""
+        """Write `text` into the file `name` of the run folder, on the first rank; training does not need the file.
+
+        A disk error is ignored, because the next checkpoint reports it.
+        """
         if self.ranks.is_first:
             with suppress(OSError):
                 self._write(name, text)
@@ -372,7 +375,7 @@ class RunWriter(RunFolder):
         Args:
             keep: number of checkpoints to keep, this one included.
             needed: bytes that will be written, to tell a full disk from other errors.
-            best: the step of a checkpoint that is kept in any case.
+            best: the step of a checkpoint that is not deleted, such as the one with the lowest held-out loss.
 
         Raises:
             UserError: the disk is full, or the system refused to write. The temporary folder is deleted then, and

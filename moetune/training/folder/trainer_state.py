@@ -31,7 +31,8 @@ class _State(TypedDict, total=False):
 
 
 def write_generators(folder: Path, data_index: int, device: torch.device) -> None:
-    """Write the states of the CPU's and the GPU's random generators to `generators/<data_index>.safetensors`.
+    """Write the states of the CPU's and the GPU's random generators to `generators/<data_index>.safetensors` in a
+    checkpoint folder.
 
     Ranks with the same `Ranks.data_index` read the same data and have equal states: call this on one of them.
     """

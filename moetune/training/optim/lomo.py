@@ -157,6 +157,8 @@ def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, gro
 
     Args:
         update: returns û of some rows of the weight, as a new float32 tensor; called twice for each block.
+        rate: η of the module's formulas.
+        group: the parameter group, with `eps`, `threshold` and `weight_decay`.
     """
     blocks = list(_blocks(weight))
     of_update = torch.stack([update(where).square_().sum() for where in blocks]).sum()
@@ -171,6 +173,6 @@ def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, gro
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:
-    """Return slices of the first axis, each of at most `BLOCK` elements or, if a row has more, of one row."""
+    """Return slices of a tensor's first axis, each of at most `BLOCK` elements or, if a row has more, of one row."""
     rows = max(1, BLOCK * len(weight) // max(1, weight.numel()))
     return (slice(start, start + rows) for start in range(0, len(weight), rows))

@@ -7,8 +7,8 @@ The split is that of ZeRO-Offload (arXiv 2101.06840, section 4):
 
 A complete gradient is copied to the host while the backward pass continues, and the micro-steps' gradients are summed
 there. So at most two gradients are on the GPU: one that is copied and one that is computed. The new weights of a
-parameter are copied back while the host updates the next parameter. A step of a micro-steps, with n weights of b bytes,
-sends a·b·n bytes to the host and b·n bytes back.
+parameter are copied back while the host updates the next parameter. A step of m micro-steps, with n weights of b bytes,
+sends m·b·n bytes to the host and b·n bytes back.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from moetune.training.optim.values import bound_
 
 
 class HostCopies:
-    """Copies to the host (`out`) and back, each on a CUDA stream of its own; shared by all parameters of a device."""
+    """Streams for copies to the host (`out`) and to the GPU (`back`), shared by all parameters of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.out, self.back = CopyStream(device), CopyStream(device)
@@ -34,7 +34,8 @@ class HostCopies:
     def send(self, tensor: Tensor, target: Tensor) -> AsyncCopy:
         """Start to copy `tensor` to `target`, a host tensor of the same shape and dtype; return the copy under way.
 
-        Wait for the copy before it, and free its tensor. This `tensor` is kept alive until the next `send` or `finish`.
+        The previous copy is waited for first, and its tensor freed: `tensor` stays alive until the next `send` or
+        `finish`.
         """
         copy = self.out.copy(tensor, target)
         if self._leaving is not None:
@@ -51,6 +52,11 @@ class HostCopies:
 
 class HostUpdater(Updater):
     """Updates one parameter on the host, where its float32 weights, gradient and optimizer states are.
+
+    Args:
+        parameter: on its device, unsharded.
+        make: as in `Updater`; called with the float32 copy on the host.
+        copies: the streams of this device.
 
     Attributes:
         wire: host buffer for copies from and to the GPU, with shape and dtype of the parameter.
@@ -76,7 +82,7 @@ class HostUpdater(Updater):
 
     @torch.no_grad()
     def take(self, parameter: nn.Parameter) -> None:
-        """Start to copy `parameter.grad` to the host, where it is added to the step's sum, and set it to None."""
+        """Start to copy `parameter.grad` to the host, where it is added to the step's sum; set it to None."""
         assert parameter.grad is not None
         self._receive()
         self._arriving = self.host_copies.send(parameter.grad, self.wire)

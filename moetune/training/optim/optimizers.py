@@ -78,8 +78,9 @@ class CombinedOptimizer:
 def make_optimizer(adapted: Adapted) -> CombinedOptimizer:
     """Return the optimizers of a run, chosen by part (`router`, `experts`, `lora`, `other`).
 
-    Parameters with equal settings share an optimizer. A parameter has its own if it is updated alone: in the backward
-    pass, on the host, or through a float32 copy. With DeepSpeed and several ranks there is one optimizer, DeepSpeed's.
+    Parameters with equal settings share an optimizer; for LoRA's factors B the learning rate is `adapt.lora.lr_ratio`
+    times that of A. A parameter has its own optimizer if it is updated alone: in the backward pass, on the host, or
+    through a float32 copy. With DeepSpeed and several ranks there is one optimizer, DeepSpeed's.
     """
     config, trained = adapted.run.config, adapted.trainable()
     loss_scale = LossScale() if adapted.model.dtype == torch.float16 else None

@@ -38,9 +38,9 @@ def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) 
 
 
 def saved_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) -> int:
-    """Return the bytes of a parameter in a checkpoint, of `shape` on this rank and `width` bytes an element.
+    """Return the bytes that a parameter, of `shape` on this rank and `width` bytes an element, takes in a checkpoint.
 
-    They are its weights, their float32 copy if it is kept, and its optimizer states.
+    These are its weights, their float32 copy if there is one between steps, and its optimizer states.
     """
     in_float32 = optimizer.offload or (optimizer.master_weights != "none" and width < 4)
     kept = optimizer.offload or (optimizer.master_weights == "fp32" and width < 4)

@@ -6,9 +6,9 @@ from moetune.config.schema import TrainConfig
 
 
 def rate_factor(train: TrainConfig, step: int) -> float:
-    """Return the factor, from 0 to 1, by which learning rates are multiplied in the update that follows `step` updates.
+    """Return the factor, from 0 to 1, of the learning rates in the update that follows `step` updates.
 
-    With s = `step`, w = `train.warmup` and n = `train.steps`, it is s / w below w; from then on
+    With s = `step`, w = `train.warmup` and n = `train.steps`, it is s / w while s < w; from then on
 
         constant    1
         linear      (n - s) / (n - w)

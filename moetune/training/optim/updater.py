@@ -4,7 +4,7 @@ Weights of 16 bits have 8 (bfloat16) or 11 (float16) significant bits, so a bflo
 below 2^-9 of it. `optimizer.master_weights` chooses what the optimizer updates:
 
     none        the weights themselves
-    fp32        a float32 copy, which is kept; the weights are that copy, rounded to nearest
+    fp32        a float32 copy, kept between steps; the weights are that copy, rounded to nearest
     stochastic  a float32 copy made for the update and freed after it; the weights are that copy, rounded up or down
                 with the probability that makes the result right on average
 
@@ -31,6 +31,7 @@ class Updater:
     """An optimizer with the parameters that it updates.
 
     Args:
+        parameters: parameters of the model, DTensors if they are sharded.
         make: makes the optimizer over a list of tensors: parameters, this rank's shards or float32 copies of them.
         masters: the setting `optimizer.master_weights`, for 16-bit weights.
         fused: whether each parameter is updated in the backward pass, when its gradient is complete (step/fused.py).
@@ -106,7 +107,7 @@ class Updater:
     def saved(self) -> Iterator[tuple[nn.Parameter, Tensor, dict[str, Any]]]:
         """Yield what a checkpoint holds, uncopied: each parameter, this rank's weights, and its states by name.
 
-        A float32 copy that is kept is the state `master`.
+        With `master_weights: fp32` the float32 copy is the state `master`.
         """
         for parameter, updated in self.updates():
             states = dict(self.optimizer.state.get(updated, {}))
@@ -138,16 +139,14 @@ class Updater:
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the part of a parameter that this rank updates: itself, or for a DTensor a new parameter of its shard.
-
-    Storage is shared.
-    """
+    """Return what this rank updates of a parameter, in the same storage: the parameter itself, or for a DTensor a new
+    parameter of its local shard."""
     part = local_tensor(parameter)
     return parameter if part is parameter else nn.Parameter(part.detach(), parameter.requires_grad)
 
 
 def _nothing(parameter: nn.Parameter) -> nn.Parameter:
-    """Return a float32 parameter without elements and with as many dimensions, which decide on weight decay."""
+    """Return an empty float32 parameter, with as many dimensions as `parameter`: weight decay depends on them."""
     return nn.Parameter(parameter.detach().new_empty(0, *parameter.shape[1:], dtype=torch.float32))
 
 

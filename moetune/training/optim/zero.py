@@ -14,7 +14,10 @@ from moetune.training.optim.updater import MakeOptimizer, Updater
 class ZeroUpdater(Updater):
     """Updates all parameters that train by DeepSpeed's engine, which also clips the gradients.
 
-    `settings` is DeepSpeed's configuration, from `deepspeed_json`.
+    Args:
+        model: the adapted model, on its device.
+        make: makes the optimizer over `parameters`.
+        settings: DeepSpeed's configuration, from `deepspeed_json`.
     """
 
     def __init__(
@@ -53,6 +56,6 @@ class ZeroUpdater(Updater):
 
     @torch.no_grad()
     def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Load the states of the given parameters, which the caller has gathered (`Engine.gathered`)."""
+        """Load parameter -> name of a state -> whole tensor; call it while the parameters are `Engine.gathered`."""
         for parameter, values in states.items():
             self.engine.put(parameter, values)

@@ -33,9 +33,10 @@ def collate(
     is one document, because causal attention hides what is on the right anyway.
 
     Args:
+        pad_token_id: the id that fills `input_ids` in padding; labels there are `IGNORED`.
         at_least: minimum length, in tokens, to which rows that are not packed are padded.
-        document_inputs: returns further inputs from the lengths of the documents, in tokens, row by row: those of
-            `document_inputs(model)` in adapt/attention.py.
+        document_inputs: returns further inputs of the model, such as `cu_seqlens`, from the lengths of all documents
+            in tokens, row by row; made by `document_inputs(model)` in adapt/attention.py.
     """
     columns = {name: [np.asarray(row[name], np.int64) for row in rows] for name in rows[0]}
     if "position_ids" in columns:
@@ -59,8 +60,8 @@ def collate(
 
 
 def uncounted(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the batch with `labels` all `IGNORED` and `is_token` all 0, so that no token counts for the loss or expert
-    load."""
+    """Return a copy of a batch whose tokens count neither in the loss nor in the expert load: `labels` all `IGNORED`,
+    `is_token` all 0."""
     labels = batch["labels"]
     return batch | {"labels": torch.full_like(labels, IGNORED), "is_token": torch.zeros_like(labels)}
 
@@ -73,8 +74,8 @@ def _lengths(positions: np.ndarray) -> list[int]:
 def random_rows(count: int, length: int, vocabulary: int, *, packing: bool) -> list[Row]:
     """Return `count` rows of `length` random tokens below `vocabulary`, with the keys of a data set's rows.
 
-    Packed rows contain two documents each. Otherwise the first row is one token shorter than `length`, so that the
-    batch has padding and an attention mask.
+    With `packing`, each row contains two documents. Otherwise the first row is one token shorter than `length`, so that
+    the batch has padding and an attention mask.
     """
     ids = [*np.random.default_rng(random.getrandbits(64)).integers(vocabulary, size=(count, length))]
     if not packing:

@@ -22,7 +22,10 @@ from moetune.training.step.observer import StepObserver
 
 
 class GradientNorms:
-    """Norms of the gradients of one backward pass, kept after the gradients are freed."""
+    """Norms of the gradients of one backward pass, which remain when the gradients are freed.
+
+    `names` is parameter -> its name in messages.
+    """
 
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         self._names = names
@@ -41,7 +44,7 @@ class GradientNorms:
         return torch.stack(self._squares).sum().sqrt() if self._squares else None
 
     def broken(self) -> list[str]:
-        """Return the names of parameters whose gradient was not finite, in the order of the backward pass."""
+        """Return the names of parameters whose gradient was NaN or infinite, in the order of the backward pass."""
         if not self._squares or math.isfinite(as_float(torch.stack(self._squares).sum())):
             return []  # one check for all gradients, because each check waits for the device
         return [
@@ -138,7 +141,8 @@ class FusedBackward:
             self._use(parameter)
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that an expert bank computed to `parameter.grad`, and run the parameter's hook."""
+        """Add `gradient`, computed by an expert bank in its backward pass, to `parameter.grad`; run the parameter's
+        hook."""
         self.observer.eager_gradient(gradient)
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._arrived(parameter)

@@ -34,6 +34,10 @@ class LMHeadSizes(Protocol):
 class LMHead:
     """Maps hidden states [n, H] to logits [n, V]; made by `split`, and to be called only inside its `with` block.
 
+    Args:
+        logits_of: computes logits [B, n, V] from hidden states [B, n, H].
+        empty_BoH: hidden states of no tokens, [B, 0, H], from which the attributes are found.
+
     Attributes:
         trained: parameters that the logits are computed from and that require a gradient; empty if gradients are
             disabled.
@@ -108,7 +112,7 @@ class _Answering(nn.Module):
 
 
 def _answer_like(output: Any) -> Callable[[Tensor], Any]:
-    """Return a function that puts hidden states in a tuple or ModelOutput like `output`, other fields None."""
+    """Return a function that puts hidden states into a tuple or ModelOutput like `output`; its other fields: None."""
     if isinstance(output, tuple):
         rest = (None,) * (len(output) - 1)
         return lambda hidden: (hidden, *rest)
@@ -134,7 +138,7 @@ class _EmptyTensors(TorchDispatchMode):
 
 
 def _leaves(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the parameters that require a gradient and that `tensor` was computed from, found in its graph."""
+    """Return the parameters with `requires_grad` that `tensor` was computed from, found in its autograd graph."""
     found: dict[int, Tensor] = {}
     nodes, seen = [tensor.grad_fn], set[Any]()
     while nodes:

@@ -50,7 +50,7 @@ class Chunks:
 
     @classmethod
     def of(cls, memory: int | None, head: LMHeadSizes, tokens: int) -> "Chunks":
-        """Return the largest chunks whose logits fit in `memory` bytes (None: all tokens in one chunk)."""
+        """Divide `tokens` tokens into the largest chunks whose logits fit in `memory` bytes (None: a single chunk)."""
         size = chunk_tokens(memory, head.vocabulary, head.width, head.row_bytes, tokens)
         return cls(tokens, size, size if head.width == 4 else min(size, block_tokens(memory, head.vocabulary)))
 
@@ -84,8 +84,8 @@ def chunk_tokens(memory: int | None, vocabulary: int, width: int, row_bytes: int
 def block_tokens(memory: int | None, vocabulary: int) -> int:
     """Return b, the number of tokens of a block.
 
-    A block's float32 logits take half of `memory` bytes, but are at least `BLOCK_ELEMENTS`, because each block takes
-    about twenty kernel launches.
+    A block's float32 logits take half of `memory` bytes, but are at least `BLOCK_ELEMENTS`, or all of one token,
+    because each block takes about twenty kernel launches. None for `memory` gives that minimum.
     """
     return max(1, max(BLOCK_ELEMENTS, (memory or 0) // 8) // vocabulary)
 
@@ -188,10 +188,9 @@ def _each_in_its_own_memory(gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _added(sums: list[Tensor], more: Sequence[Tensor], *, alone: bool) -> list[Tensor]:
-    """Add the gradients of a chunk, `more`, to `sums` in place, and return the sums.
+    """Add the gradients of a chunk, `more`, to `sums` in place, and return the sums; at the first chunk they are empty.
 
-    They are in float32, to be rounded once. If there is only one chunk (`alone`), its gradients are returned as they
-    are.
+    They are in float32, to be rounded once. If there is only one chunk (`alone`), `more` is returned as it is.
     """
     if not sums:
         return list(more) if alone else [gradient.float() for gradient in more]

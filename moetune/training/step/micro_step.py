@@ -33,7 +33,10 @@ class MicroStep:
 
 
 def count_loss_tokens(batch: Batch) -> Tensor:
-    """Return the number of tokens that are predicted: labels that are not `IGNORED`, without the first of each row."""
+    """Return the number of tokens that are predicted: labels that are not `IGNORED`, without the first of each row.
+
+    The result is a scalar on the device, which is not waited for.
+    """
     return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
@@ -75,6 +78,8 @@ def micro_step(
         total_tokens: predicted tokens of the whole step, summed over micro-batches and ranks. The loss is divided by
             it, so that 4 micro-batches of 1 row give the same step as 1 of 4 rows, whatever their lengths. Router
             losses are weighted by the micro-batch's share of these tokens.
+        watch: records the routing, for the result's `load` and for router losses.
+        config: has the coefficients of the router losses.
         backward: runs the backward pass of a scalar loss.
         memory: as in `token_loss`.
     """

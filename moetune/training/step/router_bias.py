@@ -48,5 +48,5 @@ class RouterBiases:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the counted load, for a step that is skipped."""
+        """Discard the load counted since the last update, for a step that is skipped."""
         self._load = {}

@@ -130,9 +130,9 @@ class RouterWatch:
 
 
 def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
-    """Return how many unmasked tokens chose each expert, float [num_experts].
+    """Return how many tokens chose each expert, float [num_experts]; `mask`, as in `Routed`, leaves out padding.
 
-    A choice with weight 0 does not count: in ZAYA it means that the token skips the experts.
+    A choice with routing weight 0 does not count: in ZAYA it means that the token skips the experts.
     """
     chosen_TK = weights_TK.reshape(-1, ids_TK.shape[-1])
     counts_TK = chosen_TK.bool() if mask is None else torch.logical_and(chosen_TK, mask.flatten()[:, None])

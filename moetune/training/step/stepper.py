@@ -43,9 +43,10 @@ class Reduced:
     """The gradients of a step after reduction over all ranks.
 
     Attributes:
-        norm: norm of all gradients before clipping, a scalar on the device.
-        loss: token loss of the step, a scalar on the device.
-        scale: factor of the gradients in the update; None if one is not finite, so that no update follows.
+        norm: 2-norm of all gradients, before `train.max_grad_norm` clips it, without the loss scale; on the device.
+        loss: mean cross-entropy of the step's predicted tokens, a scalar on the device.
+        scale: factor of the gradients in the update, which clips them to `train.max_grad_norm` and undoes the loss
+            scale; None if a gradient is not finite, so that no update follows.
     """
 
     norm: Tensor
@@ -63,7 +64,7 @@ class Stepper:
         fused: the hooks that update or offload parameters in the backward pass; None if there are no such parameters.
         loss_scale: dynamic loss scale of float16 runs; None in others.
         skipped: number of steps without an update, because a gradient was not finite.
-        loss: token loss of this step's micro-batches so far on this rank, a scalar on the device.
+        loss: sum of `MicroStep.loss` over this step's micro-batches so far on this rank, a scalar on the device.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Stepper:
 
         Args:
             total_tokens: predicted tokens of the whole step, over micro-batches and ranks.
+            backward: runs the backward pass of a scalar loss; DeepSpeed's engine replaces it.
             last: whether this is the last micro-batch of its step, after which the ranks' gradients are reduced.
             chunks: chunks of the loss; None derives them from `train.loss_memory`.
         """
@@ -130,6 +132,10 @@ class Stepper:
         return done
 
     def _fused_passes(self, fused: FusedBackward, once: Callable[[], MicroStep]) -> MicroStep:
+        """Run a micro-batch, by `once`, so that its backward pass updates or offloads each parameter of `fused`.
+
+        If `measures_first`, it runs twice: to measure the norm, and, unless a gradient is not finite, to update.
+        """
         train, device = self.config.train, self.adapted.model.device
         bound = train.max_grad_value * self._scale if train.accumulate == 1 else 0.0
         if not self.measures_first:
@@ -154,9 +160,10 @@ class Stepper:
     # --- Reduce and clip ----------------------------------------------------------------------------------------------
 
     def reduce_and_clip(self) -> Reduced:
-        """Reduce the gradients over all ranks, clip them to `train.max_grad_value`; return norm, loss and scale.
+        """Sum the gradients over all ranks, and clip each element to ±`train.max_grad_value`; return norm, loss and the
+        scale that `update` applies.
 
-        Call it after the last micro-step. The update applies the scale.
+        Call it after the last micro-step, on every rank.
 
         Raises:
             UserError: a gradient is not finite, `train.on_nonfinite` is `stop`, and the run has no dynamic loss scale.
@@ -178,7 +185,9 @@ class Stepper:
         return Reduced(norm, loss, None)
 
     def _norm(self, left: dict[nn.Parameter, Tensor], freed: Tensor | None) -> Tensor | None:
-        """Clip this rank's gradients to `train.max_grad_value`; return their unscaled norm, None without gradients.
+        """Clip this rank's gradients to ±`train.max_grad_value`; return its share of their norm without the loss scale.
+
+        The squares of all ranks' shares sum to the squared norm. None if this rank has no gradients.
 
         Args:
             left: parameter -> gradient that is still in device memory.
@@ -201,9 +210,10 @@ class Stepper:
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
     def _norms(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
-        """Return norms whose squares, summed over all ranks, give the squared norm of all gradients.
+        """Return this rank's shares of the 2-norm of `gradients`, parameter -> reduced gradient, as scalars.
 
-        On each of n ranks that hold a parameter, its squared norm is divided by n.
+        Their squares, summed over all ranks, give the squared norm of all gradients, each counted once: the same
+        gradient on n ranks counts 1/n of its square on each. There is one share for each n that occurs.
         """
         by_copies: dict[int, list[Tensor]] = {}
         for parameter, gradient in gradients.items():
@@ -212,7 +222,10 @@ class Stepper:
         return [norm_of(parts) / math.sqrt(copies) for copies, parts in by_copies.items()]
 
     def _over_ranks(self, norm: Tensor | None, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of all ranks' gradients and the sum of their losses, with a single all-reduce."""
+        """Return the norm of all ranks' gradients and the sum of their losses, with a single all-reduce.
+
+        `norm` is this rank's share (`_norm`), None without gradients; `loss` is this rank's.
+        """
         ranks = self.adapted.ranks
         if ranks.is_single:
             assert norm is not None, "no micro-step came before"
@@ -270,7 +283,7 @@ class Stepper:
         self.loss, self._freed = torch.zeros_like(self.loss), (None, [])
 
     def finish(self) -> Reduced:
-        """Call `reduce_and_clip` and `update`, after the last micro-step; return the former's result."""
+        """Call `reduce_and_clip` and then `update`, after the last micro-step; return the result of the first."""
         reduced = self.reduce_and_clip()
         self.update(reduced)
         return reduced

@@ -57,7 +57,13 @@ class Running:
     """A real run of a trainer on this machine, as a user writes it."""
 
     def __init__(
-        self, toy: Path, kind: str, part: str, more: dict[str, Any], train: dict[str, Any] | None = None
+        self,
+        toy: Path,
+        kind: str,
+        part: str,
+        more: dict[str, Any],
+        train: dict[str, Any] | None = None,
+        shorter: int = 0,
     ) -> None:
         adam = {"name": "adamw", "lr": 1e-4}
         self.run = resolve(
@@ -79,7 +85,7 @@ class Running:
             trainer = of.trainer(
                 trl_model(adapted) if kind != "orpo" else adapted.model,
                 args=of.config(**arguments),
-                train_dataset=Dataset.from_dict(DATA.get(kind) or {"prompt": prompts_of(tokenizer, 56)}),
+                train_dataset=Dataset.from_dict(DATA.get(kind) or {"prompt": prompts_of(tokenizer, 56, shorter)}),
                 processing_class=tokenizer,
                 **({"reward_funcs": a_reward} if kind == "grpo" else {}),
             )
@@ -107,10 +113,11 @@ class Running:
         return iter([*self.before[: 2 * passes], *self.calls])
 
 
-def prompts_of(tokenizer: Any, tokens: int) -> list[str]:
-    """Eight texts of this many tokens."""
-    ends = ((f" {TEXT}" * 4)[row:end] for row in range(40) for end in range(row + 1, 200))
-    return [text for text in ends if len(tokenizer(text)["input_ids"]) == tokens][:8]
+def prompts_of(tokenizer: Any, tokens: int, shorter: int) -> list[str]:
+    """Eight texts of this many tokens; some of them have one token less."""
+    ends = [(f" {TEXT}" * 4)[row:end] for row in range(40) for end in range(row + 1, 200)]
+    long, short = ([text for text in ends if len(tokenizer(text)["input_ids"]) == n] for n in (tokens, tokens - 1))
+    return [*short[:shorter], *long][:8]
 
 
 CASES = [
@@ -154,6 +161,9 @@ def test_a_real_run(kind: str, part: str, more: dict[str, Any], passes: int, toy
         ("mixtral", "experts", {"num_iterations": 2}, {}, 2, ["old_logprobs"]),
         ("mixtral", "router", {"cache_implementation": "static"}, {}, 1, []),
         ("qwen3_moe", "router", {"generation_kwargs": {"use_cache": False}}, {}, 1, []),
+        ("qwen3_next", "lora", {"beta": 0.1, "num_generations": 2}, {}, 1, ["reference"]),
+        ("granitemoehybrid", "lora", {"beta": 0.1}, {}, 1, ["reference"]),
+        ("lfm2_moe", "lora", {"num_iterations": 2}, {}, 2, ["old_logprobs"]),
     ],
 )
 def test_a_real_run_of_grpo(
@@ -165,10 +175,18 @@ def test_a_real_run_of_grpo(
     between: list[str],
     tmp_path: Path,
 ) -> None:
-    """TRL generates every so many steps; a trace does in each of its two. Mixtral's layers have windows."""
+    """TRL generates every so many steps; a trace does in each of its two. Mixtral's layers have windows. Qwen3-Next's
+    hide padding in a copy of their input, which is predicted."""
     length, rows = 8, 2 * train.get("accumulate", 2)
     more = {"max_completion_length": length, "num_generations": 4, **more}
-    real = Running(write_toy(tmp_path / "model", model_type), "grpo", part, more, train | {"steps": every + 1})
+    real = Running(
+        write_toy(tmp_path / "model", model_type),
+        "grpo",
+        part,
+        more,
+        train | {"steps": every + 1},
+        4 * (model_type == "qwen3_next"),
+    )
     # Of two layers: passes for the tokens, those over batches of two rows, and those of the steps' own micro-steps.
     passes, others = 2 * length, rows * (1 + len(between))
     steps = real.calls[: passes + others], real.calls[-passes - others :]
