@@ -150,7 +150,7 @@ def _open(adapter: Path | str) -> StoredAdapter:
 
 def _open_base(base: str) -> tuple[ResolvedModel, AdapterBase]:
     """Resolve the model `base` without its weights; also return it as the base of adapters, with its names."""
-    model = resolve_model(ModelConfig.model_validate({"path": base}), "cpu")
+    model = resolve_model(ModelConfig.named(base), "cpu")
     return model, base_of(model.source, model.plain, model.structure, base)
 
 

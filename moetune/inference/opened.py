@@ -166,12 +166,12 @@ def find(
     dtype = dtype or dtype_on(device)
     source = _source(what)
     if stock:
-        model = resolve_model(ModelConfig.model_validate({"path": what, "dtype": dtype}), device)
+        model = resolve_model(ModelConfig.named(what, dtype=dtype), device)
         load = partial(_stock, model, device)
         return Found(name=what, kind="checkpoint", folder=source.folder, load=load, model=model)
     as_it_is = base is None and source.quantization.base is None
-    settings = {"path": what, "base": dtype if as_it_is else base or "auto", "dtype": dtype}
-    config = RunConfig(model=ModelConfig.model_validate(settings), adapt=AdaptConfig(also=("norm",)))
+    settings = ModelConfig.named(what, base=dtype if as_it_is else base or "auto", dtype=dtype)
+    config = RunConfig(model=settings, adapt=AdaptConfig(also=("norm",)))
     run = resolve(_alone(config, device, dtype), device)
 
     def built() -> PreTrainedModel:
@@ -250,7 +250,7 @@ def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None)
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"the adapter in {what!r}: {CONFIG_FILE} names no base; set base_model_name_or_path")
-    model = resolve_model(ModelConfig.model_validate({"path": base, "dtype": dtype or dtype_on(device)}), device)
+    model = resolve_model(ModelConfig.named(base, dtype=dtype or dtype_on(device)), device)
 
     def loaded() -> PreTrainedModel:
         return _with_adapter(what, path, model, device)
@@ -296,7 +296,7 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
 
     PEFT would load it without an error, and compute something else. `base` is the base that it names.
     """
-    model, stored = resolve_model(ModelConfig.model_validate({"path": base}), device), open_adapter(path)
+    model, stored = resolve_model(ModelConfig.named(base), device), open_adapter(path)
     found = sure(read(stored, base_of(model.source, model.plain, model.structure, base)), stored)
     if found.layout not in (None, "peft"):
         raise UserError(
