@@ -256,9 +256,9 @@ class ClosedForm:
                 steps = Steps(adapted, batches_of(adapted), gpu=self.gpu)
                 with mode:
                     steps.make_states()
-                    if not adapted.ranks.is_single:  # FSDP2's first micro-step creates buffers that stay
+                    if not adapted.ranks.is_single:
                         with steps.counting(BALANCED):
-                            steps.leave_gradients(steps.feed)
+                            steps.warm_up()
                     yield steps
         except NotTraceable as error:
             raise NoClosedForm(str(error)) from None

@@ -229,6 +229,14 @@ class Steps(Watched):
         reshard(self.adapted.model)  # so that another record starts in the same state
         return tracker.log
 
+    def warm_up(self) -> None:
+        """Let FSDP2 create the buffers that stay: those of gathered weights and, if it reduces any, of gradients."""
+        if any(isinstance(parameter, DTensor) for parameter in self.trained):
+            self.leave_gradients(self.feed)
+        else:
+            held_out_loss(self.adapted.model, self.feed.batch_of(1), self.adapted.run.loss_bytes())
+            reshard(self.adapted.model)
+
     def leave_gradients(self, feed: Feed) -> None:
         """Run a micro-step without recording it, which leaves its gradients and nothing else."""
         tracker = self.tracker()
