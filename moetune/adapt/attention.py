@@ -14,8 +14,6 @@ Shapes: B rows of S tokens, T = B·S tokens; h heads of queries, h_kv heads of k
 and keys, d_v of values; n documents.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial

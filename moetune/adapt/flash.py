@@ -13,8 +13,6 @@ Shapes: T tokens of n documents, one after the other; h heads of queries, h_kv h
 q, out [T, h, d]; k and v [T, h_kv, d]; lse [h, T]; sink [h]; starts [n + 1]: the first token of each document, and T.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any

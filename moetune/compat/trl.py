@@ -1,7 +1,5 @@
 """TRL: a model whose reference is itself, by the hooks that TRL's trainers have for PEFT models; trainers to trace."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import warnings
@@ -69,7 +67,7 @@ class SelfReferencing(PeftModel):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         return self.base_model.generate(*args, **kwargs)
 
-    def to(self, *args: Any, **kwargs: Any) -> SelfReferencing:
+    def to(self, *args: Any, **kwargs: Any) -> "SelfReferencing":
         """Return the model, which stays on the device and in the dtypes in which it was built."""
         return self
 
@@ -112,7 +110,7 @@ class Answers(TorchDispatchMode):
         """Return whether a tensor has no values to read, so that the mode answers for it."""
         return isinstance(tensor, FakeTensor)
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> "Answers":
         self._lists = patch.object(FakeTensor, "tolist", _ones)  # FakeTensor's own reads number by number
         self._lists.start()
         return super().__enter__()

@@ -1,7 +1,5 @@
 """`moetune eval --predict` and `moetune generate --predict`: peak memory from a trace of their own forward passes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

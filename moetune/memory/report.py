@@ -5,8 +5,6 @@ memory both that and GPU memory outside the allocator. Expected is what a run is
 more by the report's *unknowns*, and the *span* goes from the least to the most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args

@@ -1,7 +1,5 @@
 """`moetune doctor`: checks of this machine (packages, CUDA, GPUs, host memory) and of a run file on it."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -7,8 +7,6 @@ each layer this line lies higher, because the gradients of a layer's experts are
 with a number of experts in each layer bounds the total for every larger number.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -152,7 +150,7 @@ class Search:
         tight: bool = False,
         routing: AssumedRouting | None = None,
         trainer: InTrl | None = None,
-    ) -> Search:
+    ) -> "Search":
         """Return a search for the model in `model.path` of the configuration `start`.
 
         Args:

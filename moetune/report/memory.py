@@ -1,7 +1,5 @@
 """View of a `MemoryReport`: verdict, summary sentences, and tables of parts, ranks, formula terms and time."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterable, Iterator
 from textwrap import wrap

@@ -1,7 +1,5 @@
 """Adapted models in TRL's trainers: the model with its reference, and the arguments that keep what a run file sets."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args

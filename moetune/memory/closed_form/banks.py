@@ -1,7 +1,5 @@
 """`Bank`: which experts of a layer train; `probes_of`: runs with few trained experts, from which others are derived."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -66,14 +64,14 @@ class Bank:
         trained, lora = (tuple(map(self.held.index, ids)) for ids in (self.trained, self.lora))
         return len(self.held), trained, lora, self.most
 
-    def training(self, number: int) -> Bank:
+    def training(self, number: int) -> "Bank":
         """Return the bank with `number` trained experts, the last ones or the first ones, as here; all others have LoRA
         if any expert of this one has it."""
         ids = self.held[len(self.held) - number :] if self._in_order else self.held[:number]
         rest = tuple(expert for expert in self.held if expert not in ids)
         return replace(self, trained=ids, lora=rest if self.lora else ())
 
-    def serves(self, other: Bank) -> bool:
+    def serves(self, other: "Bank") -> bool:
         """Return whether a record with this bank can be rewritten for the trained experts of `other` (experts.py)."""
         return self.branches == other.branches and (len(self.held), self.most) == (len(other.held), other.most)
 

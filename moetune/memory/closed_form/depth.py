@@ -5,8 +5,6 @@ Runs with the same shortened model, such as two that train the experts of the fi
 only in the layers that each group stands for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache

@@ -3,8 +3,6 @@
 A step is recorded at two choices of probe sizes: the monomials are derived from the first, and checked with the second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -119,7 +117,7 @@ class Record:
             table[number] = np.resize(layers, table.shape[1])
         return events, table[self.layers[events.like], events.copies]
 
-    def on_rank(self, ep: int, other: int, ids: Sequence[Mapping[int, int]]) -> Record:
+    def on_rank(self, ep: int, other: int, ids: Sequence[Mapping[int, int]]) -> "Record":
         """Return the record of another rank that differs in the ids of its experts only; its `log` keeps this rank's.
 
         Args:

@@ -1,7 +1,5 @@
 """`predict_trl`: the memory report of a run in one of TRL's trainers, traced from that trainer's own steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

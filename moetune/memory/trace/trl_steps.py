@@ -1,7 +1,5 @@
 """`TrlSteps`: run steps of a TRL trainer under a tracker, on fake or real tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from tempfile import TemporaryDirectory
