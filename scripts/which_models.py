@@ -37,9 +37,7 @@ WAYS = ("lora", "router", "experts")
 TOKENS = 10_000_000
 ALIKE = {"qwen3.6-35b-a3b": "qwen3.5-35b-a3b", "qwen3-coder-30b-a3b": "qwen3-30b-a3b"}
 """Models of the same shapes as another one, whose row they share."""
-LEFT_OUT = ("deepseek-v3", "deepseek-v3.2", "glm-4.6", "kimi-k2", "qwen3.5-122b-a10b")
-"""Models of 350 B parameters and more, and a hybrid of which every trace takes minutes; the page names them."""
-MODELS = [name for name in model_names() if not name.startswith(("llama", "tiny")) and name not in (*ALIKE, *LEFT_OUT)]
+MODELS = [name for name in model_names() if not name.startswith(("llama", "tiny")) and name not in ALIKE]
 
 
 def published_in(name: str) -> str:
