@@ -173,7 +173,7 @@ class LoadTarget:
 
     def put_quantized_linear(self, path: str, quantized: Mapping[str, Tensor]) -> None:
         """Store the weight of a linear layer as a checkpoint has quantized it in `model.base`, and replace the layer.
-        `quantized` maps buffer names to tensors, as for experts. For NF4 there is `put_4bit`."""
+        `quantized` maps buffer names (`data`, `scales`, …) to tensors. For NF4 there is `put_4bit`."""
         linear = cast(nn.Linear, self.model.get_submodule(path))
         layer = QuantizedLinear(linear.weight, linear.bias, self.config.base, self.device)
         layer.stack.put_quantized_(0, quantized)
