@@ -70,7 +70,8 @@ def read_json(file: Path, kind: Callable[..., T], what: str = "", remedy: str = 
 def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "") -> T:
     """Validate JSON text (UTF-8) as `kind`, with strict types: neither `"1"` nor `true` passes as a number.
 
-    The other arguments and the errors are those of `read_json`.
+    `what` names the text in messages, which end with `remedy`. Raises `UserError` if the text is not JSON, holds a key
+    twice, or does not validate.
     """
     with reading(what, remedy):
         try:

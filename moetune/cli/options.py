@@ -253,7 +253,7 @@ def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> AtHand
     Args:
         gpu: the value of `--gpu`.
         named: `hardware.gpu` of the run file.
-        count: the number of GPUs of the run; the memory is that of the fullest of so many.
+        count: the number of GPUs of the run; the memory in the result is the least that is free on one of them.
     """
     if gpu is not None or named is not None:
         return None
@@ -283,7 +283,13 @@ def target(gpu: str | None, hardware: HardwareConfig | None = None) -> tuple[Dev
 def found_model(model: str, base: Any, device: DeviceType | None = None) -> Found:
     """Find the model of a command without loading it, and print its notes.
 
-    Arguments and errors are those of `moetune.inference.opened.find`; `model` is its `what`.
+    Args:
+        model: a run folder, the folder of a PEFT adapter or of a checkpoint, a catalog name or a hub id.
+        base: the format to quantize a checkpoint to, such as `nf4`; None to leave it as it is.
+        device: None for the GPU, or the CPU if there is none.
+
+    Raises:
+        UserError: `model` is none of these, or is a delta; or `base` is given for a run or an adapter.
     """
     with heavy_imports():
         from moetune.inference.opened import find
@@ -293,7 +299,10 @@ def found_model(model: str, base: Any, device: DeviceType | None = None) -> Foun
 
 
 def opened(model: str, base: Any) -> Opened:
-    """Load the model of a command for inference, and print its notes; arguments and errors as in `found_model`."""
+    """Load the model of a command for inference, and print its notes; `model` and `base` are those of `found_model`.
+
+    Raises `UserError` as that does, and if the weights cannot be read.
+    """
     return found_model(model, base).open()
 
 

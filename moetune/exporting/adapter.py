@@ -149,7 +149,8 @@ def _open(adapter: Path | str) -> StoredAdapter:
 
 
 def _open_base(base: str) -> tuple[ResolvedModel, AdapterBase]:
-    """Resolve the model `base` without its weights; also return it as the base of adapters, with its names."""
+    """Resolve the model `base` without its weights; also return it as what adapters are read against: its structure
+    and the tensor names of its checkpoint."""
     model = resolve_model(ModelConfig.named(base), "cpu")
     return model, base_of(model.source, model.plain, model.structure, base)
 
@@ -168,7 +169,8 @@ def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) ->
 
 
 def _updates(adapter: Adapter, base: AdapterBase) -> Iterator[Update]:
-    """Yield the updates that an adapter makes to the plain model; experts whose B is zero are left out."""
+    """Yield the updates that an adapter makes to parameters of its base, as transformers names them; experts whose B
+    is zero are left out."""
     for path, factors in adapter.linears.items():
         A, B = Held(factors.A), Held(factors.B)
         yield Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, factors.scale))

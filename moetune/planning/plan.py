@@ -94,8 +94,7 @@ class Plan:
 
     @property
     def useful(self) -> int:
-        """Number of goals that have candidates. As many of `candidates`, the first ones, are each the most useful one
-        of its goal."""
+        """Number n of goals that have candidates; the first n `candidates` are the most useful one of each goal."""
         return len({one.goal for one in self.candidates})
 
     def to_json(self) -> dict[str, Any]:
@@ -315,8 +314,9 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
     """Sort candidates, and leave out those that a better one beats.
 
     The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; rows of a
-    micro-batch, most first. A candidate is beaten if another one for the same goal comes from an earlier strategy and
-    trains at least as much; unless what trains are experts, also on at least as many rows at once.
+    micro-batch, most first. A candidate is beaten by another one for the same goal, from an earlier strategy, that
+    trains at least as much (half a percent less counts as equal); for LoRA and routers, also with at least as many
+    rows in a micro-batch.
     """
 
     def place(one: Candidate) -> tuple[int, ...]:

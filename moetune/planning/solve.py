@@ -159,7 +159,7 @@ def last_that_fits(
         least: the first number that is worth a prediction: those below are taken to fit.
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
-        left: returns the bytes that a run leaves free: `headroom`, the default, or `surely_left`.
+        left: returns the bytes that a run leaves free, negative if it does not fit; by default `headroom`.
         slope: bytes that each number is expected to need more than the one before; 0 if unknown.
 
     Returns the number, or `least` - 1 if none fits; and number -> report of all that were predicted, among them this

@@ -37,7 +37,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
 
 def plan_view(plan: Plan, *, every: bool = False) -> View:
     """Return the view of a plan: which candidate to pick; two lines for the most useful candidate of each goal, or with
-    `every` for each candidate; as details, what the next larger runs would risk. If nothing fits, that of `missed`."""
+    `every` for each candidate; as details, what the next larger runs would risk. If nothing fits, the nearest miss."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
     notes = [ViewSection("notes", plan.notes)] * bool(plan.notes)

@@ -158,8 +158,8 @@ def verdict(report: MemoryReport) -> str:
 
 
 def left_in_words(report: MemoryReport) -> str:
-    """Format what a run leaves free on its GPU or needs too much, as `1.20 to 1.90 GiB left`; of the host, followed by
-    ` on the host`, where that decides the verdict. Empty without a verdict."""
+    """Format the bytes that a run leaves free or lacks, as `1.20 to 1.90 GiB left`: those of its GPU, and, followed by
+    ` on the host`, those of the host where that decides the verdict. Empty without a verdict."""
     return "; ".join(f"{left}{' on the host' * (where[:8] == 'the host')}" for _, left, where in _sides(report))
 
 

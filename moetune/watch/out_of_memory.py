@@ -35,7 +35,7 @@ class OutOfMemory:
     Attributes:
         where: the step, micro-step and phase in which it ran out.
         refused: the allocation that failed, and the state of the device.
-        actual: part -> bytes in use, in the form of `_by_name`.
+        actual: part -> bytes in use; `activations_and_temporaries` is one part, and `allocated` the sum of all.
         predicted: bytes predicted for the fullest moment of this phase, in the same form; None without a prediction.
         predicted_peak: predicted bytes at the peak of the whole run; None without a prediction.
         largest: the largest groups of tensors.
