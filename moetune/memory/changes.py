@@ -142,8 +142,8 @@ def _alive(one: Saving, report: MemoryReport) -> int:
 
 
 def _lacking(report: MemoryReport, left: Left) -> int:
-    """Return by how many bytes a step, apart from loading, exceeds the memory that there is: that which the run needs
-    (`required`) plus that which it leaves free (`left`)."""
+    """Return the bytes that a step, apart from loading, needs beyond the memory that there is: the run's `required`
+    plus what it leaves free, `left` (negative if the run does not fit)."""
     peak = report.fullest.peak_allocated + report.fullest.outside_allocator
     return peak - report.required - left(report)
 

@@ -91,7 +91,11 @@ _UNREACHED = "only chooses among tokens or experts, by comparison, so no gradien
 
 
 class _Resolver:
-    """Looks up the names and numbers of `adapt:` in a model structure, and collects problems for messages."""
+    """Looks up the names and numbers of `adapt:` in a model structure.
+
+    Its methods collect `problems` (messages), and `lora` also `ranks` and `left_out`, which have the form that they
+    have in `Selection`. `inert` are the paths of linear layers on which LoRA has no effect.
+    """
 
     def __init__(self, structure: ModelStructure, inert: Collection[str]) -> None:
         self.structure, self.inert = structure, inert

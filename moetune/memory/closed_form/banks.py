@@ -120,8 +120,8 @@ def _alike(bank: Bank) -> Hashable:
 
 
 def _tells(one: Bank, other: Bank) -> bool:
-    """Return whether each kind of group occurs in two sizes, or only as a single expert, in the two banks. Only then do
-    their records show which bytes grow with a group's size."""
+    """Return whether the records of two banks show which bytes grow with the size of a group: each kind of group must
+    occur in several sizes in the two, or only with a single expert."""
     counts: dict[Kind, set[int]] = {}
     for kind, ids in (*one.groups(alone=False), *other.groups(alone=False)):
         counts.setdefault(kind, set()).add(len(ids))

@@ -135,7 +135,7 @@ def _is_probe_length(sequence: int, rows: Collection[int]) -> bool:
 
 
 def _is_large_prime_or_twice(number: int) -> bool:
-    """Return whether a number is a prime above 1,000 times a power of two."""
+    """Return whether a number is p·2ⁿ for a prime p > 1,000 and any n ≥ 0."""
     odd = _without_factors(number, 3)
     return odd > 1000 and next(primes(odd)) == odd
 

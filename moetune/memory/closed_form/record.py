@@ -118,7 +118,8 @@ class Record:
         return events, table[self.layers[events.like], events.copies]
 
     def on_rank(self, ep: int, other: int, ids: Sequence[Mapping[int, int]]) -> "Record":
-        """Return the record of another rank that differs in the ids of its experts only; its `log` keeps this rank's.
+        """Return the record of another rank that differs in the ids of its experts only. In its `log` the ids stay
+        those of this rank.
 
         Args:
             ep, other: indices of this rank and of the other on the `ep` axis.
@@ -153,8 +154,8 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
     Args:
         steps: steps of the model, on fake tensors and with all optimizer states created.
         length: tokens of a sequence of that shape, as in the run to predict.
-        limits: lengths to which the model's code may compare a sequence's length. If the probe lengths are not below
-            the same limits as `shape.longer`, the record is also compared with a step at `length`.
+        limits: lengths to which the model's code may compare a sequence's length. If one of them lies between a probe
+            length and `length`, the record is also compared with a step at `length`.
         like: record of the same steps with another number of trained experts, with which this one will be compared
             (`Choices.of`). The step is then recorded at one choice of sizes only, and bytes that are constant in `like`
             are taken to be constant.

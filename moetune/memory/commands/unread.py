@@ -34,7 +34,8 @@ class Reading:
 
     Attributes:
         tracker: records them.
-        device: what the command's code calls the device; tensors of any other are host memory.
+        device: the object that the command's code passes as its device. It is compared by identity, because fake
+            tensors of a GPU are on the CPU, too.
         has_gpu: whether the device is a GPU; otherwise host memory is the device's own.
     """
 

@@ -318,7 +318,10 @@ class _Expansion:
             self.turns.append((stretch, copy))
 
     def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
-        """Reassign releases in `storages` [events], in place: of fetched storages of equal size, oldest freed first."""
+        """Change `storages` [events] in place so that of fetched storages of equal size the oldest is freed first.
+
+        For each event, `births` is whether it is an allocation, and `block` the number of the storage's block.
+        """
         fetched = np.flatnonzero(self.fetched[block])
         sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
         for size in np.unique(sizes):
@@ -327,7 +330,11 @@ class _Expansion:
             storages[deaths] = storages[there[births[there]]][: len(deaths)]
 
     def _marks(self, turn: np.ndarray, place: np.ndarray) -> list[tuple[int, Mark, Unit | None, int]]:
-        """Return `Events.marks`; `turn` and `place` [events] are indices in `turns` and in `Log.entries`."""
+        """Return (event, mark, group, copy) for each start of a phase or module, in order, as `Events.marks` has them.
+
+        For each event of the whole model, `turn` and `place` are the indices in `turns` and in `Log.entries` of the
+        repetition and the entry that it comes from.
+        """
         length, of_stretch = len(self.log.entries), defaultdict[int, list[Mark]](list)
         for mark in self.log.marks:
             if mark.at < length:

@@ -210,7 +210,8 @@ class TrlSteps(Watched):
 
 
 class _Generating(SelfReferencing):
-    """The model of GRPO, whose calls outside of the loss are phases of their own."""
+    """The model of GRPO: `generate` runs only the first and last tokens; passes without gradients, except those of the
+    reference, are the phase `old_logprobs`. `steps` must be set before it is called."""
 
     steps: TrlSteps
 

@@ -22,7 +22,8 @@ from moetune.parallel.ranks import local_tensor
 
 
 class Watched:
-    """A model prepared for training, whose tensors and layer boundaries can be registered with a tracker.
+    """A model prepared for training, whose tensors and layer boundaries can be registered with a tracker: call
+    `tracker`, give the result to `add_to`, and compute within `watching`.
 
     Args:
         kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.

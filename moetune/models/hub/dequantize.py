@@ -205,7 +205,8 @@ def open_checkpoint(folder: Path) -> dict[str, Stored]:
     quantized, a `Stored` tensor.
 
     Raises:
-        UserError: as `read_headers`; or the parts of a quantized weight do not fit together.
+        UserError: there are no safetensors in the folder, a file is damaged, a tensor is in two files, or the parts of
+            a quantized weight do not fit together.
     """
     stored = read_headers(folder)
     opened: dict[str, Stored] = {}
