@@ -170,8 +170,8 @@ class Search:
 
     @property
     def left(self) -> Callable[[MemoryReport], int]:
-        """Function from a report to the bytes left free on GPU or host, whichever has less; negative if none are. The run
-        is taken to need what is expected if `tight`, else the most that it may."""
+        """Function from a report to the bytes left free on GPU or host, whichever has less; negative if none are. The
+        run is taken to need what is expected if `tight`, else the most that it may."""
         return headroom if self.tight else surely_left
 
     @cached_property
