@@ -101,6 +101,7 @@ class _Call:
     """Context of one checkpointed call: its forward pass, or its recomputation.
 
     Args:
+        routers: the hooks, which call `begin` and `end` while this context is entered.
         mode: the dispatch mode that records or replays; active while a router or a module of attention computes.
         rows: number of rows of each expert, for each bank of the call; filled in the forward pass, read in the
             recomputation.

@@ -84,7 +84,7 @@ def _norm(one: Factors) -> Tensor:
 
 
 def _apart(one: Factors, other: Factors) -> tuple[float, list[int] | None]:
-    """Return the relative difference of two updates, and the ids of the experts that differ."""
+    """Return the relative difference of two updates, and the ids of differing experts; None for a linear layer."""
     A = torch.cat((one.A, other.A), -2).double()
     B = torch.cat((one.scale * one.B.double(), -other.scale * other.B.double()), -1)
     norms, largest = _norm(Factors(A, B, 1.0)), torch.maximum(_norm(one), _norm(other))

@@ -97,7 +97,7 @@ def _rotate(
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether these are heads [B, h, S, d] and angles [B or 1, S, d] of one dtype."""
+    """Return whether q and k are heads [B, h, S, d], d even, and cos and sin [B or 1, S, d], all of one dtype."""
     if any(isinstance(tensor, DTensor) for tensor in (q, k)) or q.dim() != 4 or k.dim() != 4:
         return False
     shape = (q.shape[0], *q.shape[2:])

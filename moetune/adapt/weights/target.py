@@ -101,8 +101,8 @@ class LoadTarget:
         return self.banks[path]
 
     def put_expert(self, path: str, stack: str, expert: int, weight: Tensor) -> None:
-        """Store one expert's matrix or bias, quantized unless the expert trains. `weight` is the expert's slice of the
-        stack, in the model's layout, of any dtype."""
+        """Store one expert's matrix or bias, a matrix quantized unless the expert trains. `weight` is the expert's
+        slice of the stack, in the model's layout, of any dtype; ignored if this rank does not hold the expert."""
         self.bank(path).put_(expert, matrix_of(stack), out_in(self.layers[path], stack, weight))
         self._note(weight.numel())
 

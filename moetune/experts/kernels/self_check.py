@@ -32,7 +32,7 @@ TOKENS = 100
 
 
 class CallsSeen(TorchDispatchMode):
-    """Dispatch mode that runs `compute(operator, args)` for the result of each operator that has a kernel."""
+    """Dispatch mode in which a call of an operator that has a kernel returns `compute(operator, args)` instead."""
 
     def __init__(self, compute: Callable[[Operator, Sequence[Any]], Any]) -> None:
         super().__init__()
