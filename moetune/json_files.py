@@ -89,10 +89,11 @@ def sealed(body: Mapping[str, Any]) -> str:
 
 
 def read_sealed(file: Path, kind: Callable[..., T], what: str = "", remedy: str = "") -> T:
-    """Read a sealed document and validate it as `kind`; the arguments are those of `read_json`.
+    """Read a sealed document and validate it as `kind`; `what` names the file in messages, which end with `remedy`.
 
     Raises:
-        UserError: as `read_json`; or the text is not, byte for byte, what `sealed` returns for its contents.
+        UserError: the file cannot be read or does not validate; or its text is not, byte for byte, what `sealed`
+            returns for its contents.
     """
     what = what or repr(str(file))
     text = _bytes_of(file, what, remedy)

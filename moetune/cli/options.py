@@ -142,7 +142,8 @@ def argument(metavar: str, help: str, check: Callable[..., Any] | None = None) -
 def option(metavar: str | None, help: str, *names: str, check: Callable[..., Any] | None = None) -> Any:
     """Return an option of a command; its name is made from the parameter's name unless `names` (`--out`) are given.
 
-    `metavar` names the value in help texts; None for the type's name. `check` is as in `argument`.
+    `metavar` names the value in help texts; None for the type's name. `check` is called with the parsed value and
+    returns the value for the command, or raises `UserError`; None for no check.
     """
     return typer.Option(*names, metavar=metavar, help=help, callback=check)
 
@@ -283,13 +284,9 @@ def target(gpu: str | None, hardware: HardwareConfig | None = None) -> tuple[Dev
 def found_model(model: str, base: Any, device: DeviceType | None = None) -> Found:
     """Find the model of a command without loading it, and print its notes.
 
-    Args:
-        model: a run folder, the folder of a PEFT adapter or of a checkpoint, a catalog name or a hub id.
-        base: the format to quantize a checkpoint to, such as `nf4`; None to leave it as it is.
-        device: None for the GPU, or the CPU if there is none.
-
-    Raises:
-        UserError: `model` is none of these, or is a delta; or `base` is given for a run or an adapter.
+    `model` is a run folder, the folder of a PEFT adapter or of a checkpoint, a catalog name or a hub id; `base` the
+    format to quantize a checkpoint to, None to leave it as it is. Raises `UserError` for any other model, and for a
+    `base` of a run or an adapter.
     """
     with heavy_imports():
         from moetune.inference.opened import find
@@ -299,10 +296,7 @@ def found_model(model: str, base: Any, device: DeviceType | None = None) -> Foun
 
 
 def opened(model: str, base: Any) -> Opened:
-    """Load the model of a command for inference, and print its notes; `model` and `base` are those of `found_model`.
-
-    Raises `UserError` as that does, and if the weights cannot be read.
-    """
+    """Find the model of a command as `found_model` does, and load it; `UserError` if its weights cannot be read."""
     return found_model(model, base).open()
 
 

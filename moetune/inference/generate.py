@@ -196,7 +196,7 @@ class _Sampling(BaseModel):
 
 
 def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
-    """Return only the sampling settings (`_Sampling`) of the `generation_config.json` of the model `name`.
+    """Return only `top_k`, `top_p` and `repetition_penalty` of the `generation_config.json` of the model `name`.
 
     None, for a model without this file, gives the defaults. Raises `UserError` for an invalid value.
     """

@@ -78,7 +78,7 @@ def predict_generate(
         found: the model, found for a GPU or for this machine's CPU.
         prompt: the number of tokens of the longest prompt.
         most: the largest number of tokens to generate after each prompt.
-        temperature: as in `generate`; above 0, sampling takes some memory.
+        temperature: 0 for the most likely tokens; above 0, sampling takes some memory.
         batch: the number of prompts, which are continued together.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; without one, the report for a GPU has no verdict.
 

@@ -150,7 +150,8 @@ def find(
     """Find the model that `open_model` would load with the same arguments, without reading its weights.
 
     Raises:
-        UserError: as `open_model`, but for errors of the weights, which loading raises.
+        UserError: `what` is no run, adapter, checkpoint, catalog name or hub id, or has no weights; or `base` is given
+            for a run or an adapter. Weights that cannot be read are an error of loading.
     """
     device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
@@ -310,9 +311,6 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
 
 
 def _stock(model: ResolvedModel, device: DeviceType) -> PreTrainedModel:
-    """Load a checkpoint unquantized by transformers alone, in eval mode.
-
-    Raises `UserError` if it has no weights, or its tensors are not exactly those of the model.
-    """
+    """Load a checkpoint unquantized by transformers alone, in eval mode; `UserError` unless its tensors all fit."""
     _source(model.config.path)
     return load_stock(model, device).eval()

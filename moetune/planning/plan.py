@@ -69,7 +69,7 @@ class Plan:
         gpu: the GPU's name, as given, or the catalog name of a `Gpu`.
         usable_bytes: bytes of the GPU that a process can use.
         candidates: the largest run of each strategy that surely fits (verdict `yes`), or with `tight` that is expected
-            to fit, best first (`_useful_first`).
+            to fit: first the most useful one of each goal, then the others, best first.
         miss: the run that nearly fits, if there is no candidate; None if there is one, or if no run could be predicted.
         notes: messages for the user: what was left out, and why.
         tokens: the number of tokens that each candidate trains on; None if it was not given.
@@ -258,8 +258,7 @@ def _largest(
     Args:
         of_goal: the strategies, best first.
         refused: (goal, reason) -> strategies that cannot be predicted for it; they are added.
-        show: as in `plan`.
-        progress: is kept up to date.
+        show: called with `progress`, which is kept up to date, before each strategy and after each candidate.
     """
     has_found, search = False, workers.search
 

@@ -55,10 +55,8 @@ class Predictor:
         return self._like.keeping({}) if is_open(config.train) else self._like
 
     def of(self, config: RunConfig) -> MemoryReport:
-        """Predict the memory of a run by closed form, or by a trace if it has none, for the routing that `end` says.
-
-        Raises `UserError` if the run cannot be resolved or predicted.
-        """
+        """Predict the memory of a run by closed form, or by a trace if it has none, for the routing that `end` says;
+        `UserError` if the run cannot be resolved or predicted."""
         routing = self.routing
         if self.end is not None:
             only = routing.highest if self.end == "high" else None

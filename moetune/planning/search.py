@@ -170,10 +170,8 @@ class Search:
 
     @property
     def left(self) -> Callable[[MemoryReport], int]:
-        """Function from a report to the bytes left free on GPU or host, whichever has less; negative if none are.
-
-        With `tight` the run is taken to need what is expected, otherwise the most that it may.
-        """
+        """Function from a report to the bytes left free on GPU or host, whichever has less; negative if none are. The
+        run is taken to need what is expected if `tight`, else the most that it may."""
         return headroom if self.tight else surely_left
 
     @cached_property
@@ -449,10 +447,8 @@ def _room(room: Mapping[int, int], each: int, most: int) -> int:
 
 
 def worth(experts: int) -> int:
-    """Return the number of experts that another result must exceed to be worth a search, if `experts` are known to fit.
-
-    It is half a percent more than `experts`, rounded down: below 200 the same number.
-    """
+    """Return the number of experts that another result must exceed to be worth a search, if `experts` are known to fit:
+    half a percent more than these, rounded down, which below 200 is the same number."""
     return int(experts * (1 + _TOLERANCE))
 
 

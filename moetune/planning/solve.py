@@ -195,7 +195,7 @@ def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope:
         left: number -> known headroom in bytes.
         fits, fails: the last number known to fit, and the first known not to fit.
         count: how many numbers there are.
-        slope: as in `last_that_fits`; used if only one headroom is known.
+        slope: bytes that each number needs more than the one before, 0 if unknown; used with one known headroom.
     """
     near = sorted(left, key=lambda number: abs(left[number]))[:2]
     if len(near) < 2 and slope > 0:

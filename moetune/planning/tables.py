@@ -89,7 +89,7 @@ def advice(first: Candidate) -> str:
 
 
 def _row(number: int, one: Candidate, plan: Plan) -> Iterator[str]:
-    """Yield the two lines of a candidate, at most `_WIDTHS` wide: number, what trains, batch (rows × tokens ×
+    """Yield the two lines of a candidate, at most 80 and 100 columns: number, what trains, batch (rows × tokens ×
     micro-batches), bytes needed, verdict; then optimizer, ranks, host memory, speed, steps, and what is given up."""
     train, report = one.config.train, one.report
     batch = f"{train.micro_batch} × {train.sequence_length} × {train.accumulate}"

@@ -178,10 +178,8 @@ class Recorder:
                 add[f"{where}.entropy"] = -(torch.nan_to_num(p_TE * log_p_TE) * mask_T1).sum()
 
     def scores(self, sources: list[int]) -> dict[int, LayerScores]:
-        """Return layer number -> statistics over the data sets of these indices together.
-
-        Raises `UserError` if the outputs of a layer's experts are NaN or infinite.
-        """
+        """Return layer number -> statistics over the data sets of these indices together; `UserError` if outputs of
+        experts are NaN or infinite."""
         return {
             index: LayerScores(
                 num_experts=layer.shape.num_experts,

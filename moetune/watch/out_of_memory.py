@@ -170,7 +170,8 @@ def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
 
 
 def _by_name(parts: Parts) -> dict[str, int]:
-    """Return part -> bytes, those of `_WORKING` together as `activations_and_temporaries`, and all as `allocated`."""
+    """Return part -> bytes, with saved activations and transient peak as one part, `activations_and_temporaries`, and
+    the sum of all as `allocated`."""
     known: dict[str, int] = {name: size for name, size in parts.items() if name not in _WORKING}
     working = sum(getattr(parts, name) for name in _WORKING)
     return {**known, "activations_and_temporaries": working, "allocated": parts.total}

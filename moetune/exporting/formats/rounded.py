@@ -82,7 +82,8 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
     together; empty if no matrix that trained is quantized.
 
     Raises:
-        UserError: as `write_merged`; or checkpoints of the model type have no layout in this format.
+        UserError: the run began with random weights; the base is missing, has changed since the run, or has no tensor
+            for a trained parameter; or checkpoints of the model type have no layout in this format.
     """
     folder, model = base_folder(run), run.adapted.run.model
     base = {
