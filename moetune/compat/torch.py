@@ -36,7 +36,7 @@ class HostModule(nn.Module):
 
     @property
     def on_host(self) -> bool:
-        """Whether the tensors stay in host memory."""
+        """Whether the tensors stay in host memory now; subclasses define it."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HostModule":
@@ -46,11 +46,18 @@ class HostModule(nn.Module):
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
 ) -> tuple[Tensor, ...]:
-    """Run torch's flash attention, causal within documents; arguments as in `within_documents` (adapt/flash.py).
+    """Run torch's flash attention for CUDA, causal within each of n documents that lie one after the other.
 
     Returns the output [T, h, d], the logsumexp float32 [h, T], and two states for `varlen_backward`. The kernel is that
     of `torch.nn.attention.varlen.varlen_attn`, without its launches for a random state and, in backward, for two
     gradients, which nobody reads.
+
+    Args:
+        q, k, v: [T, h, d] for queries, [T, h_kv, d] for keys and values.
+        starts: index of the first token of each document, and T: int32 [n + 1].
+        longest: tokens of the longest document.
+        scaling: factor of the scores.
+        window: number of last tokens, its own included, that a token attends to; 0 for all.
     """
     out, lse, *states, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, not window, False, **_flash_options(scaling, window)
@@ -71,7 +78,10 @@ def varlen_backward(
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the operator that is the backward of `varlen_forward`; return the gradients of q, k and v."""
+    """Return the gradients of q, k and v, given that of the output, `dout` [T, h, d].
+
+    The other arguments are the arguments and results of `varlen_forward`; `states` are its two last results.
+    """
     how = (starts, starts, longest, longest, 0.0, not window, *states)
     return torch.ops.aten._flash_attention_backward(dout, q, k, v, out, lse, *how, **_flash_options(scaling, window))
 
@@ -196,8 +206,8 @@ class _Ways(dict[int, tuple[_Way, bool]]):
     """id of an operation, which torch never frees and hashes slowly -> how `QuickFakeMode` runs it, and whether it can
     run directly on meta tensors.
 
-    Not at all ("nothing"), without the mode ("passed on"), by returning its first argument ("in place"), from the cache
-    of results ("anew"), directly on meta tensors ("on meta"), or as torch's own mode does ("by torch").
+    "nothing": not at all; "passed on": outside of the mode; "in place": by returning the first argument; "anew": from
+    the cache of results; "on meta": on the meta tensors inside the fake ones; "by torch": as torch's own mode does.
     """
 
     def of(self, func: Any) -> tuple[_Way, bool]:
@@ -306,7 +316,7 @@ class QuickFakeMode(FakeTensorMode):
         return self._fake(out, device) if isinstance(out, Tensor) else [self._fake(o, device) for o in out]
 
     def _fake(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        """Return what `FakeTensor(self, meta, device)` does, without its checks."""
+        """Return a fake tensor on `device` around `meta`: `FakeTensor(self, meta, device)` without its checks."""
         if (attributes := self._attributes.get(device)) is None:
             fake = FakeTensor(self, meta, device)
             self._attributes[device] = dict(vars(fake))

@@ -175,7 +175,7 @@ def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = N
         found: the fingerprint of `folder`, if known; by default the whole folder is read to compute it.
 
     Returns:
-        The name and fingerprint of the base, for the manifest of an export.
+        The name and fingerprint of the base, for the manifest of an export; as now found if the run recorded none.
 
     Raises:
         UserError: the fingerprints differ.

@@ -63,7 +63,8 @@ def complete(
         out: the file to write, in the order of the records; nothing may be there.
         batch: the largest number of prompts in a batch.
         samples: the number of texts for each record, each in a line of its own.
-        max_new_tokens, temperature: as in `generate`.
+        max_new_tokens: the largest number of tokens of a text.
+        temperature: 0 for the most likely token at each position; above 0, tokens are sampled.
         seed: seed of the first batch; the n-th batch after it has `seed` + n.
         console: where progress is shown; by default stderr.
 

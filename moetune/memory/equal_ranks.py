@@ -1,7 +1,5 @@
 """Groups of ranks that need equal memory, so that one rank of each group is predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 from weakref import WeakKeyDictionary

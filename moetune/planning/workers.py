@@ -36,7 +36,8 @@ _Output: TypeAlias = "Candidate | UserError | None"
 
 
 class Workers:
-    """Calls methods of a `Search` in this process and in other processes beside it.
+    """Calls methods of a `Search` in this process and in other processes, which end with the `with` statement that it
+    is used in.
 
     Args:
         search: the search in this process; the others build theirs from its `start` and `options`.
@@ -90,7 +91,7 @@ class Workers:
             return self._start, method, inputs[number], *more(before)
 
         def feed() -> None:
-            """Give work to the processes that are free; call it with the lock."""
+            """Give work to the other processes that are free; the caller must hold `lock`."""
             nonlocal busy
             while self._pool is not None and left and busy < self._others:
                 try:

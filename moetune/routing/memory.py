@@ -21,7 +21,7 @@ def predict_score(run: ResolvedRun, sources: int = 1, *, gpu: str | Gpu | None =
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; by default `hardware.gpu` of the run file.
 
     Raises:
-        UserError: the model has no experts; or as `predict`.
+        UserError: the model has no experts, or the pass cannot be predicted.
     """
     refuse_dense(run)
     train = run.config.train

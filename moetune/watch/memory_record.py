@@ -35,8 +35,8 @@ MEASURED_STEPS = 2
 class MemoryRecord:
     """Predicts the memory of a run, measures its first steps, and writes both to `memory.json`.
 
-    Create it before the first step. On CUDA the peak comes from torch's counters; on a CPU from `Tracker`, which traces
-    also use.
+    Create it before the first step, call `step_begins` and `step_ends` around each step, and `finish` after the last.
+    On CUDA the peak comes from torch's counters; on a CPU from `Tracker`, which traces also use.
 
     Attributes:
         predicted: the prediction for the current micro-batch, with balanced routing.

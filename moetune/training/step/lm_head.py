@@ -19,7 +19,10 @@ from moetune.models.stack import decoder_stack
 
 
 class LMHeadSizes(Protocol):
-    """The sizes of an LM head from which `Chunks.of` computes the chunks of the loss; attributes as in `LMHead`."""
+    """Sizes of an LM head, from which `Chunks.of` computes the chunks of the loss.
+
+    `vocabulary`: logits per token; `width`: bytes of a logit; `row_bytes`: bytes per token of all tensors [n, V].
+    """
 
     @property
     def vocabulary(self) -> int: ...
