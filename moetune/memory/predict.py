@@ -145,9 +145,7 @@ def _by_documents(run: ResolvedRun) -> list[str]:
     """Return the assumption about layers that run document by document, if a run has such layers and packs."""
     layers = layers_with_state(run.model.plain) if run.config.packs else 0
     by_one = f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run document by document"
-    more = (
-        "by transformers' own operations: other packages' kernels differ, and documents shorter than a chunk take more"
-    )
+    more = "by transformers' own operations: other packages' kernels differ"
     return [f"{by_one}, {more}"] * bool(layers)
 
 
