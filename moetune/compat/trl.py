@@ -322,7 +322,7 @@ def run_steps(
 
 
 def _generates_beside_gradients(arguments: Any) -> bool:
-    """Return whether GRPO, by its arguments, generates after the first micro-step of some step."""
+    """Return whether GRPO, by its arguments, generates in a later micro-step than a step's first, beside gradients."""
     every = arguments.steps_per_generation * arguments.num_iterations
     return every % arguments.gradient_accumulation_steps != 0
 

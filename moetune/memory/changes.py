@@ -14,7 +14,7 @@ from moetune.memory.report import Change, MemoryReport, PartName
 Predict = Callable[[RunConfig], MemoryReport]
 """A configuration -> its predicted memory."""
 Left = Callable[[MemoryReport], int]
-"""A prediction -> the bytes of its GPU that are left free."""
+"""A prediction -> the bytes that the run leaves free, of the GPU or of GPU and host; negative if it does not fit."""
 _ON_HOST = {"model.experts_on": "host", "train.checkpointing": "offload", "optimizer.offload": True}
 _UPDATED: tuple[PartName, ...] = ("optimizer_states", "master_weights")
 _ACTIVATIONS: tuple[PartName, ...] = ("saved_activations", "transient_peak")

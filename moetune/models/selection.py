@@ -36,7 +36,10 @@ class Selection:
     left_out: tuple[str, ...] = ()
 
     def without(self, layers: Collection[int], structure: ModelStructure) -> "Selection":
-        """Return the selection without the decoder layers with the indices `layers`, of the model with `structure`."""
+        """Return the selection without what is in the decoder layers with the indices `layers`.
+
+        `structure` is that of the whole model.
+        """
         rest = structure.without(layers)
         paths = {*rest.linears(), *(layer.experts for layer in rest.moe_layers)}
         return Selection(

@@ -195,7 +195,8 @@ class RunWarnings:
 
     @torch.no_grad()
     def _sample(self) -> dict[str, Tensor]:
-        """Return up to `_SAMPLED` elements of each trained parameter on this rank: float32, on the host, by part."""
+        """Return part -> up to `_SAMPLED` elements of each of its trained parameters on this rank, float32 [n] on the
+        host."""
         parts: dict[str, list[Tensor]] = {}
         for name, parameter in self.adapted.trainable().items():
             flat = local_tensor(parameter).reshape(-1)

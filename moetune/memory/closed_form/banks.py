@@ -22,7 +22,7 @@ class Bank:
     Attributes:
         held: ids of the experts on this rank, ascending.
         trained: ids of those that train in full.
-        lora: ids of those with LoRA.
+        lora: ids of those with LoRA; all others are frozen.
         most: largest number of experts that are computed together.
     """
 
@@ -32,8 +32,8 @@ class Bank:
     most: int
 
     def groups(self, *, alone: bool) -> list[tuple[Kind, tuple[int, ...]]]:
-        """Return (kind, expert ids) of each group of experts that is computed together, in order. With `alone`, each
-        trained expert is a group of its own (`bank.groups_of`)."""
+        """Return (kind, expert ids) of each group of experts that is computed together, in order: those trained in full
+        come last. With `alone`, each of these is a group of its own."""
         frozen = [expert for expert in self.held if expert not in self.trained]
         order = [*frozen, *self.trained]
         kinds: list[Kind] = ["lora" if expert in self.lora else "frozen" for expert in frozen]

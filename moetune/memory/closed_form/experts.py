@@ -390,6 +390,8 @@ class _Rewriting:
             self._death(self._of_expert[~entry][expert])
 
     def _birth(self, source: int, sizes: Counts, experts: tuple[int, ...] = ()) -> int:
+        """Write the allocation of a copy of block `source`, by the group of `experts` (empty: those of the block), and
+        return the copy's number."""
         number, block = len(self.log.blocks), self._record.log.blocks[source]
         born = len(self.log.entries)
         self.log.blocks.append(replace(block, born=born, died=None, experts=experts or block.experts))
@@ -399,6 +401,7 @@ class _Rewriting:
         return number
 
     def _death(self, number: int) -> None:
+        """Write the release of a new block; do nothing if it has been freed already."""
         block = self.log.blocks[number]
         if block.died is None:
             block.died = len(self.log.entries)

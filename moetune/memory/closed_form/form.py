@@ -197,7 +197,8 @@ class ClosedForm:
         return self.recorded
 
     def shape(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Shape:
-        """Return the shape of a run's batches, the key of its record; `recorded`, for its LM head, must be set."""
+        """Return the shape of a run's batches, the key of its record. `recorded`, whose LM head it depends on, must be
+        set."""
         return self._size(config, routing).shape
 
     def _size(self, config: ResolvedConfig, routing: AssumedRouting) -> _Size:

@@ -32,10 +32,10 @@ class ProbeSizes:
 
     @classmethod
     def of(cls, shape: Shape, own: Collection[int], number: int) -> "ProbeSizes":
-        """Choose sizes of `shape` to record a step at: rows and length with large prime factors, chunks of the loss.
+        """Choose sizes to record a step of `shape` at: rows and length with large prime factors, chunks of the loss.
 
-        `own` are the dimensions of the model's weights; none of them is a multiple of the rows or of a number of tiles.
-        `number`, from 0, selects one of several different choices.
+        `own` are the dimensions of the model's weights: rows (unless 1 by `shape`) and numbers of tiles are chosen so
+        that none of these is a multiple of them. `number`, from 0, selects one of several different choices.
         """
         free = (p for p in primes(53) if _is_rough(2 * p + 1) and not any(size % p == 0 for size in own))
         for _ in range(number + 1):

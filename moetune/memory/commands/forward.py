@@ -40,7 +40,7 @@ def predict_forward(
         run: resolved for the device that is meant: a GPU, or this machine's CPU, on which all tensors are host memory.
         passes: runs the command's passes with a model, given as `Watched`, under a tracker, whose phases it sets.
         said: label -> text, for the head of the report; replaces what training would say under the same label.
-        gpu: as in `predict`.
+        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; None: `hardware.gpu`. Ignored on a CPU.
         filled: bytes of the largest tensor that is read into the model after it was built.
 
     Raises:

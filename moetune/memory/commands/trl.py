@@ -89,7 +89,8 @@ def trace_trl(
 ) -> Trace:
     """Trace the first two steps of a run in a TRL trainer on fake tensors, and its reference's pass before them.
 
-    Arguments and errors are those of `predict_trl` and of `trace`.
+    `more` are arguments of TRL's configuration that replace those of `trl_arguments`; all others are those of `trace`.
+    Raises the errors of `trace`, and `UserError` if TRL refuses the arguments.
     """
     from moetune.memory.trace.trl_steps import TrlSteps
 

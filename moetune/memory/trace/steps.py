@@ -275,7 +275,7 @@ class Steps(Watched):
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
         """Register weights, optimizer states and gradients that exist, then record within the `with` block; without
-        `tracking` no operations, as in `run`."""
+        `tracking` only phases, modules and layer boundaries, no operations."""
         self.add_to(tracker)
         tracker.add(self.stepper.loss)
         for tensor in self.optimizer.masters():

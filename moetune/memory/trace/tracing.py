@@ -109,7 +109,7 @@ def faked(
 
     Raises:
         NotTraceable: code inside the context reads the values of tensors.
-        UserError: the model cannot be built, as in `build_fake`.
+        UserError: the model cannot be built (`build`).
     """
     mode = QuickFakeMode()
     without = () if gpu is None else run.config.hardware.without_kernels

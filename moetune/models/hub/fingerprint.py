@@ -51,7 +51,7 @@ class Fingerprint:
     def difference_of_tensors(self, tensors: Mapping[str, str]) -> str | None:
         """Return the first difference in tensor names, shapes or dtypes in one line; None if there is none.
 
-        `tensors` describes the other checkpoint, as `headers` does.
+        `tensors` describes the other checkpoint: tensor name -> dtype and shape, such as `BF16 [8, 64]`.
         """
         for name in sorted(self.tensors.keys() | tensors.keys()):
             mine, its = self.tensors.get(name, "no such tensor"), tensors.get(name, "no such tensor")

@@ -130,7 +130,9 @@ class RouterWatch:
 
 
 def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
-    """Return how many tokens chose each expert, float [num_experts]; tokens whose `mask` is 0 are left out.
+    """Return how many tokens chose each expert, float [num_experts], from the chosen ids and their routing weights.
+
+    `mask` is 1 for tokens that count, 0 for padding; any shape with T elements. None if all count.
 
     A choice with routing weight 0 does not count: in ZAYA it means that the token skips the experts.
     """
