@@ -241,7 +241,7 @@ def _compare(
 
 def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, np.ndarray]:
     """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and [blocks] each block's place
-    in the loss (`_places_of`, which may raise `NoClosedForm`)."""
+    in the loss, as an index in `PLACES`. Raises `NoClosedForm` if a block outlives its place."""
     config, adapted = steps.config, steps.adapted
     shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)

@@ -91,7 +91,8 @@ def stretches(log: Log, kept: Sequence[int], units: Sequence[Unit]) -> list[Stre
 class Owners:
     """Assigns each block of a log to a decoder layer, and through that to a group that stands for others.
 
-    A layer inside a group is counted as the group's last layer. `kept` and `units` are as in `stretches`.
+    A layer inside a group is counted as the group's last layer. `kept` are the numbers of the decoder layers that ran,
+    ascending; `units` the groups among them that stand for others.
 
     Attributes:
         stretches: the stretches of the log, in order.
@@ -279,7 +280,7 @@ class _Expansion:
         self.rows.append((np.broadcast_to(turn, place.shape), place, block, copy))
 
     def _outside(self, stretch: Stretch) -> None:
-        """Add a stretch once, because it lies in no repeated group; repeat only entries of such groups' blocks."""
+        """Add a stretch of no repeated group to `rows` once; repeat only its entries of such groups' blocks."""
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]
         count, first = self.counts[block], np.zeros(len(place), dtype=np.int64)
@@ -295,7 +296,7 @@ class _Expansion:
         self.turns.append((stretch, 0))
 
     def _copied(self, stretch: Stretch, unit: Unit) -> None:
-        """Add a group's stretch once for each group that it stands for, in descending order in backward."""
+        """Add a group's stretch to `rows` once for each group that it stands for, in descending order in backward."""
         own, last = unit.layers[-1], len(unit.copies) - 1
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]

@@ -146,7 +146,7 @@ class TrlSteps(Watched):
 
     @contextmanager
     def entering(self, phase: Phase) -> Iterator[None]:
-        """Record what is computed within the `with` block as a phase of its own."""
+        """Record what is computed within the `with` block under `phase`; then return to the phase before."""
         tracker, before = self._tracker, self._tracker.phase
         tracker.enter(phase)
         yield
