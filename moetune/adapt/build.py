@@ -1,7 +1,5 @@
 """Build the adapted model of a run: `build(run, device)`, used alike by training, counting and prediction."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

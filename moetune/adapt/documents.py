@@ -120,7 +120,10 @@ def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _joined(parts: Sequence[Any], lengths: Sequence[int], rows: int) -> Any:
-    """Join outputs [1, length, …] of all documents to one [B, S, …]; of outputs other than of tokens, take the last."""
+    """Join the documents' outputs [1, length, …] to one [B, S, …], for B = `rows`.
+
+    Of an output without a row for each token, such as a final state, return the last document's.
+    """
     if not all(isinstance(part, Tensor) and part.shape[1] == n for part, n in zip(parts, lengths, strict=True)):
         return parts[-1]
     return torch.cat([*parts], 1).unflatten(1, (rows, -1)).squeeze(0)

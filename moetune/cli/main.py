@@ -1,7 +1,5 @@
 """The command line's entry point: register the commands, and turn exceptions into messages and exit codes."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

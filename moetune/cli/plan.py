@@ -123,12 +123,9 @@ def plan(
         import torch
 
         from moetune.memory.assumed_routing import parse_routing
-        from moetune.planning.figure import plan_chart
         from moetune.planning.files import write_runs
         from moetune.planning.plan import plan as plan_for
         from moetune.planning.tables import briefly, plan_view
-        from moetune.report.page import write_page
-        from moetune.training.data.sources import looks_like_a_file, open_sources
         from moetune.training.trl import InTrl
 
     here = at_hand(gpu, count=count)
@@ -137,6 +134,8 @@ def plan(
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB; this machine has none")
     why: tuple[str, ...] = () if here is None else (here.words,)
     if data is not None:
+        from moetune.training.data.sources import looks_like_a_file, open_sources
+
         if looks_like_a_file(data) or "/" not in data:  # the hub may be out of reach here
             open_sources(data)
         if tokens is None:
@@ -161,6 +160,9 @@ def plan(
     found = replace(found, notes=(*found.notes, *why))
     view = plan_view(found, every=all_ or goal != "any")
     written = [str(file) for file in ([] if write is None else write_runs(found, write))]
+    if html is not None or figure is not None:
+        from moetune.planning.figure import plan_chart
+        from moetune.report.page import write_page
     if html is not None:
         write_page(view, html, [plan_chart(found)] * bool(found.candidates))
         note(f"{html} written")

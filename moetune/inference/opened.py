@@ -150,7 +150,8 @@ def find(
     """Find the model that `open_model` would load with the same arguments, without reading its weights.
 
     Raises:
-        UserError: as `open_model`, but for errors of the weights, which loading raises.
+        UserError: `what` is no run, adapter, checkpoint, catalog name or hub id, or has no weights; or `base` is given
+            for a run or an adapter. Weights that cannot be read are an error of loading.
     """
     device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
@@ -166,12 +167,12 @@ def find(
     dtype = dtype or dtype_on(device)
     source = _source(what)
     if stock:
-        model = resolve_model(ModelConfig.model_validate({"path": what, "dtype": dtype}), device)
+        model = resolve_model(ModelConfig.named(what, dtype=dtype), device)
         load = partial(_stock, model, device)
         return Found(name=what, kind="checkpoint", folder=source.folder, load=load, model=model)
     as_it_is = base is None and source.quantization.base is None
-    settings = {"path": what, "base": dtype if as_it_is else base or "auto", "dtype": dtype}
-    config = RunConfig(model=ModelConfig.model_validate(settings), adapt=AdaptConfig(also=("norm",)))
+    settings = ModelConfig.named(what, base=dtype if as_it_is else base or "auto", dtype=dtype)
+    config = RunConfig(model=settings, adapt=AdaptConfig(also=("norm",)))
     run = resolve(_alone(config, device, dtype), device)
 
     def built() -> PreTrainedModel:
@@ -243,14 +244,14 @@ def _alone(config: RunConfig, device: DeviceType, dtype: str | None) -> RunConfi
 def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Found:
     """Return the adapter in the folder `path`, opened as `what`, to be loaded onto its base with stock PEFT.
 
-    Raises `UserError` if it names no base, the base cannot be loaded, its tensors are not exactly those that PEFT
-    expects, or it is in another layout.
+    Raises `UserError` if it cannot be read, names no base, or the base cannot be found. Loading raises `UserError` if
+    the weights of the base cannot be read, or the adapter does not fit the base.
     """
     settings, _ = read_adapter(path)
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"the adapter in {what!r}: {CONFIG_FILE} names no base; set base_model_name_or_path")
-    model = resolve_model(ModelConfig.model_validate({"path": base, "dtype": dtype or dtype_on(device)}), device)
+    model = resolve_model(ModelConfig.named(base, dtype=dtype or dtype_on(device)), device)
 
     def loaded() -> PreTrainedModel:
         return _with_adapter(what, path, model, device)
@@ -259,7 +260,11 @@ def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None)
 
 
 def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceType) -> PreTrainedModel:
-    """Load an adapter onto its base; raises as `_found_adapter`."""
+    """Load the adapter in the folder `path`, opened as `what`, onto its base `model` with stock PEFT, in eval mode.
+
+    Raises `UserError` if the base cannot be loaded, the adapter's tensors are not exactly those that PEFT expects, or
+    they are in another layout.
+    """
     settings, tensors = read_adapter(path)
     base = model.config.path
     try:
@@ -296,7 +301,7 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
 
     PEFT would load it without an error, and compute something else. `base` is the base that it names.
     """
-    model, stored = resolve_model(ModelConfig.model_validate({"path": base}), device), open_adapter(path)
+    model, stored = resolve_model(ModelConfig.named(base), device), open_adapter(path)
     found = sure(read(stored, base_of(model.source, model.plain, model.structure, base)), stored)
     if found.layout not in (None, "peft"):
         raise UserError(
@@ -306,6 +311,6 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
 
 
 def _stock(model: ResolvedModel, device: DeviceType) -> PreTrainedModel:
-    """Load a checkpoint unquantized by transformers alone, in eval mode, after checking it as training does."""
+    """Load a checkpoint unquantized by transformers alone, in eval mode; `UserError` unless its tensors all fit."""
     _source(model.config.path)
     return load_stock(model, device).eval()

@@ -1,9 +1,10 @@
 """Groups of ranks that need equal memory, so that one rank of each group is predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from moetune.adapt.build import build
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
@@ -57,5 +58,14 @@ def divides_evenly(run: ResolvedRun) -> bool:
     if parallel.fsdp == 1 or parallel.engine == "deepspeed":  # which pads one flat tensor of all trained parameters
         return True
     unlike = {kind: layer for layer, kind in enumerate(kinds_of(run, 0))}  # a layer of each kind has all sizes
-    short = run.without_layers(set(range(run.structure.num_layers)) - set(unlike.values()))
-    return all(p.shape[0] % parallel.fsdp == 0 for p in build(short, "meta").model.parameters() if p.dim())
+    known, chosen = _KNOWN.setdefault(run.model.plain, {}), run.selection
+    key = (parallel.fsdp, run.config.model, frozenset(unlike), chosen.full, frozenset(chosen.ranks.items()))
+    if key not in known:
+        short = run.without_layers(set(range(run.structure.num_layers)) - set(unlike.values()))
+        shapes = (p.shape for p in build(short, "meta").model.parameters())
+        known[key] = all(shape[0] % parallel.fsdp == 0 for shape in shapes if shape)
+    return known[key]
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = WeakKeyDictionary()
+"""Plain model -> all that the shapes of the parameters of a run depend on -> what `divides_evenly` found."""

@@ -5,8 +5,6 @@ memory both that and GPU memory outside the allocator. Expected is what a run is
 more by the report's *unknowns*, and the *span* goes from the least to the most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
@@ -357,7 +355,8 @@ class MemoryReport:
 
     @property
     def host_verdict(self) -> Verdict | None:
-        """Whether the host can hold the run, as `card_verdict`; None if it is not known how much memory it has."""
+        """Whether the host can hold the run: `yes` if the most that it may need fits, `no` if the least does not, else
+        `tight`; None if it is not known how much memory the host has."""
         if self.host is None or self.host.room is None:
             return None
         if self.host.span.low > self.host.room.value:

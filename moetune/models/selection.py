@@ -36,7 +36,10 @@ class Selection:
     left_out: tuple[str, ...] = ()
 
     def without(self, layers: Collection[int], structure: ModelStructure) -> "Selection":
-        """Return the selection without the decoder layers with the indices `layers`, of the model with `structure`."""
+        """Return the selection without what is in the decoder layers with the indices `layers`.
+
+        `structure` is that of the whole model.
+        """
         rest = structure.without(layers)
         paths = {*rest.linears(), *(layer.experts for layer in rest.moe_layers)}
         return Selection(
@@ -91,7 +94,11 @@ _UNREACHED = "only chooses among tokens or experts, by comparison, so no gradien
 
 
 class _Resolver:
-    """Looks up the names and numbers of `adapt:` in a model structure, and collects problems for messages."""
+    """Looks up the names and numbers of `adapt:` in a model structure.
+
+    Its methods collect `problems` (messages), and `lora` also `ranks` and `left_out`, which have the form that they
+    have in `Selection`. `inert` are the paths of linear layers on which LoRA has no effect.
+    """
 
     def __init__(self, structure: ModelStructure, inert: Collection[str]) -> None:
         self.structure, self.inert = structure, inert

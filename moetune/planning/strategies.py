@@ -4,8 +4,6 @@ A strategy does not say how many experts train, with what rank, or on how many r
 that fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice

@@ -358,7 +358,9 @@ class Loop:
 class Watcher:
     """Interface of an observer of a run; this base class does nothing. The implementation is in `moetune/watch/`.
 
-    `pace` is the predicted work of a step, set in `begin`; it goes into each line of metrics.
+    Order of the calls: `settled`, `reading`, `begin`; `step_begins` and `step_ends` in each step, `logged` at each line
+    of metrics; `out_of_memory` if memory runs out; `end`. `pace` is the predicted work of a step, set in `begin`; it
+    goes into each line of metrics.
     """
 
     pace = Pace()

@@ -1,7 +1,5 @@
 """Adapted models in TRL's trainers: the model with its reference, and the arguments that keep what a run file sets."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -21,9 +19,9 @@ TRAINERS: tuple[TrlTrainer, ...] = get_args(TrlTrainer)
 
 @dataclass(frozen=True)
 class InTrl:
-    """A trainer of TRL, with arguments of its configuration that replace those of `trl_arguments`.
+    """A kind of trainer of TRL, and arguments of its configuration that replace or extend those of `trl_arguments`.
 
-    `arguments` is the text of a JSON object.
+    `arguments` is the text of a JSON object, such as `{"beta": 0.1}`.
     """
 
     trainer: TrlTrainer

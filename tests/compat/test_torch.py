@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -118,9 +118,11 @@ def arguments_of(name: str) -> list[tuple[tuple, dict]]:
         "detach": [((x,), {}), ((wide,), {})],
         "div": [((x, 2.0), {}), ((wide, 3), {})] if name.endswith("Scalar") else two,
         "expand": [((vector, [6, -1]), {}), ((x[:, None], [-1, 4, -1]), {})],
+        "exp_": [((x,), {}), ((wide,), {})],
         "gather": [((x, 0, rows[:, None]), {}), ((wide, 1, rows[None]), {})],
         "index_add_": [((x, 0, rows, flat[:, 0]), {}), ((x, 1, rows, torch.empty(6, 6)), {"alpha": 2})],
         "index_copy_": [((x, 0, rows, flat[:, 0]), {}), ((flat, 0, rows, flat), {})],
+        "index_put_": [((x, [rows], flat[:, 0]), {}), ((flat, [rows, rows[:1]], vector), {})],
         "linalg_vector_norm": [((x,), {}), ((wide, 2, [1], True), {"dtype": torch.float32})],
         "mean": [((x, [-1], True), {}), ((flat, [0]), {})],
         "mm": [((x, torch.empty(8, 3)), {}), ((wide.T, torch.empty(6, 2, dtype=torch.bfloat16)), {})],
@@ -131,6 +133,7 @@ def arguments_of(name: str) -> list[tuple[tuple, dict]]:
         "pow": [((x, 2), {}), ((wide, 0.5), {})],
         "pow_": [((x, 2), {}), ((wide, 0.5), {})],
         "rsqrt": [((x,), {}), ((flat,), {})],
+        "scatter_add_": [((x, 0, rows[:, None], x), {}), ((wide, 1, rows[None], wide), {})],
         "select": [((x, 0, -1), {}), ((flat, 1, 2), {})],
         "silu": [((x,), {}), ((wide,), {})],
         "silu_backward": [((x, x), {}), ((wide, wide), {})],
@@ -138,6 +141,7 @@ def arguments_of(name: str) -> list[tuple[tuple, dict]]:
         "split": [((x, 4), {}), ((flat, 3, 2), {})],
         "split_with_sizes": [((x, [2, 4]), {}), ((flat, [1, 2], 1), {})],
         "squeeze": [((x[:1], 0), {}), ((x, 0), {})],
+        "sub_": [((x, vector), {}), ((x, wide), {"alpha": 2})],
         "sum": [((x, [0]), {}), ((wide, [0, 1], True), {"dtype": torch.float32})],
         "t": [((x,), {}), ((vector,), {})],
         "transpose": [((x, 0, 1), {}), ((flat, -1, -3), {})],
@@ -146,6 +150,7 @@ def arguments_of(name: str) -> list[tuple[tuple, dict]]:
         "view": [((x, torch.int16), {}), ((flat, torch.int32), {})]
         if name.endswith("dtype")
         else [((x, [4, 12]), {}), ((x, [-1]), {})],
+        "zero_": [((x,), {}), ((wide,), {})],
     }[name.partition(".")[0]]
 
 
@@ -196,14 +201,28 @@ def test_what_is_made_again_is_of_its_own_type_and_memory() -> None:
 
 
 def test_quick_fakes_leave_other_tensors_to_torch() -> None:
-    with QuickFakeMode() as mode:
+    with QuickFakeMode():
         known = torch.tensor(2.0)  # its value is: torch answers questions about it
         assert (known * 3).item() == 6
+        assert known.is_cpu
         other = torch.empty(3).to("meta")
         assert (other * 2).device.type == "meta"
-    real = torch.ones(3)
-    with mode:
-        assert isinstance(real * 2, FakeTensor)
+
+
+def test_real_tensors_become_fake_ones_of_their_own_layout() -> None:
+    real, places = torch.empty(4, 6).T[::2], torch.tensor([2, 0, 1])
+
+    def described(mode: FakeTensorMode) -> list:
+        with mode:
+            ids = torch.empty(5, dtype=torch.int64)
+            made = [torch.tensor([[1, 2]]), torch.tensor([1.5, 2.5], dtype=torch.float64), torch.tensor([])]
+            made += [out for _ in range(2) for out in (real * 2, places[ids])]
+            assert all(isinstance(one, FakeTensor) and one.untyped_storage().nbytes() >= one.nbytes for one in made)
+            with pytest.raises(DynamicOutputShapeException):  # the number of rows depends on values
+                _ = real[torch.tensor([True, False, True])]
+        return [(one.shape, one.stride(), one.dtype, one.device, one.untyped_storage().nbytes()) for one in made]
+
+    assert described(QuickFakeMode()) == described(FakeTensorMode(allow_non_fake_inputs=True))
 
 
 def test_a_fake_process_group_answers_and_leaves_nothing() -> None:

@@ -1,12 +1,14 @@
 """The run file as typed values."""
 
+import re
 from typing import Any
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
-from moetune.config.schema import LoraConfig, RunConfig, TrainConfig
+from moetune.config.schema import LoraConfig, ModelConfig, RunConfig, TrainConfig
+from moetune.errors import UserError
 
 
 def test_cards_follow_from_ranks() -> None:
@@ -86,3 +88,11 @@ def test_ranks_are_read_back_from_yaml() -> None:
     assert RunConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
     assert config.but(adapt={"lora": {"rank": 8}}).adapt.lora.rank == 8
     assert config.but(adapt={"lora": {"rank": {"0-9": 8}}}).adapt.lora.rank == {"0-9": 8}
+
+
+def test_a_model_named_outside_of_a_run_file() -> None:
+    assert ModelConfig.named("a/b", dtype="fp32") == ModelConfig(path="a/b", dtype="fp32")
+    with pytest.raises(UserError, match=re.escape(r"model 'a\x1b[31m': ")):
+        ModelConfig.named("a\x1b[31m")
+    with pytest.raises(UserError, match="model ''"):
+        ModelConfig.named("")

@@ -9,8 +9,6 @@ in its own dtype and rstd [..., 1].
 The kernels are registered as custom operators of torch, so that a trace on fake tensors records what a GPU runs.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

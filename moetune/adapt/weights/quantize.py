@@ -49,7 +49,7 @@ def quantize(
             read; or the folder cannot be written or holds something else.
     """
     if not isinstance(model, ResolvedModel):
-        model = resolve_model(ModelConfig(path=str(model), dtype="bf16", attention="eager"))
+        model = resolve_model(ModelConfig.named(str(model), dtype="bf16", attention="eager"))
     path = model.config.path
     if model.source.local_folder() is None:
         raise UserError(f"model {path!r}: its weights are not on this machine; download it first, or give a folder")

@@ -1,9 +1,12 @@
 """`model:` of a run file, and the formats in which frozen weights are stored."""
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from moetune.config.fields import FilePath
 from moetune.config.schema.section import Section
+from moetune.errors import UserError
 
 QuantizedDtype = Literal["nf4", "int8", "fp8", "nvfp4", "mxfp4"]
 Storage = Literal[QuantizedDtype, "bf16", "fp32"]
@@ -37,3 +40,15 @@ class ModelConfig(Section):
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
     experts_on: Literal["gpu", "host"] = "gpu"
+
+    @classmethod
+    def named(cls, path: str, **settings: Any) -> "ModelConfig":
+        """Return the configuration of a model that an option or an adapter names, with `settings` as other keys.
+
+        Raises:
+            UserError: `path` cannot be the name of a model.
+        """
+        try:
+            return cls.model_validate({"path": path, **settings})
+        except ValidationError as error:
+            raise UserError(f"model {path!r}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None

@@ -86,7 +86,13 @@ class OptimizerConfig(Section):
 
 
 class PartOptimizers(Section):
-    """A separate optimizer for each part that trains (see `PARTS`); None for a part that does not train."""
+    """A separate optimizer for each part that trains; None for a part that does not train.
+
+    Attributes:
+        experts: for experts in full precision.
+        lora: for all low-rank factors.
+        other: for the parameters of `adapt.also`.
+    """
 
     router: OptimizerConfig | None = None
     experts: OptimizerConfig | None = None

@@ -1,7 +1,5 @@
 """`Bank`: which experts of a layer train; `probes_of`: runs with few trained experts, from which others are derived."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +22,7 @@ class Bank:
     Attributes:
         held: ids of the experts on this rank, ascending.
         trained: ids of those that train in full.
-        lora: ids of those with LoRA.
+        lora: ids of those with LoRA; all others are frozen.
         most: largest number of experts that are computed together.
     """
 
@@ -34,8 +32,8 @@ class Bank:
     most: int
 
     def groups(self, *, alone: bool) -> list[tuple[Kind, tuple[int, ...]]]:
-        """Return (kind, expert ids) of each group of experts that is computed together, in order. With `alone`, each
-        trained expert is a group of its own (`bank.groups_of`)."""
+        """Return (kind, expert ids) of each group of experts that is computed together, in order: those trained in full
+        come last. With `alone`, each of these is a group of its own."""
         frozen = [expert for expert in self.held if expert not in self.trained]
         order = [*frozen, *self.trained]
         kinds: list[Kind] = ["lora" if expert in self.lora else "frozen" for expert in frozen]
@@ -66,14 +64,14 @@ class Bank:
         trained, lora = (tuple(map(self.held.index, ids)) for ids in (self.trained, self.lora))
         return len(self.held), trained, lora, self.most
 
-    def training(self, number: int) -> Bank:
+    def training(self, number: int) -> "Bank":
         """Return the bank with `number` trained experts, the last ones or the first ones, as here; all others have LoRA
         if any expert of this one has it."""
         ids = self.held[len(self.held) - number :] if self._in_order else self.held[:number]
         rest = tuple(expert for expert in self.held if expert not in ids)
         return replace(self, trained=ids, lora=rest if self.lora else ())
 
-    def serves(self, other: Bank) -> bool:
+    def serves(self, other: "Bank") -> bool:
         """Return whether a record with this bank can be rewritten for the trained experts of `other` (experts.py)."""
         return self.branches == other.branches and (len(self.held), self.most) == (len(other.held), other.most)
 
@@ -122,8 +120,8 @@ def _alike(bank: Bank) -> Hashable:
 
 
 def _tells(one: Bank, other: Bank) -> bool:
-    """Return whether each kind of group occurs in two sizes, or only as a single expert, in the two banks. Only then do
-    their records show which bytes grow with a group's size."""
+    """Return whether the records of two banks show which bytes grow with the size of a group: each kind of group must
+    occur in several sizes in the two, or only with a single expert."""
     counts: dict[Kind, set[int]] = {}
     for kind, ids in (*one.groups(alone=False), *other.groups(alone=False)):
         counts.setdefault(kind, set()).add(len(ids))

@@ -197,7 +197,8 @@ class ClosedForm:
         return self.recorded
 
     def shape(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Shape:
-        """Return the shape of a run's batches, the key of its record; `recorded`, for its LM head, must be set."""
+        """Return the shape of a run's batches, the key of its record. `recorded`, whose LM head it depends on, must be
+        set."""
         return self._size(config, routing).shape
 
     def _size(self, config: ResolvedConfig, routing: AssumedRouting) -> _Size:
@@ -256,9 +257,9 @@ class ClosedForm:
                 steps = Steps(adapted, batches_of(adapted), gpu=self.gpu)
                 with mode:
                     steps.make_states()
-                    if not adapted.ranks.is_single:  # FSDP2's first micro-step creates buffers that stay
+                    if not adapted.ranks.is_single:
                         with steps.counting(BALANCED):
-                            steps.leave_gradients(steps.feed)
+                            steps.warm_up()
                     yield steps
         except NotTraceable as error:
             raise NoClosedForm(str(error)) from None

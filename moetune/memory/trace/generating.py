@@ -1,7 +1,5 @@
 """`generate_ends`: the passes of transformers' `generate` for its first and last tokens, on fake or real tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal

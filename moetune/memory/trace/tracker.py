@@ -9,8 +9,6 @@ Autograd accumulates a gradient in place into one that it alone holds (`can_accu
 the sum as in place, as it happens without the mode.
 """
 
-from __future__ import annotations
-
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,8 +44,8 @@ _ADD = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class _Sum:
-    """A sum of two gradients, which autograd may compute in place if no dispatch mode is active: its block, the id of
-    its storage, and in `onto` the block of the first operand, which an addition in place would overwrite."""
+    """A sum of two gradients, which autograd may compute in place if no dispatch mode is active: number of its block,
+    id() of its storage, and as `onto` the number of the first operand's block, which a sum in place would overwrite."""
 
     block: int
     storage: int
@@ -269,7 +267,7 @@ class Tracker(TorchDispatchMode):
             self._alive[key] = self.birth(storage.nbytes(), "transient_peak", "resize_")
             self._references[key] = weakref.ref(storage, partial(self._died, key))
 
-    def __enter__(self) -> Tracker:
+    def __enter__(self) -> "Tracker":
         self._noting = noting_resizes(self.resized)
         self._noting.__enter__()
         return super().__enter__()

@@ -126,7 +126,8 @@ def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: in
 def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
     """Write `trained.safetensors`, with whole tensors; every rank must call this.
 
-    With several ranks their parts are written to files and joined on disk, so that no rank holds all tensors in memory.
+    `tensors` is name -> this rank's weight, a DTensor if it is sharded. With several ranks their parts are written to
+    files and joined on disk, so that no rank holds all tensors in memory.
     """
     if ranks.is_single:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TRAINED_FILE)
@@ -386,7 +387,7 @@ def _reader(folder: Path) -> HuggingFaceStorageReader:
 
 
 def _load(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Read tensors, by name and in place, from a folder of safetensors; every rank must call this."""
+    """Fill `tensors`, name -> tensor or DTensor, in place from a folder of safetensors; every rank must call this."""
     if any(ranks.gather(bool(tensors))):
         with _quiet():
             dcp.load(tensors, storage_reader=_reader(folder), no_dist=ranks.is_single)

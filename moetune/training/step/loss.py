@@ -138,6 +138,7 @@ class _CrossEntropy(torch.autograd.Function):
             del logits_nV
             losses.append(_loss_of_chunk(gradient_nV, targets_N[rows], chunks, fraction))
             found = torch.autograd.grad(edge, [hidden_nH, *wanted] if needs_hidden else wanted, gradient_nV)
+            _let_go_of_gradients(fraction)
             del edge, gradient_nV, hidden_nH
             if gradient_NH is not None:
                 gradient_NH[rows], found = found[0], found[1:]
@@ -157,6 +158,17 @@ class _CrossEntropy(torch.autograd.Function):
             raise RuntimeError("backward of this loss has run already, and its gradients were freed")
         factor = torch.ldexp(gradient, -exponent)
         return None, None, None, None, *(None if one is None else one.mul_(factor) for one in made)
+
+
+def _let_go_of_gradients(scalar: Tensor) -> None:
+    """Wait until autograd's thread for the device of `scalar` holds no gradients of an earlier `torch.autograd.grad`.
+
+    `grad` returns once the gradients exist, but the thread that computed them refers to them until its next task, which
+    could be after the next chunk's logits were allocated. This gives it one, without a kernel or an allocation.
+    """
+    with torch.enable_grad():
+        leaf = scalar.detach().requires_grad_()
+        torch.autograd.grad(leaf.view(()), leaf, scalar)
 
 
 def _each_in_its_own_memory(gradients: Sequence[Tensor]) -> list[Tensor]:
