@@ -354,9 +354,9 @@ class QuickFakeMode(FakeTensorMode):
         for value in args:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if type(tensor) is FakeTensor and tensor.fake_mode is self and tensor.constant is None:
-                    if device is not None and device != tensor._fake_device:
+                    if device is not None and device != tensor.fake_device:
                         return None
-                    device = tensor._fake_device
+                    device = tensor.fake_device
                 elif isinstance(tensor, Tensor):
                     return None
         return device
