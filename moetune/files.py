@@ -199,7 +199,7 @@ def write_output(path: Path, content: str | bytes, *, replace: bool = False) -> 
     """Write an output file of a command atomically; with `replace`, over any existing file.
 
     Raises:
-        UserError: the file cannot be written; or without `replace`, `refuse_taken` refuses the path.
+        UserError: the file cannot be written; or, without `replace`, exists and is no page or picture of moetune.
     """
     if not replace:
         refuse_taken(path)

@@ -96,8 +96,8 @@ def output_file(file: Path | None) -> Path | None:
 
 
 def picture(file: Path | None) -> Path | None:
-    """Return the path of a picture to write; raise `UserError` for a suffix other than .png or .svg, and as
-    `output_file` does."""
+    """Return the path of a picture to write, as `output_file`; raise `UserError` for a suffix other than .png or .svg,
+    a folder that does not exist, and a file that moetune did not write."""
     if file is not None:
         refuse_no_picture(file)
     return output_file(file)

@@ -276,7 +276,7 @@ class QuickFakeMode(FakeTensorMode):
         if way == "passed on":
             return func(*args, **kwargs)
         if func is _DEVICE and type(args[0]) is FakeTensor and not self.in_kernel_invocation:
-            return args[0]._fake_device  # a shortcut: torch asks for it very often
+            return args[0].fake_device  # a shortcut: torch asks for it very often
         key = self._key((id(func), *args, *kwargs.items())) if way == "anew" else None
         known = None if key is None else self._known.get(key, _MISSING)
         if known is None:
@@ -335,7 +335,7 @@ class QuickFakeMode(FakeTensorMode):
             if kind is FakeTensor:
                 if value.fake_mode is not self or value.constant is not None:
                     return None
-                keys.append((value.shape, value.stride(), value.dtype, value._fake_device))
+                keys.append((value.shape, value.stride(), value.dtype, value.fake_device))
             elif kind is list or kind is tuple:
                 if (inside := self._key(value)) is None:
                     return None
@@ -354,9 +354,9 @@ class QuickFakeMode(FakeTensorMode):
         for value in args:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if type(tensor) is FakeTensor and tensor.fake_mode is self and tensor.constant is None:
-                    if device is not None and device != tensor._fake_device:
+                    if device is not None and device != tensor.fake_device:
                         return None
-                    device = tensor._fake_device
+                    device = tensor.fake_device
                 elif isinstance(tensor, Tensor):
                     return None
         return device

@@ -84,7 +84,11 @@ def has_sinks(model: PreTrainedModel) -> bool:
 
 
 def supports_attention(model_class: type[PreTrainedModel], attention: str) -> bool:
-    """Return whether a model class declares that it supports an attention function of transformers, by its name."""
+    """Return whether a model class declares that it supports an attention function of transformers, by its name.
+
+    True for all but `sdpa` and `flash_attention_2`, of which classes declare nothing. False for `flash_attention_2` if
+    the class allows particular kernels only.
+    """
     if attention == "flash_attention_2":  # kernels are listed where not every kernel computes the model's attention
         return bool(model_class._supports_flash_attn) and model_class._compatible_flash_implementations is None
     return bool(model_class._supports_sdpa) if attention == "sdpa" else True

@@ -33,7 +33,7 @@ class AdapterWritten(Answer):
 
     Attributes:
         layout: the layout in which the adapter was stored; None without factors on experts.
-        reasons: sentences that say from what that was concluded.
+        reasons: sentences that say what shows that it is in this layout.
         tensors, bytes: number and size of the tensors that hold what the adapter trained.
         notes: messages for the user.
     """

@@ -70,8 +70,8 @@ def complete(
 
     Raises:
         UserError: `out` exists or cannot be written, or another process writes it; it was begun with other arguments; a
-            record has no prompt, or has `generated` already; several samples are asked for at temperature 0; or as in
-            `generate`.
+            record has no prompt, or has `generated` already; several samples are asked for at temperature 0; a prompt
+            takes all positions of the model or has tokens that it does not have; or the model computes NaN.
     """
     out, console = expanded(out), console or terminal(stderr=True)
     try:

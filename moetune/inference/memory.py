@@ -95,7 +95,7 @@ def predict_generate(
 
 @dataclass(frozen=True)
 class Generating:
-    """The forward passes of `generate` for its first and last tokens, for `predict_forward`.
+    """The forward passes of `generate` for its first and last tokens, to be traced by `predict_forward`.
 
     Attributes:
         prompt: tokens of each of the `batch` prompts.

@@ -244,8 +244,8 @@ def _alone(config: RunConfig, device: DeviceType, dtype: str | None) -> RunConfi
 def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Found:
     """Return the adapter in the folder `path`, opened as `what`, to be loaded onto its base with stock PEFT.
 
-    Raises `UserError` if it cannot be read, names no base, or the base cannot be found; loading it, if the base's
-    weights cannot be loaded, or the adapter does not fit the base.
+    Raises `UserError` if it cannot be read, names no base, or the base cannot be found. Loading raises `UserError` if
+    the weights of the base cannot be read, or the adapter does not fit the base.
     """
     settings, _ = read_adapter(path)
     base = settings.get("base_model_name_or_path")

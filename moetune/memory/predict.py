@@ -146,9 +146,7 @@ def _by_documents(run: ResolvedRun) -> list[str]:
     run has no such layers or does not pack."""
     layers = layers_with_state(run.model.plain) if run.config.packs else 0
     by_one = f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run document by document"
-    more = (
-        "by transformers' own operations: other packages' kernels differ, and documents shorter than a chunk take more"
-    )
+    more = "by transformers' own operations: other packages' kernels differ"
     return [f"{by_one}, {more}"] * bool(layers)
 
 

@@ -60,8 +60,8 @@ def select(adapt: ResolvedAdapt, structure: ModelStructure, inert: Collection[st
     """Apply the `adapt:` section to a model.
 
     Return the selection of what exists, and a message for each layer, expert, component or pattern that matches
-    nothing. `inert` are the paths of linear layers on which LoRA has no effect, because the model reads their weight
-    without calling them. They are left out where `lora.targets` names their component.
+    nothing, and for each contradiction. `inert` are the paths of linear layers on which LoRA has no effect, because the
+    model reads their weight without calling them. They are left out where `lora.targets` names their component.
     """
     resolver = _Resolver(structure, inert)
     full = resolver.routers(adapt.router)

@@ -287,8 +287,8 @@ class Search:
         return self._with(strategy, {f"adapt.experts.{key}": value for key, value in chosen.items()})
 
     def _most_experts(self, strategy: Strategy, more_than: int) -> Candidate | None:
-        """Find the largest product layers × experts in each that fits; of equal ones, that with fewest experts in each.
-        None if it is not above `worth(more_than)`.
+        """Find the run with most experts, layers × experts in each, that fits; of equal ones, with fewest in each. None
+        if they are not more than `worth(more_than)`.
 
         Numbers of experts in each layer are tried in order of the total that `_room` expects of them, until no other
         one can exceed the largest total found, or `more_than`, by enough to be `worth` a search; for each, only depths

@@ -134,7 +134,7 @@ class Workers:
 
 def _begin(parent: Connection) -> None:
     """Set up a new process to exit silently on Ctrl-C, which reaches all processes, and when its parent ends or closes
-    its end of a pipe."""
+    its end of the pipe `parent`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     quieten()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -56,7 +56,7 @@ def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0)
 
 
 def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
-    """Return the report in few lines, which fit a `SCREEN` with the verdict before and after them.
+    """Return the report in few lines, which fit a screen (`SCREEN`) with the verdict before and after them.
 
     `time` is the sentence on the run's speed, or empty; `above` the number of lines that are already on the screen.
     """

@@ -369,8 +369,9 @@ class Watcher:
         """Return the run with values in place of `train.checkpointing: auto` and `train.keep_rows: auto`, as fit the
         GPU.
 
-        Called on a single rank before the model is built, once it is known which kernels work. `before` is decoder
-        layer -> what it saved for backward before the run was interrupted; None for a new run.
+        Called if one of them is `auto` and the run has a single rank, before the model is built, once it is known which
+        kernels work. `before` is decoder layer -> what it saved for backward before the run was interrupted; None for a
+        new run.
         """
         return run.keeping(before or {})
 

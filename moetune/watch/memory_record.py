@@ -115,7 +115,7 @@ class MemoryRecord:
         self._tracking.enter_context(self._tracker)
 
     def _count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-        """Return the rows that each expert of a layer receives, as `read` returns them: the hook `count_rows`.
+        """Return the rows that each expert of a layer receives, by calling `read`: the experts' hook `count_rows`.
 
         In training, also record those of the call in which one group of experts, computed together, received the most
         rows, because that call takes the most memory.

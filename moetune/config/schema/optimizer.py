@@ -88,10 +88,7 @@ class OptimizerConfig(Section):
 class PartOptimizers(Section):
     """A separate optimizer for each part that trains; None for a part that does not train.
 
-    Attributes:
-        experts: for experts in full precision.
-        lora: for all low-rank factors.
-        other: for the parameters of `adapt.also`.
+    `experts` is for experts in full precision, `lora` for all low-rank factors, `other` for all the rest.
     """
 
     router: OptimizerConfig | None = None

@@ -73,7 +73,7 @@ def updates(run: FinishedRun) -> list[Update]:
 
 
 def whole(stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
-    """Return rows of `stored`: the `Update.rows` of a parameter whose whole value is replaced."""
+    """Return rows `start` to `stop` - 1 of `stored`: the `Update.rows` of a parameter whose whole value is replaced."""
     return stored.rows(start, stop)
 
 

@@ -113,13 +113,9 @@ def take_fingerprint(
 def taking_fingerprint(folder: Path, part: tuple[int, int] = (0, 1)) -> Iterator[Callable[[], Fingerprint]]:
     """Compute a fingerprint in another thread while the body of the `with` reads the same files.
 
-    Yields a function that waits for the digests and returns the fingerprint; call it inside the body.
-
-    Args:
-        part: (k, n) to read only every n-th weight file from the k-th on, and to list only these in `files`.
-
-    Raises:
-        UserError: there are no safetensors in the folder, or a file is damaged.
+    Yields a function that waits for the digests and returns the fingerprint; call it inside the body. `part` is (k, n)
+    to read only every n-th weight file from the k-th on, and to list only these in `files`. Raises `UserError` if there
+    are no safetensors in the folder, or a file is damaged.
     """
     files = weight_files(folder)[part[0] :: part[1]]
     with digesting(files, 1) as digests:

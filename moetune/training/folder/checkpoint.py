@@ -228,14 +228,17 @@ def _cut(part: SavedPart) -> str:
 
 
 class _Number(TypedDict):
-    """A state that is a number, in `optimizer.json`; `dtype` if it was a tensor of one element."""
+    """An optimizer state that is a number, in `optimizer.json`; with `dtype` if it was a scalar tensor."""
 
     value: int | float | bool | None
     dtype: NotRequired[str]
 
 
 class _Optimizer(TypedDict):
-    """The contents of `optimizer.json`; `numbers` is name of a parameter -> state -> value."""
+    """The contents of `optimizer.json`; `numbers` is name of a `SavedPart` -> state -> value.
+
+    `loss_scale` is empty without one; `scheduler_step` is the number of updates since the run began.
+    """
 
     numbers: dict[str, dict[str, _Number]]
     loss_scale: dict[str, float]

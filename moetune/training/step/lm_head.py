@@ -124,7 +124,8 @@ def _answer_like(output: Any) -> Callable[[Tensor], Any]:
 
 
 class _EmptyTensors(TorchDispatchMode):
-    """Collects the empty tensors that operations create inside the `with` block, one for each storage."""
+    """Dispatch mode whose `as` target is a list; collects there the tensors without elements that operations create
+    inside the `with` block, one for each storage."""
 
     def __enter__(self) -> list[Tensor]:
         self.made: list[Tensor] = []
