@@ -99,7 +99,7 @@ def free_bytes(path: Path) -> int:
 
 
 def is_occupied(out: Path, overwrite: bool) -> bool:
-    """Return whether the output folder of `--out` exists and has entries.
+    """Return whether the output folder of `--out` has entries, to be replaced; False if it is empty or missing.
 
     Raises:
         UserError: `out` is a link or not a folder; or it has entries, and `overwrite` is False.
@@ -183,7 +183,7 @@ def refuse_no_picture(path: Path) -> None:
 def refuse_taken(path: Path) -> None:
     """Raise `UserError` if there is something at the path other than a page or picture that moetune wrote.
 
-    These are recognized by `_SIGNS` in the first 64 KiB. A link is refused.
+    These are recognized by a mark in their first 64 KiB. A link is refused.
     """
     if not os.path.lexists(path):
         return
@@ -199,7 +199,7 @@ def write_output(path: Path, content: str | bytes, *, replace: bool = False) -> 
     """Write an output file of a command atomically; with `replace`, over any existing file.
 
     Raises:
-        UserError: the file cannot be written; or without `replace`, `refuse_taken` refuses the path.
+        UserError: the file cannot be written; or, without `replace`, exists and is no page or picture of moetune.
     """
     if not replace:
         refuse_taken(path)
@@ -213,7 +213,8 @@ class Ledger:
     """The list of the files that moetune wrote into a folder: a text file `.moetune` with one JSON string per line.
 
     A path is added before the file is created, and lines are only appended, so a run that is killed leaves no unlisted
-    file. Commands replace or remove listed paths only. A missing or unreadable ledger, or a link, counts as empty.
+    file. Commands replace or remove listed paths only. The constructor reads the ledger of a folder; one that is
+    missing, unreadable or a link counts as empty.
 
     Attributes:
         paths: the listed paths, relative to the folder.
@@ -352,7 +353,8 @@ def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
 class WriterLock:
     """A lock file `.lock` in a folder, which keeps out a second writing process.
 
-    The file names the process that holds the lock. If it is killed, the file stays and the lock ends.
+    Call `take` before writing into the folder, and `close` at the end. The file names the process that holds the lock.
+    If it is killed, the file stays and the lock ends.
     """
 
     NAME = ".lock"

@@ -70,7 +70,8 @@ def read_json(file: Path, kind: Callable[..., T], what: str = "", remedy: str = 
 def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "") -> T:
     """Validate JSON text (UTF-8) as `kind`, with strict types: neither `"1"` nor `true` passes as a number.
 
-    The other arguments and the errors are those of `read_json`.
+    `what` names the text in messages, which end with `remedy`. Raises `UserError` if the text is not JSON, holds a key
+    twice, or does not validate.
     """
     with reading(what, remedy):
         try:
@@ -88,10 +89,11 @@ def sealed(body: Mapping[str, Any]) -> str:
 
 
 def read_sealed(file: Path, kind: Callable[..., T], what: str = "", remedy: str = "") -> T:
-    """Read a sealed document and validate it as `kind`; the arguments are those of `read_json`.
+    """Read a sealed document and validate it as `kind`; `what` names the file in messages, which end with `remedy`.
 
     Raises:
-        UserError: as `read_json`; or the text is not, byte for byte, what `sealed` returns for its contents.
+        UserError: the file cannot be read or does not validate; or its text is not, byte for byte, what `sealed`
+            returns for its contents.
     """
     what = what or repr(str(file))
     text = _bytes_of(file, what, remedy)

@@ -125,8 +125,8 @@ def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability | None) -> b
     For that, every layer must separate documents by `cu_seqlens`, their cumulative lengths, and torch must have a
     kernel: on a GPU of compute capability `capability`, or on a CPU if it is None. CUDA's needs compute capability 8.0
     or later and 16 bits. It supports no soft-capping, sparse attention or dropout, no heads larger than 256, and no
-    heads that need more shared memory than the GPU has. `plain` is the model on the meta device; one that does not
-    declare support of flash attention is refused.
+    heads that need more shared memory than the GPU has. `plain` is the model on the meta device; for one that does not
+    declare support of flash attention the answer is False.
     """
     size = _largest_head(plain) if has_flash_interface(plain) else _NO
     if capability is None:
@@ -148,7 +148,7 @@ _UNSUPPORTED = ("softcap", "dropout", "indices")
 
 @lru_cache(maxsize=32)
 def _largest_head(plain: PreTrainedModel) -> int:
-    """Return the largest head size of a model, or `_NO` if an attention layer cannot use variable-length attention.
+    """Return the largest head size of a model; `_NO`, which exceeds every size, if a layer rules out the kernels.
 
     Every attention layer must receive `cu_seqlens`, and the sliding window that its mask has, by keyword. To find out,
     a copy of the model runs on the meta device with attention and mask functions that record their arguments. A layer
@@ -243,9 +243,10 @@ def wants_cu_seqlens(model: PreTrainedModel) -> bool:
 
 
 def document_inputs(model: PreTrainedModel) -> Callable[[Sequence[int]], dict[str, Any]]:
-    """Return a function from the lengths of a batch's documents to the inputs by which the model is told of them.
+    """Return a function that takes the lengths of a batch's documents, in tokens, and returns inputs of the model.
 
-    A model that separates documents by a mask alone, which transformers makes from `position_ids`, needs none.
+    These are the keyword arguments by which the model keeps the documents apart; {} for a model that does so by a mask
+    alone, which transformers makes from `position_ids`.
     """
     by_offsets = wants_cu_seqlens(model)
     by_lengths = any(map(is_split_by_documents, decoder_layers(model).values()))

@@ -72,6 +72,7 @@ class ChoicesOf:
     These are the routers' choices and, in the modules whose paths are in `attention`, the outputs of attention's
     kernels. The hooks are active from the start of an MoE block, where its router runs, to the start of its experts,
     and in the modules `attention`. Elsewhere no dispatch mode is active, because it costs microseconds per operation.
+    Create one object for a model, and pass `contexts` to every checkpointed call.
     """
 
     def __init__(self, model: PreTrainedModel, attention: Iterable[str] = ()) -> None:
@@ -100,6 +101,7 @@ class _Call:
     """Context of one checkpointed call: its forward pass, or its recomputation.
 
     Args:
+        routers: the hooks, which call `begin` and `end` while this context is entered.
         mode: the dispatch mode that records or replays; active while a router or a module of attention computes.
         rows: number of rows of each expert, for each bank of the call; filled in the forward pass, read in the
             recomputation.
@@ -145,9 +147,9 @@ class _Call:
 class _Choices(TorchDispatchMode):
     """Dispatch mode that records routers' choices and the outputs of attention's kernels in `kept`, or replays them.
 
-    Choices are the indices of every `choose`, `topk` and `max` along a dimension. With `again`, these operators return
-    the recorded indices, with the values that the current input has there. Kernels return the recorded outputs, but
-    only once: a second recomputation runs them.
+    Choices are the indices that `topk`, `max` along a dimension and moetune's `choose` return. A mode with `again`
+    replays: these operators return the recorded indices, with the values that the current input has there, and kernels
+    the recorded outputs, but only once: a second recomputation runs them. Call `restart` before each pass.
 
     Outputs are kept as the forward pass left them: what it changed in them in place is not changed again.
     """
@@ -249,7 +251,7 @@ class _KeptInput:
 
 class InputsOnHost:
     """Checkpoints layers with their inputs in host memory. An input is copied to the host in the forward pass, and back
-    in the backward pass while the layer above it runs its own."""
+    in the backward pass while the layer above it runs its own. `contexts` is a `context_fn` of torch's checkpoint."""
 
     def __init__(self, device: torch.device, contexts: Callable[[], tuple[Any, Any]]) -> None:
         self._out, self._back, self._contexts = CopyStream(device), CopyStream(device), contexts

@@ -2,7 +2,8 @@
 
 Attention hides one document from another by a mask or by `cu_seqlens`. A module with a state takes neither, so it runs
 on each document alone, one after the other, and the state begins anew with each: exact, and slower the more documents a
-row has. Such modules are found by what their code does, not by a model's name.
+row has. Backward recomputes each short one, so that many take no more memory than two long ones. Such modules are found
+by what their code does, not by a model's name.
 
 The lengths of the documents are part of the batch. They reach each decoder layer as a keyword argument, which
 activation checkpointing keeps, so that a layer recomputes what it computed.
@@ -16,10 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from moetune.compat.transformers import carries_state
 from moetune.models.stack import decoder_layers
 
+SHORT = 512
+"""Documents of fewer tokens, and of less than half a row, are recomputed in backward one by one: a module pads each to
+a chunk (64 to 256 tokens), and what many of them keep would be several times what long documents do."""
 _LENGTHS = "document_lengths"
 _OF_ATTENTION = frozenset({_LENGTHS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
@@ -103,9 +108,11 @@ def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) ->
         return [value] * len(lengths)
 
     positional, named = zip(*map(of_each, args), strict=True), {name: of_each(kwargs[name]) for name in kwargs}
+    short = min(SHORT, tokens // 2) if torch.is_grad_enabled() else 0
+    recomputed = partial(checkpoint, forward, use_reentrant=False)
     outputs = [
-        forward(*given, **{name: values[index] for name, values in named.items()})
-        for index, given in enumerate(positional if args else [()] * len(lengths))
+        (recomputed if length < short else forward)(*given, **{name: values[index] for name, values in named.items()})
+        for index, (length, given) in enumerate(zip(lengths, positional if args else [()] * len(lengths), strict=True))
     ]
     if isinstance(outputs[0], Tensor):
         return _joined(outputs, lengths, rows)
@@ -113,7 +120,10 @@ def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def _joined(parts: Sequence[Any], lengths: Sequence[int], rows: int) -> Any:
-    """Join outputs [1, length, …] of all documents to one [B, S, …]; of outputs other than of tokens, take the last."""
+    """Join the documents' outputs [1, length, …] to one [B, S, …], for B = `rows`.
+
+    Of an output without a row for each token, such as a final state, return the last document's.
+    """
     if not all(isinstance(part, Tensor) and part.shape[1] == n for part, n in zip(parts, lengths, strict=True)):
         return parts[-1]
     return torch.cat([*parts], 1).unflatten(1, (rows, -1)).squeeze(0)

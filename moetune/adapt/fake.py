@@ -28,8 +28,8 @@ def build_fake(
 ) -> Adapted:
     """Build the adapted model on the meta device with `build`, and replace every meta tensor by a fake one.
 
-    Arguments and errors are those of `build`. Several ranks need an initialized process group, for example torch's
-    `fake` backend, which sends nothing.
+    `mode` creates the fake tensors; other arguments and errors are those of `build`. Several ranks need an initialized
+    process group, for example torch's `fake` backend, which sends nothing.
     """
     add_missing_fakes()
     adapted = build(run, "meta", ranks=ranks, capability=capability)

@@ -85,10 +85,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _pieces(starts: Tensor, window: int, like: Tensor) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
-    """Yield (query rows, key rows, mask arguments) of each call of a kernel that has no sliding windows.
+    """Yield (query rows, key rows, keyword arguments `is_causal` and `attn_mask`) of each call of the CPU's kernel.
 
-    A document without a window is one call. With a `window` of w tokens a call has w queries and at most 2w - 1 keys,
-    so that its mask, in the dtype of `like`, is small and the time grows with the length, not its square.
+    The kernel has no sliding windows. A document that is no longer than `window`, or any if `window` is 0, is one
+    call. Otherwise, with a window of w tokens, a call has w queries and at most 2w - 1 keys, so that its mask, in the
+    dtype of `like`, is small and the time grows with the length, not its square.
     """
     ends = starts.tolist()
     for begin, end in pairwise(ends):
@@ -112,7 +113,10 @@ def _batched(*tensors: Tensor) -> list[Tensor]:
 
 @torch.library.custom_op("moetune::documents_attention", mutates_args=())
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scaling: float, window: int) -> tuple[Tensor, Tensor]:
-    """Return the output [T, h, d] and the logsumexp [h, T] of attention within documents, without sinks."""
+    """Return the output [T, h, d] and the logsumexp [h, T] of causal attention within documents, without sinks.
+
+    A token attends to the last `window` tokens, itself included; 0 for all.
+    """
     out, lse = _empty_outputs(q, k, v, starts, scaling, window)
     for rows, keys, mask in _pieces(starts, window, q):
         part, sums = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -134,7 +138,10 @@ def _on_cpu_backward(
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, given `dout`, that of the output."""
+    """Return the gradients of q, k and v, given `dout` [T, h, d], that of the output.
+
+    `out` and `lse` are those of attention with its sinks, if it has any; `window` is in tokens, 0 for none.
+    """
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys, mask in _pieces(starts, window, q):
         key, value = _for_each_head(q, k[keys], v[keys])

@@ -67,7 +67,7 @@ def check(
         program: one of `PROGRAMS`; if this one does not read the files as they are, that is a problem too.
 
     Raises:
-        UserError: as `read`.
+        UserError: names and shapes allow two layouts, or none; or `layout` is not one of those that they allow.
     """
     found = read(stored, base, layout)
     problems = [*found.problems]

@@ -21,7 +21,7 @@ class Differing:
     """One projection or linear layer whose updates differ.
 
     Attributes:
-        name: as in `Adapter.named`, or the name of a parameter that is held whole.
+        name: `<experts>.gate_up`, `<experts>.down`, the path of a linear layer, or the name of a parameter held whole.
         relative: the Frobenius norm of the difference, relative to that of the larger update.
         experts: ids of the experts that differ; None for a linear layer.
         because: what would make them the same, if anything known does.
@@ -84,7 +84,7 @@ def _norm(one: Factors) -> Tensor:
 
 
 def _apart(one: Factors, other: Factors) -> tuple[float, list[int] | None]:
-    """Return the relative difference of two updates, and the ids of the experts that differ."""
+    """Return the relative difference of two updates, and the ids of differing experts; None for a linear layer."""
     A = torch.cat((one.A, other.A), -2).double()
     B = torch.cat((one.scale * one.B.double(), -other.scale * other.B.double()), -1)
     norms, largest = _norm(Factors(A, B, 1.0)), torch.maximum(_norm(one), _norm(other))
@@ -95,7 +95,8 @@ def _apart(one: Factors, other: Factors) -> tuple[float, list[int] | None]:
 
 
 def _because(one: Factors, other: Factors, shape: ExpertShape | None) -> str | None:
-    """Return, in words, the known mistake that explains why two updates differ; None if none does."""
+    """Return, in words, the known mistake that explains why two updates differ; None if none does. `shape` is that of
+    the layer's experts, None for a linear layer."""
     for reason, changed in _mistakes(other, shape):
         if _apart(one, changed)[0] <= _EQUAL:
             return reason
@@ -107,7 +108,10 @@ def _because(one: Factors, other: Factors, shape: ExpertShape | None) -> str | N
 
 
 def _mistakes(other: Factors, shape: ExpertShape | None) -> Iterator[tuple[str, Factors]]:
-    """Yield (mistake in words, the factors without it) for each way in which a layer's factors are often misread."""
+    """Yield (mistake in words, `other` without it) for each way in which a layer's factors are often misread.
+
+    Yields nothing for a linear layer, whose `shape` is None.
+    """
     if shape is None or other.A.ndim != 3:
         return
     peft, grouped = Order(False, False), Order(True, False)

@@ -26,7 +26,7 @@ the order is e¹⁰ times as likely as the other: n/2 times the logarithm of the
 
 @dataclass(frozen=True)
 class Sign:
-    """An order of the experts that the factors' values favour (`verdict`), and the observation as a sentence."""
+    """The order of the experts that the factors' values favour (`verdict`), and why, as text (`because`)."""
 
     verdict: RowOrder
     because: str
@@ -69,7 +69,8 @@ def sign_of(stacks: Iterable[tuple[Tensor, Tensor, int]]) -> Sign | None:
 
 
 class _Spread:
-    """The F statistic of the logarithms of column norms [E, r], experts as groups, over several matrices."""
+    """Analysis of variance of the logarithms of column norms, experts as groups: call `add` for each matrix, then the
+    other methods. Sums of squares and degrees of freedom are between experts and within them."""
 
     def __init__(self) -> None:
         self.squares_between = self.squares_within = 0.0
@@ -88,7 +89,10 @@ class _Spread:
         self.within += experts * (rank - 1)
 
     def likelier(self, other: "_Spread") -> float:
-        """Return the logarithm of a likelihood ratio: of columns grouped by expert as here, and as in `other`."""
+        """Return the logarithm of how many times as likely this order of the columns is as that of `other`.
+
+        It is n/2 times the logarithm of the ratio of the squares within experts; 0 if these are zero here.
+        """
         count = self.between + self.within
         return count / 2 * math.log(other.squares_within / self.squares_within) if self.squares_within else 0.0
 

@@ -164,7 +164,7 @@ def beyond_plain(settings: Mapping[str, Any]) -> list[str]:
 
 
 def open_adapter(folder: Path) -> StoredAdapter:
-    """Read an adapter folder. Raise `UserError` as `read_adapter`, or if it is not plain LoRA."""
+    """Read an adapter folder. Raise `UserError` if it has no valid adapter (`read_adapter`), or no plain LoRA."""
     settings, tensors = read_adapter(folder)
     if others := beyond_plain(settings):
         raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(others)}")

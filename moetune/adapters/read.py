@@ -233,7 +233,10 @@ def _order(
 
 
 def _grouping(stored: StoredAdapter, layout: str | None, is_swapped: bool) -> tuple[bool, str]:
-    """Return whether the expert is the slowest index in the second matrices, and the reason as text."""
+    """Return whether the expert is the slowest index in the second matrices, and the reason as text.
+
+    `layout` is the one that the user named, None to conclude it from the files; `is_swapped` as in `Order`.
+    """
     if layout is not None:
         return ORDERS[layout].is_grouped, f"--from {layout}"
     noted = stored.record.get("layout")

@@ -96,8 +96,8 @@ def output_file(file: Path | None) -> Path | None:
 
 
 def picture(file: Path | None) -> Path | None:
-    """Return the path of a picture to write; raise `UserError` for a suffix other than .png or .svg, and as
-    `output_file` does."""
+    """Return the path of a picture to write, as `output_file`; raise `UserError` for a suffix other than .png or .svg,
+    a folder that does not exist, and a file that moetune did not write."""
     if file is not None:
         refuse_no_picture(file)
     return output_file(file)
@@ -142,7 +142,8 @@ def argument(metavar: str, help: str, check: Callable[..., Any] | None = None) -
 def option(metavar: str | None, help: str, *names: str, check: Callable[..., Any] | None = None) -> Any:
     """Return an option of a command; its name is made from the parameter's name unless `names` (`--out`) are given.
 
-    `metavar` names the value in help texts; None for the type's name. `check` is as in `argument`.
+    `metavar` names the value in help texts; None for the type's name. `check` is called with the parsed value and
+    returns the value for the command, or raises `UserError`; None for no check.
     """
     return typer.Option(*names, metavar=metavar, help=help, callback=check)
 
@@ -253,7 +254,7 @@ def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> AtHand
     Args:
         gpu: the value of `--gpu`.
         named: `hardware.gpu` of the run file.
-        count: the number of GPUs of the run; the memory is that of the fullest of so many.
+        count: the number of GPUs of the run; the memory in the result is the least that is free on one of them.
     """
     if gpu is not None or named is not None:
         return None
@@ -283,7 +284,9 @@ def target(gpu: str | None, hardware: HardwareConfig | None = None) -> tuple[Dev
 def found_model(model: str, base: Any, device: DeviceType | None = None) -> Found:
     """Find the model of a command without loading it, and print its notes.
 
-    Arguments and errors are those of `moetune.inference.opened.find`; `model` is its `what`.
+    `model` is a run folder, the folder of a PEFT adapter or of a checkpoint, a catalog name or a hub id; `base` the
+    format to quantize a checkpoint to, None to leave it as it is. Raises `UserError` for any other model, and for a
+    `base` of a run or an adapter.
     """
     with heavy_imports():
         from moetune.inference.opened import find
@@ -293,7 +296,7 @@ def found_model(model: str, base: Any, device: DeviceType | None = None) -> Foun
 
 
 def opened(model: str, base: Any) -> Opened:
-    """Load the model of a command for inference, and print its notes; arguments and errors as in `found_model`."""
+    """Find the model of a command as `found_model` does, and load it; `UserError` if its weights cannot be read."""
     return found_model(model, base).open()
 
 

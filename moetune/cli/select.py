@@ -109,7 +109,8 @@ def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:
 
 
 def _json(chosen: IdsByLayer, covers: Coverage, out: Path | None) -> dict[str, Any]:
-    """Return the object that `moetune select --json` prints, without `schema`."""
+    """Return the object that `moetune select --json` prints, without `schema`; `covers` are the shares of the chosen
+    experts, `out` the file that was written."""
     return {
         "out": None if out is None else str(out),
         "experts": {str(index): list(ids) for index, ids in chosen.items()},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def _lazily(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return a function that is compiled as by `torch.compile` when it is first called."""
+    """Return `torch.compile(function, **options)`, but load the compiler only when the function is first called."""
     compiled = functools.cache(functools.partial(torch.compile, function, **options))
     return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 

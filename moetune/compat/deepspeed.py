@@ -59,7 +59,10 @@ def without_others() -> Iterator[None]:
 
 
 def _send_ints(ints: list[int]) -> None:
-    """Broadcast the number of integers, then the integers, from rank 0, as `assert_ints_same_as_other_ranks` does."""
+    """Communicate as DeepSpeed's `assert_ints_same_as_other_ranks`, but compare nothing: the tensors are fake.
+
+    It broadcasts from rank 0 the number of integers, and then the integers.
+    """
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
 
@@ -113,7 +116,7 @@ def norm_of_all(engine: Any, stage: int) -> Tensor:
 
 
 def link_states(engine: Any) -> None:
-    """Link optimizer states to their parameters under ZeRO-1 and 2, for all parameter groups.
+    """Link optimizer states to their parameters under ZeRO-1 and 2, for all parameter groups, so that they can be read.
 
     DeepSpeed does so only once, after the update of its first group, when the other groups have no states yet.
     """

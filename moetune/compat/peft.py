@@ -29,8 +29,8 @@ def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
     PEFT casts the input to the factors' dtype, in which it then scales and adds all rows of the output, and clones the
     output of a 4-bit layer. Its cast can be switched off (`cast_input_dtype_enabled`), but then the dtypes do not
     match. Here the factors, which must be plain `nn.Linear` (else `AssertionError`), become `LoraFactor`, and the scale
-    is applied to A·x, which has only r columns. If gradients are enabled and there is no dropout, `at_once` computes
-    the adapted layer as a whole.
+    is applied to A·x, which has only r columns. If gradients are enabled and there is no dropout,
+    `at_once(base layer, x, A, B, scale)` computes base(x) + scale·B(A(x)) as a whole; it may return None to decline.
     """
     for factors in (layer.lora_A, layer.lora_B):
         assert type(factors["default"]) is nn.Linear
@@ -39,7 +39,7 @@ def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
 
 
 def _forward(layer: Any, at_once: AtOnce, x: Tensor) -> Tensor:
-    """Forward: base(x) + B(scale · A(dropout(x))), or base(x) if adapters are disabled or merged."""
+    """Forward of a PEFT layer: base(x) + B(scale · A(dropout(x))), or base(x) if adapters are disabled or merged."""
     base, scale = layer.base_layer, layer.scaling["default"]
     if layer.disable_adapters or layer.merged:
         return base(x)

@@ -36,7 +36,7 @@ class HostModule(nn.Module):
 
     @property
     def on_host(self) -> bool:
-        """Whether the tensors stay in host memory."""
+        """Whether the tensors stay in host memory now; subclasses define it."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HostModule":
@@ -46,11 +46,18 @@ class HostModule(nn.Module):
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scaling: float, window: int
 ) -> tuple[Tensor, ...]:
-    """Run torch's flash attention, causal within documents; arguments as in `within_documents` (adapt/flash.py).
+    """Run torch's flash attention for CUDA, causal within each of n documents that lie one after the other.
 
     Returns the output [T, h, d], the logsumexp float32 [h, T], and two states for `varlen_backward`. The kernel is that
     of `torch.nn.attention.varlen.varlen_attn`, without its launches for a random state and, in backward, for two
     gradients, which nobody reads.
+
+    Args:
+        q, k, v: [T, h, d] for queries, [T, h_kv, d] for keys and values.
+        starts: index of the first token of each document, and T: int32 [n + 1].
+        longest: tokens of the longest document.
+        scaling: factor of the scores.
+        window: number of last tokens, its own included, that a token attends to; 0 for all.
     """
     out, lse, *states, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, starts, starts, longest, longest, 0.0, not window, False, **_flash_options(scaling, window)
@@ -71,7 +78,10 @@ def varlen_backward(
     scaling: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the operator that is the backward of `varlen_forward`; return the gradients of q, k and v."""
+    """Return the gradients of q, k and v, given that of the output, `dout` [T, h, d].
+
+    The other arguments are the arguments and results of `varlen_forward`; `states` are its two last results.
+    """
     how = (starts, starts, longest, longest, 0.0, not window, *states)
     return torch.ops.aten._flash_attention_backward(dout, q, k, v, out, lse, *how, **_flash_options(scaling, window))
 
@@ -160,6 +170,7 @@ _ONLY_VALUES = ("moetune", "bitsandbytes", "fsdp")
 """Namespaces whose operators, when they write to an argument, change its values but no shape, stride or storage."""
 
 
+_DEVICE = torch.ops.prim.device.default
 _LIFT = torch.ops.aten.lift_fresh.default
 """Makes what `torch.tensor` returns known to dispatch modes."""
 _META = torch.device("meta")
@@ -178,7 +189,6 @@ class _Made(NamedTuple):
         return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
 
 
-@functools.cache
 def _makes_anew(func: Any) -> bool:
     """Return whether an operation's results are new tensors, by its schema: it returns no view and mutates no argument.
 
@@ -192,13 +202,22 @@ def _makes_anew(func: Any) -> bool:
 _Way = Literal["nothing", "passed on", "in place", "anew", "on meta", "by torch"]
 
 
-@functools.cache
-def _way_of(func: Any) -> _Way:
-    """Return how `QuickFakeMode` runs an operation.
+class _Ways(dict[int, tuple[_Way, bool]]):
+    """id of an operation, which torch never frees and hashes slowly -> how `QuickFakeMode` runs it, and whether it can
+    run directly on meta tensors.
 
-    Not at all ("nothing"), without the mode ("passed on"), by returning its first argument ("in place"), from the cache
-    of results ("anew"), directly on meta tensors ("on meta"), or as torch's own mode does ("by torch").
+    "nothing": not at all; "passed on": outside of the mode; "in place": by returning the first argument; "anew": from
+    the cache of results; "on meta": on the meta tensors inside the fake ones; "by torch": as torch's own mode does.
     """
+
+    def of(self, func: Any) -> tuple[_Way, bool]:
+        """Return the entry of an operation."""
+        if (known := self.get(id(func))) is None:
+            known = self[id(func)] = _way_of(func), func in _ON_META
+        return known
+
+
+def _way_of(func: Any) -> _Way:
     if func.namespace in _ONLY_VALUES and not func._schema.returns:
         return "nothing"  # has no effect on fake tensors
     if func.namespace == "profiler":
@@ -206,6 +225,11 @@ def _way_of(func: Any) -> _Way:
     if func in _IN_PLACE:
         return "in place"
     return "anew" if _makes_anew(func) else "on meta" if func in _ON_META else "by torch"
+
+
+_WAYS = _Ways()
+_MISSING: Any = object()
+"""Stands for what the cache of results does not have."""
 
 
 def unguarded(mode: _Mode) -> _Mode:
@@ -246,20 +270,21 @@ class QuickFakeMode(FakeTensorMode):
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of any fake tensor on a device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        way, kwargs = _way_of(func), kwargs or {}
+        (way, on_meta), kwargs = _WAYS.of(func), kwargs or {}
         if way == "nothing":
             return None
         if way == "passed on":
             return func(*args, **kwargs)
-        key = self._key((func, *args, *kwargs.items())) if way == "anew" else None
-        if key is None:
-            return self._make(func, types, args, kwargs)
-        if key not in self._known:
-            out = self._make(func, types, args, kwargs)
+        if func is _DEVICE and type(args[0]) is FakeTensor and not self.in_kernel_invocation:
+            return args[0].fake_device  # a shortcut: torch asks for it very often
+        key = self._key((id(func), *args, *kwargs.items())) if way == "anew" else None
+        known = None if key is None else self._known.get(key, _MISSING)
+        if known is None:
+            return self._make(func, types, args, kwargs, way, on_meta)
+        if known is _MISSING:
+            out = self._make(func, types, args, kwargs, way, on_meta)
             self._known[key] = _noted(out, (args, kwargs))
             return out
-        if (known := self._known[key]) is None:
-            return self._make(func, types, args, kwargs)
         kind, made = known
         tensors = [
             self._fake(torch.empty_strided(size, stride, dtype=dtype, device=_META), device)
@@ -269,16 +294,16 @@ class QuickFakeMode(FakeTensorMode):
             return tensors
         return tensors[0] if kind is FakeTensor else tuple(tensors)
 
-    def _make(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _make(self, func: Any, types: Any, args: Any, kwargs: Any, way: _Way, on_meta: bool) -> Any:
         if func is _LIFT and type(args[0]) is Tensor and args[0].numel() > 1:  # of fewer torch keeps the values
             made = args[0]
             return self._fake(
                 torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=_META), made.device
             )
-        device = self._device_of(args) if func in _ON_META and "device" not in kwargs else None
+        device = self._device_of(args) if on_meta and "device" not in kwargs else None
         if device is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if func in _IN_PLACE:
+        if way == "in place":
             return args[0]
         # as torch's `in_kernel_invocation_manager`, which takes longer than most operations
         with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
@@ -291,7 +316,7 @@ class QuickFakeMode(FakeTensorMode):
         return self._fake(out, device) if isinstance(out, Tensor) else [self._fake(o, device) for o in out]
 
     def _fake(self, meta: Tensor, device: torch.device) -> FakeTensor:
-        """Return what `FakeTensor(self, meta, device)` does, without its checks."""
+        """Return a fake tensor on `device` around `meta`: `FakeTensor(self, meta, device)` without its checks."""
         if (attributes := self._attributes.get(device)) is None:
             fake = FakeTensor(self, meta, device)
             self._attributes[device] = dict(vars(fake))
@@ -302,30 +327,38 @@ class QuickFakeMode(FakeTensorMode):
         vars(fake).update(attributes)
         return fake
 
-    def _key(self, value: Any) -> Hashable | None:
+    def _key(self, values: Any) -> Hashable | None:
         """Return a cache key of an operation's arguments; None if results may depend on tensor values."""
-        if type(value) is Tensor:  # torch makes it a fake tensor, whose values are not known
-            return "real", value.shape, value.stride(), value.dtype, value.device
-        if isinstance(value, Tensor):
-            is_ours = isinstance(value, FakeTensor) and value.fake_mode is self and value.constant is None
-            return _Made.of(value) if is_ours else None  # type: ignore[arg-type]
-        if isinstance(value, (list, tuple)):
-            keys = tuple([self._key(one) for one in value])
-            return None if None in keys else keys
-        return type(value), value  # 1, 1.0 and True are equal but give different dtypes
+        keys: list[Hashable] = []
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor:
+                if value.fake_mode is not self or value.constant is not None:
+                    return None
+                keys.append((value.shape, value.stride(), value.dtype, value.fake_device))
+            elif kind is list or kind is tuple:
+                if (inside := self._key(value)) is None:
+                    return None
+                keys.append(inside)
+            elif kind is Tensor:  # torch makes it a fake tensor, whose values are not known
+                keys.append(("real", value.shape, value.stride(), value.dtype, value.device))
+            elif isinstance(value, Tensor):
+                return None
+            else:
+                keys.append((kind, value))  # 1, 1.0 and True are equal but give different dtypes
+        return tuple(keys)
 
     def _device_of(self, args: Any) -> torch.device | None:
         """Return the device that all tensors in `args` share; None without one, or if a tensor has a constant value."""
         device = None
         for value in args:
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if not isinstance(tensor, Tensor):
-                    continue
-                if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self or tensor.constant is not None:
+                if type(tensor) is FakeTensor and tensor.fake_mode is self and tensor.constant is None:
+                    if device is not None and device != tensor.fake_device:
+                        return None
+                    device = tensor.fake_device
+                elif isinstance(tensor, Tensor):
                     return None
-                if device is not None and device != tensor.fake_device:
-                    return None
-                device = tensor.fake_device
         return device
 
 

@@ -33,6 +33,8 @@ Checkpoint = Callable[..., Any]
 def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Make a model use `checkpoint` whenever activation checkpointing is switched on from now on.
 
+    `checkpoint(function, *args)` returns function(*args), as `torch.utils.checkpoint.checkpoint` does.
+
     Trainers switch it on with their own settings, and TRL's trainers switch it off and on around a reference model.
     transformers' `activation_checkpointing_enable` accepts arguments for torch's function but no other function; its
     `offload` copies on the computing stream, and does not keep the routers' choices.
@@ -51,7 +53,7 @@ def attention_name(model: PreTrainedModel) -> str:
 
 
 def ignore_unexpected(model: PreTrainedModel, patterns: set[str]) -> None:
-    """Let transformers load checkpoints into a model although they hold tensors whose names match these patterns."""
+    """Let transformers load checkpoints into a model although they hold tensors that match these regexes."""
     model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
 
 
@@ -82,7 +84,11 @@ def has_sinks(model: PreTrainedModel) -> bool:
 
 
 def supports_attention(model_class: type[PreTrainedModel], attention: str) -> bool:
-    """Return whether a model class declares that it supports an attention function of transformers, by its name."""
+    """Return whether a model class declares that it supports an attention function of transformers, by its name.
+
+    True for all but `sdpa` and `flash_attention_2`, of which classes declare nothing. False for `flash_attention_2` if
+    the class allows particular kernels only.
+    """
     if attention == "flash_attention_2":  # kernels are listed where not every kernel computes the model's attention
         return bool(model_class._supports_flash_attn) and model_class._compatible_flash_implementations is None
     return bool(model_class._supports_sdpa) if attention == "sdpa" else True
@@ -157,12 +163,12 @@ def without_packages(model: nn.Module) -> Iterator[None]:
 
 
 def _is_of_package(value: object) -> bool:
-    """Return whether a value is a function that may run a package's kernel instead of transformers' (`__wrapped__`)."""
+    """Return whether a value is transformers' wrapper that runs a package's kernel in place of `value.__wrapped__`."""
     return isinstance(value, FunctionType) and value.__globals__ is vars(hub_kernels) and hasattr(value, "__wrapped__")
 
 
 def _kinds(module: nn.Module) -> tuple[type, ...]:
-    """Return the classes of a module that are in transformers' model files."""
+    """Return those of a module's classes, base classes included, that are in transformers' model files."""
     return tuple(kind for kind in type(module).__mro__ if ".models." in kind.__module__)
 
 
@@ -232,7 +238,7 @@ def draw(model: PreTrainedModel, module: nn.Module) -> None:
 
 
 def activation_of(experts: nn.Module, *, has_gate: bool) -> Callable[[Tensor], Tensor]:
-    """Return the function by which a transformers experts module turns gate_up rows [N, O] into act rows [N, I].
+    """Return the function by which a transformers experts module turns gate_up [N, O] into the input of down [N, I].
 
     O is 2I if the experts have a gate projection, else I.
     """
@@ -278,7 +284,7 @@ def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args:
     """Run an attention module's forward pass with `rotate` instead of `apply_rotary_pos_emb`.
 
     `calls_rotary` must hold for the module. `rotate` is called as rotate(apply_rotary_pos_emb, q, k, cos, sin), and
-    with whatever else the module passes.
+    with whatever else the module passes, and returns (rotated q, rotated k).
     """
     forward: Any = type(attention).forward
     replaced = {"apply_rotary_pos_emb": functools.partial(rotate, forward.__globals__["apply_rotary_pos_emb"])}

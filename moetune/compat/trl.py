@@ -75,14 +75,15 @@ class SelfReferencing(PeftModel):
         """Add nothing. TRL adds a copy of the adapter as reference, under the name "ref", if it can."""
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """Return a parameter; of the adapter "ref", which TRL fills with values, one that nothing refers to."""
+        """Return the parameter `target`. If it is of the adapter "ref", which does not exist, return a new parameter of
+        the same shape, so that what TRL copies there is lost."""
         parameter = super().get_parameter(target.replace(".ref.", ".default."))
         if ".ref." not in target:
             return parameter
         return nn.Parameter(torch.empty_like(parameter), requires_grad=False)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: a trainer's checkpoint would hold the quantized model."""
+        """Raise `NotImplementedError`, because a trainer's checkpoint would hold the quantized model."""
         raise NotImplementedError("the model is quantized; set save_strategy='no', and write it with moetune.export")
 
 
@@ -143,9 +144,9 @@ def _is_mask(indices: Sequence[Tensor | None]) -> bool:
 
 @contextmanager
 def kernels_of_cuda() -> Iterator[None]:
-    """Make TRL choose, for fake tensors on the CPU, what it runs on a GPU: its Triton kernels, here without effect.
+    """Make TRL take, for fake tensors on the CPU, the code paths that it takes on a GPU, within the `with` block.
 
-    They allocate nothing, and neither do products that add to a float32 tensor. ORPO's loss then is that of a GPU too.
+    Its Triton kernels, and its matrix products that add to a float32 tensor, do nothing and allocate nothing.
     """
     from trl.kernels import chunked_logprob, logprob_entropy
     from trl.trainer import utils
@@ -168,9 +169,9 @@ def kernels_of_cuda() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress warnings of TRL and transformers within the `with` block: of renamed functions and a made-up tokenizer.
+    """Suppress Python's warnings, log messages up to WARNING and data sets' progress bars within the `with` block.
 
-    A trainer prints more than a prediction should, progress bars of its data set among it.
+    A trainer that is made for a prediction alone would print them, about its made-up tokenizer for example.
     """
     import datasets
 
@@ -247,7 +248,10 @@ _TRAINERS = {
 
 
 def batches_of(trainer: Any, steps: int, micro_steps: int) -> Batches:
-    """Return the batches of the first `steps` steps, of `micro_steps` micro-batches each, as the trainer loads them."""
+    """Return the batches of the first `steps` steps, as the trainer loads them.
+
+    For each step: (its `micro_steps` micro-batches, number of tokens in the loss or None).
+    """
     loader = iter(trainer.get_train_dataloader())
     return [trainer.get_batch_samples(loader, micro_steps, torch.device("cpu")) for _ in range(steps)]
 
@@ -255,7 +259,8 @@ def batches_of(trainer: Any, steps: int, micro_steps: int) -> Batches:
 def precompute_references(trainer: Any, batch: dict[str, Tensor], given: Callable[[Tensor], Tensor]) -> None:
     """Compute the reference's log-probabilities of a batch, as trainers of DPO and KTO can do before training.
 
-    Afterwards the trainer's steps expect such results in their batches. `given` is as in `run_steps`.
+    Afterwards `run_steps` puts such results, as zeros, into each batch. The trainer gets `given(tensor)` in place of
+    each tensor of `batch`.
     """
     trainer.compute_ref_log_probs(trainer.model, {name: _given(one, given) for name, one in batch.items()})
     trainer.precompute_ref_logps = True
@@ -275,7 +280,8 @@ def run_steps(
 
     Args:
         given: called with each tensor of a step's batches when the step begins; the trainer gets what it returns.
-        computing: returns the context within which the trainer computes a part of a step.
+        computing: returns the context within which the trainer computes a part of a step: a micro-step ("step"), the
+            backward pass in it ("backward") or the update ("optimizer").
         most: number of micro-steps of a step that run; those after them, which are alike, do not.
     """
     step, backward = trainer.training_step, trainer.accelerator.backward
@@ -316,7 +322,7 @@ def run_steps(
 
 
 def _generates_beside_gradients(arguments: Any) -> bool:
-    """Return whether GRPO, by its arguments, generates after the first micro-step of some step."""
+    """Return whether GRPO, by its arguments, generates in a later micro-step than a step's first, beside gradients."""
     every = arguments.steps_per_generation * arguments.num_iterations
     return every % arguments.gradient_accumulation_steps != 0
 

@@ -71,7 +71,7 @@ def _parse_expert_ids(value: object) -> object:
 
 
 def layer_range(text: str) -> tuple[int, ...] | None:
-    """Parse a text such as `0-5,8` into a tuple of integers; return None if it has another form."""
+    """Parse a text such as `0-5,8` into a sorted tuple of integers; return None for any other, `all` and `none` too."""
     try:
         ids = parse_ids(text)
     except ValueError:
@@ -83,7 +83,8 @@ def _size_or(what: str, *words: str, share: float | None = None) -> BeforeValida
     """Return a validator of values that are a positive memory size, one of `words`, or a float from 0 to `share`, both
     excluded.
 
-    Without `share`, no float is valid. `what` names the valid forms, for the message "… is neither `what`".
+    Without `share`, no float is valid. An integer becomes text, other values stay as they are. `what` names the valid
+    forms, for the message "… is neither `what`".
     """
 
     def check(value: Any) -> Any:

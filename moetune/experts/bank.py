@@ -148,7 +148,8 @@ class ExpertLora(nn.Module):
     def of(self, experts: Sequence[int], *, joined: bool) -> tuple[LowRank, LowRank]:
         """Return the low-rank terms (gate_up, down) of C experts, as views of the parameters.
 
-        `experts` are ids whose factors are consecutive in dimension 0 of A and B; `joined` becomes `LowRank.is_joined`.
+        `experts` are ids whose factors are consecutive in dimension 0 of A and B. With `joined`, one kernel computes
+        these terms and the product with W in groups of several experts.
         """
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
@@ -371,7 +372,10 @@ class ExpertBank(nn.Module):
         norms: Tensor | None = None,
         dense_TE: Tensor | None = None,
     ) -> Tensor:
-        """Run `expert_mlp`, tell the prefetcher that the layer's forward pass is done, and return the output [T, H]."""
+        """Run `expert_mlp`, to which the arguments are passed on; return its output [T, H].
+
+        Then tell the prefetcher, if there is one, that the layer's forward pass is done.
+        """
         prefetcher = self.context.prefetcher
         keep_rows = self.layer in self.context.keep_rows and not self.hooks.recomputes
         output = expert_mlp(self, x_TH, weights_TK, permutation, keep_rows=keep_rows, norms=norms, dense_TE=dense_TE)

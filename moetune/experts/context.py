@@ -24,7 +24,10 @@ the receive counts is the number of rows that rank r sends to expert l of this r
 
 
 def read_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-    """Return how often each of the `num_experts` ids occurs in `ids`, by calling `read`; default of `count_rows`."""
+    """Return `read()`, the true number of rows of each expert: the default of `ExpertHooks.count_rows`.
+
+    The other arguments are for functions in its place that assume or record numbers.
+    """
     return read()
 
 
@@ -45,15 +48,18 @@ def reading(counts: Tensor, order: Sequence[int], rows: int) -> ReadCounts:
 
 
 def listed(counts: Tensor, rows: int) -> list[int]:
-    """Copy counts [E] to the host as a list.
+    """Return counts [E] as a list; the host waits for the device.
 
-    Their sum `rows` is there for a function put in its place on a device without values, whose counts must add up.
+    `rows`, their sum, is not used. It is for a replacement where tensors have no values, which must invent counts.
     """
     return counts.tolist()
 
 
 def read_received(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -> list[list[int]]:
-    """Return the receive counts `receive_RL` as lists, for which the host waits (the default of `count_received`)."""
+    """Return the receive counts as lists [R][L], for which the host waits: the default of `ExpertHooks.count_received`.
+
+    The other arguments are for functions in its place that assume numbers.
+    """
     return receive_RL.tolist()
 
 
@@ -125,7 +131,8 @@ class Dispatcher(Protocol):
 
     `dispatch` sends rows [T, H] to the ranks of the experts `ids_TK` and returns the rows that this rank receives.
     `combine` sends the experts' results [S, H] back and returns each token's weighted sum [T, H]. `combine_norms` sends
-    the norms [S] of these results back and returns them as [T, K]. All ranks must make the same calls.
+    the norms [S] of these results back and returns them as [T, K]. Both take the `state` that `dispatch` returned. All
+    ranks must make the same calls.
     """
 
     def dispatch(

@@ -101,7 +101,8 @@ def _fill(
     kept: list[Tensor] | None,
     norms: Tensor | None,
 ) -> None:
-    """Compute y into `y_TH`, and append the gate_up rows [N, O] of each group to `kept` unless it is None."""
+    """Compute y into `y_TH`. Unless they are None, append the gate_up rows [N, O] of each group to `kept`, and write
+    the L2 norms of the experts' outputs to `norms` [T, K]."""
     tokens = TokenRows(x_TH, y_TH, permutation, groups, weights_TK.flatten())
     for group in _announced(experts, permutation.groups(groups)):
         _add_group(experts, group, tokens, kept, norms)

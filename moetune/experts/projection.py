@@ -199,7 +199,7 @@ class Projection:
         return bool(self.trained) or self.low_rank is not None
 
     def _joins(self, gemm: GroupedGemm) -> bool:
-        """Return whether one kernel computes the product with W and adds the low-rank terms."""
+        """Return whether one kernel computes the product with W and adds the low-rank terms; never for one expert."""
         return self.low_rank is not None and self.low_rank.is_joined and gemm.ends is not None
 
     def forward(

@@ -222,8 +222,9 @@ class QuantizedExperts(HostModule):
 class QuantizedLinear(nn.Linear):
     """A frozen linear layer with quantized weights, dequantized in forward and again in backward.
 
-    The weight [out, in] is quantized here, on its device; of a weight on the meta device only the shape is used, and
-    the data on `device` are uninitialized. For NF4, bitsandbytes' `Linear4bit` is used instead.
+    The weight [out, in] is quantized here, and stored on `device`, or on its own device for None. Of a weight on the
+    meta device only the shape is used, and the stored data are uninitialized. For NF4, bitsandbytes' `Linear4bit` is
+    used instead.
     """
 
     def __init__(

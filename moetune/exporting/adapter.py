@@ -33,7 +33,7 @@ class AdapterWritten(Answer):
 
     Attributes:
         layout: the layout in which the adapter was stored; None without factors on experts.
-        reasons: sentences that say from what that was concluded.
+        reasons: sentences that say what shows that it is in this layout.
         tensors, bytes: number and size of the tensors that hold what the adapter trained.
         notes: messages for the user.
     """
@@ -69,11 +69,12 @@ def convert_adapter(
 ) -> AdapterWritten:
     """Write an adapter to the folder `out` in the layout of a program, one of `moetune.adapters.write.PROGRAMS`.
 
-    `overwrite` replaces an earlier export in `out`; the other arguments are those of `check_adapter`.
+    `base` is a folder, catalog name or hub id, `adapter` a folder, and `layout` the layout that it is in (None: it is
+    detected). `overwrite` replaces an earlier export in `out`.
 
     Raises:
-        UserError: as `check_adapter`; a part of the adapter matches nothing in the base, or has no place in the
-            program's layout; or `out` is occupied. Nothing is written then.
+        UserError: base or adapter cannot be read; the adapter's layout is in doubt, or a part of it matches nothing in
+            the base or has no place in the program's layout; or `out` is occupied. Nothing is written then.
     """
     out, stored = Path(out), _open(adapter)
     _, of_base = _open_base(base)
@@ -93,10 +94,12 @@ def merge_adapter(
     """Write the base checkpoint to the folder `out` with the adapter in it: W + scale·B·A, in float32.
 
     All other bytes are those of the base; a base that is published quantized is written dequantized, in 16 bits.
-    Arguments as in `convert_adapter`.
+    `base` is a folder, catalog name or hub id, and `layout` the layout that the adapter is in (None: it is detected).
+    `overwrite` replaces an earlier export in `out`.
 
     Raises:
-        UserError: as `convert_adapter`; or the base has no weights on this machine.
+        UserError: the base has no weights on this machine; the adapter cannot be read, its layout is in doubt, or a
+            part of it matches nothing in the base; or `out` is occupied. Nothing is written then.
     """
     out, stored = Path(out), _open(adapter)
     model, of_base = _open_base(base)
@@ -126,10 +129,10 @@ def diff_adapters(
     Args:
         a, b: the folders of the adapters.
         base: a folder, catalog name or hub id; by default what the first adapter names.
-        layouts: the layouts that the two are in, each as `layout` of `check_adapter`.
+        layouts: the layouts that the two are in, each one of `moetune.adapters.read.LAYOUTS` or None to be detected.
 
     Raises:
-        UserError: as `check_adapter`; or the first adapter names no base.
+        UserError: base or an adapter cannot be read, or an adapter's files allow two layouts; or `a` names no base.
     """
     first, second = _open(a), _open(b)
     named = base or first.settings.get("base_model_name_or_path")
@@ -149,7 +152,8 @@ def _open(adapter: Path | str) -> StoredAdapter:
 
 
 def _open_base(base: str) -> tuple[ResolvedModel, AdapterBase]:
-    """Resolve the model `base` without its weights; also return it as the base of adapters, with its names."""
+    """Resolve the model `base` without its weights; also return it as what adapters are read against: its structure
+    and the tensor names of its checkpoint."""
     model = resolve_model(ModelConfig.named(base), "cpu")
     return model, base_of(model.source, model.plain, model.structure, base)
 
@@ -168,7 +172,8 @@ def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) ->
 
 
 def _updates(adapter: Adapter, base: AdapterBase) -> Iterator[Update]:
-    """Yield the updates that an adapter makes to the plain model; experts whose B is zero are left out."""
+    """Yield the updates that an adapter makes to parameters of its base, as transformers names them; experts whose B
+    is zero are left out."""
     for path, factors in adapter.linears.items():
         A, B = Held(factors.A), Held(factors.B)
         yield Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, factors.scale))

@@ -108,8 +108,8 @@ def apply_delta(
 
 
 def _notes(difference: str | None, force: str | None, name: str) -> Iterator[str]:
-    """Yield notes for the user: that the base is another one (`difference`); or that `force`, which is not `name`, the
-    name of the base, was not needed."""
+    """Yield notes for the user: that the base differs from that of the delta (`difference`, None if not); or else, that
+    `force` was not needed, if it is given and is not the base's `name`."""
     if difference is not None:
         yield f"applied to another base than it was made for: {difference}"
     elif force is not None and force != name:

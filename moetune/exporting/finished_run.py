@@ -120,10 +120,10 @@ def read_own_config(path: Path) -> RunConfig:
 
 
 def refuse_changed_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
-    """Compare the configuration and tokenizer now in `model.path` with those that the run recorded, if it did.
+    """Compare the configuration and tokenizer now in `model.path` with those that the run recorded.
 
     Returns:
-        Notes about changes that do little or no harm.
+        Notes about changes that do little or no harm; empty if the run recorded nothing.
 
     Raises:
         UserError: the configuration or the tokenizer is that of another model.
@@ -169,13 +169,13 @@ def base_folder(run: FinishedRun) -> Path:
 
 
 def confirmed_base(run: FinishedRun, folder: Path, found: Fingerprint | None = None) -> Base:
-    """Compare the fingerprint of the base in `folder` with the one that the run recorded, if it did.
+    """Compare the fingerprint of the base in `folder` with the one that the run recorded.
 
     Args:
         found: the fingerprint of `folder`, if known; by default the whole folder is read to compute it.
 
     Returns:
-        The name and fingerprint of the base, for the manifest of an export.
+        The name and fingerprint of the base, for the manifest of an export; as now found if the run recorded none.
 
     Raises:
         UserError: the fingerprints differ.

@@ -149,7 +149,8 @@ def _mark(out: Path) -> bytes:
 
 
 def _is_about(error: OSError, out: Path, ours: Path) -> bool:
-    """Return whether an error concerns the output folder rather than a file that is read.
+    """Return whether an error concerns the output folder `out`, or `ours`, the temporary folder in which it is written,
+    rather than a file that is read.
 
     A full disk always concerns the output, although `shutil` then names the file that it was reading.
     """

@@ -25,7 +25,7 @@ def predict_merged(run: FinishedRun) -> MemoryReport:
     Of updates that need equal memory, such as those of the experts, one is computed: they are made one after the other.
 
     Raises:
-        UserError: as `write_merged`, except for what only reading the base's weights would show.
+        UserError: the run began with random weights; or the base is missing or has other tensors than the run recorded.
     """
     add_missing_fakes()
     tracker = Tracker({})

@@ -24,7 +24,7 @@ class LossCheck:
         rows: the number of rows.
         of: where the rows are from: `held-out data`, `training data` or `random tokens`.
         tokens: the number of predicted tokens.
-        exported_loss: loss of the export, loaded by transformers and PEFT.
+        trained_loss, exported_loss: the loss of each of the two.
         unread: why random tokens took the place of the run's data; None if the data were read, or the run has none.
     """
 
@@ -42,10 +42,11 @@ class LossCheck:
 def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
     """Compute the losses of the model trained in the folder `run` and of its export, on at most `rows` rows.
 
-    `exported` is the folder of a merged checkpoint or a PEFT adapter. The rows are the first of the run's held-out
-    data, else of its training data, or random tokens if the run has no data, or they cannot be read any more. Both
-    models compute in float32 on the CPU, one after the other, and each is in memory as a whole. The losses differ by
-    the rounding to the checkpoint's dtype and, if the run quantized its base, by the quantization error.
+    `exported` is the folder of a merged checkpoint or a PEFT adapter, loaded by transformers and PEFT. The rows are the
+    first of the run's held-out data, else of its training data, or random tokens if the run has no data, or they cannot
+    be read any more. Both models compute in float32 on the CPU, one after the other, and each is in memory as a whole.
+    The losses differ by the rounding to the checkpoint's dtype and, if the run quantized its base, by the quantization
+    error.
 
     Raises:
         UserError: the run or the export cannot be opened.

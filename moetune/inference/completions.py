@@ -63,14 +63,15 @@ def complete(
         out: the file to write, in the order of the records; nothing may be there.
         batch: the largest number of prompts in a batch.
         samples: the number of texts for each record, each in a line of its own.
-        max_new_tokens, temperature: as in `generate`.
+        max_new_tokens: the largest number of tokens of a text.
+        temperature: 0 for the most likely token at each position; above 0, tokens are sampled.
         seed: seed of the first batch; the n-th batch after it has `seed` + n.
         console: where progress is shown; by default stderr.
 
     Raises:
         UserError: `out` exists or cannot be written, or another process writes it; it was begun with other arguments; a
-            record has no prompt, or has `generated` already; several samples are asked for at temperature 0; or as in
-            `generate`.
+            record has no prompt, or has `generated` already; several samples are asked for at temperature 0; a prompt
+            takes all positions of the model or has tokens that it does not have; or the model computes NaN.
     """
     out, console = expanded(out), console or terminal(stderr=True)
     try:

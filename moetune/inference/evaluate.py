@@ -114,6 +114,8 @@ def rows_of(
 ) -> tuple[datasets.Dataset, str]:
     """Return the rows on which `evaluate`, given the same arguments, computes the loss, and the name of the data set.
 
+    By default, rows, length and format are those of the run's held-out data.
+
     Raises:
         UserError: there are no held-out data, the data cannot be read, or have tokens that the model does not have.
     """

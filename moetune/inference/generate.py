@@ -51,7 +51,11 @@ def generate(
 
 
 def token_ids(opened: Opened | Found, prompt: str | list[Message]) -> list[int]:
-    """Return the token ids of a prompt; the prompt and the errors are those of `generate`."""
+    """Return the token ids of a prompt: text, or chat messages, to which the chat template is applied.
+
+    Raises `UserError` for messages without a template, a prompt that is empty or takes all positions of the model, and
+    tokens that the model does not have.
+    """
     tokenizer: Any = opened.tokenizer
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
@@ -93,8 +97,12 @@ def continued(
 
     Args:
         prompts: token ids of each prompt, from `token_ids`.
-        max_new_tokens, temperature, seed: as in `generate`.
+        max_new_tokens: the largest number of tokens to generate; less if the longest prompt leaves fewer positions.
+        temperature, seed: 0 for the most likely tokens; above 0, tokens are sampled with this seed.
         stream: also print the text on stdout while it is generated; for one prompt only.
+
+    Raises:
+        UserError: generation_config.json holds an invalid value; or the model computes NaN.
     """
     model: Any = opened.model
     tokenizer: Any = opened.tokenizer
@@ -143,13 +151,13 @@ def written_after(
     pad: int,
     **more: Any,
 ) -> Tensor:
-    """Return prompts `ids` [B, S] with the tokens that a model generates after them.
+    """Return prompts `ids` [B, S] with the N ≤ `max_new_tokens` tokens that a model generates after them, [B, S + N].
 
     Args:
         is_token: 1 for each token of a prompt, 0 for padding on its left; [B, S].
         max_new_tokens: the number of tokens to generate, for which the model must have positions.
         temperature: 0 for the most likely token at each position; above 0, tokens are sampled.
-        ends, pad: ids of the token that ends a text (None for none), and of the one that pads.
+        ends, pad: ids of the token that ends a text (None for none), and of the one that follows it, as padding.
         more: further arguments of transformers' `generate`.
     """
     generate: Any = model.generate
@@ -188,7 +196,7 @@ class _Sampling(BaseModel):
 
 
 def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
-    """Return only the sampling settings (`_Sampling`) of the `generation_config.json` of the model `name`.
+    """Return only `top_k`, `top_p` and `repetition_penalty` of the `generation_config.json` of the model `name`.
 
     None, for a model without this file, gives the defaults. Raises `UserError` for an invalid value.
     """

@@ -35,7 +35,7 @@ def predict_eval(found: Found, lengths: Sequence[int], *, gpu: str | Gpu | None 
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; without one, the report for a GPU has no verdict.
 
     Raises:
-        UserError: the model is an adapter; or as `predict`.
+        UserError: the model is an adapter, or the pass cannot be predicted.
     """
     batches = [tuple(lengths[at : at + ROWS]) for at in range(0, len(lengths), ROWS)]
     fullest = max(batches, key=lambda batch: (len(batch) * max(batch), batch))
@@ -50,7 +50,8 @@ def lengths_of(rows: datasets.Dataset) -> list[int]:
 
 @dataclass(frozen=True)
 class Evaluating:
-    """The forward pass of one batch of `evaluate`, with rows of these lengths, for `predict_forward`."""
+    """The forward pass of one batch of `evaluate`, to be traced by `predict_forward`; `lengths` are the tokens of its
+    rows."""
 
     lengths: tuple[int, ...]
 
@@ -77,12 +78,12 @@ def predict_generate(
         found: the model, found for a GPU or for this machine's CPU.
         prompt: the number of tokens of the longest prompt.
         most: the largest number of tokens to generate after each prompt.
-        temperature: as in `generate`; above 0, sampling takes some memory.
+        temperature: 0 for the most likely tokens; above 0, sampling takes some memory.
         batch: the number of prompts, which are continued together.
-        gpu: as in `predict_eval`.
+        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; without one, the report for a GPU has no verdict.
 
     Raises:
-        UserError: the prompt takes all positions of the model; or as `predict_eval`.
+        UserError: the prompt takes all positions of the model, the model is an adapter, or it cannot be predicted.
     """
     if (new := new_tokens(found.settings, prompt, most)) < 1:
         raise UserError(f"a prompt of {prompt:,} tokens leaves no position of {found.name!r} for another token")
@@ -94,7 +95,7 @@ def predict_generate(
 
 @dataclass(frozen=True)
 class Generating:
-    """The forward passes of `generate` for its first and last tokens, for `predict_forward`.
+    """The forward passes of `generate` for its first and last tokens, to be traced by `predict_forward`.
 
     Attributes:
         prompt: tokens of each of the `batch` prompts.

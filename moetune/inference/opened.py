@@ -150,7 +150,8 @@ def find(
     """Find the model that `open_model` would load with the same arguments, without reading its weights.
 
     Raises:
-        UserError: as `open_model`, but for errors of the weights, which loading raises.
+        UserError: `what` is no run, adapter, checkpoint, catalog name or hub id, or has no weights; or `base` is given
+            for a run or an adapter. Weights that cannot be read are an error of loading.
     """
     device, path = device or this_device(), expanded(what)
     if (path / RUN_FILE).is_file():
@@ -243,8 +244,8 @@ def _alone(config: RunConfig, device: DeviceType, dtype: str | None) -> RunConfi
 def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Found:
     """Return the adapter in the folder `path`, opened as `what`, to be loaded onto its base with stock PEFT.
 
-    Raises `UserError` if it names no base, the base cannot be loaded, its tensors are not exactly those that PEFT
-    expects, or it is in another layout.
+    Raises `UserError` if it cannot be read, names no base, or the base cannot be found. Loading raises `UserError` if
+    the weights of the base cannot be read, or the adapter does not fit the base.
     """
     settings, _ = read_adapter(path)
     base = settings.get("base_model_name_or_path")
@@ -259,7 +260,11 @@ def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None)
 
 
 def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceType) -> PreTrainedModel:
-    """Load an adapter onto its base; raises as `_found_adapter`."""
+    """Load the adapter in the folder `path`, opened as `what`, onto its base `model` with stock PEFT, in eval mode.
+
+    Raises `UserError` if the base cannot be loaded, the adapter's tensors are not exactly those that PEFT expects, or
+    they are in another layout.
+    """
     settings, tensors = read_adapter(path)
     base = model.config.path
     try:
@@ -306,6 +311,6 @@ def _refuse_other_layout(what: str, path: Path, base: str, device: DeviceType) -
 
 
 def _stock(model: ResolvedModel, device: DeviceType) -> PreTrainedModel:
-    """Load a checkpoint unquantized by transformers alone, in eval mode, after checking it as training does."""
+    """Load a checkpoint unquantized by transformers alone, in eval mode; `UserError` unless its tensors all fit."""
     _source(model.config.path)
     return load_stock(model, device).eval()

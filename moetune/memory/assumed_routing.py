@@ -95,7 +95,7 @@ class Replayed(AssumedRouting):
     calls: tuple[tuple[int, ...], ...] = ()
 
     def answers(self) -> CountRows:
-        """Return a replacement for `ExpertHooks.count_rows` that returns the recorded rows, call by call."""
+        """Return a replacement for `ExpertHooks.count_rows`, each call of which returns the next element of `calls`."""
         left = iter(self.calls)
         return lambda layer, ids, num_experts, read: list(next(left))
 

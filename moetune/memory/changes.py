@@ -14,7 +14,7 @@ from moetune.memory.report import Change, MemoryReport, PartName
 Predict = Callable[[RunConfig], MemoryReport]
 """A configuration -> its predicted memory."""
 Left = Callable[[MemoryReport], int]
-"""A prediction -> the bytes of its GPU that are left free."""
+"""A prediction -> the bytes that the run leaves free, of the GPU or of GPU and host; negative if it does not fit."""
 _ON_HOST = {"model.experts_on": "host", "train.checkpointing": "offload", "optimizer.offload": True}
 _UPDATED: tuple[PartName, ...] = ("optimizer_states", "master_weights")
 _ACTIVATIONS: tuple[PartName, ...] = ("saved_activations", "transient_peak")
@@ -142,8 +142,8 @@ def _alive(one: Saving, report: MemoryReport) -> int:
 
 
 def _lacking(report: MemoryReport, left: Left) -> int:
-    """Return by how many bytes a step, apart from loading, exceeds the memory that there is: that which the run needs
-    (`required`) plus that which it leaves free (`left`)."""
+    """Return the bytes that a step, apart from loading, needs beyond the memory that there is: the run's `required`
+    plus what it leaves free, `left` (negative if the run does not fit)."""
     peak = report.fullest.peak_allocated + report.fullest.outside_allocator
     return peak - report.required - left(report)
 

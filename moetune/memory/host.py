@@ -72,7 +72,8 @@ class HostMemory:
 
     @property
     def surely_left(self) -> int | None:
-        """Bytes that are left if the processes take the most that they may; None as for `left`."""
+        """Bytes that are left if the processes take the most that they may, negative if there are too few; None if it
+        is not known how many there are."""
         return None if self.room is None else self.room.value - self.span.high
 
     def to_json(self) -> dict[str, Any]:

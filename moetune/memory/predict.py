@@ -142,12 +142,11 @@ def predict(
 
 
 def _by_documents(run: ResolvedRun) -> list[str]:
-    """Return the assumption about layers that run document by document, if a run has such layers and packs."""
+    """Return the assumption about layers that run document by document, as a list of one sentence; an empty list if a
+    run has no such layers or does not pack."""
     layers = layers_with_state(run.model.plain) if run.config.packs else 0
     by_one = f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run document by document"
-    more = (
-        "by transformers' own operations: other packages' kernels differ, and documents shorter than a chunk take more"
-    )
+    more = "by transformers' own operations: other packages' kernels differ"
     return [f"{by_one}, {more}"] * bool(layers)
 
 
@@ -244,8 +243,8 @@ def _assuming(report: MemoryReport, more: str) -> MemoryReport:
 def rank_memory(
     found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
 ) -> RankMemory:
-    """Return the memory of one rank, under number 0. Bytes that only the allocator adds (rounding to 512 bytes, cuBLAS
-    workspaces) count as `transient_peak`.
+    """Return the memory of one rank; its `rank` is 0, for the caller to replace. Bytes that only the allocator adds
+    (rounding to 512 bytes, cuBLAS workspaces) count as `transient_peak`.
 
     Args:
         found: the rank's trace, or closed form evaluated.

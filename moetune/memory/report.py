@@ -355,7 +355,8 @@ class MemoryReport:
 
     @property
     def host_verdict(self) -> Verdict | None:
-        """Whether the host can hold the run, as `card_verdict`; None if it is not known how much memory it has."""
+        """Whether the host can hold the run: `yes` if the most that it may need fits, `no` if the least does not, else
+        `tight`; None if it is not known how much memory the host has."""
         if self.host is None or self.host.room is None:
             return None
         if self.host.span.low > self.host.room.value:

@@ -62,7 +62,7 @@ def always(required: int, known: tuple[Unknown, ...]) -> Iterator[Unknown]:
 
     Args:
         required: the bytes that the run is expected to need.
-        known: the run's other unknowns, whose bytes both grow with.
+        known: the run's other unknowns; the bytes that they may add make both larger.
     """
     most = required + sum(one.above for one in known)
     lost = max(PAGES, int(most * FRAGMENTATION))

@@ -32,7 +32,7 @@ _MLP = re.compile(r"mlp|ffn|feed_?forward|^ff$|^fc\d$|^intermediate$|^output$|sp
 class Landmarks:
     """The modules of one model that its parameters are classified by, such as the decoder layers and the LM head.
 
-    `marked` gives the component of the parameters for which it is known already, by name: routers and experts.
+    `marked` is parameter name -> component for routers and experts, which are found by structure before (moe.py).
 
     Attributes:
         base: prefix of the base model's parameter names (`model.`), empty if the model is its own base.

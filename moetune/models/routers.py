@@ -109,7 +109,7 @@ def score_function(model: nn.Module, layer: MoeLayer) -> ScoreFunction | None:
 
 
 def correction_bias(model: nn.Module, layer: MoeLayer) -> str | None:
-    """Return the name of a layer's buffer `e_score_correction_bias` [E]; None if it has none.
+    """Return the full name of a layer's buffer `e_score_correction_bias` [E]; None if it has none.
 
     The buffer is added to the scores to choose experts, but not to routing weights.
     """

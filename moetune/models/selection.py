@@ -36,7 +36,10 @@ class Selection:
     left_out: tuple[str, ...] = ()
 
     def without(self, layers: Collection[int], structure: ModelStructure) -> "Selection":
-        """Return the selection without the decoder layers with the indices `layers`, of the model with `structure`."""
+        """Return the selection without what is in the decoder layers with the indices `layers`.
+
+        `structure` is that of the whole model.
+        """
         rest = structure.without(layers)
         paths = {*rest.linears(), *(layer.experts for layer in rest.moe_layers)}
         return Selection(
@@ -57,8 +60,8 @@ def select(adapt: ResolvedAdapt, structure: ModelStructure, inert: Collection[st
     """Apply the `adapt:` section to a model.
 
     Return the selection of what exists, and a message for each layer, expert, component or pattern that matches
-    nothing. `inert` are the paths of linear layers on which LoRA has no effect, because the model reads their weight
-    without calling them. They are left out where `lora.targets` names their component.
+    nothing, and for each contradiction. `inert` are the paths of linear layers on which LoRA has no effect, because the
+    model reads their weight without calling them. They are left out where `lora.targets` names their component.
     """
     resolver = _Resolver(structure, inert)
     full = resolver.routers(adapt.router)
@@ -91,7 +94,11 @@ _UNREACHED = "only chooses among tokens or experts, by comparison, so no gradien
 
 
 class _Resolver:
-    """Looks up the names and numbers of `adapt:` in a model structure, and collects problems for messages."""
+    """Looks up the names and numbers of `adapt:` in a model structure.
+
+    Its methods collect `problems` (messages), and `lora` also `ranks` and `left_out`, which have the form that they
+    have in `Selection`. `inert` are the paths of linear layers on which LoRA has no effect.
+    """
 
     def __init__(self, structure: ModelStructure, inert: Collection[str]) -> None:
         self.structure, self.inert = structure, inert

@@ -95,7 +95,9 @@ class QuantizedManifest:
     """The manifest `packed.json` of a quantized base, a checkpoint that `moetune quantize` quantized.
 
     Attributes:
-        base, double_quant, gate_up_apart: the format, as in `SourceQuantization`.
+        base: the value of `model.base` that the weights are stored in.
+        double_quant: whether NF4 scales are stored in 8 bits; meaningful only if `base` is nf4.
+        gate_up_apart: whether an expert's gate and up projections are quantized separately.
         source: folder of the original checkpoint.
         fingerprint: fingerprint of the original checkpoint.
         files: name of each safetensors file of the quantized base -> its size and digest.

@@ -24,7 +24,10 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _LastReturned:
-    """Forward hook that stores weak references to a layer's outputs other than hidden states, for `LeftOut`."""
+    """Forward hook of the layers that run: `others` are the last one's outputs after the hidden states, for `LeftOut`.
+
+    Tensors are weak references. `others` is None if that layer returned hidden states alone.
+    """
 
     def __init__(self) -> None:
         self.others: tuple[Any, ...] | None = None

@@ -47,6 +47,8 @@ def without_others() -> Iterator[None]:
 class Engine:
     """Trains a model's parameters that require a gradient with DeepSpeed, on all ranks of torch.distributed.
 
+    In each step, call `backward` for every micro-batch, then `norm`, and then `step` if it is finite, else `forget`.
+
     Args:
         model: on its device.
         optimizer: a torch optimizer over parameters of one dtype. DeepSpeed replaces its parameters by flat tensors.

@@ -75,7 +75,7 @@ class TokenDispatcher:
             layer: index of the decoder layer.
             hidden_TH: token rows.
             ids_TK, weights_TK: ids of each token's experts, and routing weights, which `combine` applies.
-            hooks: determines the send and receive counts.
+            hooks: its `count_rows` and `count_received` give the numbers of rows to send and to receive.
         """
         if layer in self._trained and torch.is_grad_enabled() and not hidden_TH.requires_grad:
             hidden_TH = hidden_TH.detach().requires_grad_()

@@ -48,8 +48,8 @@ def joined(parallel: ParallelConfig, device_type: str) -> Iterator[Ranks]:
 
     With several ranks, torch.distributed is initialized with NCCL on "cuda", else with Gloo, and the launcher's
     environment variables (`RANK`, `WORLD_SIZE`, …) are removed, because libraries that find them would distribute the
-    model again. At the end of the block all ranks wait for each other. Raises `UserError` as `check_launch`, or if the
-    other ranks cannot be reached with the launcher's variables.
+    model again. At the end of the block all ranks wait for each other. Raises `UserError` if the processes or the GPUs
+    do not suit the layout (`check_launch`), or the other ranks cannot be reached with the launcher's variables.
     """
     check_launch(parallel)
     if parallel.ranks == 1:

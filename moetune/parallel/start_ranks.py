@@ -132,7 +132,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _have_ended(processes: list[subprocess.Popen[bytes]], patience: float) -> bool:
-    """Return whether all processes end within `patience` seconds."""
+    """Wait until all processes have ended, for at most `patience` seconds; return whether they have."""
     deadline = time.monotonic() + patience
     while is_running := any(process.poll() is None for process in processes):
         time.sleep(0.05)
@@ -142,7 +142,10 @@ def _have_ended(processes: list[subprocess.Popen[bytes]], patience: float) -> bo
 
 
 def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
-    """Return the error line for the rank that failed first, or for a rank that a signal ended."""
+    """Return the error line for the rank that failed first, or for a rank that a signal ended.
+
+    `folder` has what the ranks wrote: `<rank>.json` from `note_failure`, and `<rank>.log`, stderr of all but rank 0.
+    """
     errors: list[tuple[float, int, str]] = []  # time, rank, message
     for rank, process in enumerate(processes):
         file, code = folder / f"{rank}.json", process.returncode or 0

@@ -33,7 +33,7 @@ def card_at_hand(count: int = 1) -> AtHand | None:
     """Return the first GPU of this machine, with the memory that is free now; None without CUDA.
 
     The context that this process itself has on the GPU counts as free, because the process ends before a run starts;
-    its size is taken to be the least over drivers. For a run on `count` GPUs, the free memory is that of the fullest.
+    its size is taken to be the least over drivers. For a run on `count` GPUs, the free memory is the least of them.
     """
     if not torch.cuda.is_available():
         return None

@@ -51,7 +51,7 @@ def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str], method: 
         method: `formula` for closed forms, `trace` for traces.
 
     Raises:
-        UserError: a run has no GPU to be compared on; or as `predict`.
+        UserError: a run has no GPU to be compared on, or cannot be resolved or predicted.
     """
     rows = []
     for gpu in gpus or (None,):

@@ -194,8 +194,8 @@ def _cuda() -> Iterator[Check]:
 
 
 def _kernels(device: torch.device, sizes: Sizes, name: str) -> Check:
-    """Check that the kernels compute at `sizes` what torch's operations compute; stored results are not used. The first
-    call compiles the kernels, which takes seconds."""
+    """Run the experts' kernels and torch's operations at `sizes`; return the check, called `name`, of whether they
+    agree. The first call compiles the kernels, which takes seconds."""
     if not any(sizes):
         return Check(name, "ok", "the run uses none")
     verdict = compare(Key.of(device, sizes), device)

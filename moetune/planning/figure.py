@@ -62,7 +62,8 @@ def _draw(plan: Plan, figure: Figure) -> None:
 
 
 def _height(one: Candidate, *, has_speed: bool) -> tuple[float, float]:
-    """Return the vertical range of a candidate: its estimated tokens/s, or its trainable bytes as both ends."""
+    """Return a candidate's (low, high) on the vertical axis: with `has_speed` its estimated tokens/s, else the bytes of
+    its trainable weights twice."""
     if has_speed and one.report.time is not None:
         return one.report.time.tokens_per_second.slow, one.report.time.tokens_per_second.fast
     size = one.report.fullest.parts.trainable_weights

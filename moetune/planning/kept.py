@@ -31,7 +31,7 @@ def kept(
     from the work that was counted, by the speeds that are known now.
 
     Args:
-        gpu: as in `predict`; None for `hardware.gpu`.
+        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; None for `hardware.gpu`.
         trace: makes the report.
     """
     name = gpu or run.config.hardware.gpu or "l40s"

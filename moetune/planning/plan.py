@@ -69,7 +69,7 @@ class Plan:
         gpu: the GPU's name, as given, or the catalog name of a `Gpu`.
         usable_bytes: bytes of the GPU that a process can use.
         candidates: the largest run of each strategy that surely fits (verdict `yes`), or with `tight` that is expected
-            to fit, best first (`_useful_first`).
+            to fit: first the most useful one of each goal, then the others, best first.
         miss: the run that nearly fits, if there is no candidate; None if there is one, or if no run could be predicted.
         notes: messages for the user: what was left out, and why.
         tokens: the number of tokens that each candidate trains on; None if it was not given.
@@ -94,8 +94,7 @@ class Plan:
 
     @property
     def useful(self) -> int:
-        """Number of goals that have candidates. As many of `candidates`, the first ones, are each the most useful one
-        of its goal."""
+        """Number n of goals that have candidates; the first n `candidates` are the most useful one of each goal."""
         return len({one.goal for one in self.candidates})
 
     def to_json(self) -> dict[str, Any]:
@@ -259,8 +258,7 @@ def _largest(
     Args:
         of_goal: the strategies, best first.
         refused: (goal, reason) -> strategies that cannot be predicted for it; they are added.
-        show: as in `plan`.
-        progress: is kept up to date.
+        show: called with `progress`, which is kept up to date, before each strategy and after each candidate.
     """
     has_found, search = False, workers.search
 
@@ -315,8 +313,9 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
     """Sort candidates, and leave out those that a better one beats.
 
     The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; rows of a
-    micro-batch, most first. A candidate is beaten if another one for the same goal comes from an earlier strategy and
-    trains at least as much; unless what trains are experts, also on at least as many rows at once.
+    micro-batch, most first. A candidate is beaten by another one for the same goal, from an earlier strategy, that
+    trains at least as much (half a percent less counts as equal); for LoRA and routers, also with at least as many
+    rows in a micro-batch.
     """
 
     def place(one: Candidate) -> tuple[int, ...]:

@@ -29,9 +29,9 @@ class Predictor:
         gpu: the GPU to predict for: a name, a memory size such as `44GiB`, or a `Gpu`; None for the `hardware.gpu` of
             each run.
         routing: how many tokens each expert is assumed to receive.
-        end: the one routing that `of` evaluates, which takes half the time of a whole report: with `high` the most
-            uneven one (`least_headroom` is then that of a whole report), with `expected` the assumed one (then
-            `headroom_bytes` is). None: a whole report.
+        end: the single routing for which `of` predicts, in half the time of a whole report. `high`: the most uneven
+            routing that is possible; of the report, `least_headroom` is right. `expected`: the assumed routing;
+            `headroom_bytes` is right. None: all possible routings, a whole report.
         device_type: the device that the runs are resolved for, `cuda` or `cpu`.
         trainer: the trainer of TRL to predict for; None for moetune's own. TRL's have no closed form, so every run is
             traced, once on this machine.
@@ -46,7 +46,7 @@ class Predictor:
     _like: ResolvedRun | None = None
 
     def resolve(self, config: RunConfig) -> ResolvedRun:
-        """Resolve a run (raises as `moetune.resolve`), reusing the model of the last call if it is the same.
+        """Resolve a run, reusing the model of the last call if it is the same; `UserError` if settings are wrong.
 
         `train.checkpointing: auto` counts as `full` and `train.keep_rows: auto` as `none`: they take memory only where
         some is left.
@@ -55,7 +55,8 @@ class Predictor:
         return self._like.keeping({}) if is_open(config.train) else self._like
 
     def of(self, config: RunConfig) -> MemoryReport:
-        """Predict the memory of a run by closed form, or by a trace if it has none. Raises as `predict`."""
+        """Predict the memory of a run by closed form, or by a trace if it has none, for the routing that `end` says;
+        `UserError` if the run cannot be resolved or predicted."""
         routing = self.routing
         if self.end is not None:
             only = routing.highest if self.end == "high" else None
@@ -63,11 +64,11 @@ class Predictor:
         return self._quick(config, routing)
 
     def whole(self, config: RunConfig) -> MemoryReport:
-        """Predict as `of` does, but always a whole report, for all of `routing`."""
+        """Predict as `of` does, but a whole report whatever `end` says: for all routings that are possible."""
         return self._quick(config, self.routing)
 
     def traced(self, config: RunConfig) -> MemoryReport:
-        """Predict the memory of a run by a trace, or read its report from disk. Raises as `predict`."""
+        """Predict the memory of a run by a trace, or read its report from disk; a whole report, and errors as `of`."""
         return self._traced(self.resolve(config), self.routing)
 
     def _quick(self, config: RunConfig, routing: AssumedRouting) -> MemoryReport:

@@ -26,10 +26,10 @@ KEYS = (
 def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     """Return changes of the run file, each enough by itself, with which a run that ran out of memory would have fitted.
 
-    First up to three savings of `fitting`, the mildest first; then the largest value that fits of each setting in
-    `KEYS`. The run's own prediction less `lacking` is taken to be the memory that there was, because other programs may
-    use part of the GPU, and a run may need more than is predicted; this accounts for the actual routing, too. What a
-    change moves to host memory must fit there.
+    First up to three savings that memory/changes.py finds, the mildest first; then the largest value that fits of each
+    setting in `KEYS`. The run's own prediction less `lacking` is taken to be the memory that there was, because other
+    programs may use part of the GPU, and a run may need more than is predicted; this accounts for the actual routing,
+    too. What a change moves to host memory must fit there.
 
     Args:
         card: the GPU on which the run ran out of memory.

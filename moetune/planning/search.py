@@ -121,6 +121,8 @@ class Candidate:
 class Search:
     """A search for the largest runs of one model on one GPU.
 
+    Call `may_fit` and `largest` for each strategy, and `traced` to confirm what `largest` found.
+
     Attributes:
         start: configuration with the model, the GPU and the length of a sequence, to which a strategy's settings are
             added.
@@ -157,7 +159,7 @@ class Search:
             card: the GPU; None: that in `hardware.gpu`.
             tight: as in the attributes.
             routing: how many tokens each expert is assumed to receive; None: not known.
-            trainer: as in `Predictor`.
+            trainer: the trainer of TRL that the runs are for; None for moetune's own.
         """
         if card is None:
             assert start.hardware.gpu is not None
@@ -168,12 +170,13 @@ class Search:
 
     @property
     def left(self) -> Callable[[MemoryReport], int]:
-        """Function from a report to the bytes that the run leaves free: `headroom` if `tight`, else `surely_left`."""
+        """Function from a report to the bytes left free on GPU or host, whichever has less; negative if none are. The
+        run is taken to need what is expected if `tight`, else the most that it may."""
         return headroom if self.tight else surely_left
 
     @cached_property
     def layers(self) -> list[int]:
-        """Numbers of the MoE layers."""
+        """Numbers of the decoder layers that have experts."""
         return [layer.index for layer in self.structure.moe_layers]
 
     @cached_property
@@ -207,7 +210,7 @@ class Search:
         return self.context + needed
 
     def may_fit(self, strategy: Strategy) -> bool:
-        """Return whether the lower bound of a strategy's smallest run fits the GPU."""
+        """Return False if even a strategy's smallest run surely exceeds the GPU, by its `bound`; True is no promise."""
         return self.bound(strategy, _step(strategy) if strategy.goal == "experts" else 0) <= self.usable
 
     def traced(self, found: Candidate) -> Candidate | None:
@@ -244,8 +247,8 @@ class Search:
     def largest(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
         """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit.
 
-        For the goal `experts`, None also if no run that fits trains more experts, in all layers together, than
-        `worth(more_than)`; `more_than` is what an earlier strategy reached.
+        `more_than` is the number of experts, in all layers together, that an earlier strategy trains. For the goal
+        `experts`, None also if no run that fits trains over half a percent more than these (`worth`).
         """
         match strategy.goal:
             case "experts":
@@ -284,7 +287,8 @@ class Search:
         return self._with(strategy, {f"adapt.experts.{key}": value for key, value in chosen.items()})
 
     def _most_experts(self, strategy: Strategy, more_than: int) -> Candidate | None:
-        """Find the largest product layers × experts in each that fits; of equal ones, that with fewest experts in each.
+        """Find the run with most experts, layers × experts in each, that fits; of equal ones, with fewest in each. None
+        if they are not more than `worth(more_than)`.
 
         Numbers of experts in each layer are tried in order of the total that `_room` expects of them, until no other
         one can exceed the largest total found, or `more_than`, by enough to be `worth` a search; for each, only depths
@@ -359,7 +363,8 @@ class Search:
         return min(each * deepest + int(self.left(line[deepest]) / slope), most) if slope > 0 else most
 
     def _slope(self, line: Mapping[int, MemoryReport], each: int) -> float:
-        """Return the bytes of another expert by the first and last run in `line` (`_end_of_line`); 0 for one run."""
+        """Return the bytes that another trained expert takes: the slope between the runs with fewest and with most
+        layers in `line` (layers -> report, with `each` experts in each of them); 0 for one run."""
         if len(line) < 2:
             return 0
         one, other = min(line), max(line)
@@ -380,7 +385,8 @@ class Search:
         return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:
-        """Return the candidate with the largest micro-batch in `ROWS` that fits, and fewer micro-batches in a step."""
+        """Return the candidate with the largest micro-batch in `ROWS` that fits, and `train.accumulate` divided by it
+        (at least 1)."""
         configs = [found.config]
         for rows in ROWS[1:]:
             accumulate = max(1, found.config.train.accumulate // rows)
@@ -442,7 +448,7 @@ def _room(room: Mapping[int, int], each: int, most: int) -> int:
 
 def worth(experts: int) -> int:
     """Return the number of experts that another result must exceed to be worth a search, if `experts` are known to fit:
-    half a percent more than these, which below 200 is the same number."""
+    half a percent more than these, rounded down, which below 200 is the same number."""
     return int(experts * (1 + _TOLERANCE))
 
 

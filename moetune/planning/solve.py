@@ -159,7 +159,7 @@ def last_that_fits(
         least: the first number that is worth a prediction: those below are taken to fit.
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
-        left: returns the bytes that a run leaves free: `headroom`, the default, or `surely_left`.
+        left: returns the bytes that a run leaves free, negative if it does not fit; by default `headroom`.
         slope: bytes that each number is expected to need more than the one before; 0 if unknown.
 
     Returns the number, or `least` - 1 if none fits; and number -> report of all that were predicted, among them this
@@ -195,7 +195,7 @@ def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope:
         left: number -> known headroom in bytes.
         fits, fails: the last number known to fit, and the first known not to fit.
         count: how many numbers there are.
-        slope: as in `last_that_fits`; used if only one headroom is known.
+        slope: bytes that each number needs more than the one before, 0 if unknown; used with one known headroom.
     """
     near = sorted(left, key=lambda number: abs(left[number]))[:2]
     if len(near) < 2 and slope > 0:

@@ -37,7 +37,7 @@ def comparison(rows: Sequence[Compared]) -> Iterator[Table | str]:
 
 def plan_view(plan: Plan, *, every: bool = False) -> View:
     """Return the view of a plan: which candidate to pick; two lines for the most useful candidate of each goal, or with
-    `every` for each candidate; as details, what the next larger runs would risk. If nothing fits, that of `missed`."""
+    `every` for each candidate; as details, what the next larger runs would risk. If nothing fits, the nearest miss."""
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
     notes = [ViewSection("notes", plan.notes)] * bool(plan.notes)
@@ -89,7 +89,7 @@ def advice(first: Candidate) -> str:
 
 
 def _row(number: int, one: Candidate, plan: Plan) -> Iterator[str]:
-    """Yield the two lines of a candidate, at most `_WIDTHS` wide: number, what trains, batch (rows × tokens ×
+    """Yield the two lines of a candidate, at most 80 and 100 columns: number, what trains, batch (rows × tokens ×
     micro-batches), bytes needed, verdict; then optimizer, ranks, host memory, speed, steps, and what is given up."""
     train, report = one.config.train, one.report
     batch = f"{train.micro_batch} × {train.sequence_length} × {train.accumulate}"

@@ -36,7 +36,8 @@ _Output: TypeAlias = "Candidate | UserError | None"
 
 
 class Workers:
-    """Calls methods of a `Search` in this process and in other processes beside it.
+    """Calls methods of a `Search` in this process and in other processes, which end with the `with` statement that it
+    is used in.
 
     Args:
         search: the search in this process; the others build theirs from its `start` and `options`.
@@ -90,7 +91,7 @@ class Workers:
             return self._start, method, inputs[number], *more(before)
 
         def feed() -> None:
-            """Give work to the processes that are free; call it with the lock."""
+            """Give work to the other processes that are free; the caller must hold `lock`."""
             nonlocal busy
             while self._pool is not None and left and busy < self._others:
                 try:
@@ -133,7 +134,7 @@ class Workers:
 
 def _begin(parent: Connection) -> None:
     """Set up a new process to exit silently on Ctrl-C, which reaches all processes, and when its parent ends or closes
-    its end of a pipe."""
+    its end of the pipe `parent`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     quieten()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

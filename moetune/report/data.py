@@ -23,7 +23,7 @@ def data_view(name: str, found: dict[str, Any]) -> View:
 
 
 def words(found: dict[str, Any]) -> Iterator[str]:
-    """Yield sentences on the data that `found` (as for `data_view`) describes: sequences and steps per epoch, tokens,
+    """Yield sentences on data, from the object that `--json` prints, `found`: sequences and steps per epoch, tokens,
     lengths of documents, notes, and held-out data."""
     train, held_out = found["train"], found["eval"]
     yield (

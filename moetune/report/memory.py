@@ -56,9 +56,9 @@ def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0)
 
 
 def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
-    """Return the report in few lines, which fit a `SCREEN` with the verdict before and after them.
+    """Return the report in few lines, which fit a screen (`SCREEN`) with the verdict before and after them.
 
-    `time` is the sentence of `pace`, or empty; `above` is as in `memory_view`.
+    `time` is the sentence on the run's speed, or empty; `above` the number of lines that are already on the screen.
     """
     width, height = SCREEN
 
@@ -158,8 +158,8 @@ def verdict(report: MemoryReport) -> str:
 
 
 def left_in_words(report: MemoryReport) -> str:
-    """Format what a run leaves free on its GPU or needs too much, as `1.20 to 1.90 GiB left`; of the host, followed by
-    ` on the host`, where that decides the verdict. Empty without a verdict."""
+    """Format the bytes that a run leaves free or lacks, as `1.20 to 1.90 GiB left`: those of its GPU, and, followed by
+    ` on the host`, those of the host where that decides the verdict. Empty without a verdict."""
     return "; ".join(f"{left}{' on the host' * (where[:8] == 'the host')}" for _, left, where in _sides(report))
 
 

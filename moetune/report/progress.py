@@ -40,7 +40,8 @@ def counting(console: Console, what: str, total: int, done: int) -> Iterator[Cal
 
 
 class ProgressBar:
-    """Progress of training: a bar of its steps on a terminal, elsewhere a line for each logged step."""
+    """Progress of training: a bar of its steps on a terminal, elsewhere a line for each logged step. Call `begin` first
+    and `stop` at the end."""
 
     def __init__(self, console: Console) -> None:
         self.console = console

@@ -6,7 +6,8 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 def unit_for(count: int) -> tuple[str, int]:
-    """Return (name, its size in bytes) of the largest unit in which `count` bytes are at least 1: GiB to `("B", 1)`."""
+    """Return the unit to print `count` bytes in, as (name, its bytes): the largest of GiB, MiB and KiB of which there
+    is at least 1, else `("B", 1)`."""
     return next(((name, size) for name, size in _UNITS if round(abs(count) / size, 2) >= 1), ("B", 1))
 
 

@@ -67,7 +67,8 @@ def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> t
 
 
 def _some_of(name: str, rows: datasets.Dataset, config: RunConfig, tokens: int) -> RoutedData:
-    """Draw rows of the data set `name` as `read_sources` describes."""
+    """Draw rows of the data set `name` in a random order seeded by `train.seed`, until they have at least `tokens`
+    tokens, padding not counted, or all are drawn."""
     order = np.random.default_rng(config.train.seed).permutation(len(rows))
     chosen, digest, count = [], hashlib.sha256(), 0
     for index in order.tolist():

@@ -21,7 +21,7 @@ def predict_score(run: ResolvedRun, sources: int = 1, *, gpu: str | Gpu | None =
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; by default `hardware.gpu` of the run file.
 
     Raises:
-        UserError: the model has no experts; or as `predict`.
+        UserError: the model has no experts, or the pass cannot be predicted.
     """
     refuse_dense(run)
     train = run.config.train
@@ -33,7 +33,7 @@ def predict_score(run: ResolvedRun, sources: int = 1, *, gpu: str | Gpu | None =
 
 
 class Scoring:
-    """The forward passes of scoring `sources` data sets, on random tokens, for `predict_forward`.
+    """The forward passes of scoring `sources` data sets, on random tokens, to be traced by `predict_forward`.
 
     One batch of each data set is run, then a second batch of the last one, whose sums are added to existing ones; all
     further batches would be like this one.

@@ -62,7 +62,7 @@ class Recorder:
         self._hooks = [hook for layer in self.layers.values() for hook in self._watch(adapted.model, layer)]
 
     def _watch(self, model: nn.Module, layer: MoeLayer) -> Iterator[Any]:
-        """Register the hooks of one layer: on the router's logits, and on the chosen experts and their weights."""
+        """Register a hook on a layer's router logits and one on its experts' arguments; yield the two handles."""
 
         def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
             """Hold the router's logits until the experts have run."""
@@ -178,7 +178,8 @@ class Recorder:
                 add[f"{where}.entropy"] = -(torch.nan_to_num(p_TE * log_p_TE) * mask_T1).sum()
 
     def scores(self, sources: list[int]) -> dict[int, LayerScores]:
-        """Return layer number -> statistics over the data sets of these indices together; raises as `_statistics`."""
+        """Return layer number -> statistics over the data sets of these indices together; `UserError` if outputs of
+        experts are NaN or infinite."""
         return {
             index: LayerScores(
                 num_experts=layer.shape.num_experts,
@@ -256,7 +257,7 @@ class _Tokens:
 
     @classmethod
     def of(cls, batch: Batch, documents: int, source: int, number: int) -> "_Tokens":
-        """Return the tokens of a collated batch; arguments as in `Recorder.batch`."""
+        """Return the tokens of a collated batch of `documents` documents, the batch `number` of the whole pass."""
         is_token = batch.get("attention_mask", batch.get("is_token"))
         ids_BS = batch["input_ids"]
         is_token_BS = torch.ones_like(ids_BS, dtype=torch.bool) if is_token is None else is_token.bool()
@@ -278,6 +279,7 @@ def documents_of(rows: Sequence[Row]) -> int:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the layer number in the name of a sum (`RoutingSums`); None for sums that belong to no layer."""
+    """Return the layer number in the name of a sum (`RoutingSums`), 3 for `0.3.loss.pairs`; None for a sum of no layer,
+    such as `0.loss.count`."""
     parts = name.split(".")
     return int(parts[1]) if len(parts) == 4 else None

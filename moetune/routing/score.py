@@ -247,8 +247,8 @@ def _scores(
 ) -> Scores:
     """Return the content of `scores.json` after a whole pass.
 
-    `model` is `model.path`; `base` the digest of the checkpoint, None for random weights; `settings` are from
-    `_settings`.
+    `model` is `model.path`; `base` the digest of the checkpoint, None for random weights; `settings` are those
+    of the run that influence the scores, as JSON values.
     """
     numbers = list(range(len(sources)))
     data = [

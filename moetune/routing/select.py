@@ -63,7 +63,7 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
 
     Raises:
         UserError: there are budgets for both `adapt.experts` and `adapt.lora.ids`; not one expert of each layer fits;
-            or as `resolve` and `predict`.
+            or the run cannot be resolved or predicted.
     """
     config = run if isinstance(run, RunConfig) else load_run_config(run)
     lora = config.adapt.lora

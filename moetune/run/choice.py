@@ -125,7 +125,7 @@ def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
 def resolve_choices(adapt: AdaptConfig, structure: ModelStructure) -> tuple[ResolvedAdapt, list[str]]:
     """Return `adapt:` with ascending ids in place of choices by scores, and a message for each choice that failed.
 
-    A choice fails as `choose` does, and becomes `none`.
+    A choice for which `choose` raises `UserError`, for example because the scores are of another model, becomes `none`.
     """
     problems: list[str] = []
 

@@ -26,7 +26,10 @@ def is_open(train: TrainConfig) -> bool:
 
 
 def kept_by_layer(train: TrainConfig, structure: ModelStructure) -> dict[int, Kept]:
-    """Return decoder layer -> what it keeps; layers that keep only their input are left out.
+    """Return index of a decoder layer -> what it keeps; layers that keep only their input are left out.
+
+    A layer keeps a set of `attention` (outputs of attention's kernels), `rows` (the experts' outputs of gate_up) and
+    `rest` (everything but rows, so that the layer is not recomputed).
 
     `train.keep_rows: N` stands for the last N layers with experts: they are the first in backward, so their rows are
     freed before other layers are recomputed. `auto` keeps nothing until the GPU is known (memory/keep/). Layers that do
@@ -49,7 +52,8 @@ def kept_by_layer(train: TrainConfig, structure: ModelStructure) -> dict[int, Ke
 
 
 def unknown_layers(train: TrainConfig, structure: ModelStructure) -> Iterator[str]:
-    """Yield a message for each list of `train.checkpointing` with a layer that does not exist, or has no rows."""
+    """Yield a message for each list of `train.checkpointing` with a layer that does not exist, or, in the list `rows`,
+    has no experts."""
     if not isinstance(train.checkpointing, KeptConfig):
         return
     of_experts = [layer.index for layer in structure.moe_layers]

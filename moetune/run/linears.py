@@ -55,7 +55,8 @@ def read_directly(model: PreTrainedModel, path: str, *, or_its_dtype: bool = Fal
 
 
 def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Return module path, with `*` for layer numbers -> style of split. `parallel.tp` does not split experts."""
+    """Return transformers' plan for tensor parallelism: module path, with `*` for layer numbers -> style of split, such
+    as `colwise`. Experts are left out: `parallel.tp` does not split them."""
     return {name: style for name, style in (model.tp_plan or {}).items() if ".experts" not in name}
 
 

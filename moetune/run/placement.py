@@ -38,7 +38,7 @@ EVERYTHING = Placement()
 def balance_experts(
     structure: ModelStructure, selection: Selection, ep: int, load: Mapping[int, Sequence[float]] | None = None
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Divide the experts of every layer over `ep` ranks; return `Placement.experts`.
+    """Divide the experts of every layer over `ep` ranks; return layer index -> for each rank its expert ids, ascending.
 
     Trained parameters are balanced first, because each costs several times its own size in gradients and optimizer
     states; then the load. In a layer whose experts are all alike in both, each rank gets contiguous ids.

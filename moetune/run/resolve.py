@@ -53,6 +53,11 @@ def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
 def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: ResolvedRun | None = None) -> ResolvedRun:
     """Resolve a run file as `resolve` does, but put a line for each contradiction into `ResolvedRun.problems`.
 
+    Args:
+        run: a `ResolvedRun` is returned unchanged.
+        device_type: decides `model.dtype: auto`; by default the kind of device of this machine.
+        like: a resolved run, whose model is reused if `model.path` and dtype are equal.
+
     Raises:
         UserError: the file or the model cannot be found or read.
     """

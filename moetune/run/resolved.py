@@ -200,8 +200,8 @@ class ResolvedRun:
     def keeping(self, keeps: Mapping[int, Kept]) -> "ResolvedRun":
         """Return a copy of the run with `keeps`, decoder layer -> what it saves for backward, in place of `auto`.
 
-        It goes into `train.checkpointing`. With `train.keep_rows: auto`, instead, only the number of its layers that
-        keep rows goes into `keep_rows`, which means that many of the last ones.
+        The layers are written into `train.checkpointing`. With `train.keep_rows: auto`, only the number of layers that
+        keep rows is used: it is written into `keep_rows`, and as many of the last layers with experts keep rows.
         """
         if self.config.train.keep_rows == "auto":
             rows = sum("rows" in kept for kept in keeps.values())

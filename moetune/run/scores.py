@@ -54,7 +54,7 @@ class Statistics(BaseModel):
 
 
 class LayerScores(BaseModel):
-    """Statistics of one layer, over the tokens of each of `SCOPES`."""
+    """Statistics of one layer: `loss`, over tokens whose next token counts in the loss; `all`, over all but padding."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

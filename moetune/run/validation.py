@@ -342,7 +342,7 @@ def refuse_unpredictable(config: RunConfig) -> None:
 
 
 def missing_packages(config: RunConfig, device_type: DeviceType) -> Iterator[str]:
-    """Yield a line if the run needs a package, or a GPU, that this machine does not have."""
+    """Yield a line if the run's attention needs the package flash-attn or a GPU, and this machine lacks it."""
     if config.model.attention != "flash_attention_2":
         return
     if device_type != "cuda":

@@ -358,7 +358,9 @@ class Loop:
 class Watcher:
     """Interface of an observer of a run; this base class does nothing. The implementation is in `moetune/watch/`.
 
-    `pace` is the predicted work of a step, set in `begin`; it goes into each line of metrics.
+    Order of the calls: `settled`, `reading`, `begin`; `step_begins` and `step_ends` in each step, `logged` at each line
+    of metrics; `out_of_memory` if memory runs out; `end`. `pace` is the predicted work of a step, set in `begin`; it
+    goes into each line of metrics.
     """
 
     pace = Pace()
@@ -367,8 +369,9 @@ class Watcher:
         """Return the run with values in place of `train.checkpointing: auto` and `train.keep_rows: auto`, as fit the
         GPU.
 
-        Called on a single rank before the model is built, once it is known which kernels work. `before` is decoder
-        layer -> what it saved for backward before the run was interrupted; None for a new run.
+        Called if one of them is `auto` and the run has a single rank, before the model is built, once it is known which
+        kernels work. `before` is decoder layer -> what it saved for backward before the run was interrupted; None for a
+        new run.
         """
         return run.keeping(before or {})
 

@@ -31,7 +31,8 @@ class Pace:
     limit: int | None = None
 
     def metrics(self, updates: int, seconds: float, left: int) -> dict[str, float | None]:
-        """Return `flops`, `share_of_limit` (speed over `limit`, 0 to 1) and `seconds_left` for a line of metrics.
+        """Return `flops` (of one step), `share_of_limit` (speed over `limit`, 0 to 1) and `seconds_left` for a line of
+        metrics; a number that cannot be known is None.
 
         `updates` steps took `seconds`, and `left` steps remain.
         """
@@ -109,6 +110,8 @@ class Interval:
         warnings: RunWarnings,
     ) -> dict[str, Any]:
         """Return the line of `metrics.jsonl` for this interval, over all ranks; every rank must call this.
+
+        `warnings` checks the interval, prints warnings and adds its own keys to the line.
 
         Args:
             step: number of updates since the run began.

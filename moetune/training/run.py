@@ -363,7 +363,8 @@ def _checkpoint_bytes(adapted: Adapted) -> int:
 
 
 def _way_to_go_on(folder: RunWriter, checkpoint: Path, config: RunConfig) -> str | None:
-    """Return the setting to raise for a run that has ended with this checkpoint; None if it has not ended."""
+    """Return the setting to raise so that a run that has ended with this checkpoint goes on, `train.steps` or
+    `train.early_stopping.patience`; None if it has not ended."""
     step = step_of(checkpoint)
     if step >= config.train.steps:
         return "train.steps"

@@ -26,9 +26,13 @@ _COLLAPSED = 1.1
 
 
 class RunWarnings:
-    """Finds and prints the warnings of a run.
+    """Finds the warnings of a run and prints each once, as a note on the console.
+
+    Call `about_data` before the first step, `begin` if the run is resumed, `about_step` at each line of metrics, and
+    `at_end`.
 
     Args:
+        adapted: the model in training, with its weights; the constructor records samples of them, like `begin`.
         trained: number of parameters that train, on all ranks together.
 
     Attributes:
@@ -43,7 +47,7 @@ class RunWarnings:
         self.begin()
 
     def begin(self, first_loss: float | None = None) -> None:
-        """Record current weights and the first loss of the run, with which later ones are compared.
+        """Record samples of the current weights and the first loss of the run, with which later ones are compared.
 
         Args:
             first_loss: the first loss of a resumed run; None to take the loss of the next line of metrics.
@@ -141,7 +145,7 @@ class RunWarnings:
     def at_end(self, received: dict[int, Tensor]) -> None:
         """Warn of trained experts without a token in the run, and of 16-bit weights whose updates were rounded away.
 
-        `received` is as in `about_step`.
+        `received` is the expert load since the run began: layer index -> tokens [E].
         """
         self._about_idle(_idle_experts(self.adapted.run, received))
         now = self._sample()
@@ -174,7 +178,8 @@ class RunWarnings:
             )
 
     def _about_collapse(self, load: dict[int, Tensor]) -> None:
-        """Warn of layers whose effective number of experts, exp(entropy of the load), is close to K."""
+        """Warn of layers whose effective number of experts, exp(entropy of the load), is close to K, the experts per
+        token."""
         for layer in self.adapted.structure.moe_layers:
             if layer.index not in load or layer.top_k == layer.shape.num_experts:
                 continue
@@ -190,7 +195,8 @@ class RunWarnings:
 
     @torch.no_grad()
     def _sample(self) -> dict[str, Tensor]:
-        """Return up to `_SAMPLED` elements of each trained parameter on this rank: float32, on the host, by part."""
+        """Return part -> up to `_SAMPLED` elements of each of its trained parameters on this rank, float32 [n] on the
+        host."""
         parts: dict[str, list[Tensor]] = {}
         for name, parameter in self.adapted.trainable().items():
             flat = local_tensor(parameter).reshape(-1)

@@ -56,7 +56,7 @@ class Inputs:
         config: contents of the base's config.json; empty if unknown.
         files: relative path -> hexadecimal SHA-256 of the other small files beside the base's weights: those of the
             tokenizer, chat templates, generation settings, licenses; empty if unknown.
-        quantization: the `QUANTIZATION` of the version that began the run; 1 in files that do not have it.
+        quantization: revision (`QUANTIZATION`) of how weights were quantized when the run began; 1 in files without it.
     """
 
     run: str
@@ -100,8 +100,8 @@ class Inputs:
     def requantized(self, model: ResolvedModel) -> str | None:
         """Return why frozen weights would now be quantized to other values than when the run began, or None.
 
-        Revisions 1 and 2 (`QUANTIZATION`) give other values only if the checkpoint is published unquantized and most of
-        its tensors have another dtype than the compute dtype.
+        Revision 1 (`QUANTIZATION`) rounded weights to the compute dtype before. That gave other values only if the
+        checkpoint is published unquantized, and most of its tensors have another dtype than the compute dtype.
         """
         source, base = model.source, DTYPES.get(model.config.base)
         if self.quantization == QUANTIZATION or base == model.dtype or model.config.weights == "random":

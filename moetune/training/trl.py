@@ -19,9 +19,9 @@ TRAINERS: tuple[TrlTrainer, ...] = get_args(TrlTrainer)
 
 @dataclass(frozen=True)
 class InTrl:
-    """A trainer of TRL, with arguments of its configuration that replace those of `trl_arguments`.
+    """A kind of trainer of TRL, and arguments of its configuration that replace or extend those of `trl_arguments`.
 
-    `arguments` is the text of a JSON object.
+    `arguments` is the text of a JSON object, such as `{"beta": 0.1}`.
     """
 
     trainer: TrlTrainer

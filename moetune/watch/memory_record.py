@@ -35,8 +35,8 @@ MEASURED_STEPS = 2
 class MemoryRecord:
     """Predicts the memory of a run, measures its first steps, and writes both to `memory.json`.
 
-    Create it before the first step. On CUDA the peak comes from torch's counters; on a CPU from `Tracker`, which traces
-    also use.
+    Create it before the first step, call `step_begins` and `step_ends` around each step, and `finish` after the last.
+    On CUDA the peak comes from torch's counters; on a CPU from `Tracker`, which traces also use.
 
     Attributes:
         predicted: the prediction for the current micro-batch, with balanced routing.
@@ -115,7 +115,7 @@ class MemoryRecord:
         self._tracking.enter_context(self._tracker)
 
     def _count_rows(self, layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-        """Return the rows that each expert of a layer receives, as `read` returns them: the hook `count_rows`.
+        """Return the rows that each expert of a layer receives, by calling `read`: the experts' hook `count_rows`.
 
         In training, also record those of the call in which one group of experts, computed together, received the most
         rows, because that call takes the most memory.

@@ -35,7 +35,7 @@ class OutOfMemory:
     Attributes:
         where: the step, micro-step and phase in which it ran out.
         refused: the allocation that failed, and the state of the device.
-        actual: part -> bytes in use, in the form of `_by_name`.
+        actual: part -> bytes in use; `activations_and_temporaries` is one part, and `allocated` the sum of all.
         predicted: bytes predicted for the fullest moment of this phase, in the same form; None without a prediction.
         predicted_peak: predicted bytes at the peak of the whole run; None without a prediction.
         largest: the largest groups of tensors.
@@ -170,7 +170,8 @@ def parts_at(traced: Trace, where: Where, beside: int = 0) -> Parts:
 
 
 def _by_name(parts: Parts) -> dict[str, int]:
-    """Return part -> bytes, those of `_WORKING` together as `activations_and_temporaries`, and all as `allocated`."""
+    """Return part -> bytes, with saved activations and transient peak as one part, `activations_and_temporaries`, and
+    the sum of all as `allocated`."""
     known: dict[str, int] = {name: size for name, size in parts.items() if name not in _WORKING}
     working = sum(getattr(parts, name) for name in _WORKING)
     return {**known, "activations_and_temporaries": working, "allocated": parts.total}

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moetune.adapt import documents
 from moetune.adapt.attention import VARLEN_CPU, document_inputs, takes_cu_seqlens
 from moetune.adapt.documents import is_split_by_documents, split_by_documents
 from moetune.compat.transformers import carries_state, set_attention
 from moetune.config.schema import RunConfig
 from moetune.memory.trace import trace
+from moetune.memory.trace.tracker import Tracker
 from moetune.models.stack import decoder_layers
 from moetune.models.structure import meta_model
 from moetune.training.isolation import refuse_leaky_packing
@@ -102,6 +104,7 @@ def assert_equal(packed: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("model_type", thinned(HYBRIDS, 11, ("zaya",)))
 def test_losses_and_gradients_are_those_of_the_documents_alone(model_type: str, checkpointing: str) -> None:
+    """Four of seven documents are shorter than half a row, and recomputed."""
     model, rows = hybrid(model_type), rows_of()
     refuse_leaky_packing(model, len(rows), sum(ROWS[0]))
     if checkpointing == "full":
@@ -114,6 +117,23 @@ def test_losses_and_gradients_are_those_of_the_documents_alone(model_type: str, 
     expected = alone(model, rows)
     assert (loss - expected).abs() <= TOLERANCE * expected
     assert_equal(packed, gradients(model, expected))
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", pytest.param("qwen3_next", marks=pytest.mark.full)])
+def test_many_short_documents_take_less_than_two(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is padded to a chunk, but only those of one are there at a time."""
+    model = hybrid(model_type)
+
+    def peak(*lengths: int) -> int:
+        model.zero_grad()
+        with Tracker({}) as tracker:
+            token_loss(model, collate(rows_of((lengths,)), 0, document_inputs=document_inputs(model))).backward()
+        return tracker.peak_bytes
+
+    many, two = peak(*[8] * 16), peak(64, 64)
+    assert many < two
+    monkeypatch.setattr(documents, "SHORT", 0)
+    assert peak(*[8] * 16) > 2 * many
 
 
 @pytest.mark.full

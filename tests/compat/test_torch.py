@@ -204,6 +204,7 @@ def test_quick_fakes_leave_other_tensors_to_torch() -> None:
     with QuickFakeMode():
         known = torch.tensor(2.0)  # its value is: torch answers questions about it
         assert (known * 3).item() == 6
+        assert known.is_cpu
         other = torch.empty(3).to("meta")
         assert (other * 2).device.type == "meta"
 

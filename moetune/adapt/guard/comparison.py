@@ -88,7 +88,7 @@ class _Line:
     Attributes:
         begins: operator; empty once it is compared.
         failed: operator -> what is wrong.
-        stopped: why nothing more is compared; empty at the end of all.
+        stopped: why nothing more is compared; empty if all is done, None while there is more.
     """
 
     begins: str = ""
@@ -157,8 +157,8 @@ def _lines_of(child: subprocess.Popen[bytes], until: float) -> tuple[list[bytes]
 
 def compare_here() -> None:
     """Run in a child: read an `_Asked` from the first line of stdin, compare kernels with references, and print a
-    `_Line` for each step. Ends its process, also when stdin is closed, because the process that asked has then ended.
-    """
+    `_Line` for each step. Never returns: the process ends after the comparison, or as soon as stdin is closed, which
+    means that the process that asked has ended."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no line of ours
     asked = parse_json(sys.stdin.buffer.readline(), _Asked, "stdin")
@@ -193,10 +193,11 @@ def _compare_call(
 ) -> Any:
     """Compare the kernel of one call with its reference, and return the reference's result.
 
-    The outcome is reported by `say`; an operator that fails is added to `failed`, and not compared again.
+    `say` reports each step. Operators in `failed` are not compared, and one that fails is added. `dtype`, that of the
+    token rows, decides how large a difference is accepted.
 
     Raises:
-        Exception: the device failed, so that no further call can be compared.
+        Exception: memory ran out, or the device failed, so that no further call can be compared.
     """
     kernel = None if operator.name in failed else operator.kernel(*args)
     if kernel is None:

@@ -174,7 +174,7 @@ class Sizes:
 
 
 def samples(dtype: torch.dtype) -> Sizes:
-    """Return sizes that together call every operator in all its variants."""
+    """Return sizes, with token rows of `dtype`, that together call every operator in all its variants."""
     name: Any = next(name for name, one in DTYPES.items() if one == dtype)
     return Sizes(
         tuple(bank_samples(dtype)),
@@ -203,7 +203,7 @@ def _unlike(sizes: Iterable[T]) -> tuple[T, ...]:
 def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None) -> BankSizes:
     """Return the sizes of an expert bank that calls operators as one layer's does, with as few experts as possible
     (`_few`). On one rank, if the experts with LoRA are not consecutive, it has all of the layer's experts, because
-    their positions matter."""
+    their positions matter. `gate` is the result of `_gate_of` for the layer."""
     config, selection, ep = run.config, run.selection, run.config.parallel.ep
     trained = selection.experts.get(layer.index, ())
     frozen = [expert for expert in range(layer.shape.num_experts) if expert not in trained]
@@ -232,15 +232,15 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
 
 
 def _few(count: int, most: int, top_k: int) -> int:
-    """Return the least number of experts that form groups of the same sizes as `count` experts do, where a group has at
-    most `most` experts; but more than `top_k`, if `count` is more."""
+    """Return the least number of experts whose groups have the same sizes as those of `count` experts, if a group has
+    at most `most`. The result is at least `top_k` + 1, or `count` if that is less, so that an expert can be idle."""
     groups = -(-count // most)
     alike = count if groups < 2 else count // groups + (-(-count // groups) if count % groups else 0)
     return min(count, max(alike, top_k + 1))
 
 
 def _gate_of(run: ResolvedRun, layer: MoeLayer) -> tuple[float, float] | None:
-    """Return (alpha, limit) of the experts' SwiGLU; None if they have another activation."""
+    """Return (alpha, limit) of the experts' SwiGLU, limit 0 if it does not clamp; None for another activation."""
     experts = run.model.plain.get_submodule(layer.experts)
     gate = recognize(activation_of(experts, has_gate=layer.shape.has_gate), layer.shape)
     return (gate.alpha, gate.limit) if isinstance(gate, SwiGLU) else None

@@ -104,7 +104,7 @@ def _failed_of(files: Path, changed: int) -> frozenset[str]:
 
 
 def keep(verdict: Verdict) -> None:
-    """Write a complete verdict to disk; errors of the file system are ignored."""
+    """Write a verdict to disk if its comparison was complete, else do nothing; ignore errors of the file system."""
     if verdict.is_complete:
         with suppress(OSError):
             verdict.key.file.parent.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,11 @@ def _rotate(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q and k by one kernel; if they do not fit it, by transformers' `apply_rotary_pos_emb` (`plain`)."""
+    """Rotate q and k by one kernel, which also computes their norms if there are any (`norms`) that `are_fused`.
+
+    Of tensors or arguments that do not fit the kernel, compute such norms by `norms.plain`, and rotate by `plain`,
+    transformers' `apply_rotary_pos_emb`.
+    """
     is_normed = norms is not None and norms.are_fused(q.dtype)
     if not args and not kwargs and _fits(q, k, cos, sin):
         weights, eps = (None, None), 0.0
@@ -93,7 +97,7 @@ def _rotate(
 
 
 def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Return whether these are heads [B, h, S, d] and angles [B or 1, S, d] of one dtype."""
+    """Return whether q and k are heads [B, h, S, d], d even, and cos and sin [B or 1, S, d], all of one dtype."""
     if any(isinstance(tensor, DTensor) for tensor in (q, k)) or q.dim() != 4 or k.dim() != 4:
         return False
     shape = (q.shape[0], *q.shape[2:])

@@ -57,7 +57,7 @@ class _Target:
     def value(self, delta: Delta, read: Rows) -> Tensor:
         """Return the parameter's value, computed from the delta's tensors as when a checkpoint is loaded.
 
-        `read` reads rows of a tensor; with `_nothing` the value is on the meta device, and only its shape is of use.
+        `read` reads a tensor's rows (see `Rows`); with `_nothing` the value is on the meta device, to check shapes.
         The delta must have all that `rows` names. The result has the adapted model's layout ([out, in] for an expert's
         weight) and the delta's dtype. Raises `RuntimeError`, `IndexError` or `ValueError` if the tensors do not fit
         together.

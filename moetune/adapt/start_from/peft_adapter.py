@@ -38,7 +38,7 @@ def load_peft(adapted: Adapted, folder: Path) -> None:
 
 
 def check_peft(adapted: Adapted, folder: Path) -> None:
-    """Raise the errors of `load_peft` for a model on the meta device; values of frozen weights are not compared."""
+    """Raise `UserError` if `load_peft` would, for a model on the meta device; compare no values of frozen weights."""
     _values(adapted, folder)
 
 
@@ -74,7 +74,7 @@ def _in_pefts_layout(stored: StoredAdapter, adapted: Adapted) -> StoredAdapter:
 
 
 class _Reading:
-    """Matches the tensors of an adapter with the parameters that a model learns.
+    """Matches the tensors of an adapter with the parameters that a model learns: call `values`, then read `problems`.
 
     Attributes:
         left: the adapter's tensors, by their names in the plain model, that are not matched yet.
@@ -89,7 +89,7 @@ class _Reading:
         self.trainable = adapted.learned()
 
     def values(self) -> dict[str, Tensor]:
-        """Return name -> value for all that the model learns; incomplete if `problems` is not empty afterwards."""
+        """Return name -> value for all that the model learns; incomplete if there are `problems` afterwards."""
         values: dict[str, Tensor] = {}
         for path in self.adapted.selection.lora_linears:
             values |= self._linear(path)
@@ -134,8 +134,9 @@ class _Reading:
         return values
 
     def _check_ids(self, where: str, A: Tensor, B: Tensor, ids: tuple[int, ...]) -> None:
-        """Report experts that have factors in the adapter or in the selection, but not in both. A [E, R, in] and B [E,
-        out, R] are the adapter's factors of all E experts; `ids` are the experts that have LoRA in the selection."""
+        """Add a problem for each expert that has factors in the adapter or in the selection, but not in both. A [E, R,
+        in] and B [E, out, R] are the adapter's factors of all E experts, zero for one without; `ids` are the experts
+        that have LoRA in the selection; `where` names the parameter in the problem."""
         for expert in range(len(A)):
             has_A, has_B = bool(A[expert].any()), bool(B[expert].any())
             if expert in ids and not has_A and not has_B:
@@ -217,7 +218,10 @@ class _Reading:
                 self.problems.append(problem)
 
     def _remedy(self, name: str, tensor: Tensor) -> str:
-        """Return advice on which setting would let this parameter train; "" if the model has no such parameter."""
+        """Return the end of a message, on the setting that would let the parameter `name` train.
+
+        "" if the model has no parameter of this name in the shape of `tensor`, the adapter's value.
+        """
         here = dict(self.adapted.model.named_parameters(remove_duplicate=False)).get(name)
         if here is None or here.shape != tensor.shape:
             return ""

@@ -65,8 +65,8 @@ def build_noting(
 
 
 def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) -> None:
-    """Raise `UserError` if the checkpoint `noted` has changed: its fingerprint is now `found`. For the message, `what`
-    was trained on the checkpoint, and `where` is its folder."""
+    """Raise `UserError` if a checkpoint's present fingerprint, `found`, differs from the one recorded in `noted`. The
+    message calls what was trained on the checkpoint `what`, and its folder `where`."""
     difference = noted.fingerprint.difference(found)
     if difference is not None:
         raise UserError(

@@ -238,8 +238,8 @@ def read_quantized_base(
     """Read the quantized base of a run into the target's model.
 
     Each rank reads only the experts that it holds, and computes the digests of a share of the files. `on_read` is
-    called after each file with the fraction of all bytes that has been read (0 to 1). Raises `UserError` as
-    `check_quantized_base`; or if a file is damaged, lacks a tensor, or differs from its digest.
+    called after each file with the fraction of all bytes that has been read (0 to 1). Raises `UserError` if the run
+    cannot use the base (`check_quantized_base`), or a file is damaged, lacks a tensor, or differs from its digest.
     """
     check_quantized_base(run)
     manifest, folder = run.model.source.quantized_base, Path(str(run.model.source.folder))
@@ -290,7 +290,8 @@ def _fill(
 
 
 def _read_held(opened: Any, name: str, target: LoadTarget) -> Tensor:
-    """Return a tensor; if it has rows for all experts of a layer, only those of the experts on this rank."""
+    """Return the tensor `name` of an opened safetensors file; of one with rows for all experts of a layer, only the
+    rows of the experts on this rank."""
     bank = next((bank for path, bank in target.banks.items() if name.startswith(f"{path}.")), None)
     if bank is None or name.endswith((".nested_code", ".pairs")) or len(bank.held) == bank.expert_shape.num_experts:
         return opened.get_tensor(name)

@@ -101,8 +101,8 @@ class LoadTarget:
         return self.banks[path]
 
     def put_expert(self, path: str, stack: str, expert: int, weight: Tensor) -> None:
-        """Store one expert's matrix or bias, quantized unless the expert trains. `weight` is the expert's slice of the
-        stack, in the model's layout, of any dtype."""
+        """Store one expert's matrix or bias, a matrix quantized unless the expert trains. `weight` is the expert's
+        slice of the stack, in the model's layout, of any dtype; ignored if this rank does not hold the expert."""
         self.bank(path).put_(expert, matrix_of(stack), out_in(self.layers[path], stack, weight))
         self._note(weight.numel())
 
@@ -173,7 +173,7 @@ class LoadTarget:
 
     def put_quantized_linear(self, path: str, quantized: Mapping[str, Tensor]) -> None:
         """Store the weight of a linear layer as a checkpoint has quantized it in `model.base`, and replace the layer.
-        `quantized` maps buffer names to tensors, as for experts. For NF4 there is `put_4bit`."""
+        `quantized` maps buffer names (`data`, `scales`, …) to tensors. For NF4 there is `put_4bit`."""
         linear = cast(nn.Linear, self.model.get_submodule(path))
         layer = QuantizedLinear(linear.weight, linear.bias, self.config.base, self.device)
         layer.stack.put_quantized_(0, quantized)

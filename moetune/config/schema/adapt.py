@@ -48,7 +48,8 @@ class ChoiceConfig(Section):
 
     @model_validator(mode="after")
     def _one_size(self) -> "ChoiceConfig":
-        """Raise `ValueError` unless exactly one size is set and the rule goes with `p` and `background`."""
+        """Raise `ValueError` unless exactly one size is set, `p` only with the rules `tokens` and `gate`, and
+        `background` with `foreground` and no other rule."""
         given = [name for name in SIZES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(

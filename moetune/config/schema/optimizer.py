@@ -86,7 +86,10 @@ class OptimizerConfig(Section):
 
 
 class PartOptimizers(Section):
-    """A separate optimizer for each part that trains (see `PARTS`); None for a part that does not train."""
+    """A separate optimizer for each part that trains; None for a part that does not train.
+
+    `experts` is for experts in full precision, `lora` for all low-rank factors, `other` for all the rest.
+    """
 
     router: OptimizerConfig | None = None
     experts: OptimizerConfig | None = None

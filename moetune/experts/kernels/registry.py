@@ -119,7 +119,11 @@ def use_kernels(*, but: Collection[str]) -> None:
 
 @contextmanager
 def using_kernels(*, but: Collection[str]) -> Iterator[None]:
-    """Call `use_kernels` within the `with` block, and restore what was in use before. Raises as `use_kernels` does."""
+    """Use the kernels of all operators but those named in `but` within the `with` block; then restore what was in use.
+
+    Raises:
+        UserError: a name is not that of an operator.
+    """
     before = dict(_without)
     use_kernels(but=but)
     try:

@@ -32,7 +32,7 @@ TOKENS = 100
 
 
 class CallsSeen(TorchDispatchMode):
-    """Dispatch mode that calls `compute(operator, args)` in place of each operator that has a kernel."""
+    """Dispatch mode in which a call of an operator that has a kernel returns `compute(operator, args)` instead."""
 
     def __init__(self, compute: Callable[[Operator, Sequence[Any]], Any]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class BankSizes:
         dtype: dtype of token rows.
         top_k: experts per token.
         expert_memory, split_gate_up: as in `ExpertContext`.
-        gate: alpha and limit of SwiGLU (`experts/activation.py`); None for another activation, which has no kernel.
+        gate: (alpha, limit) of SwiGLU, limit 0 if it does not clamp; None for another activation, which has no kernel.
     """
 
     shape: ExpertShape
@@ -208,9 +208,9 @@ def _written(operator: Operator, *, scratch: bool = False) -> list[int]:
 
 
 def copied(args: Sequence[Any], which: Collection[Any]) -> list[Any]:
-    """Return the arguments with copies of the storages of the tensors in `which`, the others as they are.
+    """Return an operator's arguments, with copies of those that share a storage with a tensor in `which`.
 
-    Strides stay, and tensors that shared a storage still do.
+    Strides stay, and arguments that shared a storage still do. Values in `which` that are no tensors are ignored.
     """
     copies = {one.untyped_storage()._cdata: None for one in which if isinstance(one, Tensor)}
     clones: dict[int, Any] = {}

@@ -47,10 +47,10 @@ def _level(code):
 
 @triton.jit
 def _looked_up(table, pairs):
-    """Return the values [..., 2] of bytes `pairs` that hold two 4-bit codes, the value of the high code first.
+    """Look up both 4-bit codes of each byte in `pairs`: return [..., 2] values of `table`, that of the high bits first.
 
-    `table` [16] has the value of each code. It is in shared memory, each value in another memory bank, so that lookups
-    do not conflict.
+    `table` [16] has the value of each code, and `pairs` the bytes as int32. The table is in shared memory, each value
+    in another memory bank, so that lookups do not conflict.
     """
     of_high = tl.gather(table, tl.reshape(pairs >> 4, (pairs.numel,)), 0)
     of_low = tl.gather(table, tl.reshape(pairs & 15, (pairs.numel,)), 0)
@@ -210,7 +210,10 @@ def dequantize_nvfp4(data, scales, fractions, columns, dtype):
 
 @triton.jit
 def _load_gate_up(row, first, size, INTERLEAVED: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load COLUMNS columns of gate and of up, from `first` on, of a row [2 · size], in float32; 0 beyond `size`."""
+    """Load COLUMNS columns of gate and of up, from `first` on, in float32; 0 beyond `size`.
+
+    `row` points at a row [2 · size], in which gate and up alternate if INTERLEAVED; otherwise gate comes first.
+    """
     column, pair = first + tl.arange(0, COLUMNS), 2 * first + tl.arange(0, 2 * COLUMNS)
     if INTERLEAVED:
         both = tl.load(row + pair, mask=pair < 2 * size, other=0)

@@ -65,8 +65,9 @@ def _low_rank_terms(
     """Return the product [ROWS, WIDE] of narrow rows and second factors, without the scale.
 
     `narrow` points at the tile's first row [PARTS, rank], `second` at the expert's factors [PARTS, rows, rank].
-    `column` [WIDE] are indices of columns of the result, which has `wide` columns. COLUMNS says which columns a part
-    contributes to: "all" of them, "consecutive" ones, or every PARTS-th ("alternate").
+    `inside` [ROWS] is True for rows that exist. `column` [WIDE] are indices of columns of the result, which has `wide`
+    columns. COLUMNS says which columns a part contributes to: "all" of them, "consecutive" ones, or every PARTS-th
+    ("alternate").
     """
     total = tl.zeros((ROWS, WIDE), tl.float32)
     row = tl.arange(0, ROWS)

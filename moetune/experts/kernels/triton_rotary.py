@@ -33,7 +33,12 @@ def _heads(
     x_row, x_token, x_head, dy_row, dy_token, dy_head, eps,
     NORMED: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a tile of HEADS heads of x, or their gradients dy with BACKWARD, and store the result in `out`."""
+    """Rotate a tile of HEADS heads of x, or with BACKWARD compute x's gradient from dy; store the result in `out`.
+
+    `out`, contiguous, has the heads of all tokens one after the other; tile number `tile` starts at head tile · HEADS.
+    There are `tokens` = B·S tokens in rows of `length` = S, with `heads` heads of 2 · `half` numbers each; `cos` and
+    `sin` have `positions` rows, B·S or S. Strides of x and dy are those of row, token and head.
+    """
     number = tile * HEADS + tl.arange(0, HEADS)[:, None]
     inside = (number < tokens * heads) & (tl.arange(0, HALF) < half)[None, :]
     number = tl.minimum(number, tokens * heads - 1)

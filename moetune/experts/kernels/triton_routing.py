@@ -21,7 +21,10 @@ AT_ONCE = 4096  # comparisons of a number with an expert at a time
 
 @triton.jit
 def _probabilities(logits, row, expert, experts):
-    """Return the softmax over the experts, in float32, of the logits of a tile's rows; 0 beyond the last expert."""
+    """Return the softmax over the experts of a tile's rows, [ROWS, EXPERTS] in float32; 0 beyond the last expert.
+
+    `logits` points at logits [T, experts]; `row` [ROWS, 1] and `expert` [1, EXPERTS] are indices in them.
+    """
     z = tl.load(logits + row * experts + expert, mask=expert < experts, other=float("-inf")).to(tl.float32)
     p = tl.exp(z - tl.max(z, 1)[:, None])
     return p / tl.sum(p, 1)[:, None]

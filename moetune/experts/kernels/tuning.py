@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 
 def tiled(tiles: Sequence[Tile]) -> Callable[[Any], Any]:
-    """Return a decorator that sets an attribute `tiles`: those the function chooses from if called without `tile`."""
+    """Return a decorator that lists, as attribute `tiles`, those a function chooses from if called without `tile`."""
 
     def define(function: Any) -> Any:
         function.tiles = tiles

@@ -76,8 +76,8 @@ def copy_checkpoint(
 
 
 def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str, Stored]:
-    """Write tensors dequantized to files of the same names in `out`, with index and `config.json`; return them by
-    name."""
+    """Write `tensors` of the checkpoint in `folder`, dequantized, to files of the same names in `out`, with index and
+    `config.json`; return the written ones by name."""
     written = create_files(tensors, out, lambda name, tensor: {name: (tensor.torch_dtype, tensor.shape)})
     for name, tensor in tensors.items():
         for start, stop in tensor.blocks():

@@ -78,10 +78,12 @@ class _Sums:
 def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tuple[Survival, ...]]:
     """Write the merged checkpoint of a run, rounded to a quantized format, to the folder `out`.
 
-    Also return what survives of the change, as `_survivals` orders it.
+    Also return what survives of the change: of each layer in ascending order, of matrices in no layer, and last of all
+    together; empty if no matrix that trained is quantized.
 
     Raises:
-        UserError: as `write_merged`; or checkpoints of the model type have no layout in this format.
+        UserError: the run began with random weights; the base is missing, has changed since the run, or has no tensor
+            for a trained parameter; or checkpoints of the model type have no layout in this format.
     """
     folder, model = base_folder(run), run.adapted.run.model
     base = {
@@ -255,7 +257,10 @@ def _quantization(into: Into, others: list[str]) -> dict[str, Any]:
 
 
 def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]) -> Iterator[tuple[str, int, Tensor]]:
-    """Join the rows from `new_rows` of each matrix that is quantized in `places`, because its scales are for many rows.
+    """Join the rows of each matrix that is quantized in `places`, because its scales are for many rows.
+
+    `rows`, from `new_rows`, and the result are (name of a tensor, index of the first row, rows); `places` are the
+    tensors of the new checkpoint by name.
 
     Rows of other tensors, and experts in MXFP4, are yielded as they come.
     """

@@ -73,7 +73,7 @@ def updates(run: FinishedRun) -> list[Update]:
 
 
 def whole(stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
-    """Return rows of `stored`: the `Update.rows` of a parameter whose whole value is replaced."""
+    """Return rows `start` to `stop` - 1 of `stored`: the `Update.rows` of a parameter whose whole value is replaced."""
     return stored.rows(start, stop)
 
 
@@ -84,7 +84,8 @@ def linear_with_lora(A: Trained, B: Trained, scale: float, old: Tensor | None, s
 
 
 def _expert(layer: MoeLayer, stack: str, stored: Trained, old: Tensor | None, start: int, stop: int) -> Tensor:
-    """Return an expert's trained matrix or bias, stored as [out, in], as one row [1, …] of the parameter `stack`."""
+    """Return an expert's trained matrix or bias, stored as [out, in], as one row [1, …] of the parameter `stack`: its
+    `Update.rows`, which replaces the whole row."""
     return out_in(layer, stack, stored.rows()).unsqueeze(0)  # a transposition, if any, so it is its own inverse
 
 

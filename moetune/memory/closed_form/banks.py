@@ -22,7 +22,7 @@ class Bank:
     Attributes:
         held: ids of the experts on this rank, ascending.
         trained: ids of those that train in full.
-        lora: ids of those with LoRA.
+        lora: ids of those with LoRA; all others are frozen.
         most: largest number of experts that are computed together.
     """
 
@@ -32,8 +32,8 @@ class Bank:
     most: int
 
     def groups(self, *, alone: bool) -> list[tuple[Kind, tuple[int, ...]]]:
-        """Return (kind, expert ids) of each group of experts that is computed together, in order. With `alone`, each
-        trained expert is a group of its own (`bank.groups_of`)."""
+        """Return (kind, expert ids) of each group of experts that is computed together, in order: those trained in full
+        come last. With `alone`, each of these is a group of its own."""
         frozen = [expert for expert in self.held if expert not in self.trained]
         order = [*frozen, *self.trained]
         kinds: list[Kind] = ["lora" if expert in self.lora else "frozen" for expert in frozen]
@@ -120,8 +120,8 @@ def _alike(bank: Bank) -> Hashable:
 
 
 def _tells(one: Bank, other: Bank) -> bool:
-    """Return whether each kind of group occurs in two sizes, or only as a single expert, in the two banks. Only then do
-    their records show which bytes grow with a group's size."""
+    """Return whether the records of two banks show which bytes grow with the size of a group: each kind of group must
+    occur in several sizes in the two, or only with a single expert."""
     counts: dict[Kind, set[int]] = {}
     for kind, ids in (*one.groups(alone=False), *other.groups(alone=False)):
         counts.setdefault(kind, set()).add(len(ids))

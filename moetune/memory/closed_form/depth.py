@@ -50,8 +50,8 @@ class Depths:
         return form.at(run.config, routing)
 
     def _with_records(self, form: ClosedForm, routing: AssumedRouting) -> ClosedForm:
-        """Return `form` with the records that its run needs, or the cached closed form of the same shortened model,
-        which has or makes them."""
+        """Return the closed form that evaluates the run of `form`: the cached one if its layers form the same groups;
+        else `form`, with the cached one's records or those derived from another rank or other trained experts."""
         form.recorded = self._of_other_rank(form, routing) or self._of_experts(form, routing)
         if form.recorded is None:
             known = self._like(form)
@@ -117,10 +117,10 @@ class Depths:
 
 
 def _choices(one: ClosedForm, other: ClosedForm, shape: Shape, first: Record, banks: Sequence[_Banks]) -> _Choices:
-    """Compare `first`, the record of `one`, with a step of `other`; return it with what grows with the number of
-    trained experts, or None if others cannot be derived from it. The finding is kept on disk.
+    """Find what grows with the number of trained experts by comparing `first`, the record of `one`, with a step of
+    `other`; return both, or None if records of other numbers cannot be derived from `first`. Kept on disk.
 
-    `banks` are those of the recorded layers, of `one` and of `other`.
+    `shape` is that of the batches of both steps; `banks` are those of the recorded layers, of `one` and of `other`.
     """
     key = store.key_of({"scales": [one.key, other.key, repr(shape)]}, one.rank)
     if (known := store.read_content(key, _scales())) is not None and len(known[1] or first.log.blocks) == len(

@@ -39,7 +39,7 @@ class Choices:
     Attributes:
         record: the recorded step.
         banks: the bank of each layer that ran; None for layers without experts.
-        scales: [blocks] what the bytes of each block are proportional to.
+        scales: [blocks] the number of experts to which each block's bytes are proportional, less a constant.
     """
 
     record: Record
@@ -111,7 +111,7 @@ Counts = dict[str, tuple[int, int]]
 
 
 def _scaled(bytes_: int, scale: Scale, sizes: Counts) -> int | None:
-    """Scale recorded bytes to the new numbers of experts in `sizes`; None if that gives a fraction for each expert."""
+    """Scale recorded bytes to the new number of experts; None if each recorded expert has no whole number of them."""
     name, constant = scale
     if not name:
         return bytes_
@@ -128,7 +128,11 @@ def _with_constant(one: Record, source: int, now: int, then: int, sizes: Counts,
     """Return, as a list of one, the scale of a small storage that takes a constant plus bytes for each trained expert,
     such as the stacked norms of all gradients; an empty list for other storages.
 
-    `now` and `then` are the coefficients of the block `source` in the two records, which differ if `differs`.
+    Args:
+        one: the record in which the storage is the block `source`.
+        now, then: the storage's coefficient in `one`, and in the record that `one` is compared with.
+        sizes: the numbers of experts in these two records.
+        differs: False if `one` is compared with itself.
     """
     was, becomes = sizes.get("trained", (0, 0))
     if not differs or now > _LITTLE or one.powers[one.monomials[source]] or (then - now) % (becomes - was or 1):
@@ -137,8 +141,8 @@ def _with_constant(one: Record, source: int, now: int, then: int, sizes: Counts,
 
 
 def _refuse_other_entries(one: Record, rewritten: "_Rewriting", record: Record) -> None:
-    """Raise `Unlike` if the allocations and releases of a rewritten record differ from those of `record`, apart from
-    their bytes."""
+    """Raise `Unlike` if `rewritten`, which is `one` rewritten for the banks of `record`, differs from `record` in its
+    allocations and releases, apart from their bytes."""
 
     def alike(record: Record, log: Log, source: Callable[[int], int]) -> list[tuple[object, ...]]:
         found: list[tuple[object, ...]] = []
@@ -214,6 +218,7 @@ class _Turn:
 
         If an earlier recorded group allocates it, as a gradient that is copied to the host while the next group is
         computed, they are of the new group that lies as many groups back, at the same index among its allocations.
+        Raises `Unlike` if there is none.
         """
         if block not in self._place:
             return None
@@ -225,8 +230,8 @@ class _Turn:
 
 
 class _Rewriting:
-    """Rewrites a record's log for other numbers of trained experts. To *write* an entry is to append its copy to the
-    new log, here and in the methods below.
+    """Rewrites a record's log for other numbers of trained experts, on construction. To *write* an entry is to append
+    its copy to the new log, here and in the methods below.
 
     Args:
         record: the record.
@@ -300,8 +305,8 @@ class _Rewriting:
         return [number for number in range(count) if _like(number, count, recorded) == index]
 
     def _pass(self, stretches: list[tuple[int, int, tuple[int, ...]]], place: list[int]) -> None:
-        """Write one pass over a layer's groups of experts, recorded as (start, stop, expert ids) of each group; fill
-        `place` as `_outside` does. Raises `Unlike` if a kind or size of group is not recorded."""
+        """Write one pass over a layer's groups of experts, recorded as (start, stop, expert ids) of each group; set
+        `place` of its entries to where it begins in the new log. Raises `Unlike` if a kind or size is not recorded."""
         entries = self._record.log.entries
         layer = next(
             int(self._record.layers[entry]) for entry in entries[stretches[0][0] : stretches[-1][1]] if entry >= 0
@@ -385,6 +390,8 @@ class _Rewriting:
             self._death(self._of_expert[~entry][expert])
 
     def _birth(self, source: int, sizes: Counts, experts: tuple[int, ...] = ()) -> int:
+        """Write the allocation of a copy of block `source`, by the group of `experts` (empty: those of the block), and
+        return the copy's number."""
         number, block = len(self.log.blocks), self._record.log.blocks[source]
         born = len(self.log.entries)
         self.log.blocks.append(replace(block, born=born, died=None, experts=experts or block.experts))
@@ -394,6 +401,7 @@ class _Rewriting:
         return number
 
     def _death(self, number: int) -> None:
+        """Write the release of a new block; do nothing if it has been freed already."""
         block = self.log.blocks[number]
         if block.died is None:
             block.died = len(self.log.entries)

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from moetune.config.resolved import ResolvedConfig
@@ -189,15 +191,29 @@ class ClosedForm:
             known = self.recorded
             with self._steps() as steps:
                 if known is None:
-                    known = self.recorded = Recorded(_head_of(steps))
+                    known = self.recorded = Recorded(self._head(steps))
                 shape = self.shape(config, routing)
                 known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
             store.write(self.key, known)
         assert self.recorded is not None
         return self.recorded
 
+    def _head(self, steps: Steps) -> KnownHead:
+        """Return the sizes of the LM head, which runs of a model share unless they train it otherwise; else as
+        `_head_of`."""
+        run, structure = self.run, self.run.structure
+        outside = {part.name for part in structure.parameters if part.layer is None}
+        linears = {path for path, linear in structure.linears().items() if linear.layer is None}
+        trained = run.selection.full & outside, frozenset(linears.intersection(run.selection.lora_linears))
+        card = self.gpu and self.gpu.capability, run.config.hardware.without_kernels
+        known, key = _HEADS.setdefault(run.model.plain, {}), (run.config.model, run.config.packs, *trained, *card)
+        if key not in known:
+            known[key] = _head_of(steps)
+        return known[key]
+
     def shape(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Shape:
-        """Return the shape of a run's batches, the key of its record; `recorded`, for its LM head, must be set."""
+        """Return the shape of a run's batches, the key of its record. `recorded`, whose LM head it depends on, must be
+        set."""
         return self._size(config, routing).shape
 
     def _size(self, config: ResolvedConfig, routing: AssumedRouting) -> _Size:
@@ -319,6 +335,8 @@ def _of_optimizer(optimizer: OptimizerConfig) -> dict[str, Any]:
     return settings | {key: bool(settings[key]) for key in ("weight_decay", "momentum")}
 
 
+_HEADS: WeakKeyDictionary[nn.Module, dict[Hashable, KnownHead]] = WeakKeyDictionary()
+"""Plain model -> all that its LM head depends on -> the head's sizes."""
 _PROBED = (256, 768)
 """Two lengths in tokens, equally aligned. A model whose forward pass allocates more tensors at the longer one loops
 over the sequence, and has no closed form."""

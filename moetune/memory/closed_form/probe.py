@@ -32,10 +32,10 @@ class ProbeSizes:
 
     @classmethod
     def of(cls, shape: Shape, own: Collection[int], number: int) -> "ProbeSizes":
-        """Choose sizes of `shape` to record a step at: rows and length with large prime factors, chunks of the loss.
+        """Choose sizes to record a step of `shape` at: rows and length with large prime factors, chunks of the loss.
 
-        `own` are the dimensions of the model's weights; none of them is a multiple of the rows or of a number of tiles.
-        `number`, from 0, selects one of several different choices.
+        `own` are the dimensions of the model's weights: rows (unless 1 by `shape`) and numbers of tiles are chosen so
+        that none of these is a multiple of them. `number`, from 0, selects one of several different choices.
         """
         free = (p for p in primes(53) if _is_rough(2 * p + 1) and not any(size % p == 0 for size in own))
         for _ in range(number + 1):
@@ -135,7 +135,7 @@ def _is_probe_length(sequence: int, rows: Collection[int]) -> bool:
 
 
 def _is_large_prime_or_twice(number: int) -> bool:
-    """Return whether a number is a prime above 1,000 times a power of two."""
+    """Return whether a number is p·2ⁿ for a prime p > 1,000 and any n ≥ 0."""
     odd = _without_factors(number, 3)
     return odd > 1000 and next(primes(odd)) == odd
 

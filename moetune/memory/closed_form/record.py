@@ -118,7 +118,8 @@ class Record:
         return events, table[self.layers[events.like], events.copies]
 
     def on_rank(self, ep: int, other: int, ids: Sequence[Mapping[int, int]]) -> "Record":
-        """Return the record of another rank that differs in the ids of its experts only; its `log` keeps this rank's.
+        """Return the record of another rank that differs in the ids of its experts only. In its `log` the ids stay
+        those of this rank.
 
         Args:
             ep, other: indices of this rank and of the other on the `ep` axis.
@@ -153,8 +154,8 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
     Args:
         steps: steps of the model, on fake tensors and with all optimizer states created.
         length: tokens of a sequence of that shape, as in the run to predict.
-        limits: lengths to which the model's code may compare a sequence's length. If the probe lengths are not below
-            the same limits as `shape.longer`, the record is also compared with a step at `length`.
+        limits: lengths to which the model's code may compare a sequence's length. If one of them lies between a probe
+            length and `length`, the record is also compared with a step at `length`.
         like: record of the same steps with another number of trained experts, with which this one will be compared
             (`Choices.of`). The step is then recorded at one choice of sizes only, and bytes that are constant in `like`
             are taken to be constant.
@@ -240,7 +241,7 @@ def _compare(
 
 def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, np.ndarray]:
     """Run a step at probe sizes; return its log, its sizes, the tokens of its experts, and [blocks] each block's place
-    in the loss (`_places_of`, which may raise `NoClosedForm`)."""
+    in the loss, as an index in `PLACES`. Raises `NoClosedForm` if a block outlives its place."""
     config, adapted = steps.config, steps.adapted
     shares, moe = token_shares(config.parallel), adapted.structure.moe_layers
     top_k, experts = (moe[0].top_k, moe[0].shape.num_experts) if moe else (1, 1)

@@ -56,8 +56,9 @@ class Recorded:
     _events: dict[Hashable, tuple[Events, np.ndarray]] = field(default_factory=dict)
 
     def events(self, shape: Shape, short: Shortened) -> tuple[Events, np.ndarray]:
-        """Expand the record of `shape` to the whole model of `short`, as `Record.repeated` does; the result is cached:
-        do not modify it. Raise `KeyError` if there is no record of this shape."""
+        """Expand the record of `shape` to the whole model of `short`: return its allocations and releases, and
+        [storages] the layer in which each is allocated (`Record.repeated`). The result is cached: do not modify it.
+        Raise `KeyError` if there is no record of this shape."""
         key = shape, short.kept, short.units
         if key not in self._events:
             self._events[key] = self.records[shape].repeated(short)
@@ -77,7 +78,8 @@ def _versions() -> dict[str, str]:
 
 
 def folder() -> Path:
-    """Return the folder of all records, which need not exist; raise `UserError` as `files.cache_folder`."""
+    """Return the folder of all records, which need not exist. Raise `UserError` if `$MOETUNE_CACHE` cannot be a path,
+    or there is no home folder."""
     return cache_folder("closed_form")
 
 
@@ -97,7 +99,8 @@ def read(key: str) -> Recorded | None:
 
 
 def write(key: str, recorded: Recorded) -> None:
-    """Write the records to the file named by `key`; errors are those of `write_content`."""
+    """Write the records to the file named by `key`; an error of the file system is ignored. Raise `UserError` as
+    `folder` does."""
     write_content(key, _content(), (key, recorded.head, list(recorded.records.items())))
 
 

@@ -38,8 +38,9 @@ def predict_forward(
 
     Args:
         run: resolved for the device that is meant: a GPU, or this machine's CPU, on which all tensors are host memory.
+        passes: runs the command's passes with a model, given as `Watched`, under a tracker, whose phases it sets.
         said: label -> text, for the head of the report; replaces what training would say under the same label.
-        gpu: as in `predict`.
+        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; None: `hardware.gpu`. Ignored on a CPU.
         filled: bytes of the largest tensor that is read into the model after it was built.
 
     Raises:
@@ -75,7 +76,7 @@ def trace_forward(
         gpu: the GPU whose kernels run; None for the CPU's kernels.
         shortened: run only a few of the layers that are alike, which gives the same result sooner; ignored if `routing`
             differs from layer to layer.
-        filled: as in `predict_forward`.
+        passes, filled: as in `predict_forward`.
     """
     is_even = isinstance(routing, AssumedRouting) and not routing.load
     count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing

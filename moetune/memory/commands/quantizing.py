@@ -31,7 +31,7 @@ def predict_quantize(model: ResolvedModel, gpu: str | Gpu | None = None) -> Memo
     the checkpoint is not on this machine, it is taken to be stored as transformers stores models of its type.
 
     Raises:
-        NotTraceable: the checkpoint is published in a format whose stored values say how to read it.
+        NotTraceable: how to read the checkpoint's format depends on stored values, which fake tensors do not have.
         UserError: the tensors of the checkpoint do not fit the model.
     """
     folder = model.source.local_folder()
@@ -69,7 +69,11 @@ def _convert(
     mappings: dict[str, KeyMapping],
     reading: Reading,
 ) -> None:
-    """Read, quantize and write as `quantize` does; what is written is first copied to the host."""
+    """Read and quantize as `quantize` does: the experts of each layer by `reader` into `target`, then all other
+    tensors; `reading` copies to the host what would be written.
+
+    `stored` are the checkpoint's tensors by name; `mappings` say which of them each parameter is made of.
+    """
     for path in target.layers:
         if path in target.banks:
             target.bank(path).to_empty(device=target.device)

@@ -66,7 +66,8 @@ def predict_trl(
 
 
 def _of_generation(run: ResolvedRun, arguments: Mapping[str, Any]) -> list[str]:
-    """Return what a prediction of GRPO assumes of what is generated, with these arguments."""
+    """Return sentences for the report's assumptions: how much GRPO generates at once, with these arguments of TRL's
+    configuration, and what the reward takes."""
     length, steps = arguments["max_completion_length"], arguments.get("steps_per_generation")
     rows = arguments["per_device_train_batch_size"] * (steps or run.config.train.accumulate)
     return [
@@ -88,7 +89,8 @@ def trace_trl(
 ) -> Trace:
     """Trace the first two steps of a run in a TRL trainer on fake tensors, and its reference's pass before them.
 
-    Arguments and errors are those of `predict_trl` and of `trace`.
+    `more` are arguments of TRL's configuration that replace those of `trl_arguments`; all others are those of `trace`.
+    Raises the errors of `trace`, and `UserError` if TRL refuses the arguments.
     """
     from moetune.memory.trace.trl_steps import TrlSteps
 

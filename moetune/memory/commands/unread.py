@@ -34,7 +34,8 @@ class Reading:
 
     Attributes:
         tracker: records them.
-        device: what the command's code calls the device; tensors of any other are host memory.
+        device: the object that the command's code passes as its device. It is compared by identity, because fake
+            tensors of a GPU are on the CPU, too.
         has_gpu: whether the device is a GPU; otherwise host memory is the device's own.
     """
 
@@ -69,7 +70,8 @@ class Unread(Stored):
     at_once: bool = field(default=False, kw_only=True)
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """Return rows [stop - start, ...] without values; arguments as in `Stored.rows`."""
+        """Return the rows [start, stop) without values, [stop - start, ...]; None for `stop` is the end. They are put
+        on the device if `device` is the object `reading.device`, else in host memory."""
         shape = ((self.num_rows if stop is None else stop) - start, *self.row_shape)
         rows = self.reading.host(torch.empty(shape, dtype=self.torch_dtype))
         goes = self.reading.has_gpu and (self.at_once or device is self.reading.device)

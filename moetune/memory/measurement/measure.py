@@ -58,8 +58,8 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
     """Take real steps on `device` with random weights and random tokens, and measure them. Every rank must call it.
 
     Raises:
-        UserError: as `build`; or the run has settings that cannot be predicted or needs a package that is not
-            installed.
+        UserError: the model cannot be built (`build`); or the run has settings that cannot be predicted or needs a
+            package that is not installed.
     """
     raise_problems(
         (*validation.unpredictable_settings(run.config), *validation.missing_packages(run.config, run.device_type))

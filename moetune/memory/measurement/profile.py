@@ -105,7 +105,8 @@ class Profile:
 
 
 class _Ranges(TorchDispatchMode):
-    """Dispatch mode that labels each operation with its part in the profile and counts its work."""
+    """Dispatch mode that counts the work of each operation and runs it in a range of torch's profiler, which is named
+    `_PREFIX`, the part, and `/products` or `/passes`."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()
@@ -176,8 +177,8 @@ def profile_step(run: ResolvedRun, device: torch.device, file: Path) -> Profile:
 
 
 def _by_part(events: list[FunctionEvent], works: Mapping[Any, Work], on_cuda: bool) -> dict[str, PartTime]:
-    """Sum the seconds of the labelled ranges by part: on a GPU those of the kernels launched inside a range, on a CPU
-    those of the range itself."""
+    """Sum the seconds of the ranges of `_Ranges` by part: on a GPU those of the kernels launched inside a range, on a
+    CPU those of the range itself. Returns part -> time and work, longest first; `works` is part -> its work."""
     seconds: dict[tuple[str, str], list[float]] = {}
     for event in events:
         if event.name.startswith(_PREFIX) and event.device_type == torch.autograd.DeviceType.CPU:

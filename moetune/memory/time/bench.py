@@ -41,8 +41,8 @@ Clock = Callable[[Call], float]
 
 
 def measured(card: Gpu, device: torch.device, clock: Clock | None = None) -> tuple[Point, ...]:
-    """Measure calls like those of a step (`calls`), in about a minute; return a point for each. `clock` replaces the
-    measurement of time."""
+    """Measure calls like those of a step (`calls`), in about a minute; return a point for each. `clock` returns the
+    seconds of a call; None: measure them on `device`."""
     clock = clock or (lambda call: seconds_of(device, call.run, on_host=call.on_host))
     return tuple(Point(one.kind, one.what, _numbers(one.work), clock(one)) for one in calls(card, device))
 

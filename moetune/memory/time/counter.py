@@ -62,7 +62,7 @@ class Counter:
         self.where, self.parts, self.done = where, parts, done
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record the work of one operation.
+        """Record the work of one operation, whose result is `out`.
 
         Updates of trained weights count as `optimizer`, copies between host and GPU as `transfers`, and operations on
         host tensors as `host`. Anything else counts as the part of the operation or of the module that runs.

@@ -67,7 +67,8 @@ class Speeds:
     """Calls that were measured on a card.
 
     Attributes:
-        card, driver, versions: where: the GPU's name and compute capability, its driver, the version of torch.
+        card: name and compute capability of the GPU, such as `NVIDIA L40S, 8.9`.
+        driver, versions: version of its driver; package -> version, of torch.
         points: the calls.
     """
 

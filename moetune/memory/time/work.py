@@ -132,7 +132,8 @@ class Share(NamedTuple):
 def works(
     func: Any, args: Any, kwargs: Any, out: Any, capability: Capability, multiprocessors: int | None = None
 ) -> Iterator[Share]:
-    """Yield the work of one operation on a GPU of this compute capability, which decides how many kernels are launched.
+    """Yield the work of one operation, whose result is `out`, on a GPU of this compute capability, which decides how
+    many kernels are launched.
 
     A fused optimizer update of several tensors yields one share for each of them. Without `multiprocessors`, the GPU's
     number of multiprocessors, no FLOPs count as idle.
@@ -177,7 +178,8 @@ def _product(flops: float, lost: float, moved: float, launches: float, of: Tenso
 def _unpacked_product(
     args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor], multiprocessors: int | None
 ) -> Iterator[Share]:
-    """Yield the work of `gemm_4bit`: dequantize the weight, then multiply by it; `tensors` and `fresh` as in `_moved`.
+    """Yield the work of `gemm_4bit`: dequantize the weight, then multiply by it. `tensors` are its tensor arguments
+    (rows, quantized weight, scales), `fresh` its results.
 
     Follows `_dequant_linear_fallback` in bitsandbytes/backends/cuda/ops.py, which is used for matrices of realistic
     sizes. Nested scales need two more kernels.
@@ -265,8 +267,8 @@ def _grouped(a: Tensor, b: Tensor, *_: Any) -> float:
 
 
 def _low_rank_product(out: Tensor, rows: Tensor, matrices: Tensor, narrow: Tensor, second: Tensor, *_: Any) -> float:
-    """Return the FLOPs 2·N·(p·q + P·q'·r) of `low_rank_product_` on N rows of C experts: `rows` [N, p], `matrices`
-    [C, p, q], and LoRA's factors B of P projections in `second` [C, P, q', r]."""
+    """Return the FLOPs 2·N·(p·q + P·q'·r) of `low_rank_product_`, which adds LoRA's second product to N rows of C
+    experts times their weights: `rows` [N, p], `matrices` [C, p, q], factors B of P projections [C, P, q', r]."""
     return _grouped(rows, matrices) + 2.0 * len(rows) * second[0].numel()
 
 
@@ -305,7 +307,8 @@ def _varlen_backward(
     *rest: Any,
     **_: Any,
 ) -> float:
-    """Return the FLOPs of the backward of `_varlen`: five matrix products instead of the two of forward."""
+    """Return an upper bound of the FLOPs of the backward pass of causal attention over packed documents: 5/2 of those
+    of forward, because it has five matrix products instead of two."""
     return 2.5 * _varlen(query, key, value, starts, *rest)
 
 
@@ -324,7 +327,11 @@ _FLOPS: dict[Any, Callable[..., float]] = {
 
 
 def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list[Tensor]) -> float:
-    """Return the bytes that an operation reads and writes, from its tensor arguments and its results (`fresh`)."""
+    """Return the bytes that an operation reads and writes. `tensors` are its tensor arguments, `fresh` its results.
+
+    Where rows of a tensor are looked up or written, only these rows count. An argument that is changed in place is read
+    and written; one that is overwritten is only written.
+    """
     name = func._opname
     if name in _LOOKS_UP:  # reads only the rows that it returns
         return 2 * sum(map(size_of, fresh)) + sum(map(size_of, tensors[1:]))

@@ -129,7 +129,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
 def _layers(model: PreTrainedModel) -> dict[str, str]:
-    """Return path -> digest of `_make` of each decoder layer."""
+    """Return path -> digest of all that the memory of a decoder layer depends on (`_make`), for each layer."""
     if model not in _KNOWN:  # a plain model is never modified
         layers = decoder_layers(model).items()
         _KNOWN[model] = {path: sha256(repr([*_make(layer)]).encode()).hexdigest() for path, layer in layers}

@@ -91,7 +91,8 @@ def stretches(log: Log, kept: Sequence[int], units: Sequence[Unit]) -> list[Stre
 class Owners:
     """Assigns each block of a log to a decoder layer, and through that to a group that stands for others.
 
-    A layer inside a group is counted as the group's last layer. `kept` and `units` are as in `stretches`.
+    A layer inside a group is counted as the group's last layer. `kept` are the numbers of the decoder layers that ran,
+    ascending; `units` the groups among them that stand for others.
 
     Attributes:
         stretches: the stretches of the log, in order.
@@ -279,7 +280,7 @@ class _Expansion:
         self.rows.append((np.broadcast_to(turn, place.shape), place, block, copy))
 
     def _outside(self, stretch: Stretch) -> None:
-        """Add a stretch once, because it lies in no repeated group; repeat only entries of such groups' blocks."""
+        """Add a stretch of no repeated group to `rows` once; repeat only its entries of such groups' blocks."""
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]
         count, first = self.counts[block], np.zeros(len(place), dtype=np.int64)
@@ -295,7 +296,7 @@ class _Expansion:
         self.turns.append((stretch, 0))
 
     def _copied(self, stretch: Stretch, unit: Unit) -> None:
-        """Add a group's stretch once for each group that it stands for, in descending order in backward."""
+        """Add a group's stretch to `rows` once for each group that it stands for, in descending order in backward."""
         own, last = unit.layers[-1], len(unit.copies) - 1
         place = np.arange(stretch.start, stretch.stop)
         block, births = self.blocks[place], self.births[place]
@@ -318,7 +319,10 @@ class _Expansion:
             self.turns.append((stretch, copy))
 
     def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
-        """Reassign releases in `storages` [events], in place: of fetched storages of equal size, oldest freed first."""
+        """Change `storages` [events] in place so that of fetched storages of equal size the oldest is freed first.
+
+        For each event, `births` is whether it is an allocation, and `block` the number of the storage's block.
+        """
         fetched = np.flatnonzero(self.fetched[block])
         sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
         for size in np.unique(sizes):
@@ -327,7 +331,11 @@ class _Expansion:
             storages[deaths] = storages[there[births[there]]][: len(deaths)]
 
     def _marks(self, turn: np.ndarray, place: np.ndarray) -> list[tuple[int, Mark, Unit | None, int]]:
-        """Return `Events.marks`; `turn` and `place` [events] are indices in `turns` and in `Log.entries`."""
+        """Return (event, mark, group, copy) for each start of a phase or module, in order, as `Events.marks` has them.
+
+        For each event of the whole model, `turn` and `place` are the indices in `turns` and in `Log.entries` of the
+        repetition and the entry that it comes from.
+        """
         length, of_stretch = len(self.log.entries), defaultdict[int, list[Mark]](list)
         for mark in self.log.marks:
             if mark.at < length:

@@ -129,6 +129,10 @@ class Steps(Watched):
     """The training steps of a model, run by the trainer's own `Stepper` and recorded by a tracker. Creates the
     optimizer and the stepper.
 
+    Call `run` once for a trace of whole steps; or `make_states`, under several ranks `warm_up`, and then `record` for
+    each log of a single step. Under fake tensors all but `make_states` need `counting`, which gives the tokens of each
+    expert.
+
     Args:
         adapted: model to train; its tensors may be fake.
         batch_of: makes a batch from a number of rows, as `batches_of` returns it.
@@ -255,8 +259,8 @@ class Steps(Watched):
         return self.adapted.expert_context.hooks.using(count_rows=count_rows)
 
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
-        """Return a context in which each count of experts' tokens adds the work of reading it from the GPU, which a
-        trace with assumed counts does not do."""
+        """Return a context in which the tracker counts, for each count of experts' tokens, the work of reading it from
+        the GPU: with assumed tokens none is read. Nothing happens if the tracker counts no work."""
         counter, hooks = tracker.counter, self.adapted.expert_context.hooks
         if counter is None:
             return nullcontext()
@@ -271,7 +275,7 @@ class Steps(Watched):
     @contextmanager
     def _following(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
         """Register weights, optimizer states and gradients that exist, then record within the `with` block; without
-        `tracking` no operations, as in `run`."""
+        `tracking` only phases, modules and layer boundaries, no operations."""
         self.add_to(tracker)
         tracker.add(self.stepper.loss)
         for tensor in self.optimizer.masters():
@@ -316,7 +320,7 @@ class Steps(Watched):
                         tracker.moved_to_host(tensor, managed=True)
 
     def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0, *, updates: bool = True) -> None:
-        """Run the micro-steps from number `begun` on, then the update, unless not `updates`."""
+        """Run the micro-steps with the numbers `begun` to `micro_steps` - 1, then with `updates` the update."""
         for number in range(begun, micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")

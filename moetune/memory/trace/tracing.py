@@ -109,7 +109,7 @@ def faked(
 
     Raises:
         NotTraceable: code inside the context reads the values of tensors.
-        UserError: the model cannot be built, as in `build_fake`.
+        UserError: the model cannot be built (`build`).
     """
     mode = QuickFakeMode()
     without = () if gpu is None else run.config.hardware.without_kernels
@@ -126,7 +126,8 @@ def faked(
 
 @contextmanager
 def refusing_values(model: str, model_type: str) -> Iterator[None]:
-    """Raise `NotTraceable` if the body of the `with` reads the values of fake tensors, for a model of this type."""
+    """Raise `NotTraceable` if the body of the `with` reads the values of fake tensors. `model`, its path or name, and
+    `model_type` are for the message."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

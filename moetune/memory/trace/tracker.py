@@ -44,8 +44,8 @@ _ADD = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class _Sum:
-    """A sum of two gradients, which autograd may compute in place if no dispatch mode is active: its block, the id of
-    its storage, and in `onto` the block of the first operand, which an addition in place would overwrite."""
+    """A sum of two gradients, which autograd may compute in place if no dispatch mode is active: number of its block,
+    id() of its storage, and as `onto` the number of the first operand's block, which a sum in place would overwrite."""
 
     block: int
     storage: int

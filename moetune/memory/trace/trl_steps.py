@@ -48,7 +48,8 @@ class TrlSteps(Watched):
         more: arguments of TRL's configuration that replace those of `trl_arguments`.
         micro_steps: micro-steps of each step that run.
         mode: the mode of fake tensors; None for real ones.
-        kept, gpu: as in `Watched`.
+        kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
+        gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
 
     Raises:
         UserError: TRL refuses the arguments.
@@ -145,7 +146,7 @@ class TrlSteps(Watched):
 
     @contextmanager
     def entering(self, phase: Phase) -> Iterator[None]:
-        """Record what is computed within the `with` block as a phase of its own."""
+        """Record what is computed within the `with` block under `phase`; then return to the phase before."""
         tracker, before = self._tracker, self._tracker.phase
         tracker.enter(phase)
         yield
@@ -210,7 +211,8 @@ class TrlSteps(Watched):
 
 
 class _Generating(SelfReferencing):
-    """The model of GRPO, whose calls outside of the loss are phases of their own."""
+    """The model of GRPO: `generate` runs only the first and last tokens; passes without gradients, except those of the
+    reference, are the phase `old_logprobs`. `steps` must be set before it is called."""
 
     steps: TrlSteps
 

@@ -22,7 +22,8 @@ from moetune.parallel.ranks import local_tensor
 
 
 class Watched:
-    """A model prepared for training, whose tensors and layer boundaries can be registered with a tracker.
+    """A model prepared for training, whose tensors and layer boundaries can be registered with a tracker: call
+    `tracker`, give the result to `add_to`, and compute within `watching`.
 
     Args:
         kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
@@ -58,7 +59,7 @@ class Watched:
 
     def tracker(self, *, counts: bool = False, on_cpu: bool = False) -> Tracker:
         """Return a new tracker, not yet active, that names this model's modules; `counts` makes it count FLOPs, bytes
-        and launches of each operation, if there is a `gpu`. `on_cpu` is as in `Tracker`."""
+        and launches of each operation, if there is a `gpu`. With `on_cpu` it adds a CPU's workspaces."""
         parts = work_parts(self.adapted, self.named) if counts and self.gpu is not None else None
         processors = None if self.gpu is None or self.gpu.multiprocessors is None else self.gpu.multiprocessors.value
         return Tracker(self.named, capability=self.capability, multiprocessors=processors, parts=parts, on_cpu=on_cpu)

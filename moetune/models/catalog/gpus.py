@@ -26,8 +26,8 @@ _FILE = Path(__file__).parent / "gpus.yaml"
 class Figure:
     """A number, in the unit that the field of `Gpu` states, and its source: a document, a measurement or "estimate: …".
 
-    `measured_here` says whether this project measured it. `least` and `most` are, of a context, the least and the most
-    over drivers that were reported or measured; None if unknown (`Gpu.context_range`).
+    `measured_here` says whether this project measured it. For a CUDA context, `least` and `most` are the least and the
+    most bytes that were reported or measured over several drivers; None if unknown.
     """
 
     value: int

@@ -126,14 +126,14 @@ class Nvfp4(Quantized):
 
     @property
     def fraction(self) -> Tensor:
-        """The global scale as numerator and denominator, [2] float32."""
+        """The global scale as a factor and a divisor, of which one is 1: [2] float32."""
         name = "scale_2" if "scale_2" in self.parts else "global_scale"
         scale, one = self.parts[name].rows().float().reshape(1), torch.ones(1)
         return torch.cat([scale, one] if name == "scale_2" else [one, scale])
 
     def quantized(self) -> dict[str, Tensor]:
         """Return the stored tensors: `data` [out, in / 2] and `scales` [out, in / 16] as uint8, and `fractions`, the
-        global scale's `fraction`."""
+        global scale as in `fraction`: factor and divisor, [2] float32."""
         codes, scales = self._stored(0, None)
         return {"data": codes, "scales": scales.view(torch.uint8), "fractions": self.fraction}
 
@@ -205,7 +205,8 @@ def open_checkpoint(folder: Path) -> dict[str, Stored]:
     quantized, a `Stored` tensor.
 
     Raises:
-        UserError: as `read_headers`; or the parts of a quantized weight do not fit together.
+        UserError: there are no safetensors in the folder, a file is damaged, a tensor is in two files, or the parts of
+            a quantized weight do not fit together.
     """
     stored = read_headers(folder)
     opened: dict[str, Stored] = {}
@@ -247,11 +248,11 @@ class _Config(TypedDict):
 
 
 def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
-    """Return the quantized weight with these parts, suffix of the name -> tensor.
+    """Return the quantized weight that is stored as `parts`: suffix of a tensor's name -> the tensor.
 
     Raises:
         ValueError: dtypes or shapes of the parts do not fit together.
-        UserError: of FP8, config.json in `folder` does not have the block size.
+        UserError: the weight is in FP8, and config.json in `folder` does not have the block size.
     """
     if "blocks" in parts:
         blocks, scales = parts["blocks"], parts["scales"]

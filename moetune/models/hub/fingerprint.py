@@ -51,7 +51,7 @@ class Fingerprint:
     def difference_of_tensors(self, tensors: Mapping[str, str]) -> str | None:
         """Return the first difference in tensor names, shapes or dtypes in one line; None if there is none.
 
-        `tensors` describes the other checkpoint, as `headers` does.
+        `tensors` describes the other checkpoint: tensor name -> dtype and shape, such as `BF16 [8, 64]`.
         """
         for name in sorted(self.tensors.keys() | tensors.keys()):
             mine, its = self.tensors.get(name, "no such tensor"), tensors.get(name, "no such tensor")
@@ -66,7 +66,8 @@ class Fingerprint:
     @model_validator(mode="wrap")
     @classmethod
     def _check_content(cls, raw: Any, read: "Callable[[Any], Fingerprint]") -> "Fingerprint":
-        """Validate JSON that `to_json` wrote; raise `ValueError` if `content` is not the digest of `files`."""
+        """Validate the JSON object `raw` from `to_json` by `read`, pydantic's own validation; raise `ValueError` if its
+        `content` is not the digest of its `files`."""
         made = read(raw)
         if made.content != raw.get("content"):
             raise ValueError("the fingerprint of the base is damaged")
@@ -112,8 +113,9 @@ def take_fingerprint(
 def taking_fingerprint(folder: Path, part: tuple[int, int] = (0, 1)) -> Iterator[Callable[[], Fingerprint]]:
     """Compute a fingerprint in another thread while the body of the `with` reads the same files.
 
-    Yields a function that waits for the digests and returns the fingerprint; call it inside the body. `part` and errors
-    are as in `take_fingerprint`.
+    Yields a function that waits for the digests and returns the fingerprint; call it inside the body. `part` is (k, n)
+    to read only every n-th weight file from the k-th on, and to list only these in `files`. Raises `UserError` if there
+    are no safetensors in the folder, or a file is damaged.
     """
     files = weight_files(folder)[part[0] :: part[1]]
     with digesting(files, 1) as digests:

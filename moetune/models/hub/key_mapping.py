@@ -185,8 +185,8 @@ def key_mappings(model: PreTrainedModel, keys: Iterable[str], *, split: bool = F
 
 
 def _splits_list(rule: Any) -> bool:
-    """Return whether a conversion rule makes two stacks of one list of experts: for text, and after these for
-    images."""
+    """Return whether a conversion rule makes two stacks of one list of experts: the first of them are for text, the
+    others for images."""
     return any(isinstance(one, ErnieFuseAndSplitTextVisionExperts) for one in getattr(rule, "operations", ()))
 
 
@@ -199,7 +199,7 @@ def _without_split(rule: WeightConverter) -> WeightConverter:
 
 
 def published_names(model: PreTrainedModel) -> list[str]:
-    """Return the tensor names of a published checkpoint of this model, sorted; raises as `published_tensors`."""
+    """Return the sorted tensor names of a published checkpoint of this model; `UserError` if they depend on one."""
     return sorted(published_tensors(model))
 
 
@@ -225,7 +225,11 @@ tensor that is converted as a whole.
 
 
 def expert_layout(model_type: str) -> ExpertLayout:
-    """Return the layout of experts in published checkpoints of a model type, from transformers' conversion rules."""
+    """Return how published checkpoints of a model type store a layer's experts, by transformers' conversion rules.
+
+    `apart`: in separate tensors for each expert; `rows`: in one tensor, which is the parameter; `converted`: in one
+    tensor that is converted as a whole.
+    """
     conversions = get_checkpoint_conversion_mapping(model_type) or []
     of_stacks = [
         conversion

@@ -22,7 +22,7 @@ _OF_OTHERS = ("adapter_*", "*.index.json", "manifest.json", QUANTIZED_MANIFEST)
 
 
 def small_files(folder: Path) -> list[Path]:
-    """Return the sorted paths of the files in a checkpoint folder that belong to it besides weights (`CARRIED`)."""
+    """Return the sorted paths of a checkpoint's files besides weights: config, tokenizer, templates, licenses."""
     found = {file for pattern in CARRIED for file in folder.glob(pattern) if file.is_file()}
     return sorted(file for file in found if not any(file.match(name) for name in _OF_OTHERS))
 

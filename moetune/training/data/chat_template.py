@@ -55,7 +55,8 @@ class ChatTemplate:
         self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
 
     def write(self, messages: Messages, tools: Tools) -> tuple[list[Spanned], Marking]:
-        """Render a chat as texts, each with the character ranges to train on, and return how these were found.
+        """Render a chat; return its texts, each with the [start, end) character ranges to train on, and how these were
+        found, a key of `MARKINGS`.
 
         A chat becomes several texts if the template writes earlier turns differently from the last one.
 

@@ -109,7 +109,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Chosen(Sequence[Document]):
-    """The documents with the indices `numbers`, in this order; an index may occur several times."""
+    """Those of `documents` with the indices `numbers`, int64 [length], in this order; an index may occur repeatedly."""
 
     documents: Documents
     numbers: np.ndarray
@@ -142,7 +142,7 @@ def rows_on_disk(names: Sequence[str], blocks: Iterable[Columns]) -> datasets.Da
 
 
 def values(rows: datasets.Dataset, name: str) -> Iterator[np.ndarray]:
-    """Yield the values of the column `name`, in order: arrays int32, each of which joins many rows."""
+    """Yield the numbers in the lists of the column `name`, in order, as int32 arrays that each join many rows."""
     for chunk in rows.data.column(name).chunks:
         yield pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
 

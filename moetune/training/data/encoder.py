@@ -56,7 +56,7 @@ def format_of(record: dict[str, Any]) -> Format:
 
 
 class Encoder:
-    """Converts records of one format to documents.
+    """Converts records of one `format` to documents, by `encode`.
 
     Raises:
         UserError: the tokenizer lacks what the format needs: an end-of-sequence token or, for chats, a chat template

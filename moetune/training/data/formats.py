@@ -122,7 +122,7 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
     Raises:
         MalformedError: `value` is not a list of objects; a role is unknown; a content is not text (an image, say), or
             an assistant's is empty although it calls no tool; `tool_calls` is not a list of objects; `weight` is
-            neither 0 nor 1, or is given under another tool's name; or no message is the assistant's.
+            neither 0 nor 1, or is written as another training program names it; or no message is the assistant's.
     """
     if not isinstance(value, list):
         raise MalformedError(f"messages is {kind(value)}, not a list")

@@ -126,7 +126,8 @@ def data_of(
     `source`. The run file must have a `data:` section.
 
     Raises:
-        UserError: as by `tokenizer_of`, `load_data` and `refuse_unknown_tokens`.
+        UserError: the tokenizer cannot be loaded, data cannot be found, read or used, or a token id is not below the
+            model's vocabulary size or stands for a part of an image, a video or a sound.
     """
     assert config.data is not None
     tokenizer = tokenizer_of(source.name, source.folder)

@@ -55,7 +55,10 @@ def separate(documents: Sequence[Document], length: int) -> datasets.Dataset:
 
 
 class _Segments:
-    """A table of which tokens of which document are in which sequence; a segment takes 32 bytes."""
+    """A table of which tokens of which document are in which sequence; a segment takes 32 bytes.
+
+    Fill it by `new_sequence` and `add`, then read it by `by_sequence`. Sequences and documents are numbered from 0.
+    """
 
     def __init__(self) -> None:
         self.sequences = 0
@@ -72,7 +75,7 @@ class _Segments:
             part.append(value)
 
     def by_sequence(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield, for each sequence, the (document, start, stop) of its segments in the order of addition."""
+        """Yield a list for each sequence: (document, start, stop) of its segments, as added and in this order."""
         sequences, *parts = (np.frombuffer(part, np.int64) for part in self._parts)
         order = np.argsort(sequences, kind="stable")
         ends = np.cumsum(np.bincount(sequences, minlength=self.sequences))

@@ -64,8 +64,9 @@ def read_documents(
         too_long: whether a longer prompt or chat is reported as an error, dropped, or truncated.
 
     Raises:
-        UserError: the source is empty, the tokenizer lacks what the format needs, or records cannot be used. The
-            message lists them with their line or row numbers; records with the same problem share a line.
+        UserError: the source is empty, or all of its records are dropped as too long; the tokenizer lacks what the
+            format needs; or records cannot be used. The message lists them with their line or row numbers; records with
+            the same problem share a line.
     """
     encoder: Encoder | None = None
     read, first, records = Reading(), len(documents), []

@@ -47,7 +47,7 @@ class Row:
 
     Attributes:
         number: number of the record's line or row, from 1.
-        value: the record as Python values.
+        value: the record as Python values; None if it could not be read.
         problem: why the record could not be read; None if it was read.
     """
 

@@ -126,7 +126,8 @@ def write(folder: Path, adapted: Adapted, optimizer: CombinedOptimizer, step: in
 def _save_trained(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
     """Write `trained.safetensors`, with whole tensors; every rank must call this.
 
-    With several ranks their parts are written to files and joined on disk, so that no rank holds all tensors in memory.
+    `tensors` is name -> this rank's weight, a DTensor if it is sharded. With several ranks their parts are written to
+    files and joined on disk, so that no rank holds all tensors in memory.
     """
     if ranks.is_single:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TRAINED_FILE)
@@ -227,14 +228,17 @@ def _cut(part: SavedPart) -> str:
 
 
 class _Number(TypedDict):
-    """A state that is a number, in `optimizer.json`; `dtype` if it was a tensor of one element."""
+    """An optimizer state that is a number, in `optimizer.json`; with `dtype` if it was a scalar tensor."""
 
     value: int | float | bool | None
     dtype: NotRequired[str]
 
 
 class _Optimizer(TypedDict):
-    """The contents of `optimizer.json`; `numbers` is name of a parameter -> state -> value."""
+    """The contents of `optimizer.json`; `numbers` is name of a `SavedPart` -> state -> value.
+
+    `loss_scale` is empty without one; `scheduler_step` is the number of updates since the run began.
+    """
 
     numbers: dict[str, dict[str, _Number]]
     loss_scale: dict[str, float]
@@ -386,7 +390,7 @@ def _reader(folder: Path) -> HuggingFaceStorageReader:
 
 
 def _load(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
-    """Read tensors, by name and in place, from a folder of safetensors; every rank must call this."""
+    """Fill `tensors`, name -> tensor or DTensor, in place from a folder of safetensors; every rank must call this."""
     if any(ranks.gather(bool(tensors))):
         with _quiet():
             dcp.load(tensors, storage_reader=_reader(folder), no_dist=ranks.is_single)

@@ -67,8 +67,8 @@ class RunFolder:
                 has no effect on a file system without locks.
 
         Raises:
-            UserError: all checkpoints are damaged, the one found fails `refuse_foreign_checkpoint`, or, with `best`,
-                the metrics cannot be read.
+            UserError: all checkpoints are damaged; the one found is of another run or has other settings than
+                `run.yaml` (`refuse_foreign_checkpoint`); or, with `best`, the metrics cannot be read.
         """
         self.damaged = []
         there = self.checkpoints()
@@ -94,7 +94,8 @@ class RunFolder:
     def refuse_foreign_checkpoint(self, checkpoint: Path) -> None:
         """Raise `UserError` if an undamaged checkpoint is of another run, or has other settings than `run.yaml` now.
 
-        Settings in `FREE_ON_EXPORT` may differ. An `inputs.json` that only the checkpoint has is an error too.
+        Settings in `FREE_ON_EXPORT`, such as `output` and `train.steps`, may differ. An `inputs.json` that only the
+        checkpoint has is an error too.
         """
         its, mine = self.inputs(checkpoint), self.inputs()
         if its is not None and mine is None:

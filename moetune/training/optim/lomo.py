@@ -58,7 +58,7 @@ class Lomo(ScalingOptimizer):
 
 
 class AdaLomo(ScalingOptimizer):
-    """AdaLomo: divides each element of the gradient by running means of squares, of its row and of its column.
+    """AdaLomo: divides each element of the gradient by √v, v from running means of squares in its row and its column.
 
     A tensor with more than two dimensions is a stack of matrices, each updated on its own. The state of a matrix [R, C]
     is R + C float32 numbers, that of a vector one float32 number per element.

@@ -14,7 +14,7 @@ from moetune.errors import UserError
 class LossScale:
     """The factor of the loss: halved when a gradient overflows, doubled after `interval` steps without overflow.
 
-    A step with an overflow is skipped by the caller.
+    Call `overflowed` or `went_well` once a step. A step with an overflow is skipped by the caller.
 
     Attributes:
         value: the factor.

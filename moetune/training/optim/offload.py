@@ -34,8 +34,7 @@ class HostCopies:
     def send(self, tensor: Tensor, target: Tensor) -> AsyncCopy:
         """Start to copy `tensor` to `target`, a host tensor of the same shape and dtype; return the copy under way.
 
-        The previous copy is waited for first, and its tensor freed: `tensor` stays alive until the next `send` or
-        `finish`.
+        Keeps a reference to `tensor` until the next `send` or `finish`, which waits for the copy.
         """
         copy = self.out.copy(tensor, target)
         if self._leaving is not None:
@@ -55,7 +54,7 @@ class HostUpdater(Updater):
 
     Args:
         parameter: on its device, unsharded.
-        make: as in `Updater`; called with the float32 copy on the host.
+        make: makes the optimizer over a list of tensors: the float32 copy on the host alone.
         copies: the streams of this device.
 
     Attributes:
@@ -136,7 +135,8 @@ class HostUpdater(Updater):
 
     @torch.no_grad()
     def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Load states as `Updater.restore` does, and copy the restored float32 weights to the parameter."""
+        """Load the states of this parameter, by name, and `master` into the float32 weights; copy these to the
+        parameter."""
         super().restore(states)
         (parameter,), (master,) = self.parameters, self.copies.values()
         parameter.copy_(master)

@@ -37,7 +37,7 @@ def norm_of(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def generator_states(device: torch.device) -> list[Tensor]:
-    """Return copies of the states of the random generators that a step on `device` uses: the CPU's and a GPU's."""
+    """Return copies of the states of the random generators that a step on `device` uses: the CPU's, and a GPU's."""
     states = [torch.get_rng_state()]
     return states if device.type != "cuda" else [*states, torch.cuda.get_rng_state(device)]
 

@@ -56,6 +56,9 @@ class ZeroUpdater(Updater):
 
     @torch.no_grad()
     def restore(self, states: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Load parameter -> name of a state -> whole tensor; call it while the parameters are `Engine.gathered`."""
+        """Load `states`, parameter -> name of a state -> whole tensor, into DeepSpeed's optimizer.
+
+        Call it while the parameters are gathered (`Engine.gathered`).
+        """
         for parameter, values in states.items():
             self.engine.put(parameter, values)

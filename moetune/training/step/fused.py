@@ -55,7 +55,11 @@ class GradientNorms:
 
 
 class FusedBackward:
-    """Post-accumulate-gradient hooks on all trained parameters, which act only inside `measuring` and `updating`."""
+    """Post-accumulate-gradient hooks on all trained parameters, which act only inside `measuring` and `updating`.
+
+    Run backward passes inside these `with` blocks; outside, gradients stay in `.grad`. The hooks end with this object.
+    `observer` is notified of gradients that expert banks compute themselves.
+    """
 
     def __init__(self, adapted: Adapted, optimizer: CombinedOptimizer, observer: StepObserver) -> None:
         self.names = {parameter: name for name, parameter in adapted.trainable().items()}

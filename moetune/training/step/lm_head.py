@@ -19,7 +19,10 @@ from moetune.models.stack import decoder_stack
 
 
 class LMHeadSizes(Protocol):
-    """The sizes of an LM head from which `Chunks.of` computes the chunks of the loss; attributes as in `LMHead`."""
+    """Sizes of an LM head, from which `Chunks.of` computes the chunks of the loss.
+
+    `vocabulary`: logits per token; `width`: bytes of a logit; `row_bytes`: bytes per token of all tensors [n, V].
+    """
 
     @property
     def vocabulary(self) -> int: ...
@@ -121,7 +124,8 @@ def _answer_like(output: Any) -> Callable[[Tensor], Any]:
 
 
 class _EmptyTensors(TorchDispatchMode):
-    """Collects the empty tensors that operations create inside the `with` block, one for each storage."""
+    """Dispatch mode whose `as` target is a list; collects there the tensors without elements that operations create
+    inside the `with` block, one for each storage."""
 
     def __enter__(self) -> list[Tensor]:
         self.made: list[Tensor] = []

@@ -56,9 +56,9 @@ def token_loss(
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, batch: Batch, memory: int | Chunks | None = LEAST) -> tuple[Tensor, Tensor]:
-    """Return (summed token loss, number of predicted tokens) of a batch, as scalars on the device.
+    """Return (summed token loss, number of predicted tokens) of a batch, as scalars on the device, without gradients.
 
-    `memory` is as in `token_loss`.
+    `memory`: bytes that the logits of a chunk may take (None: all tokens in one chunk), or the chunks themselves.
     """
     return token_loss(model, batch, memory=memory), count_loss_tokens(batch)
 
@@ -81,7 +81,7 @@ def micro_step(
         watch: records the routing, for the result's `load` and for router losses.
         config: has the coefficients of the router losses.
         backward: runs the backward pass of a scalar loss.
-        memory: as in `token_loss`.
+        memory: bytes that the logits of a chunk may take (None: all tokens in one chunk), or the chunks themselves.
     """
     shape_routing = bool(config.router_aux_loss or config.router_z_loss)
     mask = batch.get("is_token", batch.get("attention_mask"))

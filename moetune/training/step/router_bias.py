@@ -18,7 +18,8 @@ from moetune.adapt.build import Adapted
 class RouterBiases:
     """Updates the routers' correction biases after each step, so that experts receive equally many tokens.
 
-    Only layers whose router trains are updated; without `train.router_bias_rate` all methods do nothing.
+    Call `count` after each micro-step, and once a step `update`, or `forget` if the step is skipped. Only layers whose
+    router trains are updated; without `train.router_bias_rate` all methods do nothing.
     """
 
     def __init__(self, adapted: Adapted) -> None:
@@ -28,7 +29,7 @@ class RouterBiases:
         self._load: dict[int, Tensor] = {}
 
     def count(self, load: Mapping[int, Tensor]) -> None:
-        """Add the expert load of a micro-step, layer index -> tokens [E]."""
+        """Add the expert load of a micro-step on this rank: layer index -> tokens that each expert received [E]."""
         for layer in self._biases:
             if layer in self._load:
                 self._load[layer] += load[layer]
@@ -37,7 +38,10 @@ class RouterBiases:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the biases in place from the load of all ranks since the last update; reset the load."""
+        """Update the biases in place from the load counted on all ranks since the last update, and reset the load.
+
+        Every rank must call this.
+        """
         if not self._load:
             return
         totals = self._ranks.total_over_data(torch.cat(list(self._load.values())))

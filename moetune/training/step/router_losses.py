@@ -84,7 +84,7 @@ class RouterWatch:
         """Record the routing of forward passes inside the `with` block into the `Routed` that is yielded.
 
         Args:
-            mask: which tokens count, as in `Routed`.
+            mask: 1 for tokens that count, 0 for padding; any shape with T elements. None if all tokens count.
             logits: also record the router logits, which `losses` needs.
         """
         self._current, self._keep_logits = (routed := Routed(mask)), logits
@@ -130,7 +130,9 @@ class RouterWatch:
 
 
 def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
-    """Return how many tokens chose each expert, float [num_experts]; `mask`, as in `Routed`, leaves out padding.
+    """Return how many tokens chose each expert, float [num_experts], from the chosen ids and their routing weights.
+
+    `mask` is 1 for tokens that count, 0 for padding; any shape with T elements. None if all count.
 
     A choice with routing weight 0 does not count: in ZAYA it means that the token skips the experts.
     """

@@ -163,10 +163,11 @@ class Stepper:
         """Sum the gradients over all ranks, and clip each element to ±`train.max_grad_value`; return norm, loss and the
         scale that `update` applies.
 
-        Call it after the last micro-step, on every rank.
+        Call it after the last micro-step, on every rank. If a gradient is not finite, the loss scale is halved or, in a
+        run without one, `train.on_nonfinite` decides; `skipped` counts the step, and its scale is None.
 
         Raises:
-            UserError: a gradient is not finite, `train.on_nonfinite` is `stop`, and the run has no dynamic loss scale.
+            UserError: a gradient is not finite, and `train.on_nonfinite` is `stop` or the loss scale falls below 1.
         """
         left = {p: p.grad for p in self.optimizer.parameters() if p.grad is not None and self.engine is None}
         self.adapted.ranks.reduce(left, self._of_experts)
@@ -187,7 +188,8 @@ class Stepper:
     def _norm(self, left: dict[nn.Parameter, Tensor], freed: Tensor | None) -> Tensor | None:
         """Clip this rank's gradients to ±`train.max_grad_value`; return its share of their norm without the loss scale.
 
-        The squares of all ranks' shares sum to the squared norm. None if this rank has no gradients.
+        Gradients that DeepSpeed reduces, or that the backward pass measured, are not clipped here. The squares of all
+        ranks' shares sum to the squared norm. None if this rank has no gradients.
 
         Args:
             left: parameter -> gradient that is still in device memory.
