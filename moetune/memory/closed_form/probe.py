@@ -98,7 +98,8 @@ def primes(start: int) -> Iterator[int]:
 
 
 def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
-    """Divide a batch's tokens for the loss, so that prime factors show whether a size is that of a chunk or a block.
+    """Divide a batch's tokens for the loss, so that prime factors show whether a size is that of a chunk or a block
+    (`Chunks`: the loss has the logits of a chunk in memory at once, and of a block in float32).
 
     There are three chunks, the last one smaller, each of a full block and a smaller rest. So every kind of chunk and
     block that a longer batch can have occurs (`sizes.PLACES`). With `alone` there is a single chunk of two blocks.

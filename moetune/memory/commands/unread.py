@@ -71,7 +71,7 @@ class Unread(Stored):
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         """Return the rows [start, stop) without values, [stop - start, ...]; None for `stop` is the end. They are put
-        on the device if `device` is the object `reading.device`, else in host memory."""
+        on the device if `at_once`, or if `device` is the object `reading.device`, else in host memory."""
         shape = ((self.num_rows if stop is None else stop) - start, *self.row_shape)
         rows = self.reading.host(torch.empty(shape, dtype=self.torch_dtype))
         goes = self.reading.has_gpu and (self.at_once or device is self.reading.device)

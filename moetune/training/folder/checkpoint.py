@@ -364,9 +364,15 @@ def _room_for(part: SavedPart, states: list[str], stored: Mapping[str, Any]) -> 
 
 
 def _joined(parts: list[SavedPart], tensors: Mapping[str, dict[str, Tensor]], numbers: Any) -> dict[str, Any]:
-    """Return a parameter's optimizer states by name, joined from those of its `parts`; empty if this rank has no part.
+    """Return a parameter's optimizer states by name, for what this rank holds of it; empty if that is nothing.
 
-    `tensors` is name of a `SavedPart` -> state -> tensor; `numbers` is the section of `optimizer.json`.
+    Those of the experts of stacked LoRA factors are stacked again. States that are numbers are the same for all experts
+    and are taken from the first.
+
+    Args:
+        parts: what this rank holds: the whole parameter, or experts of a stack in ascending order.
+        tensors: name of a `SavedPart` -> state -> tensor.
+        numbers: name of a `SavedPart` -> state -> its value and dtype, from `optimizer.json`.
     """
     if not parts:
         return {}
