@@ -54,7 +54,7 @@ def plan(model: str, gpu: str, goal: str, count: int, cache: str, limit: float) 
 
 
 def table(plans: list[dict[str, Any]]) -> str:
-    """The table of a page: a row for each model and goal, CPU seconds of both runs for each number of cards."""
+    """The table of a page: a row for each model and goal, wall seconds of both runs for each number of cards."""
     columns = list(product((1, 2), GPUS))
     heads = [gpu if count == 1 else f"{count} × {gpu}" for count, gpu in columns]
     lines = [f"| model | goals | {' | '.join(heads)} |", f"|---|---|{'---:|' * len(columns)}"]
@@ -64,7 +64,7 @@ def table(plans: list[dict[str, Any]]) -> str:
         for column in columns:
             one = found.get((model, goal, *column))
             both = () if one is None else (one["cold"], one["warm"])
-            ended = [{-9: "not ended", 2: "refused"}.get(run["status"], f"{run['cpu']:.0f}") for run in both]
+            ended = [{-9: "not ended", 2: "refused"}.get(run["status"], f"{run['wall']:.0f}") for run in both]
             cells.append(" / ".join(dict.fromkeys(ended)) or "–")
         lines.append(f"| {model} | {goal} | {' | '.join(cells)} |")
     missing = [model for model in MODELS if all(model != one["model"] for one in plans)]
