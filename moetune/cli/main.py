@@ -115,9 +115,18 @@ def main() -> None:
     try:
         sys.stdout.flush()
     except UserError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that what Python flushes at exit is discarded
+        _discard(1)
         code = _failed(error) if code in (0, 1) else code
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _discard(2)
     sys.exit(code)
+
+
+def _discard(descriptor: int) -> None:
+    """Discard what Python writes to a standard stream at exit; failing there would make the exit code 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _run() -> int:

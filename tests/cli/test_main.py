@@ -93,7 +93,7 @@ def test_every_command_explains_itself_with_an_example_and_speaks_json(moetune: 
 )
 def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, said: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        ["sh", "-c", f"PYTHONIOENCODING=ascii {sys.executable} -m moetune {shell}"],
+        ["sh", "-c", f"env -u PYTHONUNBUFFERED PYTHONIOENCODING=ascii {sys.executable} -m moetune {shell}"],
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
