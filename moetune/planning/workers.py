@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 from moetune.errors import UserError
 from moetune.report.console import quieten
 
-if TYPE_CHECKING:  # a new process must run `_begin` before slow imports
+if TYPE_CHECKING:  # a spawned process must run `_begin` before slow imports
     from multiprocessing.connection import Connection
 
     from moetune.memory.assumed_routing import AssumedRouting
@@ -41,8 +41,9 @@ class Workers:
 
     Args:
         search: the search in this process; the others build theirs from its `start` and `options`.
-        processes: the number of processes, this one included. The others are spawned (`multiprocessing`), so the
-            program's main module must be importable.
+        processes: the number of processes, this one included. The others are forks of this one, which have imported
+            all that it has. With a CUDA device they are spawned (`multiprocessing`), because CUDA does not work in a
+            fork; then the program's main module must be importable.
         options: further arguments of `Search.of`: GPU, `tight`, routing, trainer.
     """
 
@@ -51,9 +52,12 @@ class Workers:
         self._pool: ProcessPoolExecutor | None = None
         self._others = processes - 1
         if self._others:
-            context = get_context("spawn")  # CUDA does not work in a fork of a process that has initialized it
+            import torch
+
+            context = get_context("spawn" if torch.cuda.is_available() else "fork")
             self._reader, self._writer = context.Pipe(duplex=False)
-            self._pool = ProcessPoolExecutor(self._others, context, _begin, (self._reader,))
+            gc.freeze()  # imported objects are never freed: the collector need not search them
+            self._pool = ProcessPoolExecutor(self._others, context, _begin, (self._reader, self._writer))
             self._pool.submit(_search, self._start)
 
     def __enter__(self) -> Workers:
@@ -132,10 +136,16 @@ class Workers:
                 left.clear()
 
 
-def _begin(parent: Connection) -> None:
+def _begin(parent: Connection, other_end: Connection) -> None:
     """Set up a new process to exit silently on Ctrl-C, which reaches all processes, and when its parent ends or closes
-    its end of the pipe `parent`."""
+    its end of the pipe.
+
+    Args:
+        parent: the end of the pipe to read.
+        other_end: the parent's end of it; this process's copy is closed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    other_end.close()
     quieten()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
@@ -150,10 +160,12 @@ def _end_with(parent: Connection) -> None:
 def _search(start: _Start) -> Search:
     """Return the search for `start`, a configuration as JSON and the other arguments of `Search.of`; built once in each
     process."""
+    import torch
+
     from moetune.config.schema import RunConfig
     from moetune.planning.search import Search
 
-    gc.freeze()  # imported objects are never freed: the collector need not search them
+    torch.set_num_threads(1)  # a fork has none of its parent's threads
     run, card, tight, routing, trainer = start
     return Search.of(RunConfig.model_validate_json(run), card, tight=tight, routing=routing, trainer=trainer)
 
