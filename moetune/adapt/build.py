@@ -19,6 +19,7 @@ from moetune.adapt.layers.norms import fuse_norms
 from moetune.adapt.layers.rotary import fuse_rotary
 from moetune.adapt.layers.routers import fuse_routers
 from moetune.adapt.lora import add_lora
+from moetune.adapt.scans import recompute_scans
 from moetune.adapt.validate import refuse_misplaced, refuse_unquantized
 from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
@@ -165,6 +166,7 @@ def build(
         read_quantized_base(target, run, ranks, on_read)
     model.requires_grad_(False)
     model.to(device)  # type: ignore[arg-type]  # its signature is that of the function it wraps
+    recompute_scans(model)
     if config.packs:
         split_by_documents(model)
     give_way_to_masks(model)

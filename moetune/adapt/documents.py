@@ -2,8 +2,7 @@
 
 Attention hides one document from another by a mask or by `cu_seqlens`. A module with a state takes neither, so it runs
 on each document alone, one after the other, and the state begins anew with each: exact, and slower the more documents a
-row has. Backward recomputes each short one, so that many take no more memory than two long ones. Such modules are found
-by what their code does, not by a model's name.
+row has. Such modules are found by what their code does, not by a model's name.
 
 The lengths of the documents are part of the batch. They reach each decoder layer as a keyword argument, which
 activation checkpointing keeps, so that a layer recomputes what it computed.
@@ -17,14 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from moetune.compat.transformers import carries_state
 from moetune.models.stack import decoder_layers
 
-SHORT = 512
-"""Documents of fewer tokens, and of less than half a row, are recomputed in backward one by one: a module pads each to
-a chunk (64 to 256 tokens), and what many of them keep would be several times what long documents do."""
 _LENGTHS = "document_lengths"
 _OF_ATTENTION = frozenset({_LENGTHS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
@@ -61,7 +56,7 @@ def split_by_documents(model: nn.Module) -> None:
     """Make every module of a decoder layer that carries a state run on each packed document alone, in place."""
     current = _Current()
     for layer in decoder_layers(model).values():
-        if modules := _with_state(layer):
+        if modules := modules_with_state(layer):
             layer.__class__ = _layer_class(type(layer))  # type: ignore[arg-type]  # a class is hashable
             vars(layer)["current"] = current
             for module in modules:
@@ -70,7 +65,7 @@ def split_by_documents(model: nn.Module) -> None:
 
 def layers_with_state(model: nn.Module) -> int:
     """Return how many decoder layers have modules that carry a state."""
-    return sum(bool(_with_state(layer)) for layer in decoder_layers(model).values())
+    return sum(bool(modules_with_state(layer)) for layer in decoder_layers(model).values())
 
 
 def is_split_by_documents(layer: nn.Module) -> bool:
@@ -86,11 +81,11 @@ def document_lengths(lengths: Sequence[int]) -> dict[str, Any]:
     return {_LENGTHS: tuple(lengths)}
 
 
-def _with_state(layer: nn.Module) -> list[nn.Module]:
+def modules_with_state(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules within a decoder layer that carry a state."""
     found: list[nn.Module] = []
     for child in layer.children():
-        found += [child] if carries_state(child) else _with_state(child)
+        found += [child] if carries_state(child) else modules_with_state(child)
     return found
 
 
@@ -108,11 +103,9 @@ def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) ->
         return [value] * len(lengths)
 
     positional, named = zip(*map(of_each, args), strict=True), {name: of_each(kwargs[name]) for name in kwargs}
-    short = min(SHORT, tokens // 2) if torch.is_grad_enabled() else 0
-    recomputed = partial(checkpoint, forward, use_reentrant=False)
     outputs = [
-        (recomputed if length < short else forward)(*given, **{name: values[index] for name, values in named.items()})
-        for index, (length, given) in enumerate(zip(lengths, positional if args else [()] * len(lengths), strict=True))
+        forward(*given, **{name: values[index] for name, values in named.items()})
+        for index, given in enumerate(positional if args else [()] * len(lengths))
     ]
     if isinstance(outputs[0], Tensor):
         return _joined(outputs, lengths, rows)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import FunctionType
@@ -160,6 +161,55 @@ def without_packages(model: nn.Module) -> Iterator[None]:
     finally:
         for space, name, value in replaced:
             space[name] = value
+
+
+_SCANS = ("chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan_combined", "selective_scan_fn")
+"""Names of the packages' functions that scan a sequence in chunks."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A function that a model's code calls to scan a sequence.
+
+    Attributes:
+        space: the module of the model's code, as name -> value.
+        name: the function's name there.
+        function: transformers' wrapper, which calls a package's kernel or its own code in torch.
+    """
+
+    space: dict[str, Any]
+    name: str
+    function: Callable[..., Any]
+
+    def now(self) -> Callable[..., Any]:
+        """Return the function that the model's code would call now."""
+        found: Callable[..., Any] = self.space[self.name]
+        return found
+
+    def is_in_torch(self) -> bool:
+        """Return whether transformers' own code would run now, and has not been replaced."""
+        now, is_package = self.now(), inspect.getclosurevars(self.function).nonlocals["is_new_implementation"]
+        return now is self.function.__wrapped__ or (now is self.function and not is_package)  # type: ignore[attr-defined]
+
+    def replace(self, function: Callable[..., Any]) -> None:
+        """Let the model's code call another function."""
+        self.space[self.name] = function
+
+
+def scans_of(module: nn.Module) -> tuple[Scan, ...]:
+    """Return the scans that the code of a module may call."""
+    return _scans(_kinds(module))
+
+
+@functools.cache
+def _scans(kinds: tuple[type, ...]) -> tuple[Scan, ...]:
+    spaces = {kind.__module__: vars(sys.modules[kind.__module__]) for kind in kinds}
+    return tuple(
+        Scan(space, name, value)
+        for space in spaces.values()
+        for name, value in space.items()
+        if _is_of_package(value) and inspect.getclosurevars(value).nonlocals.get("func_name") in _SCANS
+    )
 
 
 def _is_of_package(value: object) -> bool:

@@ -67,6 +67,8 @@ class Counter:
         Updates of trained weights count as `optimizer`, copies between host and GPU as `transfers`, and operations on
         host tensors as `host`. Anything else counts as the part of the operation or of the module that runs.
         """
+        if self.where.phase in ("load", "evaluation"):
+            return
         written = written_by(func, args)
         part: WorkPart | None = "optimizer" if written is not None and self.where.trains(written) else None
         for work, tensor, own in works(func, args, kwargs, out, self.capability, self.multiprocessors):

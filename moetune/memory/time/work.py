@@ -8,11 +8,11 @@ that looks up rows reads only these rows. A launch is one kernel or one cuBLAS c
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from operator import add
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import moetune.compat.bitsandbytes  # noqa: F401  defines its operators
@@ -65,14 +65,14 @@ class Work:
     copied: float = 0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)))
+        return Work(*map(add, self.numbers(), other.numbers()))
 
     def __mul__(self, times: float) -> "Work":
         return Work(*(times * number for number in self.numbers()))
 
     def numbers(self) -> tuple[float, ...]:
         """Return all fields in order."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+        return tuple(vars(self).values())
 
     def to_json(self) -> dict[str, int]:
         """Return all fields, rounded to integers."""
@@ -106,11 +106,13 @@ class Done(NamedTuple):
 def sums(done: Iterable[Done], more: int = 0) -> dict[WorkPart, Work]:
     """Add up the work of one step by part. `more` is the number of micro-steps that were not traced; each counts like
     the second (`micro_step` 1)."""
-    found: dict[WorkPart, Work] = {}
+    found: dict[WorkPart, list[float]] = {}
     for one in done:
         times = one.times * (1 + more if one.micro_step == 1 else 1)
-        found[one.part] = found.get(one.part, Work()) + one.work * times
-    return found
+        numbers = one.work.numbers() if times == 1 else (one.work * times).numbers()
+        before = found.get(one.part)
+        found[one.part] = list(numbers if before is None else map(add, before, numbers))
+    return {part: Work(*numbers) for part, numbers in found.items()}
 
 
 # --- One operation ------------------------------------------------------------------------------------------------
@@ -146,8 +148,7 @@ def works(
             size = 2 * sum(map(size_of, (weight, *states))) + size_of(gradient)
             yield Share(Work(bytes=size, launches=_share_of_a_launch(weight)), weight)
         return
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    fresh = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    tensors, fresh = tensors_in((args, *kwargs.values())), tensors_in((out,))
     first = tensors[0] if tensors else None
     if func is _GEMM_4BIT:
         yield from _unpacked_product(args, kwargs, tensors, fresh, multiprocessors)
@@ -197,6 +198,17 @@ def _unpacked_product(
     launch = Product([count], shape[0], [shape[1]], True)
     lost = 0.0 if multiprocessors is None else idle(launch, multiprocessors)
     yield Share(_product(2 * count * numel, lost, moved, 1, rows), rows)
+
+
+def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among an operation's arguments or results, in order, those in lists and tuples included."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
 
 
 def size_of(tensor: Tensor) -> int:
@@ -343,7 +355,7 @@ def _moved(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], fresh: list
     if not written:
         return sum(map(size_of, tensors)) + sum(map(size_of, fresh))
     targets = [args[n] if n < len(args) else kwargs.get(key) for n, key in written]
-    changed = sum(size_of(leaf) for leaf in tree_leaves(targets) if isinstance(leaf, Tensor))
+    changed = sum(map(size_of, tensors_in(targets)))
     return sum(map(size_of, tensors)) + (0 if name in _OVERWRITES or func._overloadname == "out" else changed)
 
 

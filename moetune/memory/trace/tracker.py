@@ -11,11 +11,11 @@ the sum as in place, as it happens without the mode.
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,17 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from moetune.adapt.attention import Capability
+from moetune.adapt.scans import Outputs, running_by
 from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
 from moetune.memory.kernels import workspace
 from moetune.memory.report import FORWARD_PHASES, PartName, Phase
 from moetune.memory.time.counter import Counter
-from moetune.memory.time.work import WorkPart
+from moetune.memory.time.work import WorkPart, tensors_in
 from moetune.memory.trace.log import Block, Cut, Group, Log, Mark, Sent
+from moetune.memory.trace.segments import Point, Segment, key_of
 from moetune.parallel.messages import NAMESPACES, message
 
 _MADE_OF_OTHERS = (DTensor, AsyncCollectiveTensor)
@@ -84,6 +85,8 @@ class Tracker(TorchDispatchMode):
         refused: index in `log.entries` and bytes of the last allocation that exceeded the limit; (0, 0) if none did.
     """
 
+    _segments: ClassVar[dict[Hashable, Segment | None]] = {}
+
     def __init__(
         self,
         modules: dict[nn.Module, str],
@@ -108,6 +111,7 @@ class Tracker(TorchDispatchMode):
         self._knows_host = False  # whether any block is in host memory
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
+        self._is_writing = False  # whether outputs of a segment are made, whose storages are in the log
         self._capability, self._on_cpu = capability, on_cpu
         self.counter = None
         if capability is not None and parts is not None:
@@ -122,9 +126,14 @@ class Tracker(TorchDispatchMode):
         key = id(storage)
         if key in self._alive or (not isinstance(tensor, FakeTensor) and tensor.is_meta):
             return
-        self._alive[key] = self.birth(storage.nbytes(), part, op, on_host=stays_on_host(tensor))
-        self._references[key] = weakref.ref(storage, partial(self._died, key))
+        self._hold(storage, self.birth(storage.nbytes(), part, op, on_host=stays_on_host(tensor)))
         self.read_marks(tensor)
+
+    def _hold(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Take the block with this number for a storage, until nothing refers to it."""
+        key = id(storage)
+        self._alive[key] = number
+        self._references[key] = weakref.ref(storage, partial(self._died, key))
 
     def read_marks(self, tensor: Tensor) -> None:
         """Update the block of a tracked tensor from the marks on its storage (`experts/host.py`): whether it is host
@@ -264,27 +273,76 @@ class Tracker(TorchDispatchMode):
             self.death(self._alive.pop(key))
             del self._references[key]
         if storage.nbytes():
-            self._alive[key] = self.birth(storage.nbytes(), "transient_peak", "resize_")
-            self._references[key] = weakref.ref(storage, partial(self._died, key))
+            self._hold(storage, self.birth(storage.nbytes(), "transient_peak", "resize_"))
 
     def __enter__(self) -> "Tracker":
-        self._noting = noting_resizes(self.resized)
-        self._noting.__enter__()
+        self._stacked = ExitStack()
+        self._stacked.enter_context(noting_resizes(self.resized))
+        self._stacked.enter_context(running_by(self._run))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
-        self._noting.__exit__(*exception)
+        self._stacked.close()
         super().__exit__(*exception)
+
+    def _run(
+        self, key: Hashable, function: Callable[[Sequence[Tensor]], Outputs], tensors: Sequence[Tensor]
+    ) -> Outputs:
+        """Call a function of fake tensors, or write again what it allocated when it was first called (segments.py)."""
+        if (of_tensors := key_of(tensors)) is None:
+            return function(tensors)
+        work = None if self.counter is None else (self.counter.part(), self.counter.multiprocessors)
+        key = (key, of_tensors, self._capability, self._on_cpu, work, self.phase)
+        inputs = [self.block_of(tensor) for tensor in tensors]
+        if (known := self._segments.get(key)) is not None:
+            return self._written(known, inputs)
+        start = Point.of(self.log)
+        self._sum = None
+        made = function(tensors)
+        self._sum = None
+        storages = [None if one is None else self.block_of(one) for one in made]
+        self._segments[key] = segment = Segment.of(self.log, start, inputs, made, storages)
+        if segment is not None:
+            del self.log.done[start.done :]
+            self._add_work(segment, start.entries, inputs)
+        return made
+
+    def _add_work(self, segment: Segment, at: int, inputs: Sequence[int | None]) -> None:
+        """Record the work of a segment whose first entry is `log.entries[at]`."""
+        for one in segment.done:
+            block = None if one.block is None else inputs[one.block]
+            self.log.done.append(one._replace(at=at, step=self.step, micro_step=self.micro_step, block=block))
+
+    def _written(self, segment: Segment, inputs: Sequence[int | None]) -> Outputs:
+        """Write a segment at the end of the log, for inputs with these blocks; return its outputs."""
+        first = len(self.log.blocks)
+        self._add_work(segment, len(self.log.entries), inputs)
+        self._sum = None
+        for entry in segment.entries:
+            if entry >= 0:
+                size, op = segment.blocks[entry]
+                self.birth(size, "transient_peak", op)
+            else:
+                self.death(~entry + first)
+        self._is_writing = True
+        made = segment.tensors()
+        self._is_writing = False
+        for tensor, output in zip(made, segment.outputs, strict=True):
+            if tensor is not None and output is not None:
+                self._hold(tensor.untyped_storage(), first + output.block)
+        return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # a shortcut: torch asks for it very often
+        if self._is_writing:
+            return func(*args, **(kwargs or {}))
         if any(kind is not FakeTensor and issubclass(kind, _MADE_OF_OTHERS) for kind in types):
             return NotImplemented  # their operations on the inner tensors are dispatched here again
         if func.is_view and self._knows(args[0]):
             return func(*args, **(kwargs or {}))  # allocates nothing, does no work
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
-            found = next((self.block_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
+            found = next(map(self.block_of, tensors_in(args)), None)
             self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
         kwargs, capability = kwargs or {}, self._capability
         inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))
@@ -298,9 +356,8 @@ class Tracker(TorchDispatchMode):
                 onto = self.block_of(args[0])
                 self._sum = None if onto is None else _Sum(born, id(out.untyped_storage()), onto)
         elif out is not None:
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, Tensor):
-                    self.add(leaf, op=func.__name__)
+            for made in tensors_in((out,)):
+                self.add(made, op=func.__name__)
         if func is _COPY and id(args[0].untyped_storage()) in self._alive:
             self.read_marks(args[0])  # marked after its allocation, before this copy fills it
         elif self._knows_host and len(self.log.blocks) > born and self._on_host(args, kwargs):
@@ -325,7 +382,7 @@ class Tracker(TorchDispatchMode):
 
     def _on_host(self, args: Any, kwargs: Any) -> bool:
         """Return whether an operation runs on the host: all its tensor arguments are tracked as host memory."""
-        numbers = [self.block_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        numbers = [self.block_of(tensor) for tensor in tensors_in((args, *kwargs.values()))]
         return bool(numbers) and all(number is not None and self.log.blocks[number].on_host for number in numbers)
 
     # --- When: phases and modules -------------------------------------------------------------------------------

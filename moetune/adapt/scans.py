@@ -1,0 +1,147 @@
+"""Run the scans of linear attention and Mamba, where transformers' own code computes them, as functions of inputs.
+
+A scan carries a state along a sequence. Without the package of its kernel (flash-linear-attention, mamba-ssm),
+transformers computes it in torch, chunk by chunk, and autograd keeps every intermediate result in float32: many times
+what goes in. Here a scan keeps its inputs alone and is computed once more in backward.
+
+A scan allocates the same storages in the same order whenever its inputs have the same shapes. So a trace need not run
+each: it takes the place of `Runner.run`.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moetune.adapt.documents import modules_with_state
+from moetune.compat.transformers import Scan, scans_of
+from moetune.models.stack import decoder_layers
+
+Outputs: TypeAlias = Sequence[Tensor | None]
+Run: TypeAlias = Callable[[Hashable, Callable[[Sequence[Tensor]], Outputs], Sequence[Tensor]], Outputs]
+"""(key, function, tensors) -> what the function returns for the tensors. The key is equal for calls that allocate the
+same storages if their tensors have equal shapes, strides, dtypes and devices."""
+
+
+class Runner:
+    """How the functions of scans are run; `run` calls them, unless `running_by` replaces it."""
+
+    run: Run = staticmethod(lambda key, function, tensors: function(tensors))
+
+
+@contextmanager
+def running_by(run: Run) -> Iterator[None]:
+    """Let `run` call the functions of scans within the `with` block."""
+    before = Runner.run
+    Runner.run = staticmethod(run)
+    try:
+        yield
+    finally:
+        Runner.run = staticmethod(before)
+
+
+class _Scanning(nn.Module):
+    """Base class of modules whose scans keep only their inputs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _recomputing(scans_of(self)):
+            return super().forward(*args, **kwargs)
+
+
+@cache
+def _class_of(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_Scanning, kind), {})
+
+
+def recompute_scans(model: nn.Module) -> None:
+    """Let the scans of all decoder layers keep only their inputs for backward, in place."""
+    for layer in decoder_layers(model).values():
+        for module in modules_with_state(layer):
+            if scans_of(module) and not isinstance(module, _Scanning):
+                module.__class__ = _class_of(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+@contextmanager
+def _recomputing(scans: Sequence[Scan]) -> Iterator[None]:
+    """Let these scans keep only their inputs within the `with` block, where transformers' own code computes them. A
+    package's kernels stay: they have a backward of their own."""
+    replaced = [(scan, scan.now()) for scan in scans if scan.is_in_torch()]
+    try:
+        for scan, before in replaced:
+            scan.replace(_recomputed(before))
+        yield
+    finally:
+        for scan, before in replaced:
+            scan.replace(before)
+
+
+def _recomputed(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does what `operation` does, and keeps only its tensor arguments for backward."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        leaves, form = tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+        def of(tensors: Sequence[Tensor]) -> Outputs:
+            values = list(rest)
+            for place, tensor in zip(places, tensors, strict=True):
+                values[place] = tensor
+            args, kwargs = tree_unflatten(values, form)
+            made = operation(*args, **kwargs)
+            return [_alone(one) for one in ((made,) if isinstance(made, Tensor) else made)]
+
+        key = operation.__module__, operation.__qualname__, form, tuple((type(value), value) for value in rest)
+        made = _Recomputed.apply(of, key, *(leaves[place] for place in places))
+        return made[0] if len(made) == 1 else made
+
+    return run
+
+
+def _alone(made: Tensor | None) -> Tensor | None:
+    """Return a tensor in a storage of its own size: scans cut off what they have padded, which would stay."""
+    return made.clone() if made is not None and made.untyped_storage().nbytes() > made.nbytes else made
+
+
+class _Recomputed(torch.autograd.Function):
+    """Applies a function to tensors, and applies it once more in backward to find its gradients."""
+
+    @staticmethod
+    def forward(
+        context: Any, function: Callable[[Sequence[Tensor]], Outputs], key: Hashable, *tensors: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        context.function, context.key = function, key
+        context.save_for_backward(*tensors)
+        return tuple(Runner.run((key, "forward"), function, tensors))
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        function, tensors = context.function, context.saved_tensors
+        needed = tuple(tensor.requires_grad for tensor in tensors)
+        given = tuple(gradient is not None for gradient in gradients)
+
+        def differentiated(values: Sequence[Tensor]) -> Outputs:
+            inputs = [
+                value.detach().requires_grad_(is_needed)
+                for value, is_needed in zip(values[: len(tensors)], needed, strict=True)
+            ]
+            with torch.enable_grad():
+                outputs = [out for out, is_given in zip(function(inputs), given, strict=True) if is_given]
+            return torch.autograd.grad(
+                [out for out in outputs if out is not None],
+                [one for one in inputs if one.requires_grad],
+                values[len(tensors) :],
+                allow_unused=True,
+            )
+
+        found = Runner.run(
+            (context.key, "backward", needed, given),
+            differentiated,
+            [*tensors, *(gradient for gradient in gradients if gradient is not None)],
+        )
+        left = iter(found)
+        return None, None, *(next(left) if is_needed else None for is_needed in needed)
