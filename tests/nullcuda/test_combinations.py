@@ -16,6 +16,7 @@ from moetune.config.schema import OptimizerName, RunConfig
 from moetune.run.resolve import resolve
 from tests.nullcuda import runs
 from tests.published import write_fp8, write_nvfp4
+from tests.toys import toy_config
 
 SAMPLE = 60
 REFUSED = {("bf16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16")}
@@ -87,4 +88,14 @@ def test_a_published_base_takes_what_is_predicted(base: str, adapt: str, tmp_pat
     config = runs.toy_run(folder, adapt, model={"weights": "pretrained"})
     assert resolve(config, "cuda").config.model.base == base
     compared = runs.compare(config)
+    assert compared.off == 0, compared
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear", "nemotron_h"])
+def test_scans_computed_once_more_take_what_is_predicted(model_type: str, checkpointing: str, tmp_path: Path) -> None:
+    toy_config(model_type).save_pretrained(tmp_path)
+    lora = {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}
+    train = {"checkpointing": checkpointing, "sequence_length": 96}
+    compared = runs.compare(runs.toy_run(tmp_path, "router", adapt={"router": "all", "lora": lora}, train=train))
     assert compared.off == 0, compared
