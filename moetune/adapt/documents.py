@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from moetune.compat.transformers import carries_state
 from moetune.models.stack import decoder_layers
 
-_LENGTHS = "document_lengths"
-_OF_ATTENTION = frozenset({_LENGTHS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+DOCUMENT_LENGTHS = "document_lengths"
+"""Name of the keyword argument with which a batch gives a model the lengths of its documents."""
+_OF_ATTENTION = frozenset({DOCUMENT_LENGTHS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
 
 class _Current:
@@ -40,7 +41,7 @@ class _Layer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         current, before = self.current, self.current.lengths
-        current.lengths = kwargs.get(_LENGTHS, before)  # a layer may contain another, which is not given them
+        current.lengths = kwargs.get(DOCUMENT_LENGTHS, before)  # a layer may contain another, which is not given them
         try:
             return super().forward(*args, **kwargs)
         finally:  # recomputing may end with an exception
@@ -78,7 +79,7 @@ def document_lengths(lengths: Sequence[int]) -> dict[str, Any]:
 
     `lengths` are in tokens, row by row. They stay integers, so that the host need not wait for the device.
     """
-    return {_LENGTHS: tuple(lengths)}
+    return {DOCUMENT_LENGTHS: tuple(lengths)}
 
 
 def modules_with_state(layer: nn.Module) -> list[nn.Module]:

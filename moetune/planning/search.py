@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from moetune.adapt.documents import layers_with_state
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import counted
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
@@ -30,7 +31,7 @@ from moetune.training.trl import InTrl
 
 RANKS = (4, 8, 16, 32, 64)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Sizes of a micro-batch, in rows, that a search tries; `RANKS` are the ranks of LoRA."""
+"""Sizes of a micro-batch, in rows, that a search tries (`Search.rows`); `RANKS` are the ranks of LoRA."""
 _BITS = {"nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
 _TOLERANCE = 0.005
 """Share by which a number of experts that a straight line estimates may be too low, and by which the total of another
@@ -168,6 +169,12 @@ class Search:
         structure, context = resolve_model(start.model).structure, card.context_range[0]
         return cls(start, structure, predictor, card.memory.value, context, tight=tight)
 
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Sizes of a micro-batch to try. Layers with a state take as long for each document whatever the size, and a
+        record serves a single size (memory/closed_form/): of a model that has such layers only one row is tried."""
+        return ROWS[:1] if layers_with_state(resolve_model(self.start.model).plain) else ROWS
+
     @property
     def left(self) -> Callable[[MemoryReport], int]:
         """Function from a report to the bytes left free on GPU or host, whichever has less; negative if none are. The
@@ -274,7 +281,7 @@ class Search:
     def is_largest(self, found: Candidate) -> bool:
         """Return whether a candidate trains the most that any strategy can train, with the largest micro-batch."""
         most = {"experts": len(self.layers) * self.experts, "lora": RANKS[-1], "router": 0}[found.goal]
-        return found.amount >= most and found.config.train.micro_batch >= ROWS[-1]
+        return found.amount >= most and found.config.train.micro_batch >= self.rows[-1]
 
     def _with(self, strategy: Strategy, settings: dict[str, Any]) -> RunConfig:
         return changed(self.start, {**strategy.settings, **settings})
@@ -385,15 +392,15 @@ class Search:
         return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:
-        """Return the candidate with the largest micro-batch in `ROWS` that fits, and `train.accumulate` divided by it
+        """Return the candidate with the largest micro-batch in `rows` that fits, and `train.accumulate` divided by it
         (at least 1)."""
         configs = [found.config]
-        for rows in ROWS[1:]:
+        for rows in self.rows[1:]:
             accumulate = max(1, found.config.train.accumulate // rows)
             configs.append(changed(found.config, {"train.micro_batch": rows, "train.accumulate": accumulate}))
         # runs that train whole experts seldom have room for many rows
-        start = 1 if found.goal == "experts" else len(ROWS) - 1
-        last, report, larger = self._along("micro-batch", ROWS, configs, start, {0: found.report})
+        start = min(1 if found.goal == "experts" else len(ROWS), len(self.rows) - 1)
+        last, report, larger = self._along("micro-batch", self.rows, configs, start, {0: found.report})
         assert report is not None
         return replace(found, config=configs[last], report=report, next_larger=found.next_larger or larger)
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from moetune.adapt.documents import DOCUMENT_LENGTHS
 from moetune.config.resolved import ResolvedConfig
 from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
@@ -147,9 +148,8 @@ class ClosedForm:
             The trace of the run's last step on the whole model, with bytes by formula, without collectives and work.
 
         Raises:
-            NoClosedForm: a storage's bytes are no product of sizes; the number of storages depends on the length; the
-                model's code reads the values of tensors; the engine is DeepSpeed; layers differ in which of their
-                experts receive no token.
+            NoClosedForm: a storage's bytes are no product of sizes; the model's code reads the values of tensors; the
+                engine is DeepSpeed; layers differ in which of their experts receive no token.
             UserError: a recorded load in `routing` does not match the model's layers or experts.
         """
         if not may_record and not self._knows(config, routing):
@@ -237,7 +237,10 @@ class ClosedForm:
         is_alone = head.trains and batch.size >= batch.tokens
         one_row = train.micro_batch == 1 and (self.gpu is None or config.model.attention == "eager")
         longer = tuple(sorted(limit for limit in self.limits if limit > length))
-        shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle.pop(), longer)
+        only: tuple[int, ...] = (train.micro_batch, length, batch.size, batch.block) if head.loops else ()
+        if head.loops and held_out is not None:
+            only += (more, length, held_out.size, held_out.block)
+        shape = Shape(alignment(length), one_row, is_alone, held_out is not None, idle.pop(), longer, only)
         return _Size(shape, sizes_of(train.micro_batch, length, batch, more, held_out), rows, batch, held_out)
 
     def _rows(self, trained: int, held_out: int, routing: AssumedRouting) -> dict[int, ExpertRows]:
@@ -339,12 +342,11 @@ _HEADS: WeakKeyDictionary[nn.Module, dict[Hashable, KnownHead]] = WeakKeyDiction
 """Plain model -> all that its LM head depends on -> the head's sizes."""
 _PROBED = (256, 768)
 """Two lengths in tokens, equally aligned. A model whose forward pass allocates more tensors at the longer one loops
-over the sequence, and has no closed form."""
+over the sequence."""
 
 
 def _head_of(steps: Steps) -> KnownHead:
-    """Return the sizes of the LM head, from forward passes at the lengths `_PROBED`; raise `NoClosedForm` if these
-    allocate different numbers of tensors."""
+    """Return the sizes of the LM head, and whether the model loops, from forward passes at the lengths `_PROBED`."""
     adapted, lengths = steps.adapted, []
     trains = _head_trains(adapted.model)
     for length in _PROBED:
@@ -355,12 +357,7 @@ def _head_of(steps: Steps) -> KnownHead:
             known = KnownHead(tail.vocabulary, tail.width, tail.row_bytes, trains)
         reshard(adapted.model)  # so that the next pass starts in the same state
         lengths.append(sum(entry >= 0 for entry in tracker.log.entries))
-    if lengths[0] != lengths[1]:
-        raise NoClosedForm(
-            f"model type {adapted.structure.model_type!r} allocates {lengths[0]:,} tensors for {_PROBED[0]} tokens "
-            f"and {lengths[1]:,} for {_PROBED[1]}, so its step has no closed form; use --method trace"
-        )
-    return known
+    return replace(known, loops=lengths[0] != lengths[1] or DOCUMENT_LENGTHS in batch)
 
 
 def _head_trains(model: PreTrainedModel) -> bool:

@@ -21,6 +21,8 @@ class ProbeSizes:
         batch, held_out: division of the tokens of a micro-batch, and of an evaluation's batch, in the loss; None
             without an evaluation.
         idle: ids of the experts that receive no token, in a micro-batch and in an evaluation's batch.
+        number: of choices that differ in the tokens of experts only, which of them this is, from 0; None if the choices
+            differ in all sizes.
     """
 
     rows: int
@@ -29,6 +31,7 @@ class ProbeSizes:
     batch: Chunks
     held_out: Chunks | None
     idle: tuple[tuple[int, ...], tuple[int, ...]]
+    number: int | None = None
 
     @classmethod
     def of(cls, shape: Shape, own: Collection[int], number: int) -> "ProbeSizes":
@@ -36,7 +39,17 @@ class ProbeSizes:
 
         `own` are the dimensions of the model's weights: rows (unless 1 by `shape`) and numbers of tiles are chosen so
         that none of these is a multiple of them. `number`, from 0, selects one of several different choices.
+
+        A shape that serves its own sizes only (`Shape.only`) is recorded at these; choices differ in the tokens of
+        experts.
         """
+        if shape.only:
+            rows, sequence, size, block = shape.only[:4]
+            batch, more, held_out_rows = Chunks(rows * sequence, size, block), None, 0
+            if evaluated := shape.only[4:]:
+                held_out_rows, _, size, block = evaluated
+                more = Chunks(held_out_rows * sequence, size, block)
+            return cls(rows, sequence, held_out_rows, batch, more, shape.idle, number)
         free = (p for p in primes(53) if _is_rough(2 * p + 1) and not any(size % p == 0 for size in own))
         for _ in range(number + 1):
             rows = next(free)
@@ -79,10 +92,14 @@ class ProbeSizes:
         `total` is tokens × `top_k` of one of the `shares` ranks that divide the tokens of a batch (`token_shares`). The
         idle experts are those of a micro-batch if `total` is a micro-batch's, else those of an evaluation's batch.
         """
-        return probe_rows(total, experts, self.idle[total != self.batch.tokens * top_k // shares])
+        idle = self.idle[total != self.batch.tokens * top_k // shares]
+        return probe_rows(total, experts, idle) if self.number is None else own_rows(total, experts, idle, self.number)
 
     def sizes(self) -> Sizes:
-        """Return name -> value of all sizes except tokens of experts; with a single row also without B and 2B+1."""
+        """Return name -> value of all sizes except tokens of experts; with a single row also without B and 2B+1. Empty
+        if choices differ in the tokens of experts only."""
+        if self.number is not None:
+            return {}
         sizes = sizes_of(self.rows, self.sequence, self.batch, self.held_out_rows, self.held_out)
         # A single row cannot be found as a factor, and the size of its cu_seqlens is constant.
         return sizes if self.rows > 1 else {name: size for name, size in sizes.items() if name not in ("B", "2B+1")}
@@ -124,6 +141,18 @@ def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
     rows = dict.fromkeys(idle, 0) | dict.fromkeys(busy, each)
     rows[busy[-1]] = total - each * (len(busy) - 1)
     assert rows[busy[-1]] > 0, "too few rows for so many experts"
+    return [rows[expert] for expert in range(experts)]
+
+
+def own_rows(total: int, experts: int, idle: Sequence[int], number: int) -> list[int]:
+    """Return the tokens that each of `experts` experts receives, which sum to `total`, as `probe_rows` for a `total`
+    that is not chosen: each but the last receives a prime number of tokens below its share, or one token. `number`
+    selects the greatest such number, or the next smaller ones."""
+    busy = [expert for expert in range(experts) if expert not in idle]
+    numbers = [n for n in range(total // len(busy), 0, -1) if n < 4 or next(primes(n)) == n]
+    each = numbers[min(number, len(numbers) - 1)] if len(busy) > 1 else 0
+    rows = dict.fromkeys(idle, 0) | dict.fromkeys(busy, each)
+    rows[busy[-1]] = total - each * (len(busy) - 1)
     return [rows[expert] for expert in range(experts)]
 
 

@@ -55,6 +55,8 @@ class Shape:
         held_out: whether an evaluation's batch has more rows than a micro-batch, and so is recorded.
         idle: ids of the experts that receive no token, in a micro-batch and in an evaluation's batch.
         longer: lengths in the model's configuration, such as a window, that are greater than the sequence length.
+        only: rows, tokens of a row, a chunk and a block of the loss, and the same of an evaluation's batch, if the
+            record serves these sizes only, because the model's code loops over a sequence; else empty.
     """
 
     aligned: int
@@ -63,6 +65,7 @@ class Shape:
     held_out: bool = False
     idle: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     longer: tuple[int, ...] = ()
+    only: tuple[int, ...] = ()
 
 
 Place = tuple[str, str]

@@ -38,12 +38,15 @@ class KnownHead:
         width: bytes of a logit.
         row_bytes: bytes, for one token, of all tensors of logits that the head allocates.
         trains: whether any parameter outside of the decoder stack trains.
+        loops: whether the model's code loops over documents or pieces of a sequence, so that the number of tensors
+            depends on its length.
     """
 
     vocabulary: int
     width: int
     row_bytes: int
     trains: bool
+    loops: bool = False
 
 
 @dataclass(frozen=True)

@@ -292,6 +292,7 @@ class Steps(Watched):
                 tracker.add(gradient, "gradients", self.adapted.part_of(name))
                 if parameter in layer_of:
                     tracker.belongs(gradient, layer_of[parameter], expert=self.expert_of.get(parameter))
+                del gradient  # this frame lives on while the step runs
         self._say_whose_states(tracker)
         with tracker.following(self.trained), self.watching(tracker, tracking):
             yield

@@ -26,6 +26,7 @@ ADAPT: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}},
     "everything": {"also": ["*"], "router": "all", "experts": {}},
 }
+ALL_EXPERTS: dict[str, Any] = {"experts": {}}
 DENSE = {"router": {"also": ["norm"]}, "experts": {"also": ["embedding"]}, "everything": {"also": ["*"]}}
 DENSE |= {"lora": {"lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}}}
 OPTIMIZERS: list[dict[str, Any]] = [
@@ -144,40 +145,45 @@ def test_a_length_below_a_limit_of_the_model_is_left_to_the_trace(model_type: st
         ClosedForm(run).at(run.config)
 
 
-NO_FORM, NO_TRACE = "closed form", "trace"
-
-
 @pytest.mark.parametrize(
-    ("model_type", "without"),
+    ("model_type", "is_traced"),
     [
-        ("glm_moe_dsa", None),
+        ("glm_moe_dsa", True),
         *(
             pytest.param(*case, marks=pytest.mark.full)
-            for case in (("hy_v4", None), ("zaya", NO_FORM), ("jamba", NO_FORM), ("qwen4_exp_text", NO_TRACE))
+            for case in (("hy_v4", True), ("zaya", True), ("jamba", True), ("qwen4_exp_text", False))
         ),
     ],
 )
-def test_layers_that_return_more_than_one_value(model_type: str, without: str | None, tmp_path: Path) -> None:
+def test_layers_that_return_more_than_one_value(model_type: str, is_traced: bool, tmp_path: Path) -> None:
     """What the trace says, or a message, and within a minute."""
     toy_config(model_type, num_hidden_layers=6).save_pretrained(tmp_path)
     run = resolve(toy_run(tmp_path, model_type, ADAPT["router"], train={"sequence_length": 256}), "cuda")
     with within(60):
-        if without == NO_TRACE:
+        if is_traced:
+            assert ClosedForm(run).at(run.config).parts() == trace(run).parts()
+        else:
             with pytest.raises(UserError, match="reads the values of tensors"):
                 trace(run)
-        elif without == NO_FORM:
-            assert trace(run).peak
-            with pytest.raises(NoClosedForm, match="use --method trace"):
-                ClosedForm(run).at(run.config)
-        else:
-            assert ClosedForm(run).at(run.config).parts() == trace(run).parts()
 
 
-def test_a_loop_over_the_sequence_is_noticed_at_once(tmp_path: Path) -> None:
-    toy_config("qwen3_next").save_pretrained(tmp_path)
-    run = resolve(toy_run(tmp_path, "qwen3_next", ADAPT["router"]), "cuda")
-    with pytest.raises(NoClosedForm, match=r"qwen3_next.* 256 tokens and .* 768"):
-        ClosedForm(run).at(run.config)
+LOOPS = ("qwen3_next", "kimi_linear", "nemotron_h", "lfm2_moe", "granitemoehybrid", "jamba", "bailing_hybrid")
+
+
+@pytest.mark.parametrize("adapt", ["lora", pytest.param("experts", marks=pytest.mark.full)])
+@pytest.mark.parametrize("model_type", [LOOPS[0], *(pytest.param(one, marks=pytest.mark.full) for one in LOOPS[1:])])
+def test_code_that_loops_over_a_sequence_has_a_record_of_each_length(
+    model_type: str, adapt: str, tmp_path: Path
+) -> None:
+    toy_config(model_type).save_pretrained(tmp_path)
+    sections = {"train": {"accumulate": 2, "eval_micro_batch": 3}, "data": {"eval": "unread"}}
+    run = resolve(toy_run(tmp_path, model_type, ADAPT[adapt] if adapt == "lora" else ALL_EXPERTS, **sections), "cuda")
+    form = ClosedForm(run)
+    for rows, length in ((1, 64), (2, 64), (1, 160)):
+        config = sized(run.config, rows, length)
+        for routing in (parse_routing("balanced"), parse_routing("worst")):
+            traced = trace(resolve(config, "cuda", like=run), routing)
+            assert form.at(config, routing).parts().total == traced.parts().total, (rows, length, routing.name)
 
 
 def test_several_ranks(tmp_path: Path) -> None:
