@@ -1,8 +1,8 @@
 """`Depths`: reuses one recorded step for runs that differ only in how many layers are identical, or in trained experts.
 
-A record lists the storages of a shortened model, in which groups of layers stand for identical ones (trace/alike.py).
+A record lists the storages of a shortened model, in which layers stand for identical ones (trace/alike.py).
 Runs with the same shortened model, such as two that train the experts of the first 6 and of the first 12 layers, differ
-only in the layers that each group stands for.
+only in the layers that each one stands for.
 """
 
 from collections.abc import Hashable, Sequence
@@ -50,12 +50,12 @@ class Depths:
         return form.at(run.config, routing)
 
     def _with_records(self, form: ClosedForm, routing: AssumedRouting) -> ClosedForm:
-        """Return the closed form that evaluates the run of `form`: the cached one if its layers form the same groups;
+        """Return the closed form that evaluates the run of `form`: the cached one if the same layers stand for the others;
         else `form`, with the cached one's records or those derived from another rank or other trained experts."""
         form.recorded = self._of_other_rank(form, routing) or self._of_experts(form, routing)
         if form.recorded is None:
             known = self._like(form)
-            if form.short.units == known.short.units:
+            if form.stack == known.stack:
                 return known
             form.recorded = known.with_records(form.run.config, routing)
         return form
@@ -71,8 +71,8 @@ class Depths:
         if probes is None:
             return None
         one, other = (ClosedForm(probe, form.rank, form.gpu) for probe in probes)
-        if not form.short.units == one.short.units == other.short.units:
-            return None  # the layers of a probe form other groups
+        if not form.stack == one.stack == other.stack:
+            return None  # other layers of a probe are run
         one = self._like(one)
         records = one.with_records(probes[0].config, routing)
         shape = one.shape(probes[0].config, routing)
@@ -97,7 +97,7 @@ class Depths:
             return None
         first = ClosedForm(form.run, form.rank - form.ep, form.gpu)
         banks, others = _banks(first), _banks(form)
-        if form.short.units != first.short.units or any(
+        if form.stack != first.stack or any(
             (one and one.places) != (other and other.places) for one, other in zip(banks, others, strict=True)
         ):
             return None
@@ -144,4 +144,4 @@ def _scales() -> TypeAdapter[tuple[str, tuple[Scale, ...] | None]]:
 def _banks(form: ClosedForm) -> _Banks:
     """Return the bank on the form's rank of each decoder layer that is recorded; None for a layer without experts."""
     banks = banks_of(form.run, form.ep)
-    return tuple(banks.get(layer) for layer in form.short.kept)
+    return tuple(banks.get(layer) for layer in form.stack.kept)

@@ -26,7 +26,7 @@ from moetune.memory.closed_form.record import NoClosedForm, Record, record
 from moetune.memory.closed_form.sizes import ExpertRows, Shape, Sizes, alignment, exchanged, sizes_of
 from moetune.memory.closed_form.store import KnownHead, Recorded
 from moetune.memory.equal_ranks import by_kind
-from moetune.memory.trace.alike import Shortened, groups, kinds_of
+from moetune.memory.trace.alike import Stack, kinds_of
 from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import Steps, batches_of, evaluated_rows
 from moetune.memory.trace.tracing import NotTraceable, can_be_shortened, faked
@@ -91,13 +91,11 @@ class ClosedForm:
         return Coordinates.of(self.run.config.parallel, self.rank).ep
 
     @cached_property
-    def short(self) -> Shortened:
-        """The decoder layers that are recorded, and the groups of them that stand for identical ones. Unlike that of
-        `shorten`, its `run` still has all layers."""
+    def stack(self) -> Stack:
+        """The decoder layers that are recorded, and those that they stand for."""
         if not can_be_shortened(self.run.config):
-            return Shortened(self.run, tuple(range(self.run.structure.num_layers)), ())
-        kept, units = groups(self.kinds)
-        return Shortened(self.run, tuple(kept), tuple(units))
+            return Stack.whole(self.run.structure.num_layers)
+        return Stack.of(self.kinds)
 
     @cached_property
     def limits(self) -> set[int]:
@@ -115,12 +113,11 @@ class ClosedForm:
             del kind["train"]["keeps"]  # contained in the layers' kinds
             outside = {part.name for part in run.structure.parameters if part.layer is None}
             linears = {path for path, linear in run.structure.linears().items() if linear.layer is None}
-            starts = {unit.layers[0]: len(unit.layers) for unit in self.short.units}
             kind["shortened"] = [
                 {name: lora[name] for name in lora if name not in ("targets", "layers", "ids")},
                 sorted(run.selection.full & outside),
                 sorted(linears.intersection(run.selection.lora_linears)),
-                [(self.kinds[layer], starts.get(layer, 0)) for layer in self.short.kept],
+                [self.kinds[layer] for layer in self.stack.kept],
             ]
         return store.key_of(kind, self.rank)
 
@@ -157,7 +154,7 @@ class ClosedForm:
         known = self.with_records(config, routing)
         size = self._size(config, routing)
         recorded = known.records[size.shape]
-        events, layers = known.events(size.shape, self.short)
+        events, layers = known.events(size.shape, self.stack)
         unlike = list(dict.fromkeys(size.rows.values())) or [ExpertRows((size.batch.tokens,))]
         sizes = [size.sizes | exchanged(self.run, rows) for rows in unlike]
         table = np.stack(

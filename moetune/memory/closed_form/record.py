@@ -28,7 +28,7 @@ from moetune.memory.closed_form.sizes import (
     value_of,
     values_of,
 )
-from moetune.memory.trace.alike import Shortened, Unit
+from moetune.memory.trace.alike import Stack
 from moetune.memory.trace.log import OUTSIDE, Log
 from moetune.memory.trace.repeat import Events, Owners
 from moetune.memory.trace.steps import Feed, Steps, batches_of
@@ -97,25 +97,15 @@ class Record:
         values[~np.where(self.held_out, places(held_out)[self.places], places(batch)[self.places])] = 0
         return values
 
-    def repeated(self, short: Shortened) -> tuple[Events, np.ndarray]:
-        """Expand the record into the allocations and releases of a whole model.
+    def repeated(self, stack: Stack) -> tuple[Events, np.ndarray]:
+        """Expand the record into the allocations and releases of a whole model, the decoder layers of which are those
+        of `stack`.
 
-        `short` has the decoder layers that ran, numbered as in the whole model, and the groups that stand for others.
         Returns the events, and [storages] the number of the decoder layer in which each is allocated; -1 outside of
         layers.
         """
-        place = {layer: number for number, layer in enumerate(short.kept)}  # layer -> its number in the record
-        stands_for = {number: [layer] for layer, number in place.items()} | {OUTSIDE: [OUTSIDE]}
-        units = []
-        for unit in short.units:
-            first = tuple(place[layer] for layer in unit.layers)
-            units.append(Unit((first, *unit.copies[1:])))
-            stands_for |= {number: list(like) for number, *like in zip(first, *unit.copies, strict=True)}
-        events = Events.of(self.log, Shortened(short.run, tuple(place.values()), tuple(units)))
-        table = np.full((len(place) + 1, int(events.copies.max(initial=0)) + 1), OUTSIDE, dtype=np.int64)
-        for number, layers in stands_for.items():
-            table[number] = np.resize(layers, table.shape[1])
-        return events, table[self.layers[events.like], events.copies]
+        events = Events.of(self.log, range(len(stack.kept)), stack.like)
+        return events, np.where(self.layers[events.like] < 0, OUTSIDE, events.layers)
 
     def on_rank(self, ep: int, other: int, ids: Sequence[Mapping[int, int]]) -> "Record":
         """Return the record of another rank that differs in the ids of its experts only. In its `log` the ids stay

@@ -22,7 +22,7 @@ from moetune.errors import UserError
 from moetune.files import cache_folder, source_digest, write_whole
 from moetune.memory.closed_form.record import Record
 from moetune.memory.closed_form.sizes import Shape
-from moetune.memory.trace.alike import Shortened
+from moetune.memory.trace.alike import Stack
 from moetune.memory.trace.repeat import Events
 
 _MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
@@ -58,13 +58,13 @@ class Recorded:
     records: dict[Shape, Record] = field(default_factory=dict)
     _events: dict[Hashable, tuple[Events, np.ndarray]] = field(default_factory=dict)
 
-    def events(self, shape: Shape, short: Shortened) -> tuple[Events, np.ndarray]:
-        """Expand the record of `shape` to the whole model of `short`: return its allocations and releases, and
+    def events(self, shape: Shape, stack: Stack) -> tuple[Events, np.ndarray]:
+        """Expand the record of `shape` to the whole model of `stack`: return its allocations and releases, and
         [storages] the layer in which each is allocated (`Record.repeated`). The result is cached: do not modify it.
         Raise `KeyError` if there is no record of this shape."""
-        key = shape, short.kept, short.units
+        key = shape, stack
         if key not in self._events:
-            self._events[key] = self.records[shape].repeated(short)
+            self._events[key] = self.records[shape].repeated(stack)
         return self._events[key]
 
 

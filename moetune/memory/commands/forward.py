@@ -81,7 +81,7 @@ def trace_forward(
     is_even = isinstance(routing, AssumedRouting) and not routing.load
     count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
     with faked(run, rank, gpu, shortened=shortened and is_even) as (adapted, short, mode):
-        watched = Watched(adapted, None if short is None else short.kept, gpu)
+        watched = Watched(adapted, None if short is None else short.stack.kept, gpu)
         with mode, adapted.expert_context.hooks.using(count_rows=count_rows):
             log = follow(watched, watched.tracker(on_cpu=run.device_type == "cpu"), passes)
         traced = Trace.of(log, adapted.ranks.axis_of, short=short)

@@ -99,7 +99,7 @@ def trace_trl(
     is_even = isinstance(routing, AssumedRouting) and not routing.load
     count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
     with faked(whole, rank, gpu, shortened=shortened and is_even) as (adapted, short, mode):
-        kept = None if short is None else short.kept
+        kept = None if short is None else short.stack.kept
         steps = TrlSteps(adapted, trainer, more, min(2, whole.config.train.accumulate), mode, kept, gpu)
         with adapted.expert_context.hooks.using(count_rows=count_rows):
             traced = steps.run(steps.tracker(), short)

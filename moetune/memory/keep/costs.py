@@ -164,7 +164,7 @@ def _costs(traced: Trace, card: Gpu) -> Iterator[_Cost]:
     log, alive = traced.log, np.concatenate([[0], traced.device])
     numbers = sorted({cut.layer for cut in log.cuts if cut.layer >= 0})
     passes: dict[tuple[int, bool], Stretch] = {
-        (one.layer, one.backward): one for one in stretches(log, numbers, ()) if one.layer >= 0
+        (one.layer, one.backward): one for one in stretches(log, numbers) if one.layer >= 0
     }
     fast = card if card.bandwidth is not None else find_gpu("l40s")
     for layer in numbers:

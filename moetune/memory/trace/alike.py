@@ -1,14 +1,17 @@
 """Choice of the decoder layers that a trace runs, where a few of many identical layers stand for the others.
 
-Identical layers allocate the same memory in the same order. A stack of decoder layers consists of groups that repeat: a
-group is one layer, or a few layers that alternate, such as attention with a window and without. Of a group that repeats
-at least three times only the first, the second and the last repetition are run: the shortened model. The second has
-neighbours of its own kind on both sides and stands for all repetitions that are left out; repeat.py writes out their
-part of the log.
+Identical layers between identical neighbours allocate the same memory in the same order. So a stack of decoder layers
+is shortened like a walk that visits places again: if two layers are alike, and so are the layers before them, the
+stretch from one to the other is left out, unless only there a layer has its kind of neighbours. Of many identical
+layers the first, the second and the last are run; of layers that alternate, such as attention with a window and
+without, about one period. Each layer that is left out has the place of one that is run, which stands for it: repeat.py
+writes out its part of the log.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from weakref import WeakKeyDictionary
 
@@ -20,78 +23,81 @@ from moetune.parallel.ranks import Ranks
 from moetune.run.keeps import recomputes_layers
 from moetune.run.resolve import ResolvedRun
 
-_LONGEST = 8
-"""Most layers of a group: the longest pattern of alternating layers in a known architecture."""
-
 
 @dataclass(frozen=True)
-class Unit:
-    """A group of consecutive decoder layers that is run, and the identical groups that it stands for. `copies` has the
-    layer numbers of each group, in order of the model: `copies[0]` is run, the others are left out."""
+class Stack:
+    """A stack of decoder layers of which some are run.
 
-    copies: tuple[tuple[int, ...], ...]
+    Attributes:
+        kept: numbers of the layers that are run, ascending.
+        like: for each layer of the whole stack, the index in `kept` of the layer that stands for it: the same kind of
+            layer, between the same kinds of layers. A layer that is run stands for itself.
+    """
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The numbers of the layers that are run."""
-        return self.copies[0]
+    kept: tuple[int, ...]
+    like: tuple[int, ...]
+
+    @classmethod
+    def of(cls, kinds: Sequence[Hashable]) -> "Stack":
+        """Choose the layers to run, given for each decoder layer a value that is equal for identical ones."""
+        numbers: dict[Hashable, int] = {}
+        return _shortened(tuple(numbers.setdefault(kind, len(numbers)) for kind in kinds))
+
+    @classmethod
+    def whole(cls, layers: int) -> "Stack":
+        """Return a stack of this many layers that are all run."""
+        return cls(tuple(range(layers)), tuple(range(layers)))
 
 
 @dataclass(frozen=True)
 class Shortened:
-    """A run reduced to some of its decoder layers, of which groups stand for identical layers that are left out.
+    """A run reduced to some of its decoder layers, which stand for identical ones that are left out.
 
     Attributes:
         run: the run without the layers that are left out.
-        kept: numbers, in the whole model, of the layers that are run, ascending.
-        units: groups of kept layers that stand for identical groups that are left out.
+        stack: the layers of the whole model, and which of them are run.
     """
 
     run: ResolvedRun
-    kept: tuple[int, ...]
-    units: tuple[Unit, ...]
+    stack: Stack
 
 
 def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
     """Return a run without the decoder layers for which identical layers can stand. Of `ranks` only the traced rank's
     position on the `ep` axis matters, which decides the experts that it holds."""
-    kinds = kinds_of(run, ranks.coordinates.ep)
-    kept, units = groups(kinds)
-    return Shortened(run.without_layers(set(range(len(kinds))) - set(kept)), tuple(kept), tuple(units))
+    stack = Stack.of(kinds_of(run, ranks.coordinates.ep))
+    return Shortened(run.without_layers(set(range(len(stack.like))) - set(stack.kept)), stack)
 
 
-def groups(kinds: Sequence[Hashable]) -> tuple[list[int], list[Unit]]:
-    """Choose the decoder layers to run, given for each decoder layer a value that is equal for identical ones.
+@cache
+def _shortened(kinds: tuple[int, ...]) -> Stack:
+    """Return `Stack.of` of layers whose kinds are given as numbers."""
+    before, after = (-1, *kinds[:-1]), (*kinds[1:], -1)
+    contexts = tuple(zip(before, kinds, after, strict=True))  # of each layer: the kinds of its neighbours and its own
+    kept = list(range(len(kinds)))
+    while stretch := _needless(kept, contexts):
+        del kept[stretch]
+    place: dict[Hashable, int] = {}
+    for number, layer in enumerate(kept):
+        place.setdefault(contexts[layer], number)
+    own = {layer: number for number, layer in enumerate(kept)}
+    return Stack(tuple(kept), tuple(own.get(layer, place[context]) for layer, context in enumerate(contexts)))
 
-    Returns the numbers of the layers to run, ascending, and the groups among them that stand for identical groups. If
-    no group repeats at least three times, all layers run and no group stands for others. With exactly three
-    repetitions nothing is left out; the second is returned nevertheless, so that its record serves deeper models.
+
+def _needless(kept: Sequence[int], contexts: Sequence[tuple[int, int, int]]) -> slice | None:
+    """Return the longest stretch of `kept` that can be left out; None if there is none.
+
+    The layers at both of its ends must continue as before: the first layer of the stretch and the layer after it are
+    of one kind, and so are the layers before these two. And of each of its contexts a layer must remain elsewhere.
     """
-    kept: list[int] = []
-    units: list[Unit] = []
-    at = 0
-    while at < len(kinds):
-        size, times = max(
-            ((size, _times(kinds, at, size)) for size in range(1, _LONGEST + 1)),
-            key=lambda found: (found[0] * (found[1] - 3), -found[0]),
-        )
-        if times < 3:
-            kept.append(at)
-            at += 1
-            continue
-        found = [tuple(range(start, start + size)) for start in range(at, at + size * times, size)]
-        kept += [*found[0], *found[1], *found[-1]]
-        units.append(Unit(tuple(found[1:-1])))
-        at += size * times
-    return kept, units
-
-
-def _times(kinds: Sequence[Hashable], at: int, size: int) -> int:
-    """Count how often the group of `size` kinds that starts at index `at` occurs in a row; 0 past the end."""
-    times, group = 1, kinds[at : at + size]
-    while kinds[at + times * size : at + (times + 1) * size] == group:
-        times += 1
-    return times if len(group) == size else 0
+    left = Counter(contexts[layer] for layer in kept)
+    for size in range(len(kept) - 2, 0, -1):
+        for start in range(len(kept) - 1 - size, 0, -1):
+            if contexts[kept[start]][:2] == contexts[kept[start + size]][:2]:
+                inside = Counter(contexts[layer] for layer in kept[start : start + size])
+                if all(left[context] > count for context, count in inside.items()):
+                    return slice(start, start + size)
+    return None
 
 
 def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:

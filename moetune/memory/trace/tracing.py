@@ -83,7 +83,7 @@ def trace(
         # DeepSpeed creates tensors here, which must be fake; torch's and bitsandbytes' optimizers read tensors' values
         makes_its_own = config.parallel.engine == "deepspeed"
         with mode if makes_its_own else nullcontext():
-            steps = Steps(adapted, batches_of(adapted), None if short is None else short.kept, gpu)
+            steps = Steps(adapted, batches_of(adapted), None if short is None else short.stack.kept, gpu)
         with mode, steps.counting(routing):
             tracker = steps.tracker(counts=True)
             if micro_steps is not None:

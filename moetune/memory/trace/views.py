@@ -64,7 +64,7 @@ class Trace:
 
         Args:
             axis_of: returns the axis of `parallel:` along which a collective communicates.
-            short: layers that ran and groups that stand for others; None if all layers ran.
+            short: the layers that ran and those that they stand for; None if all layers ran.
             left_out: number of micro-steps of the last step that were not run; each is counted, in collectives and
                 work, as another second micro-step.
             last_step: whether only the last step counts for the peak.
@@ -78,7 +78,7 @@ class Trace:
                 raise UserError(
                     f"cannot count the bytes that ranks send: the collective {sent.message.kind} is not known"
                 )
-        events = Events.of(log, short)
+        events = Events.of(log) if short is None else Events.of(log, short.stack.kept, short.stack.like)
         collectives: dict[tuple[str, str, str], list[int]] = {}
         for at, step, micro_step, phase, message, block in log.sent:
             if step == last and message.ranks > 1:
@@ -107,8 +107,8 @@ class Trace:
     def marks(self) -> list[Mark]:
         """Starts of phases and modules in the whole model; `at` of a mark is the index of the first event after it."""
         return [
-            replace(mark, at=at, module=layer_named(mark.module, unit, copy))
-            for at, mark, unit, copy in self.events.marks
+            replace(mark, at=at, module=layer_named(mark.module, number, layer))
+            for at, mark, number, layer in self.events.marks
         ]
 
     @property
@@ -198,7 +198,9 @@ class Trace:
     def moment(self, largest: int = 20) -> Moment:
         """Return step, phase and module of the peak, and the storages that are alive then. Storages of the same part,
         module, phase and operation are summed; `largest` is the number of sums to return, largest first."""
-        _, mark, unit, copy = self.events.marks[bisect_right(self.events.marks, self.peak, key=lambda one: one[0]) - 1]
+        _, mark, number, layer = self.events.marks[
+            bisect_right(self.events.marks, self.peak, key=lambda one: one[0]) - 1
+        ]
         groups: dict[tuple[PartName, str, Phase, str], list[int]] = {}
         for storage in self.alive().tolist() if largest else ():
             block = self.log.blocks[self.events.like[storage]]
@@ -206,7 +208,7 @@ class Trace:
             groups.setdefault(key, []).append(int(self.bytes[storage]))
         allocations = [Allocation(*key, len(sizes), sum(sizes)) for key, sizes in groups.items()]
         allocations.sort(key=lambda allocation: -allocation.bytes)
-        module = layer_named(mark.module, unit, copy)
+        module = layer_named(mark.module, number, layer)
         return Moment(mark.step, mark.micro_step, mark.phase, module, tuple(allocations[:largest]))
 
     def phases(self) -> tuple[tuple[Phase, int], ...]:
