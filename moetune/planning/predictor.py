@@ -10,6 +10,7 @@ from typing import Literal
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.closed_form.depth import Depths
+from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.commands.trl import predict_trl
 from moetune.memory.predict import predict, quick
 from moetune.memory.report import MemoryReport
@@ -19,6 +20,9 @@ from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training.trl import InTrl
+
+_MOST_ALONE = 300
+"""Most trained experts in the layers that a trace runs, computed each alone, with which it takes less than a minute."""
 
 
 @dataclass
@@ -66,6 +70,15 @@ class Predictor:
     def whole(self, config: RunConfig) -> MemoryReport:
         """Predict as `of` does, but a whole report whatever `end` says: for all routings that are possible."""
         return self._quick(config, self.routing)
+
+    def takes_minutes(self, config: RunConfig) -> bool:
+        """Return whether a trace of the run takes minutes: it computes very many experts, each alone because it is
+        updated in the backward pass."""
+        run = self.resolve(config)
+        optimizer = run.optimizers.get("experts")
+        if optimizer is None or not (optimizer.fused_backward or optimizer.offload):
+            return False
+        return sum(len(run.selection.experts.get(layer, ())) for layer in ClosedForm(run).stack.kept) > _MOST_ALONE
 
     def traced(self, config: RunConfig) -> MemoryReport:
         """Predict the memory of a run by a trace, or read its report from disk; a whole report, and errors as `of`."""

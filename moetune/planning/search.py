@@ -2,13 +2,15 @@
 
 Recording a closed form takes seconds, evaluating it a tenth of a second (memory/closed_form/). One record covers every
 number of layers and most numbers of experts in each, but evaluating all of them would take a minute, so few are.
+Where layers of several kinds alternate, most numbers of layers need a record of their own: then the experts of all
+layers train, or of one of few numbers of layers (`Search.depths`).
 With a fixed number of trained experts in each layer, memory is linear in the number of layers. With more experts in
 each layer this line lies higher, because the gradients of a layer's experts are alive together. So the total that fits
 with a number of experts in each layer bounds the total for every larger number.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -19,6 +21,7 @@ from moetune.errors import counted
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.changes import changed, surely_left
 from moetune.memory.report import MemoryReport
+from moetune.memory.trace.alike import Stack, made_alike
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
@@ -39,6 +42,8 @@ combination must be greater to be worth a search."""
 _NEAR = 8
 """If the first search has more than twice as many experts in each layer, half as many are searched next, so that the
 line of `_room` through both bounds all other numbers."""
+_FEW = 4
+"""If that many experts of each layer fit, they are the answer where numbers of layers seldom share records."""
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
 
@@ -187,6 +192,20 @@ class Search:
         return [layer.index for layer in self.structure.moe_layers]
 
     @cached_property
+    def depths(self) -> list[int]:
+        """Numbers of layers whose experts may train, ascending: all; or, where layers with experts are of several
+        kinds, one, those of the largest group that shares a record, and all layers."""
+        of_paths = list(made_alike(resolve_model(self.start.model).plain).values())
+        made, numbers = [of_paths[layer] for layer in self.layers], range(1, len(self.layers) + 1)
+        if len(set(made)) <= 1:
+            return [*numbers]
+        alike: dict[Hashable, list[int]] = {}
+        for number in numbers:
+            kinds = [(one, place < number) for place, one in enumerate(made)]
+            alike.setdefault(tuple(kinds[place] for place in Stack.of(kinds).kept), []).append(number)
+        return sorted({1, *max(alike.values(), key=len), numbers[-1]})
+
+    @cached_property
     def experts(self) -> int:
         """The smallest number of experts of any MoE layer; 0 for a dense model."""
         return min((layer.shape.num_experts for layer in self.structure.moe_layers), default=0)
@@ -224,8 +243,15 @@ class Search:
         """Confirm a candidate by a trace, and also trace the next larger run if it could fit.
 
         Returns the largest candidate that fits by trace; None if none was found. If trace and closed form disagree on
-        whether a run fits, the search is repeated with their difference as margin, at most three times.
+        whether a run fits, the search is repeated with their difference as margin, at most three times. A candidate
+        whose trace `takes_minutes` is returned with its whole report by closed form, which says so in a note.
         """
+        if self.predictor.trainer is None and self.predictor.takes_minutes(found.config):
+            whole, larger = self.predictor.whole(found.config), found.next_larger
+            note = f"{found.trains}: by closed form, because a trace of so many experts takes minutes"
+            if larger is not None:
+                larger = replace(larger, report=self.predictor.whole(larger.config))
+            return replace(found, report=replace(whole, notes=(*whole.notes, note)), next_larger=larger)
         sure: Candidate | None = None
         now: Candidate | None = found
         margin = 0
@@ -297,11 +323,26 @@ class Search:
         """Find the run with most experts, layers × experts in each, that fits; of equal ones, with fewest in each. None
         if they are not more than `worth(more_than)`.
 
+        Where only some numbers of layers are tried (`depths`), all layers are tried first; fewer layers only if fewer
+        than `_FEW` experts of each layer fit.
+        """
+        depths, step = self.depths, _step(strategy)
+        if depths[-1] > len(depths):
+            found = self._most_of(strategy, depths[-1:], more_than)
+            if found is not None and found.amount >= depths[-1] * _FEW * step:
+                return found
+            more_than = max(more_than, 0 if found is None else found.amount)
+            return self._most_of(strategy, depths, more_than) or found
+        return self._most_of(strategy, depths, more_than)
+
+    def _most_of(self, strategy: Strategy, depths: Sequence[int], more_than: int) -> Candidate | None:
+        """Find the run of `_most_experts` among those that train experts of one of `depths` layers.
+
         Numbers of experts in each layer are tried in order of the total that `_room` expects of them, until no other
         one can exceed the largest total found, or `more_than`, by enough to be `worth` a search; for each, only depths
         that would exceed it are predicted. On several ranks, all train equally many experts (`_step`).
         """
-        depth, step = len(self.layers), _step(strategy)
+        deepest, step = depths[-1], _step(strategy)
         best, of_layer = (0, step), range(step, self.experts + 1, step)
         reports: dict[tuple[int, int], MemoryReport] = {}
         room: dict[int, int] = {}  # experts in each layer -> experts in all layers that fit by its line
@@ -311,13 +352,18 @@ class Search:
                 reports[layers, each] = self.predictor.of(self.of_experts(strategy, layers, each))
             return reports[layers, each]
 
-        def expected(each: int) -> tuple[int, int]:
-            return _rank(min(depth, _room(room, each, most) // each), each)
+        def at_most(layers: int) -> int:
+            """Return the index in `depths` of the largest that is at most `layers`, -1 if there is none."""
+            return bisect_right(depths, layers) - 1
+
+        def rank(total: int, each: int) -> tuple[int, int]:
+            index = at_most(total // each)
+            return _rank(0 if index < 0 else depths[index], each)
 
         def promised(each: int) -> tuple[int, int]:
-            return _rank(min(depth, min(worth(_room(room, each, most)), most) // each), each)
+            return rank(min(worth(_room(room, each, most)), most), each)
 
-        numbers = range(1, depth * self.experts + 1)
+        numbers = range(1, deepest * self.experts + 1)
         most = bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
         slope: float = self.bound(strategy, 1) - self.bound(strategy, 0)  # bytes of another expert
         while True:
@@ -325,34 +371,41 @@ class Search:
             left = [each for each in of_layer if each not in room and promised(each) > enough]
             if not left:
                 break
-            # all experts of a layer, or all but one, need records of their own: they come last, unless all may fit
-            is_all = most == depth * self.experts
-            each = max(left, key=lambda each: (is_all or each < self.experts - step, expected(each)))
-            start = depth if is_all else min(max(3, depth // 3), depth)
+            # all experts of a layer, or all but one, need records of their own: they come last
+            each = max(left, key=lambda each: (each < self.experts - step, rank(_room(room, each, most), each)))
+            all_may_fit = most == deepest * self.experts
+            start = len(depths) - 1 if all_may_fit else min(max(3, len(depths) // 3), len(depths)) - 1
             half = each // (2 * step) * step
             if len(room) == 1 and each > 2 * _NEAR and half not in room:
                 each = half  # a line through two numbers that are far apart bounds all others
-                room[each] = self._end_of_line({start: report(start, each)}, each, most, slope)
+                room[each] = self._end_of_line({depths[start]: report(depths[start], each)}, each, most, slope)
                 continue
             if len(room) > 1:
-                start = min(max(_room(room, each, most) // each, 1), depth)
-            predicted = partial(lambda each, number: report(number + 1, each), each)
-            least = next(number for number in range(depth) if _rank(number + 1, each) > enough)
+                start = max(at_most(_room(room, each, most) // each), 0)
+            predicted = partial(lambda each, index: report(depths[index], each), each)
+            least = next(index for index, layers in enumerate(depths) if _rank(layers, each) > enough)
+            a_depth = slope * each * deepest / len(depths)
             last, found = last_that_fits(
-                depth, predicted, start - 1, least, margin=self.margin, left=self.left, slope=slope * each
+                len(depths), predicted, start, least, margin=self.margin, left=self.left, slope=a_depth
             )
-            best = max(best, (last + 1, each), key=lambda one: _rank(*one))
-            line = {number + 1: one for number, one in found.items()}
-            room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each - 1
+            if last >= 0:
+                best = max(best, (depths[last], each), key=lambda one: _rank(*one))
+            line = {depths[index]: one for index, one in found.items()}
+            room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each * depths[0] - 1
             slope = self._slope(line, each) or slope
-            if not best[0] and not more_than and self.left(report(1, step)) < self.margin:
+            if not best[0] and not more_than and self.left(report(depths[0], step)) < self.margin:
                 break
         layers, each = best
         if layers * each <= worth(more_than):
             return None
         candidate = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
-        larger = (layers + 1, each) if layers < depth else (-(-(layers * each + 1) // (each + step)), each + step)
-        if larger[0] > depth or larger[1] > self.experts:
+        next_each = each + step
+        if layers < deepest:
+            larger = depths[at_most(layers) + 1], each
+        elif next_each <= self.experts:
+            fewest = bisect_left(depths, -(-(layers * each + 1) // next_each))
+            larger = depths[fewest], next_each
+        else:
             return candidate
         what = f"{counted(larger[0], 'layer')} × {counted(larger[1], 'expert')}"
         return replace(candidate, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))

@@ -50,8 +50,9 @@ class Depths:
         return form.at(run.config, routing)
 
     def _with_records(self, form: ClosedForm, routing: AssumedRouting) -> ClosedForm:
-        """Return the closed form that evaluates the run of `form`: the cached one if the same layers stand for the others;
-        else `form`, with the cached one's records or those derived from another rank or other trained experts."""
+        """Return the closed form that evaluates the run of `form`: the cached one if its layers stand for the
+        same others; else `form`, with the cached one's records or those derived from another rank or other trained
+        experts."""
         form.recorded = self._of_other_rank(form, routing) or self._of_experts(form, routing)
         if form.recorded is None:
             known = self._like(form)

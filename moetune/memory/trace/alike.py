@@ -109,7 +109,7 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
     # earlier layer or a weight outside of the layers trains.
     arrive = recomputes_layers(run.config.train) or bool(selection.full & outside)
     kinds: list[Hashable] = []
-    for number, (path, made) in enumerate(_layers(run.model.plain).items()):
+    for number, (path, made) in enumerate(made_alike(run.model.plain).items()):
         trains = (
             tuple(sorted(name.removeprefix(path) for name in selection.full if name.startswith(f"{path}."))),
             tuple(
@@ -134,8 +134,9 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
 _KNOWN: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
-def _layers(model: PreTrainedModel) -> dict[str, str]:
-    """Return path -> digest of all that the memory of a decoder layer depends on (`_make`), for each layer."""
+def made_alike(model: PreTrainedModel) -> dict[str, str]:
+    """Return path -> digest of all that the memory of a decoder layer depends on (`_make`), for each layer; layers with
+    equal digests are identical unless different parts of them train."""
     if model not in _KNOWN:  # a plain model is never modified
         layers = decoder_layers(model).items()
         _KNOWN[model] = {path: sha256(repr([*_make(layer)]).encode()).hexdigest() for path, layer in layers}

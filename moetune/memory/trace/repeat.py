@@ -325,9 +325,9 @@ class _Expansion:
                 block[at] = same or 0
             rows = place[~far], block[~far], of[~far]
             if layer == last[own] and far.any():
-                rows = tuple(map(np.concatenate, zip(rows, self._of_all(place[far]), strict=True)))
-                in_order = np.argsort(rows[0], kind="stable")
-                rows = tuple(column[in_order] for column in rows)
+                columns = [np.concatenate(both) for both in zip(rows, self._of_all(place[far]), strict=True)]
+                in_order = np.argsort(columns[0], kind="stable")
+                rows = columns[0][in_order], columns[1][in_order], columns[2][in_order]
             self._add(len(self.turns), *rows)
             self.turns.append((stretch, layer))
 
@@ -344,7 +344,7 @@ class _Expansion:
             storages[deaths] = storages[there[births[there]]][: len(deaths)]
 
     def _marks(self, turn: np.ndarray, place: np.ndarray) -> list[tuple[int, Mark, int, int]]:
-        """Return (event, mark, number, layer) for each start of a phase or module, in order, as `Events.marks` has them.
+        """Return (event, mark, number, layer) for each start of a phase or module, in order (`Events.marks`).
 
         For each event of the whole model, `turn` and `place` are the indices in `turns` and in `Log.entries` of the
         repetition and the entry that it comes from.
