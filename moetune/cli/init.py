@@ -107,7 +107,7 @@ def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> s
         from moetune.planning.files import run_text
         from moetune.planning.plan import plan
 
-    found = plan(model, gpu, goals=[goal], tight=tight)
+    found = plan(model, gpu, goals=[goal], tight=tight, every=False)
     if found.interrupted:
         raise typer.Exit(130)
     if not found.candidates:

@@ -154,6 +154,7 @@ def plan(
             tight=tight,
             routing=parse_routing(routing),
             trainer=None if trainer is None else InTrl(trainer, json.dumps(arguments)),  # type: ignore[arg-type]
+            every=any((all_, goal != "any", json_, write, html, figure)),
             processes=min(4, torch.get_num_threads()),
             show=lambda now: searching.show(now.searched, now.all, now.now, (now.best and briefly(now.best)) or ""),
         )

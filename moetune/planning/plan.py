@@ -143,6 +143,7 @@ def plan(
     tight: bool = False,
     routing: AssumedRouting | None = None,
     trainer: InTrl | None = None,
+    every: bool = True,
     processes: int = 1,
     show: Callable[[Progress], None] = lambda progress: None,
 ) -> Plan:
@@ -165,6 +166,8 @@ def plan(
         routing: how many tokens each expert is assumed to receive; None: not known.
         trainer: the trainer of TRL that the runs are for; None for moetune's own. Every run is traced then, which takes
             minutes, and no time is estimated.
+        every: whether every candidate is confirmed by a trace; else the most useful of each goal, and the reports of
+            the others are by closed form.
         processes: the number of processes that search at the same time, this one included.
         show: called with what is searched next, and with each candidate that was found.
 
@@ -197,19 +200,20 @@ def plan(
     found: list[Candidate] = []
     refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
     late: list[str] = []
-    is_whole = False
+    is_whole, rest = False, list[Candidate]()
     try:
         with Workers(search, processes, options) as workers:
             for of_goal in of_goals:
                 found += _largest(workers, of_goal, refused, progress, show)
-            _confirm(workers, _ranked(found), candidates, late, progress, show)
+            rest = _confirm(workers, _ranked(found), candidates, late, progress, show, every)
             is_whole = True
     except KeyboardInterrupt:
-        rest = [one for one in _ranked(found) if all(one.strategy != other.strategy for other in candidates)]
-        candidates += [replace(one, report=search.predictor.whole(one.config)) for one in rest]
+        of_now = [one for one in _ranked(found) if all(one.strategy != other.strategy for other in candidates)]
+        candidates += [replace(one, report=search.predictor.whole(one.config)) for one in of_now]
+    candidates = _useful_first(candidates)
+    candidates += [replace(one, report=search.predictor.whole(one.config)) for one in rest]
     if tokens is not None:
         candidates = [_training_on(one, tokens) for one in candidates]
-    candidates = _useful_first(candidates)
     ways = (progress.searched, progress.all if is_whole else max(progress.all, progress.searched + 1))
     notes = [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
     notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
@@ -229,21 +233,33 @@ def _confirm(
     late: list[str],
     progress: Progress,
     show: Callable[[Progress], None],
-) -> None:
+    every: bool,
+) -> list[Candidate]:
     """Trace the candidates `ranked`, best first; append those that fit to `candidates`, and a note on each other one to
-    `late`. `progress` is kept up to date and passed to `show`."""
+    `late`. `progress` is kept up to date and passed to `show`.
+
+    Returns the candidates that are not traced: none with `every`, else all but the most useful of each goal.
+    """
 
     def begin(one: Candidate) -> None:
         progress.now = f"tracing: {one.strategy.words}"
         show(progress)
 
-    for one, sure in workers.answers("traced", ranked, begin):
-        if isinstance(sure, UserError):
-            raise sure
-        if sure is not None:
-            candidates.append(sure)
-        else:
-            late.append(f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out")
+    left = list(ranked)
+    while True:
+        goals = {one.goal for one in left} - {one.goal for one in candidates}
+        first = _useful_first(left)[: len({one.goal for one in left})]
+        now = left if every else [one for one in first if one.goal in goals]
+        if not now:
+            return left
+        left = [one for one in left if all(one is not other for other in now)]
+        for one, sure in workers.answers("traced", now, begin):
+            if isinstance(sure, UserError):
+                raise sure
+            if sure is not None:
+                candidates.append(sure)
+            else:
+                late.append(f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out")
 
 
 def _largest(

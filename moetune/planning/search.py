@@ -323,20 +323,30 @@ class Search:
         """Find the run with most experts, layers × experts in each, that fits; of equal ones, with fewest in each. None
         if they are not more than `worth(more_than)`.
 
-        Where only some numbers of layers are tried (`depths`), all layers are tried first; fewer layers only if fewer
-        than `_FEW` experts of each layer fit.
+        Where only some numbers of layers are tried (`depths`), all layers train if `_FEW` experts of each of them fit.
         """
-        depths, step = self.depths, _step(strategy)
-        if depths[-1] > len(depths):
-            found = self._most_of(strategy, depths[-1:], more_than)
-            if found is not None and found.amount >= depths[-1] * _FEW * step:
-                return found
-            more_than = max(more_than, 0 if found is None else found.amount)
-            return self._most_of(strategy, depths, more_than) or found
-        return self._most_of(strategy, depths, more_than)
+        depths, known = self.depths, dict[tuple[int, int], MemoryReport]()
+        if depths[-1] > len(depths) and self._most(strategy) > worth(more_than):
+            few = depths[-1], min(_FEW * _step(strategy), self.experts)
+            known[few] = self.predictor.of(self.of_experts(strategy, *few))
+            if self.left(known[few]) >= self.margin:
+                depths = depths[-1:]
+        return self._most_of(strategy, depths, more_than, known)
 
-    def _most_of(self, strategy: Strategy, depths: Sequence[int], more_than: int) -> Candidate | None:
-        """Find the run of `_most_experts` among those that train experts of one of `depths` layers.
+    def _most(self, strategy: Strategy) -> int:
+        """Return an upper bound of the number of experts, in all layers together, that fit: by the lower `bound`."""
+        numbers = range(1, len(self.layers) * self.experts + 1)
+        return bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
+
+    def _most_of(
+        self,
+        strategy: Strategy,
+        depths: Sequence[int],
+        more_than: int,
+        reports: dict[tuple[int, int], MemoryReport],
+    ) -> Candidate | None:
+        """Find the run of `_most_experts` among those that train experts of one of `depths` layers. `reports` are those
+        that are known: (layers, experts in each) -> report; more are added.
 
         Numbers of experts in each layer are tried in order of the total that `_room` expects of them, until no other
         one can exceed the largest total found, or `more_than`, by enough to be `worth` a search; for each, only depths
@@ -344,7 +354,6 @@ class Search:
         """
         deepest, step = depths[-1], _step(strategy)
         best, of_layer = (0, step), range(step, self.experts + 1, step)
-        reports: dict[tuple[int, int], MemoryReport] = {}
         room: dict[int, int] = {}  # experts in each layer -> experts in all layers that fit by its line
 
         def report(layers: int, each: int) -> MemoryReport:
@@ -363,8 +372,7 @@ class Search:
         def promised(each: int) -> tuple[int, int]:
             return rank(min(worth(_room(room, each, most)), most), each)
 
-        numbers = range(1, deepest * self.experts + 1)
-        most = bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
+        most = self._most(strategy)
         slope: float = self.bound(strategy, 1) - self.bound(strategy, 0)  # bytes of another expert
         while True:
             enough = max((worth(best[0] * best[1]), -best[1]), (worth(more_than), 0))
@@ -384,16 +392,23 @@ class Search:
                 start = max(at_most(_room(room, each, most) // each), 0)
             predicted = partial(lambda each, index: report(depths[index], each), each)
             least = next(index for index, layers in enumerate(depths) if _rank(layers, each) > enough)
-            a_depth = slope * each * deepest / len(depths)
             last, found = last_that_fits(
-                len(depths), predicted, start, least, margin=self.margin, left=self.left, slope=a_depth
+                len(depths),
+                predicted,
+                start,
+                least,
+                margin=self.margin,
+                left=self.left,
+                sizes=depths,
+                slope=slope * each,
             )
             if last >= 0:
                 best = max(best, (depths[last], each), key=lambda one: _rank(*one))
             line = {depths[index]: one for index, one in found.items()}
             room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each * depths[0] - 1
             slope = self._slope(line, each) or slope
-            if not best[0] and not more_than and self.left(report(depths[0], step)) < self.margin:
+            fits = any(self.left(one) >= self.margin for one in reports.values())
+            if not fits and not more_than and self.left(report(depths[0], step)) < self.margin:
                 break
         layers, each = best
         if layers * each <= worth(more_than):
@@ -441,7 +456,9 @@ class Search:
     def _highest_rank(self, strategy: Strategy) -> Candidate | None:
         """Find the highest rank in `RANKS` that fits; None if none fits."""
         configs = [self._of_rank(strategy, rank) for rank in RANKS]
-        last, report, larger = self._along("rank", RANKS, configs, len(RANKS) - 1)
+        parts = self.predictor.of(configs[-1]).fullest.parts
+        grows = parts.trainable_weights + parts.master_weights + parts.optimizer_states + parts.gradients
+        last, report, larger = self._along("rank", RANKS, configs, len(RANKS) - 1, slope=grows / RANKS[-1])
         return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:
@@ -464,6 +481,8 @@ class Search:
         configs: Sequence[RunConfig],
         start: int,
         known: dict[int, MemoryReport] | None = None,
+        *,
+        slope: float = 0,
     ) -> tuple[int, MemoryReport | None, NextLarger | None]:
         """Search runs of growing memory for the last that fits. Return its index, or -1; its report, or None; and the
         next larger run, or None.
@@ -474,6 +493,7 @@ class Search:
             configs: the configuration with each size.
             start: the index to predict first.
             known: the report of index 0, if it fits and was predicted before.
+            slope: bytes that one more of `sizes` is expected to need; 0 if unknown.
         """
         last, reports = last_that_fits(
             len(sizes),
@@ -482,6 +502,8 @@ class Search:
             margin=self.margin,
             known=known,
             left=self.left,
+            sizes=sizes,
+            slope=slope,
         )
         if last + 1 == len(sizes):
             return last, reports[last], None

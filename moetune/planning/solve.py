@@ -4,6 +4,7 @@ An axis lists the values of a setting by rising memory, which is linear in layer
 search predicts next the value at which a straight line through known values crosses the GPU's size.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -148,6 +149,7 @@ def last_that_fits(
     margin: int = 0,
     known: Mapping[int, MemoryReport] | None = None,
     left: Callable[[MemoryReport], int] | None = None,
+    sizes: Sequence[float] | None = None,
     slope: float = 0,
 ) -> tuple[int, dict[int, MemoryReport]]:
     """Find the last of the numbers 0 to `count` - 1 that fits, where each number needs more memory than the one before.
@@ -160,12 +162,13 @@ def last_that_fits(
         margin: bytes that must be left free.
         known: the report of number 0, if it fits and was predicted before.
         left: returns the bytes that a run leaves free, negative if it does not fit; by default `headroom`.
-        slope: bytes that each number is expected to need more than the one before; 0 if unknown.
+        sizes: for each number, ascending, a size with which memory grows about linearly; None: the number itself.
+        slope: bytes that one more of this size is expected to need; 0 if unknown.
 
     Returns the number, or `least` - 1 if none fits; and number -> report of all that were predicted, among them this
     number, unless none fits, and the next one, unless all fit.
     """
-    reports, left = dict(known or {}), left or headroom
+    reports, left, sizes = dict(known or {}), left or headroom, sizes or range(count)
     fits, fails, tries = max(len(reports), least) - 1, count, 0
     at = min(max(start, least), count - 1)
     while fails - fits > 1:
@@ -173,7 +176,7 @@ def last_that_fits(
         tries += 1
         fits, fails = (at, fails) if left(reports[at]) >= margin else (fits, at)
         free = {number: left(report) - margin for number, report in reports.items()}
-        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(free, fits, fails, count, slope)
+        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(free, fits, fails, sizes, slope)
     return fits, reports
 
 
@@ -185,7 +188,7 @@ def headroom(report: MemoryReport) -> int:
     return report.headroom_bytes if on_host is None else min(report.headroom_bytes, on_host)
 
 
-def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope: float) -> int:
+def _crossing(left: Mapping[int, int], fits: int, fails: int, sizes: Sequence[float], slope: float) -> int:
     """Return the number to predict next, strictly between `fits` and `fails`.
 
     It is where a straight line through the two known headrooms nearest to zero crosses zero. With only one known
@@ -194,18 +197,17 @@ def _crossing(left: Mapping[int, int], fits: int, fails: int, count: int, slope:
     Args:
         left: number -> known headroom in bytes.
         fits, fails: the last number known to fit, and the first known not to fit.
-        count: how many numbers there are.
-        slope: bytes that each number needs more than the one before, 0 if unknown; used with one known headroom.
+        sizes: the size of each number, with which memory grows about linearly.
+        slope: bytes that one more of this size needs, 0 if unknown; used with one known headroom.
     """
     near = sorted(left, key=lambda number: abs(left[number]))[:2]
-    if len(near) < 2 and slope > 0:
-        guess = near[0] + int(left[near[0]] // slope)
-    elif len(near) < 2:
-        guess = 2 * near[0] + 1 if fails == count else near[0] // 2
+    if len(near) < 2 and slope <= 0:
+        guess = 2 * near[0] + 1 if fails == len(sizes) else near[0] // 2
     else:
-        one, other = near
-        change = (left[other] - left[one]) / (other - one)
-        guess = count if change >= 0 else int(one - left[one] / change)
+        if len(near) == 2:
+            one, other = near
+            slope = (left[one] - left[other]) / (sizes[other] - sizes[one])
+        guess = bisect_right(sizes, sizes[near[0]] + left[near[0]] / slope) - 1 if slope > 0 else len(sizes)
     return min(max(guess, fits + 1), fails - 1)
 
 
