@@ -12,8 +12,8 @@ with a number of experts in each layer bounds the total for every larger number.
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import cache, cached_property, partial
+from typing import Any, TypeAlias
 
 from moetune.adapt.documents import layers_with_state
 from moetune.config.schema import OptimizerConfig, RunConfig
@@ -43,9 +43,13 @@ _NEAR = 8
 """If the first search has more than twice as many experts in each layer, half as many are searched next, so that the
 line of `_room` through both bounds all other numbers."""
 _FEW = 4
-"""If that many experts of each layer fit, they are the answer where numbers of layers seldom share records."""
+"""If that many experts of each layer fit, fewer layers are not tried where few numbers of layers share records."""
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
+
+
+Report: TypeAlias = Callable[[int, int], MemoryReport]
+"""(layers, experts in each) -> predicted memory of the run that trains them."""
 
 
 @dataclass(frozen=True)
@@ -193,17 +197,16 @@ class Search:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Numbers of layers whose experts may train, ascending: all; or, where layers with experts are of several
-        kinds, one, those of the largest group that shares a record, and all layers."""
-        of_paths = list(made_alike(resolve_model(self.start.model).plain).values())
-        made, numbers = [of_paths[layer] for layer in self.layers], range(1, len(self.layers) + 1)
-        if len(set(made)) <= 1:
-            return [*numbers]
+        """Numbers of layers whose experts may train, ascending: all, if most of them share a record; else 1, the
+        largest group that shares one, and the number of all layers."""
+        made = list(made_alike(resolve_model(self.start.model).plain).values())
         alike: dict[Hashable, list[int]] = {}
-        for number in numbers:
-            kinds = [(one, place < number) for place, one in enumerate(made)]
+        for number, layer in enumerate(self.layers, 1):
+            kinds = [(one, place in self.layers and place <= layer) for place, one in enumerate(made)]
             alike.setdefault(tuple(kinds[place] for place in Stack.of(kinds).kept), []).append(number)
-        return sorted({1, *max(alike.values(), key=len), numbers[-1]})
+        largest, of_all = max(alike.values(), key=len), len(self.layers)
+        # at the ends of a stack, up to five numbers of layers have a record of their own
+        return [*range(1, of_all + 1)] if 2 * len(largest) >= of_all - 5 else sorted({1, *largest, of_all})
 
     @cached_property
     def experts(self) -> int:
@@ -321,56 +324,91 @@ class Search:
 
     def _most_experts(self, strategy: Strategy, more_than: int) -> Candidate | None:
         """Find the run with most experts, layers × experts in each, that fits; of equal ones, with fewest in each. None
-        if they are not more than `worth(more_than)`.
+        if they are not more than `worth(more_than)`."""
 
-        Where only some numbers of layers are tried (`depths`), all layers train if `_FEW` experts of each of them fit.
-        """
-        depths, known = self.depths, dict[tuple[int, int], MemoryReport]()
-        if depths[-1] > len(depths) and self._most(strategy) > worth(more_than):
-            few = depths[-1], min(_FEW * _step(strategy), self.experts)
-            known[few] = self.predictor.of(self.of_experts(strategy, *few))
-            if self.left(known[few]) >= self.margin:
-                depths = depths[-1:]
-        return self._most_of(strategy, depths, more_than, known)
+        @cache
+        def report(layers: int, each: int) -> MemoryReport:
+            return self.predictor.of(self.of_experts(strategy, layers, each))
+
+        find = self._most_of_any if len(self.depths) == len(self.layers) else self._most_of_few
+        layers, each = find(strategy, more_than, report)
+        if layers * each <= worth(more_than):
+            return None
+        candidate = Candidate(strategy, self.of_experts(strategy, layers, each), report(layers, each), layers * each)
+        step, more = _step(strategy), bisect_right(self.depths, layers)
+        if more < len(self.depths):
+            larger = self.depths[more], each
+        elif each + step <= self.experts:
+            larger = self.depths[bisect_left(self.depths, -(-(layers * each + 1) // (each + step)))], each + step
+        else:
+            return candidate
+        what = f"{counted(larger[0], 'layer')} × {counted(larger[1], 'expert')}"
+        return replace(candidate, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
 
     def _most(self, strategy: Strategy) -> int:
         """Return an upper bound of the number of experts, in all layers together, that fit: by the lower `bound`."""
         numbers = range(1, len(self.layers) * self.experts + 1)
         return bisect_right(numbers, self.usable, key=lambda number: self.bound(strategy, number))
 
-    def _most_of(
-        self,
-        strategy: Strategy,
-        depths: Sequence[int],
-        more_than: int,
-        reports: dict[tuple[int, int], MemoryReport],
-    ) -> Candidate | None:
-        """Find the run of `_most_experts` among those that train experts of one of `depths` layers. `reports` are those
-        that are known: (layers, experts in each) -> report; more are added.
+    def _most_of_few(self, strategy: Strategy, more_than: int, report: Report) -> tuple[int, int]:
+        """Return (layers, experts in each) of the run of `_most_experts`, (0, 0) if there is none, where only `depths`
+        are numbers of layers.
+
+        Most layers come first. Fewer are tried only while less than `_FEW` experts of each layer are known to fit, and
+        one layer, which has a record of its own, if nothing else fits.
+        """
+        best, of_all, step = (0, 0), self.depths[-1], _step(strategy)
+        for layers in reversed(self.depths):
+            enough = max(worth(more_than), best[0] * best[1])
+            if layers < of_all and (enough >= of_all * _FEW * step or (layers == 1 and best[0])):
+                break
+            if each := self._most_of_each(strategy, layers, enough, report):
+                best = layers, each
+        return best
+
+    def _most_of_each(self, strategy: Strategy, layers: int, enough: int, report: Report) -> int:
+        """Return how many experts of each of the first `layers` layers fit; 0 if all together they are not more than
+        `enough`."""
+        step = _step(strategy)
+        sizes = range(step, min(self.experts, self._most(strategy) // layers) + 1, step)
+        first = bisect_right(sizes, enough // layers)
+
+        def last_of(count: int, least: int) -> int:
+            return last_that_fits(
+                count,
+                lambda index: report(layers, sizes[index]),
+                count - 1,
+                least,
+                margin=self.margin,
+                left=self.left,
+                sizes=sizes,
+                slope=layers * (self.bound(strategy, 1) - self.bound(strategy, 0)),
+            )[0]
+
+        # all experts of a layer, or all but one, need records of their own: they are tried if all other numbers fit
+        shared = bisect_left(sizes, self.experts - step)
+        last = last_of(shared, first) if first < shared else first - 1
+        if shared - 1 <= last < len(sizes) - 1:
+            last = last_of(len(sizes), last + 1)
+        return sizes[last] if last >= first else 0
+
+    def _most_of_any(self, strategy: Strategy, more_than: int, report: Report) -> tuple[int, int]:
+        """Return (layers, experts in each) of the run of `_most_experts` where any number of layers may train; no more
+        than `worth(more_than)` if there is none.
 
         Numbers of experts in each layer are tried in order of the total that `_room` expects of them, until no other
         one can exceed the largest total found, or `more_than`, by enough to be `worth` a search; for each, only depths
         that would exceed it are predicted. On several ranks, all train equally many experts (`_step`).
         """
-        deepest, step = depths[-1], _step(strategy)
+        depth, step = len(self.layers), _step(strategy)
         best, of_layer = (0, step), range(step, self.experts + 1, step)
         room: dict[int, int] = {}  # experts in each layer -> experts in all layers that fit by its line
 
-        def report(layers: int, each: int) -> MemoryReport:
-            if (layers, each) not in reports:
-                reports[layers, each] = self.predictor.of(self.of_experts(strategy, layers, each))
-            return reports[layers, each]
-
-        def at_most(layers: int) -> int:
-            """Return the index in `depths` of the largest that is at most `layers`, -1 if there is none."""
-            return bisect_right(depths, layers) - 1
-
-        def rank(total: int, each: int) -> tuple[int, int]:
-            index = at_most(total // each)
-            return _rank(0 if index < 0 else depths[index], each)
+        def expected(each: int) -> tuple[int, int]:
+            return _rank(min(depth, _room(room, each, most) // each), each)
 
         def promised(each: int) -> tuple[int, int]:
-            return rank(min(worth(_room(room, each, most)), most), each)
+            return _rank(min(depth, min(worth(_room(room, each, most)), most) // each), each)
 
         most = self._most(strategy)
         slope: float = self.bound(strategy, 1) - self.bound(strategy, 0)  # bytes of another expert
@@ -380,50 +418,28 @@ class Search:
             if not left:
                 break
             # all experts of a layer, or all but one, need records of their own: they come last
-            each = max(left, key=lambda each: (each < self.experts - step, rank(_room(room, each, most), each)))
-            all_may_fit = most == deepest * self.experts
-            start = len(depths) - 1 if all_may_fit else min(max(3, len(depths) // 3), len(depths)) - 1
+            is_all = most == depth * self.experts
+            each = max(left, key=lambda each: (each < self.experts - step, expected(each)))
+            start = depth if is_all else min(max(3, depth // 3), depth)
             half = each // (2 * step) * step
             if len(room) == 1 and each > 2 * _NEAR and half not in room:
                 each = half  # a line through two numbers that are far apart bounds all others
-                room[each] = self._end_of_line({depths[start]: report(depths[start], each)}, each, most, slope)
+                room[each] = self._end_of_line({start: report(start, each)}, each, most, slope)
                 continue
             if len(room) > 1:
-                start = max(at_most(_room(room, each, most) // each), 0)
-            predicted = partial(lambda each, index: report(depths[index], each), each)
-            least = next(index for index, layers in enumerate(depths) if _rank(layers, each) > enough)
+                start = min(max(_room(room, each, most) // each, 1), depth)
+            predicted = partial(lambda each, number: report(number + 1, each), each)
+            least = next(number for number in range(depth) if _rank(number + 1, each) > enough)
             last, found = last_that_fits(
-                len(depths),
-                predicted,
-                start,
-                least,
-                margin=self.margin,
-                left=self.left,
-                sizes=depths,
-                slope=slope * each,
+                depth, predicted, start - 1, least, margin=self.margin, left=self.left, slope=slope * each
             )
-            if last >= 0:
-                best = max(best, (depths[last], each), key=lambda one: _rank(*one))
-            line = {depths[index]: one for index, one in found.items()}
-            room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each * depths[0] - 1
+            best = max(best, (last + 1, each), key=lambda one: _rank(*one))
+            line = {number + 1: one for number, one in found.items()}
+            room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each - 1
             slope = self._slope(line, each) or slope
-            fits = any(self.left(one) >= self.margin for one in reports.values())
-            if not fits and not more_than and self.left(report(depths[0], step)) < self.margin:
+            if not best[0] and not more_than and self.left(report(1, step)) < self.margin:
                 break
-        layers, each = best
-        if layers * each <= worth(more_than):
-            return None
-        candidate = Candidate(strategy, self.of_experts(strategy, *best), reports[best], layers * each)
-        next_each = each + step
-        if layers < deepest:
-            larger = depths[at_most(layers) + 1], each
-        elif next_each <= self.experts:
-            fewest = bisect_left(depths, -(-(layers * each + 1) // next_each))
-            larger = depths[fewest], next_each
-        else:
-            return candidate
-        what = f"{counted(larger[0], 'layer')} × {counted(larger[1], 'expert')}"
-        return replace(candidate, next_larger=NextLarger(what, self.of_experts(strategy, *larger), report(*larger)))
+        return best
 
     def _end_of_line(self, line: Mapping[int, MemoryReport], each: int, most: int, slope: float) -> int:
         """Return the number of experts, in all layers, at which memory reaches the GPU's size by linear extrapolation.

@@ -35,8 +35,8 @@ BEGIN, END = "<!-- table: scripts/bench/plan_times.py -->\n", "<!-- end of table
 
 
 def plan(model: str, gpu: str, goal: str, count: int, cache: str, limit: float) -> dict[str, Any]:
-    """Run a plan once; return its seconds, its candidates and its exit status (-9: it ran into the limit)."""
-    words = [sys.executable, "-m", "moetune", "plan", model, "--gpu", gpu, "--count", str(count), "--json"]
+    """Run a plan once; return its seconds, what it recommends and its exit status (-9: it ran into the limit)."""
+    words = [sys.executable, "-m", "moetune", "plan", model, "--gpu", gpu, "--count", str(count)]
     words += ["--min-sequence", str(LENGTH)] + ([] if goal == "all" else ["--goal", goal])
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     try:
@@ -48,9 +48,8 @@ def plan(model: str, gpu: str, goal: str, count: int, cache: str, limit: float) 
         status, out = -9, ""
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    found = json.loads(out)["candidates"] if status in (0, 1) else []
-    best = [one["trains"] for one in found[:1]]
-    return {"wall": wall, "cpu": cpu, "status": status, "rows": len(found), "best": best}
+    best = [" ".join(line.split()[1:]) for line in out.splitlines() if line.startswith((" 1 ", " 2 ", " 3 "))]
+    return {"wall": wall, "cpu": cpu, "status": status, "best": best}
 
 
 def table(plans: list[dict[str, Any]]) -> str:

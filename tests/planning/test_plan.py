@@ -50,6 +50,25 @@ def test_ctrl_c_ends_with_what_was_found(small_model: Path, monkeypatch: pytest.
     assert "1 of" in str([section.body for section in plan_view(found).sections if section.title == "interrupted"])
 
 
+@pytest.mark.parametrize("every", [False, True])
+def test_the_most_useful_of_each_goal_is_traced(
+    every: bool, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced, asked = Search.traced, []
+
+    def counted(search: Search, found: Candidate) -> Candidate | None:
+        asked.append(found.goal)
+        return None if len(asked) == 1 else traced(search, found)  # the first does not fit after all
+
+    monkeypatch.setattr(Search, "traced", counted)
+    found = plan(str(small_model), "24GiB", goals=("router", "lora"), length=64, every=every)
+    by_trace = [one.goal for one in found.candidates if one.report.method == "trace"]
+    assert sorted({*by_trace}) == sorted({one.goal for one in found.candidates})
+    assert len(by_trace) == len(asked) - 1 == (len(found.candidates) if every else len({*by_trace}))
+    assert [one.goal for one in found.candidates[: len({*by_trace})]] == sorted({*by_trace})
+    assert sum("left out" in note for note in found.notes) == 1
+
+
 def candidate(goal: Goal, name: str, amount: int, order: int, **settings: object) -> Candidate:
     raw = {"model": {"path": "m"}, "adapt": {}, "optimizer": {"name": name}, "train": {"accumulate": 1}}
     report = sample(about=(("trains", goal), ("optimizer", name)))

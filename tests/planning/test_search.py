@@ -114,6 +114,41 @@ def test_the_most_experts_is_what_exhaustive_search_finds() -> None:
         assert found is None or predicted < len(grid(search)) / 4
 
 
+@pytest.mark.parametrize(("model", "depths"), [("gemma-4-26b-a4b", 5), ("gpt-oss-20b", 11)])
+def test_where_layers_alternate_few_numbers_of_layers_are_tried(model: str, depths: int) -> None:
+    """All layers train, with as many experts of each as fit; where few fit, the best of few numbers of layers."""
+    draw, its = random.Random(0), structure(model)
+    there = [one for one in strategies("experts", its, 1, "nf4") if one.settings["model.base"] == "nf4"]
+    start = search_of(model, "44GiB").start
+    for free in (0.02, 0.05, 0.3, 1.5, 4, 9, 25):
+        strategy = draw.choice(there)
+        answers = Arithmetic(0, int(draw.uniform(0, 3) * 2**30), int(draw.uniform(0, 2**25)))
+        unlimited = Search(start, its, answers, 1 << 50)
+        usable = unlimited.bound(strategy, 0) + answers.beside + int(free * 2**30)
+        search = Search(start, its, answers, usable)
+        answers.usable, answers.bound = (
+            usable,
+            lambda count, search=search, strategy=strategy: search.bound(strategy, count),
+        )
+        assert len(search.depths) == depths
+        layers, tried = len(search.layers), search.depths
+        few = search.predictor.of(search.of_experts(strategy, layers, 4))
+        expected = _best(search, strategy, [layers] if few.fits else tried)
+        answers.asked.clear()
+        found = search.largest(strategy)
+        assert (0 if found is None else found.amount) >= expected / 1.005
+        assert {layers for layers, _ in answers.asked} <= set(tried)
+
+
+def _best(search: Search, strategy: Strategy, depths: list[int]) -> int:
+    """The most experts that fit, by prediction of every number of them at these numbers of layers."""
+    runs = [(layers, each + 1) for layers in depths for each in range(search.experts)]
+    fits = (
+        layers * each for layers, each in runs if search.predictor.of(search.of_experts(strategy, layers, each)).fits
+    )
+    return max(fits, default=0)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("model", ["small", pytest.param("mixtral-8x7b", marks=pytest.mark.full)])
 def test_the_closed_form_of_every_point_of_the_grid_gives_the_same_winner(model: str, small_model: Path) -> None:

@@ -22,10 +22,17 @@ OFFLOAD = {"optimizer": {"name": "adamw", "offload": True}}
 EVALUATED = {"train": {"eval_micro_batch": 6}, "data": {"eval": "unread"}}
 KEEPS_ROWS = {"train": {"keep_rows": 5, "accumulate": 2}}
 TURNS = {"layer_types": ["sliding_attention", "full_attention"] * 4}
+THREES = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4}
+LINEAR = {"layer_types": ["linear_attention", "linear_attention", "full_attention"] * 4}
+SOME = {"experts": {"layers": "0-6", "ids": [0, 1]}}
+LOMO = {"optimizer": {"name": "lomo"}, "model": {"experts_on": "host"}, "train": {"checkpointing": "offload"}}
 CASES = {
     "lora": ("mixtral", LORA, {}, {"num_hidden_layers": 6}),
     "experts": ("mixtral", EXPERTS, {"train": {"accumulate": 3}}, {"num_hidden_layers": 9}),
     "turns": ("gpt_oss", LORA, {}, {"num_hidden_layers": 8, **TURNS}),
+    "part of a period": ("gpt_oss", SOME, {"train": {"accumulate": 2}}, {"num_hidden_layers": 12, **THREES}),
+    "part of a period, on the host": ("gpt_oss", SOME, LOMO, {"num_hidden_layers": 12, **THREES}),
+    "linear attention": ("qwen3_next", SOME, {"train": {"checkpointing": "none"}}, {"num_hidden_layers": 12, **LINEAR}),
     "unchecked": ("deepseek_v2", LORA, {"train": {"checkpointing": "none"}}, {"num_hidden_layers": 6}),
     "a rank for each": ("mixtral", RANKS, {}, {"num_hidden_layers": 10}),
     "rows kept of some": ("mixtral", LORA, KEEPS_ROWS, {"num_hidden_layers": 10}),
@@ -44,7 +51,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "replicas, ep": (EXPERTS, {"ep": 2, "replicate": 2}, 1, "nf4"),
     "tp, ep": (LORA, {"tp": 2, "ep": 2}, 1, "fp32"),
 }
-ON_A_PUSH = ("turns", "a rank for each", "rows kept of some", "experts on the host", "fsdp, ep")
+ON_A_PUSH = ("turns", "part of a period", "a rank for each", "rows kept of some", "experts on the host", "fsdp, ep")
 
 
 def storages(traced: Trace) -> Counter[tuple]:
