@@ -13,7 +13,8 @@ from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
-from moetune.planning.search import Candidate, Search, worth
+from moetune.planning.expert_search import worth
+from moetune.planning.search import Candidate, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
 from moetune.training.trl import InTrl

@@ -1,0 +1,202 @@
+"""`ExpertSearch`: find how many layers, and how many experts in each, train most experts of those that fit a GPU.
+
+One record covers every number of layers and most numbers of experts in each (memory/closed_form/), but evaluating all
+of them would take a minute, so few are. Where layers of several kinds alternate, most numbers of layers need a record
+of their own: then the experts of all layers train, or of one of few numbers of layers.
+With a fixed number of trained experts in each layer, memory is linear in the number of layers. With more experts in
+each layer this line lies higher, because the gradients of a layer's experts are alive together. So the total that fits
+with a number of experts in each layer bounds the total for every larger number.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from moetune.memory.report import MemoryReport
+from moetune.planning.solve import last_that_fits
+
+_TOLERANCE = 0.005
+"""Share by which a number of experts that a straight line estimates may be too low, and by which the total of another
+combination must be greater to be worth a search."""
+_NEAR = 8
+"""If the first search has more than twice as many experts in each layer, half as many are searched next, so that the
+line of `_room` through both bounds all other numbers."""
+_FEW = 4
+"""If that many experts of each layer fit, fewer layers are not tried where few numbers of layers share records."""
+
+
+@dataclass(frozen=True)
+class ExpertSearch:
+    """A search for the run with most trained experts that fits, of one strategy of a plan.
+
+    Attributes:
+        layers: number of layers with experts.
+        experts: number of experts of each.
+        depths: numbers of layers whose experts may train, ascending; the last is `layers`.
+        step: step between numbers of trained experts in each layer.
+        usable: bytes of the GPU.
+        bound: returns a lower bound of the bytes that a number of trained experts, in all layers together, needs.
+        report: (layers, experts in each) -> predicted memory of the run that trains them.
+        left: returns the bytes that a run leaves free, negative if it does not fit.
+        margin: bytes that must be left free.
+    """
+
+    layers: int
+    experts: int
+    depths: Sequence[int]
+    step: int
+    usable: int
+    bound: Callable[[int], int]
+    report: Callable[[int, int], MemoryReport]
+    left: Callable[[MemoryReport], int]
+    margin: int = 0
+
+    def most(self, more_than: int) -> tuple[int, int]:
+        """Return (layers, experts in each) of the run with most experts, layers × experts in each, that fits; of equal
+        ones, with fewest in each. No more than `worth(more_than)` if there is none that trains more."""
+        return self._of_any_depth(more_than) if len(self.depths) == self.layers else self._of_few_depths(more_than)
+
+    @cached_property
+    def _most(self) -> int:
+        """Return an upper bound of the number of experts, in all layers together, that fit: by the lower `bound`."""
+        numbers = range(1, self.layers * self.experts + 1)
+        return bisect_right(numbers, self.usable, key=self.bound)
+
+    def _of_few_depths(self, more_than: int) -> tuple[int, int]:
+        """Return what `most` describes, where only `depths` are numbers of layers; (0, 0) if there is none.
+
+        Most layers come first. Fewer are tried only while less than `_FEW` experts of each layer are known to fit, and
+        one layer, which has a record of its own, if nothing else fits.
+        """
+        best, of_all, step = (0, 0), self.depths[-1], self.step
+        for layers in reversed(self.depths):
+            enough = max(worth(more_than), best[0] * best[1])
+            if layers < of_all and (enough >= of_all * _FEW * step or (layers == 1 and best[0])):
+                break
+            if each := self._each_of(layers, enough):
+                best = layers, each
+        return best
+
+    def _each_of(self, layers: int, enough: int) -> int:
+        """Return how many experts of each of the first `layers` layers fit; 0 if all together they are not more than
+        `enough`."""
+        step = self.step
+        sizes = range(step, min(self.experts, self._most // layers) + 1, step)
+        first = bisect_right(sizes, enough // layers)
+
+        def last_of(count: int, least: int) -> int:
+            return last_that_fits(
+                count,
+                lambda index: self.report(layers, sizes[index]),
+                count - 1,
+                least,
+                margin=self.margin,
+                left=self.left,
+                sizes=sizes,
+                slope=layers * (self.bound(1) - self.bound(0)),
+            )[0]
+
+        # all experts of a layer, or all but one, need records of their own: they are tried if all other numbers fit
+        shared = bisect_left(sizes, self.experts - step)
+        last = last_of(shared, first) if first < shared else first - 1
+        if shared - 1 <= last < len(sizes) - 1:
+            last = last_of(len(sizes), last + 1)
+        return sizes[last] if last >= first else 0
+
+    def _of_any_depth(self, more_than: int) -> tuple[int, int]:
+        """Return what `most` describes, where any number of layers may train.
+
+        Numbers of experts in each layer are tried in order of the total that `_room` expects of them, until no other
+        one can exceed the largest total found, or `more_than`, by enough to be `worth` a search; for each, only depths
+        that would exceed it are predicted. On several ranks, all train equally many experts (`step`).
+        """
+        depth, step = self.layers, self.step
+        best, of_layer = (0, step), range(step, self.experts + 1, step)
+        room: dict[int, int] = {}  # experts in each layer -> experts in all layers that fit by its line
+
+        def expected(each: int) -> tuple[int, int]:
+            return _rank(min(depth, _room(room, each, most) // each), each)
+
+        def promised(each: int) -> tuple[int, int]:
+            return _rank(min(depth, min(worth(_room(room, each, most)), most) // each), each)
+
+        most = self._most
+        slope: float = self.bound(1) - self.bound(0)  # bytes of another expert
+        while True:
+            enough = max((worth(best[0] * best[1]), -best[1]), (worth(more_than), 0))
+            left = [each for each in of_layer if each not in room and promised(each) > enough]
+            if not left:
+                break
+            # all experts of a layer, or all but one, need records of their own: they come last
+            is_all = most == depth * self.experts
+            each = max(left, key=lambda each: (each < self.experts - step, expected(each)))
+            start = depth if is_all else min(max(3, depth // 3), depth)
+            half = each // (2 * step) * step
+            if len(room) == 1 and each > 2 * _NEAR and half not in room:
+                each = half  # a line through two numbers that are far apart bounds all others
+                room[each] = self._end_of_line({start: self.report(start, each)}, each, most, slope)
+                continue
+            if len(room) > 1:
+                start = min(max(_room(room, each, most) // each, 1), depth)
+            predicted = partial(lambda each, number: self.report(number + 1, each), each)
+            least = next(number for number in range(depth) if _rank(number + 1, each) > enough)
+            last, found = last_that_fits(
+                depth, predicted, start - 1, least, margin=self.margin, left=self.left, slope=slope * each
+            )
+            best = max(best, (last + 1, each), key=lambda one: _rank(*one))
+            line = {number + 1: one for number, one in found.items()}
+            room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each - 1
+            slope = self._slope(line, each) or slope
+            if not best[0] and not more_than and self.left(self.report(1, step)) < self.margin:
+                break
+        return best
+
+    def _end_of_line(self, line: Mapping[int, MemoryReport], each: int, most: int, slope: float) -> int:
+        """Return the number of experts, in all layers, at which memory reaches the GPU's size by linear extrapolation.
+
+        Args:
+            line: layers -> report of a run that trains `each` experts in each of them.
+            most: upper bound of the result.
+            slope: bytes of another expert, used if `line` has a single run.
+        """
+        slope = self._slope(line, each) or slope
+        deepest = max(line)
+        return min(each * deepest + int(self.left(line[deepest]) / slope), most) if slope > 0 else most
+
+    def _slope(self, line: Mapping[int, MemoryReport], each: int) -> float:
+        """Return the bytes that another trained expert takes: the slope between the runs with fewest and with most
+        layers in `line` (layers -> report, with `each` experts in each of them); 0 for one run."""
+        if len(line) < 2:
+            return 0
+        one, other = min(line), max(line)
+        return (self.left(line[one]) - self.left(line[other])) / (each * (other - one))
+
+
+def _room(room: Mapping[int, int], each: int, most: int) -> int:
+    """Estimate how many trained experts fit in total, with `each` experts in each layer.
+
+    The number falls nearly linearly with the experts in each layer. The estimate is a straight line through the two
+    nearest known numbers, and at most the number at fewer experts in each layer.
+
+    Args:
+        room: experts in each layer -> total that fits, if known.
+        each: experts in each layer, not in `room`.
+        most: upper bound of the result.
+    """
+    found = min((room[fewer] for fewer in room if fewer < each), default=most)
+    if len(room) > 1:
+        one, other = sorted(room, key=lambda known: abs(known - each))[:2]
+        found = min(found, int(room[one] + (room[other] - room[one]) * (each - one) / (other - one)))
+    return min(found, most)
+
+
+def worth(experts: int) -> int:
+    """Return the number of experts that another result must exceed to be worth a search, if `experts` are known to fit:
+    half a percent more than these, rounded down, which below 200 is the same number."""
+    return int(experts * (1 + _TOLERANCE))
+
+
+def _rank(layers: int, each: int) -> tuple[int, int]:
+    """Return a sort key, greater for more experts in all layers together, then for fewer experts in each layer."""
+    return layers * each, -each
