@@ -56,7 +56,7 @@ def table(plans: list[dict[str, Any]]) -> str:
     """The table of a page: a row for each model and goal, wall seconds of both runs for each number of cards."""
     columns = list(product((1, 2), GPUS))
     heads = [gpu if count == 1 else f"{count} × {gpu}" for count, gpu in columns]
-    lines = [f"| model | goals | {' | '.join(heads)} |", f"|---|---|{'---:|' * len(columns)}"]
+    lines = [f"| model | goals | {' | '.join(heads)} | commit |", f"|---|---|{'---:|' * len(columns)}---|"]
     found = {(one["model"], one["goal"], one["count"], one["gpu"]): one for one in plans}
     for model, goal in dict.fromkeys((model, goal) for model, goal, *_ in sorted(found)):
         cells = []
@@ -65,7 +65,8 @@ def table(plans: list[dict[str, Any]]) -> str:
             both = () if one is None else (one["cold"], one["warm"])
             ended = [{-9: "not ended", 2: "refused"}.get(run["status"], f"{run['wall']:.0f}") for run in both]
             cells.append(" / ".join(dict.fromkeys(ended)) or "–")
-        lines.append(f"| {model} | {goal} | {' | '.join(cells)} |")
+        commits = dict.fromkeys(one["commit"][:8] for (of, *_), one in found.items() if of == model)
+        lines.append(f"| {model} | {goal} | {' | '.join(cells)} | {', '.join(commits)} |")
     missing = [model for model in MODELS if all(model != one["model"] for one in plans)]
     return "\n".join(lines) + (f"\n\nNot measured: {', '.join(missing)}.\n" if missing else "\n")
 
