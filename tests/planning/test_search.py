@@ -140,6 +140,22 @@ def test_where_layers_alternate_few_numbers_of_layers_are_tried(model: str, dept
         assert {layers for layers, _ in answers.asked} <= set(tried)
 
 
+def test_a_run_of_very_many_experts_each_alone_is_not_traced(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = search_of(small_model, "24GiB")
+    tried = [one for one in strategies("experts", search.structure, 1) if "optimizer.offload" not in one.settings]
+    there = {one.settings["optimizer.name"]: one for one in tried}
+    runs = {name: search.of_experts(one, len(search.layers), 2) for name, one in there.items()}
+    monkeypatch.setattr("moetune.planning.predictor._MOST_ALONE", 1)
+    assert {name for name, run in runs.items() if search.predictor.takes_minutes(run)} == {"lomo"}
+    report = search.predictor.of(runs["lomo"])
+    found = search.traced(Candidate(there["lomo"], runs["lomo"], report, 2 * len(search.layers)))
+    assert found is not None
+    assert found.report.method == "formula"
+    assert "takes minutes" in found.report.notes[-1]
+
+
 def _best(search: Search, strategy: Strategy, depths: list[int]) -> int:
     """The most experts that fit, by prediction of every number of them at these numbers of layers."""
     runs = [(layers, each + 1) for layers in depths for each in range(search.experts)]
