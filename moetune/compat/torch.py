@@ -387,15 +387,21 @@ def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
 def fake_process_group(rank: int, size: int) -> Iterator[None]:
     """Initialize torch.distributed as rank `rank` of `size` without other processes, within the `with` block.
 
-    Collectives return at once and send nothing. The backend is the one of torch's own tests. torch also replaces
-    `sys.excepthook`, and DTensor caches meshes whose groups no longer exist afterwards; both are undone. Raises
-    `AssertionError` if torch.distributed is initialized already.
+    Collectives return at once and send nothing. The backend is the one of torch's own tests. DTensor finds the shape of
+    a result by running the operator on fake tensors of the whole shape; active dispatch modes do not see these. torch
+    also replaces `sys.excepthook`, and DTensor caches meshes whose groups no longer exist afterwards; both are undone.
+    Raises `AssertionError` if torch.distributed is initialized already.
     """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed import fake_pg  # registers the backend
+    from torch.utils._python_dispatch import _disable_current_modes
 
     assert not dist.is_initialized(), "a rank of a running job cannot be another one's fake"
+    find_shape = ShardingPropagator._propagate_tensor_meta_non_cached
     with ExitStack() as stack:
+        unseen = _disable_current_modes()(find_shape)
+        stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen))
         stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))
         dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=size)
         stack.callback(_clear_sharding_prop_cache)

@@ -286,12 +286,14 @@ class Steps(Watched):
             for tensor in _on_host(updater):
                 tracker.add(tensor, "gradients")
         layer_of = self._layer_of()
+        sharing = Counter(_storage_of(parameter.grad) for parameter in self.trained if parameter.grad is not None)
         for name, parameter in self.adapted.trainable().items():
             if parameter.grad is not None:
                 gradient = local_tensor(parameter.grad)
                 tracker.add(gradient, "gradients", self.adapted.part_of(name))
                 if parameter in layer_of:
-                    tracker.belongs(gradient, layer_of[parameter], expert=self.expert_of.get(parameter))
+                    expert = self.expert_of.get(parameter) if sharing[_storage_of(gradient)] == 1 else None
+                    tracker.belongs(gradient, layer_of[parameter], expert=expert)
                 del gradient  # this frame lives on while the step runs
         self._say_whose_states(tracker)
         with tracker.following(self.trained), self.watching(tracker, tracking):
@@ -368,6 +370,11 @@ class Steps(Watched):
 def _on_host(updater: Updater) -> tuple[Tensor, ...]:
     """Return the tensors in host memory that receive an updater's gradients; none unless it updates on the host."""
     return (updater.wire, updater.gradient) if isinstance(updater, HostUpdater) else ()
+
+
+def _storage_of(gradient: Tensor) -> int:
+    """Return the id of a gradient's storage on this rank, which the gradients of several experts can share."""
+    return id(local_tensor(gradient).untyped_storage())
 
 
 def _give_gradients(updater: Updater) -> None:
