@@ -92,11 +92,11 @@ def probes_of(run: ResolvedRun, ep: int = 0) -> tuple[ResolvedRun, ResolvedRun] 
     rank with the index `ep` on that axis.
 
     None if this run needs a record of its own: layers or ranks train different numbers of experts, only some of the
-    others have LoRA or its optimizer is 8-bit, experts are on the host or sharded, or no two numbers of experts suit.
+    others have LoRA or its optimizer is 8-bit, experts are sharded, or no two numbers of experts suit.
     """
     banks = {layer: bank for layer, bank in banks_of(run, ep).items() if bank.trained}
     same = {_alike(bank) for bank in banks.values()}
-    if len(same) != 1 or run.config.model.experts_on == "host" or expert_shards(run.config.parallel) > 1:
+    if len(same) != 1 or expert_shards(run.config.parallel) > 1:
         return None
     bank = next(iter(banks.values()))
     if bank.lora and (len(bank.lora) != bank.sizes["frozen"] or run.optimizers["lora"].name.endswith("8bit")):

@@ -338,7 +338,10 @@ class _Rewriting:
             loops = self._loops(start, stop, len(of))
             for at in range(start, stop):
                 entry = entries[at]
-                if entry >= 0:
+                if self._record.log.blocks[max(entry, ~entry)].fetched:  # copies of whole layers from the host
+                    if entry < 0 or len(turn.made) == 1:
+                        self._one(entry)
+                elif entry >= 0:
                     times = len(experts) if loops.get(entry) == 0 else 1 if entry not in loops else 0
                     births = [self._birth(entry, sizes, experts) for _ in range(times)]
                     self._of_group.setdefault(entry, []).extend(births)
@@ -372,10 +375,10 @@ class _Rewriting:
     def _one(self, entry: int) -> None:
         """Write an entry once; if it frees what every group has allocated, write a release for each group."""
         if entry >= 0:
-            layer = self._record.log.blocks[entry].layer
-            self._single[entry] = self._birth(
-                entry, self._counts[int(self._record.layers[entry]) if layer is None else layer]
-            )
+            block = self._record.log.blocks[entry]
+            layer = int(self._record.layers[entry]) if block.layer is None else block.layer
+            # a copy from the host is of another layer than the one that computes; all that train are alike
+            self._single[entry] = self._birth(entry, self._counts[-1 if block.fetched else layer])
         elif ~entry in self._single:
             self._death(self._single[~entry])
         else:

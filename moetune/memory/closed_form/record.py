@@ -148,7 +148,7 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
             length and `length`, the record is also compared with a step at `length`.
         like: record of the same steps with another number of trained experts, with which this one will be compared
             (`Choices.of`). The step is then recorded at one choice of sizes only, and bytes that are constant in `like`
-            are taken to be constant.
+            are taken to be constant where the same operation of the same module allocates them.
 
     Raises:
         NoClosedForm: the steps allocate different storages, or a storage's bytes are no product of sizes.
@@ -177,8 +177,15 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
             found[at] = (block.bytes, False, ())  # constant, although a probe size divides it
     if like is not None:
         is_constant = np.array([not powers for powers in like.powers])[like.monomials] & (like.experts < 0)
-        constants = set(like.coefficients[is_constant].tolist())
-        found = [(b.bytes, False, ()) if b.bytes in constants else of for b, of in zip(log.blocks, found, strict=True)]
+        constants = {
+            (block.op, block.module, block.bytes)
+            for block, constant in zip(like.log.blocks, is_constant.tolist(), strict=True)
+            if constant
+        }
+        found = [
+            (b.bytes, False, ()) if (b.op, b.module, b.bytes) in constants else of
+            for b, of in zip(log.blocks, found, strict=True)
+        ]
     powers = list(dict.fromkeys(power for *_, power in found))
     numbers = {power: number for number, power in enumerate(powers)}
     for other, other_sizes, other_rows, _ in others:

@@ -84,6 +84,8 @@ def test_drawn_choices(number: str, tmp_path: Path, recorded: list[Any], monkeyp
     }
     beside = draw.choice(sorted(BESIDE))
     adapt = {"adapt": BESIDE[beside]} if model != "gpt_oss" or beside == "router" else {}
+    if settings["model"]["base"] != "bf16" and draw.random() < 0.5:
+        settings["model"]["experts_on"] = "host"
     layers = draw.choice(("1-5", "1-4", "2-5", "2,4"))
     card = draw.choice(("l40s", "h100", "a100-40gb"))
     for each in draw.sample(range(2, EXPERTS - 1), 4):
@@ -91,6 +93,24 @@ def test_drawn_choices(number: str, tmp_path: Path, recorded: list[Any], monkeyp
         same(run_of(path, model, layers, each, {**settings, **adapt}), depths, card)
         shared = settings["train"]["expert_memory"] in ("auto", "0")
         assert not shared or len(recorded) - before <= (3 if before == 0 else 1)  # its own is the one to compare with
+
+
+@pytest.mark.parametrize("checkpointing", thinned(("full", "offload"), 2, always=("full",)))
+@pytest.mark.parametrize("optimizer", thinned(OPTIMIZERS, 2, always=("adamw",)))
+@pytest.mark.parametrize("model", thinned(MODELS, 2, always=("gpt_oss",)))
+def test_experts_on_the_host(
+    model: str, optimizer: str, checkpointing: str, tmp_path: Path, recorded: list[Any]
+) -> None:
+    """A layer's experts are copied to the GPU one layer ahead, by the first group that is computed."""
+    path, depths = toy(tmp_path, model), Depths()
+    settings = {
+        "model": {"weights": "pretrained", "dtype": "bf16", "base": "nf4", "experts_on": "host"},
+        "optimizer": OPTIMIZERS[optimizer],
+        "train": {"checkpointing": checkpointing},
+    }
+    for layers, each in (("1-5", 5), ("1-5", 2), ("2-4", 4)):
+        same(run_of(path, model, layers, each, settings), depths)
+    assert len(recorded) <= 2 * 2 + 3  # of two stacks of layers; their own are the ones to compare with
 
 
 RANKS: dict[str, tuple[int, int, tuple[str, ...], dict[str, Any]]] = {
