@@ -14,6 +14,7 @@ from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import counted
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.changes import changed, surely_left
+from moetune.memory.closed_form.lora_ranks import HIGHEST, LOWEST
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.alike import Stack, made_alike
 from moetune.models.catalog.gpus import Gpu, find_gpu
@@ -27,7 +28,7 @@ from moetune.run.resolve import resolve_model
 from moetune.training.optim.saved import saved_bytes
 from moetune.training.trl import InTrl
 
-RANKS = (4, 8, 16, 32, 64)
+RANKS = (LOWEST, 8, 16, 32, HIGHEST)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a micro-batch, in rows, that a search tries (`Search.rows`); `RANKS` are the ranks of LoRA."""
 _BITS = {"nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}

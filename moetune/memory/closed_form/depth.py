@@ -1,4 +1,5 @@
-"""`Depths`: reuses one recorded step for runs that differ only in how many layers are identical, or in trained experts.
+"""`Depths`: reuses one recorded step for runs that differ only in how many layers are identical, in trained experts, or
+in the rank of LoRA.
 
 A record lists the storages of a shortened model, in which layers stand for identical ones (trace/alike.py).
 Runs with the same shortened model, such as two that train the experts of the first 6 and of the first 12 layers, differ
@@ -6,6 +7,7 @@ only in the layers that each one stands for.
 """
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -16,6 +18,8 @@ from moetune.memory.closed_form import store
 from moetune.memory.closed_form.banks import Bank, banks_of, probes_of
 from moetune.memory.closed_form.experts import Choices, Scale, Unlike
 from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.closed_form.lora_ranks import LoraRanks
+from moetune.memory.closed_form.lora_ranks import probes_of as ranks_probed
 from moetune.memory.closed_form.record import Record
 from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.closed_form.store import Recorded
@@ -36,6 +40,7 @@ class Depths:
 
     _known: dict[str, ClosedForm] = field(default_factory=dict)
     _choices: dict[Hashable, _Choices] = field(default_factory=dict)
+    _of_ranks: dict[Hashable, LoraRanks | None] = field(default_factory=dict)
     _rewritten: dict[Hashable, Recorded] = field(default_factory=dict)
 
     def at(self, run: ResolvedRun, rank: int = 0, gpu: Gpu | None = None, routing: AssumedRouting = BALANCED) -> Trace:
@@ -51,9 +56,11 @@ class Depths:
 
     def _with_records(self, form: ClosedForm, routing: AssumedRouting) -> ClosedForm:
         """Return the closed form that evaluates the run of `form`: the cached one if its layers stand for the
-        same others; else `form`, with the cached one's records or those derived from another rank or other trained
-        experts."""
-        form.recorded = self._of_other_rank(form, routing) or self._of_experts(form, routing)
+        same others; else `form`, with the cached one's records or those derived from another rank of the run, other
+        trained experts or another rank of LoRA."""
+        form.recorded = (
+            self._of_other_rank(form, routing) or self._of_experts(form, routing) or self._of_lora_rank(form, routing)
+        )
         if form.recorded is None:
             known = self._like(form)
             if form.stack == known.stack:
@@ -89,6 +96,33 @@ class Depths:
         if choices is not None and key not in self._rewritten:
             self._rewritten[key] = Recorded(records.head, {shape: choices.at(its)})
         return self._rewritten.get(key)
+
+    def _of_lora_rank(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
+        """Derive a run's record from those of a higher and a lower rank of LoRA (lora_ranks.py), if the higher is
+        recorded already; None if it is not, or that is impossible."""
+        probes, lora = ranks_probed(form.run), form.run.config.adapt.lora
+        if probes is None or lora is None:
+            return None
+        highest, lowest = (ClosedForm(probe, form.rank, form.gpu) for probe in probes)
+        if not form.stack == highest.stack == lowest.stack:
+            return None
+        highest = self._like(highest)
+        if not highest.knows(probes[0].config, routing):
+            return None
+        assert highest.recorded is not None
+        records, shape = highest.recorded, highest.shape(probes[0].config, routing)
+        form.recorded = Recorded(records.head)
+        if form.shape(form.run.config, routing) != shape:
+            return None  # another division of the loss
+        key: tuple[Hashable, ...] = (id(records), shape)
+        if key not in self._of_ranks:
+            self._of_ranks[key] = _lora_ranks(highest, lowest, shape, records.records[shape])
+        ranks, of_rank = self._of_ranks[key], (*key, lora.rank)
+        if ranks is not None and of_rank not in self._rewritten:
+            assert isinstance(lora.rank, int)
+            with suppress(Unlike):
+                self._rewritten[of_rank] = Recorded(records.head, {shape: ranks.at(lora.rank)})
+        return self._rewritten.get(of_rank)
 
     def _of_other_rank(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
         """Derive the record of a rank from that of the first rank on its `ep` axis, if both differ only in the ids of
@@ -134,6 +168,28 @@ def _choices(one: ClosedForm, other: ClosedForm, shape: Shape, first: Record, ba
         found = None
     store.write_content(key, _scales(), (key, None if found is None else found.scales))
     return found
+
+
+def _lora_ranks(highest: ClosedForm, lowest: ClosedForm, shape: Shape, record: Record) -> LoraRanks | None:
+    """Find what grows with the rank of LoRA by comparing `record`, that of `highest`, with a step of `lowest`; None if
+    records of other ranks cannot be derived. Kept on disk. `shape` is that of the batches of both steps."""
+    key = store.key_of({"ranks": [highest.key, lowest.key, repr(shape)]}, highest.rank)
+    if (known := store.read_content(key, _grows())) is not None and len(known[1] or record.log.blocks) == len(
+        record.log.blocks
+    ):
+        return None if known[1] is None else LoraRanks(record, known[1])
+    try:
+        found = LoraRanks.of(record, lowest.like(record, shape))
+    except Unlike:
+        found = None
+    store.write_content(key, _grows(), (key, None if found is None else found.grows))
+    return found
+
+
+@cache
+def _grows() -> TypeAdapter[tuple[str, tuple[bool, ...] | None]]:
+    """Return the type of the content of a file with `LoraRanks.grows`: (key, grows; None if there are none)."""
+    return TypeAdapter(tuple[str, tuple[bool, ...] | None])
 
 
 @cache

@@ -149,7 +149,7 @@ class ClosedForm:
                 engine is DeepSpeed; layers differ in which of their experts receive no token.
             UserError: a recorded load in `routing` does not match the model's layers or experts.
         """
-        if not may_record and not self._knows(config, routing):
+        if not may_record and not self.knows(config, routing):
             return None
         known = self.with_records(config, routing)
         size = self._size(config, routing)
@@ -170,7 +170,7 @@ class ClosedForm:
         found = Trace(recorded.log, events, values, formula=recorded.formula, sizes=sizes[0])
         return replace(found, load=load_peaks(self.run, found))
 
-    def _knows(self, config: ResolvedConfig, routing: AssumedRouting) -> bool:
+    def knows(self, config: ResolvedConfig, routing: AssumedRouting) -> bool:
         """Read the records from disk if none are loaded; return whether the step of a run's shape is among them."""
         self.recorded = self.recorded or store.read(self.key)
         return self.recorded is not None and self.shape(config, routing) in self.recorded.records
@@ -184,7 +184,7 @@ class ClosedForm:
     def with_records(self, config: ResolvedConfig, routing: AssumedRouting = BALANCED) -> Recorded:
         """Return all records, among them that of a run's shape: read from disk, or recorded now and written to disk.
         Arguments and errors are those of `at`."""
-        if not self._knows(config, routing):
+        if not self.knows(config, routing):
             known = self.recorded
             with self._steps() as steps:
                 if known is None:

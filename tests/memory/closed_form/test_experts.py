@@ -10,7 +10,6 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import BALANCED, PUBLISHED
-from moetune.memory.closed_form import form
 from moetune.memory.closed_form.banks import Bank, banks_of, probes_of
 from moetune.memory.closed_form.depth import Depths
 from moetune.memory.closed_form.experts import Choices, Unlike
@@ -35,15 +34,6 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 LAYERS = 6
 EXPERTS = 8
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The arguments of each recording."""
-    made: list[Any] = []
-    record = form.record
-    monkeypatch.setattr(form, "record", lambda *arguments: made.append(arguments) or record(*arguments))
-    return made
 
 
 def toy(folder: Path, model: str) -> Path:

@@ -1,0 +1,91 @@
+"""Derive the record of any rank of LoRA between two from the records of these, as experts.py does for trained experts.
+
+The factors, their gradients and optimizer states, and the activations between two factors are proportional to the rank.
+No other storage depends on it. Which ones do is not assumed: both records must have the same allocations and releases,
+and the bytes of each storage must be equal or proportional. Otherwise each rank needs a record of its own, for instance
+where an 8-bit optimizer keeps the states of small factors in 32 bits.
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from moetune.memory.closed_form.experts import Unlike
+from moetune.memory.closed_form.record import Record
+from moetune.run.resolve import ResolvedRun
+
+LOWEST, HIGHEST = 4, 64
+"""Ranks that are recorded, the highest first."""
+
+
+@dataclass(frozen=True)
+class LoraRanks:
+    """A record of the rank `HIGHEST`, from which records of lower ranks are derived.
+
+    Attributes:
+        record: the recorded step.
+        grows: [blocks] whether a block's bytes are proportional to the rank.
+    """
+
+    record: Record
+    grows: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, highest: Record, lowest: Record) -> "LoraRanks":
+        """Find which bytes are proportional to the rank by comparing two records, of the ranks `HIGHEST` and `LOWEST`.
+
+        Raises `Unlike` if the steps allocate different storages, or a storage is neither equal nor proportional.
+        """
+        one, other, grows = highest.log, lowest.log, list[bool]()
+        if one.entries != other.entries or highest.groups != lowest.groups:
+            raise Unlike("the step allocates other storages with another rank")
+        for block, about in enumerate(zip(_about(highest), _about(lowest), strict=True)):
+            now, then = (int(record.coefficients[block]) for record in (highest, lowest))
+            if about[0] != about[1] or (now != then and now * LOWEST != then * HIGHEST):
+                raise Unlike(f"{one.blocks[block].op} in {one.blocks[block].module!r}: {now:,} and {then:,} bytes")
+            grows.append(now != then)
+        return cls(highest, tuple(grows))
+
+    def at(self, rank: int) -> Record:
+        """Return the record of a rank between `LOWEST` and `HIGHEST`. Raises `Unlike` if bytes would be no integer."""
+        one, grows = self.record, np.array(self.grows, dtype=bool)
+        if (grows & (one.coefficients * rank % HIGHEST != 0)).any():
+            raise Unlike(f"no whole number of bytes with rank {rank}")
+        blocks = [
+            replace(block, bytes=block.bytes * rank // HIGHEST if is_larger else block.bytes)
+            for block, is_larger in zip(one.log.blocks, self.grows, strict=True)
+        ]
+        return replace(
+            one,
+            log=replace(one.log, blocks=blocks),
+            coefficients=np.where(grows, one.coefficients * rank // HIGHEST, one.coefficients),
+        )
+
+
+def _about(record: Record) -> Iterator[Hashable]:
+    """Yield for each block of a record all that must be equal with another rank: everything but its bytes."""
+    rest = zip(record.log.blocks, record.monomials, record.experts, record.layers, record.places, strict=True)
+    for block, monomial, *numbers in rest:
+        yield replace(block, bytes=0), record.powers[monomial], *map(int, numbers)
+
+
+def probes_of(run: ResolvedRun) -> tuple[ResolvedRun, ResolvedRun] | None:
+    """Return the run with the ranks `HIGHEST` and `LOWEST`, from whose records that of this run can be derived.
+
+    None if this run needs a record of its own: it has no LoRA, several ranks, a rank that is not between these, or LoRA
+    outside of the decoder layers, where the loss depends on it.
+    """
+    lora, linears = run.config.adapt.lora, run.structure.linears()
+    if lora is None or not isinstance(lora.rank, int) or not LOWEST <= lora.rank < HIGHEST:
+        return None
+    if any(linears[path].layer is None for path in run.selection.lora_linears):
+        return None
+    return _of_rank(run, HIGHEST), _of_rank(run, LOWEST)
+
+
+def _of_rank(run: ResolvedRun, rank: int) -> ResolvedRun:
+    """Return the run with this rank everywhere."""
+    config, chosen = run.config.but(adapt={"lora": {"rank": rank}}), run.selection
+    selection = replace(chosen, ranks=dict.fromkeys(chosen.ranks, rank), lora=config.adapt.lora)
+    return replace(run, config=config, selection=selection)
