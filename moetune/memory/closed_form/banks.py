@@ -34,9 +34,10 @@ class Bank:
     def groups(self, *, alone: bool) -> list[tuple[Kind, tuple[int, ...]]]:
         """Return (kind, expert ids) of each group of experts that is computed together, in order: those trained in full
         come last. With `alone`, each of these is a group of its own."""
-        frozen = [expert for expert in self.held if expert not in self.trained]
+        trained, lora = set(self.trained), set(self.lora)
+        frozen = [expert for expert in self.held if expert not in trained]
         order = [*frozen, *self.trained]
-        kinds: list[Kind] = ["lora" if expert in self.lora else "frozen" for expert in frozen]
+        kinds: list[Kind] = ["lora" if expert in lora else "frozen" for expert in frozen]
         kinds += ["trained"] * len(self.trained)
         slots = groups_of(kinds, self.most, alone=alone)
         return [(kinds[of[0]], tuple(order[of.start : of.stop])) for of in slots]
@@ -101,10 +102,10 @@ def probes_of(run: ResolvedRun, ep: int = 0) -> tuple[ResolvedRun, ResolvedRun] 
     bank = next(iter(banks.values()))
     if bank.lora and (len(bank.lora) != bank.sizes["frozen"] or run.optimizers["lora"].name.endswith("8bit")):
         return None  # 8-bit optimizers keep the states of small tensors in 32 bits
-    numbers = [n for n in range(_FIRST, len(bank.held)) if bank.training(n).serves(bank)]
-    first = numbers[0] if numbers else 0
-    second = next((n for n in numbers[1:] if _tells(bank.training(first), bank.training(n))), None)
-    if second is None:
+    numbers = (number for number in range(_FIRST, len(bank.held)) if bank.training(number).serves(bank))
+    first = next(numbers, None)
+    second = next((number for number in numbers if first and _tells(bank.training(first), bank.training(number))), None)
+    if first is None or second is None:
         return None
     one, other = (_training(run, banks, bank, number) for number in (first, second))
     for probe, number in ((one, first), (other, second)):

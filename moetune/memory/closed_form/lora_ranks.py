@@ -14,6 +14,7 @@ import numpy as np
 from moetune.memory.closed_form.experts import Unlike
 from moetune.memory.closed_form.record import Record
 from moetune.run.resolve import ResolvedRun
+from moetune.training.optim.saved import SMALLEST_8BIT
 
 LOWEST, HIGHEST = 4, 64
 """Ranks that are recorded, the highest first."""
@@ -73,13 +74,20 @@ def _about(record: Record) -> Iterator[Hashable]:
 def probes_of(run: ResolvedRun) -> tuple[ResolvedRun, ResolvedRun] | None:
     """Return the run with the ranks `HIGHEST` and `LOWEST`, from whose records that of this run can be derived.
 
-    None if this run needs a record of its own: it has no LoRA, several ranks, a rank that is not between these, or LoRA
-    outside of the decoder layers, where the loss depends on it.
+    None if this run needs a record of its own: it has no LoRA, several ranks, a rank that is not between these, LoRA
+    outside of the decoder layers, where the loss depends on it, or an 8-bit optimizer and factors of which the lowest
+    rank has states in 32 bits and the highest in 8.
     """
     lora, linears = run.config.adapt.lora, run.structure.linears()
     if lora is None or not isinstance(lora.rank, int) or not LOWEST <= lora.rank < HIGHEST:
         return None
-    if any(linears[path].layer is None for path in run.selection.lora_linears):
+    chosen = [linears[path] for path in run.selection.lora_linears]
+    if any(linear.layer is None for linear in chosen):
+        return None
+    sizes = {size for linear in chosen for size in (linear.in_features, linear.out_features)}
+    if run.optimizers["lora"].name.endswith("8bit") and any(
+        size * LOWEST < SMALLEST_8BIT <= size * HIGHEST for size in sizes
+    ):
         return None
     return _of_rank(run, HIGHEST), _of_rank(run, LOWEST)
 

@@ -6,7 +6,8 @@ from moetune.config.schema import OptimizerConfig
 
 _MOMENTS_8BIT = {"adamw8bit": 2, "paged_adamw8bit": 2, "lion8bit": 1, "ademamix8bit": 3}
 _BLOCK_8BIT = 256  # elements that share a float32 scale
-_SMALLEST_8BIT = 4096  # elements; bitsandbytes keeps float32 states for tensors with fewer
+SMALLEST_8BIT = 4096
+"""Elements of the smallest tensor of which an 8-bit optimizer of bitsandbytes keeps 8-bit states."""
 
 
 def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) -> int:
@@ -24,7 +25,7 @@ def state_bytes(optimizer: OptimizerConfig, shape: tuple[int, ...], width: int) 
     numel = math.prod(shape)
     if optimizer.name in _MOMENTS_8BIT:
         moments = _MOMENTS_8BIT[optimizer.name]
-        return moments * (4 * numel if numel < _SMALLEST_8BIT else numel + 4 * -(-numel // _BLOCK_8BIT))
+        return moments * (4 * numel if numel < SMALLEST_8BIT else numel + 4 * -(-numel // _BLOCK_8BIT))
     match optimizer.name:
         case "adamw":
             return 2 * numel * width + 4  # two moments, and a float32 step count
