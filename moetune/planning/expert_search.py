@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from moetune.memory.report import MemoryReport
+from moetune.planning.candidate import worth
 from moetune.planning.solve import last_that_fits
 
 _TOLERANCE = 0.005
-"""Share by which a number of experts that a straight line estimates may be too low, and by which the total of another
-combination must be greater to be worth a search."""
+"""Share by which a number of experts that a straight line estimates may be too low."""
 _NEAR = 8
 """If the first search has more than twice as many experts in each layer, half as many are searched next, so that the
 line of `_room` through both bounds all other numbers."""
@@ -33,7 +33,8 @@ class ExpertSearch:
     Attributes:
         layers: number of layers with experts.
         experts: number of experts of each.
-        depths: numbers of layers whose experts may train, ascending; the last is `layers`.
+        depths: numbers of layers whose experts may train, ascending: 1, which is tried only if nothing else fits; then
+            all numbers from another one to `layers`, or few of them and `layers`.
         step: step between numbers of trained experts in each layer.
         usable: bytes of the GPU.
         bound: returns a lower bound of the bytes that a number of trained experts, in all layers together, needs.
@@ -55,7 +56,12 @@ class ExpertSearch:
     def most(self, more_than: int) -> tuple[int, int]:
         """Return (layers, experts in each) of the run with most experts, layers × experts in each, that fits; of equal
         ones, with fewest in each. No more than `worth(more_than)` if there is none that trains more."""
-        return self._of_any_depth(more_than) if len(self.depths) == self.layers else self._of_few_depths(more_than)
+        rest = self.depths[1:] or self.depths
+        best = (self._of_any_depth if len(rest) == self.layers - rest[0] + 1 else self._of_few_depths)(rest, more_than)
+        if best[0] or more_than or rest == self.depths:
+            return best
+        each = self._each_of(1, worth(more_than))
+        return (1, each) if each else (0, 0)
 
     @cached_property
     def _most(self) -> int:
@@ -63,16 +69,15 @@ class ExpertSearch:
         numbers = range(1, self.layers * self.experts + 1)
         return bisect_right(numbers, self.usable, key=self.bound)
 
-    def _of_few_depths(self, more_than: int) -> tuple[int, int]:
+    def _of_few_depths(self, depths: Sequence[int], more_than: int) -> tuple[int, int]:
         """Return what `most` describes, where only `depths` are numbers of layers; (0, 0) if there is none.
 
-        Most layers come first. Fewer are tried only while less than `_FEW` experts of each layer are known to fit, and
-        one layer, which has a record of its own, if nothing else fits.
+        Most layers come first. Fewer are tried only while less than `_FEW` experts of each layer are known to fit.
         """
-        best, of_all, step = (0, 0), self.depths[-1], self.step
-        for layers in reversed(self.depths):
+        best, of_all, step = (0, 0), self.layers, self.step
+        for layers in reversed(depths):
             enough = max(worth(more_than), best[0] * best[1])
-            if layers < of_all and (enough >= of_all * _FEW * step or (layers == 1 and best[0])):
+            if layers < of_all and enough >= of_all * _FEW * step:
                 break
             if each := self._each_of(layers, enough):
                 best = layers, each
@@ -104,14 +109,15 @@ class ExpertSearch:
             last = last_of(len(sizes), last + 1)
         return sizes[last] if last >= first else 0
 
-    def _of_any_depth(self, more_than: int) -> tuple[int, int]:
-        """Return what `most` describes, where any number of layers may train.
+    def _of_any_depth(self, depths: Sequence[int], more_than: int) -> tuple[int, int]:
+        """Return what `most` describes, where any number of layers in the range `depths` may train; (0, 0) layers and
+        experts if nothing fits that trains more than `more_than`.
 
         Numbers of experts in each layer are tried in order of the total that `_room` expects of them, until no other
         one can exceed the largest total found, or `more_than`, by enough to be `worth` a search; for each, only depths
         that would exceed it are predicted. On several ranks, all train equally many experts (`step`).
         """
-        depth, step = self.layers, self.step
+        shallow, depth, step = depths[0], self.layers, self.step
         best, of_layer = (0, step), range(step, self.experts + 1, step)
         room: dict[int, int] = {}  # experts in each layer -> experts in all layers that fit by its line
 
@@ -119,38 +125,43 @@ class ExpertSearch:
             return _rank(min(depth, _room(room, each, most) // each), each)
 
         def promised(each: int) -> tuple[int, int]:
-            return _rank(min(depth, min(worth(_room(room, each, most)), most) // each), each)
+            return _rank(min(depth, min(int(_room(room, each, most) * (1 + _TOLERANCE)), most) // each), each)
 
         most = self._most
         slope: float = self.bound(1) - self.bound(0)  # bytes of another expert
         while True:
             enough = max((worth(best[0] * best[1]), -best[1]), (worth(more_than), 0))
-            left = [each for each in of_layer if each not in room and promised(each) > enough]
+            left = [
+                each
+                for each in of_layer
+                if each not in room and promised(each) > enough and promised(each)[0] >= shallow * each
+            ]
             if not left:
                 break
             # all experts of a layer, or all but one, need records of their own: they come last
             is_all = most == depth * self.experts
             each = max(left, key=lambda each: (each < self.experts - step, expected(each)))
-            start = depth if is_all else min(max(3, depth // 3), depth)
+            start = depth if is_all else min(max(shallow, depth // 3), depth)
             half = each // (2 * step) * step
             if len(room) == 1 and each > 2 * _NEAR and half not in room:
                 each = half  # a line through two numbers that are far apart bounds all others
                 room[each] = self._end_of_line({start: self.report(start, each)}, each, most, slope)
                 continue
             if len(room) > 1:
-                start = min(max(_room(room, each, most) // each, 1), depth)
+                start = min(max(_room(room, each, most) // each, shallow), depth)
             predicted = partial(lambda each, number: self.report(number + 1, each), each)
-            least = next(number for number in range(depth) if _rank(number + 1, each) > enough)
+            least = max(next(number for number in range(depth) if _rank(number + 1, each) > enough), shallow - 1)
             last, found = last_that_fits(
                 depth, predicted, start - 1, least, margin=self.margin, left=self.left, slope=slope * each
             )
-            best = max(best, (last + 1, each), key=lambda one: _rank(*one))
+            if last >= least:
+                best = max(best, (last + 1, each), key=lambda one: _rank(*one))
             line = {number + 1: one for number, one in found.items()}
-            room[each] = self._end_of_line(line, each, most, slope) if last >= 0 else each - 1
+            room[each] = self._end_of_line(line, each, most, slope)
             slope = self._slope(line, each) or slope
-            if not best[0] and not more_than and self.left(self.report(1, step)) < self.margin:
+            if not best[0] and not more_than and self.left(self.report(shallow, step)) < self.margin:
                 break
-        return best
+        return best if best[0] else (0, 0)
 
     def _end_of_line(self, line: Mapping[int, MemoryReport], each: int, most: int, slope: float) -> int:
         """Return the number of experts, in all layers, at which memory reaches the GPU's size by linear extrapolation.
@@ -189,12 +200,6 @@ def _room(room: Mapping[int, int], each: int, most: int) -> int:
         one, other = sorted(room, key=lambda known: abs(known - each))[:2]
         found = min(found, int(room[one] + (room[other] - room[one]) * (each - one) / (other - one)))
     return min(found, most)
-
-
-def worth(experts: int) -> int:
-    """Return the number of experts that another result must exceed to be worth a search, if `experts` are known to fit:
-    half a percent more than these, rounded down, which below 200 is the same number."""
-    return int(experts * (1 + _TOLERANCE))
 
 
 def _rank(layers: int, each: int) -> tuple[int, int]:

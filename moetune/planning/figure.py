@@ -4,8 +4,8 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
+from moetune.planning.candidate import Candidate
 from moetune.planning.plan import Plan
-from moetune.planning.search import Candidate
 from moetune.report.charts import INK, Chart
 from moetune.report.units import gib
 

@@ -9,8 +9,8 @@ import yaml
 
 from moetune.errors import UserError
 from moetune.files import write_whole
+from moetune.planning.candidate import Candidate
 from moetune.planning.plan import Plan
-from moetune.planning.search import Candidate
 from moetune.report.units import from_to, gib
 
 _ORDER = ("model", "adapt", "optimizer", "train", "data", "parallel", "hardware", "output")

@@ -1,9 +1,11 @@
-"""`kept`: a cache of traced reports on disk, so that a plan made again, or one with the same runs, is quick."""
+"""A cache on disk of traced reports (`kept`) and of what a search found (`kept_candidate`): a plan that is made again,
+or has the same runs or strategies, is quick."""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import version
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -13,8 +15,38 @@ from moetune.memory.predict import allocator_here
 from moetune.memory.report import MemoryReport
 from moetune.memory.time.roofline import duration
 from moetune.models.catalog.gpus import Gpu, find_gpu
+from moetune.planning.candidate import Candidate, worth
+from moetune.planning.strategies import Strategy
 from moetune.run.resolve import ResolvedRun
+from moetune.run.resolved import ResolvedModel
 from moetune.training.trl import InTrl
+
+
+def what_decides(
+    config: dict[str, Any],
+    model: ResolvedModel,
+    gpu: str | Gpu | None,
+    routing: AssumedRouting,
+    trainer: InTrl | None = None,
+) -> dict[str, Any]:
+    """Return all that the report of a run depends on, as values for `store.key_of`.
+
+    Args:
+        config: the run's configuration as JSON values, without its output.
+        model: its model.
+        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; None for `hardware.gpu`.
+        routing: how many tokens each expert is assumed to receive.
+        trainer: the trainer of TRL that is predicted; None for moetune's own.
+    """
+    return {
+        "report": config,
+        "settings": [model.settings.to_dict(), model.source.config.to_dict()],
+        "published": model.source.quantization.method,
+        "gpu": [gpu if isinstance(gpu, str) else None, asdict(_card(gpu, config["hardware"]["gpu"]))],
+        "routing": asdict(routing),
+        "allocator": allocator_here("expandable"),
+        **({} if trainer is None else {"trainer": [trainer.trainer, trainer.arguments, version("trl")]}),
+    }
 
 
 def kept(
@@ -26,28 +58,15 @@ def kept(
 ) -> MemoryReport:
     """Read the traced report of a run on a GPU from disk; if it is not there, call `trace` for it, and write it.
 
-    The key is all that the report depends on: the run, `gpu`, `routing`, the allocator's configuration, and `trainer`,
-    the trainer of TRL that was traced (None: moetune's own). In a report from disk the time of a step is estimated anew
-    from the work that was counted, by the speeds that are known now.
+    In a report from disk the time of a step is estimated anew from the work that was counted, by the speeds that are
+    known now.
 
     Args:
-        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; None for `hardware.gpu`.
+        gpu, routing, trainer: as in `what_decides`.
         trace: makes the report.
     """
-    name = gpu or run.config.hardware.gpu or "l40s"
-    card = name if isinstance(name, Gpu) else find_gpu(name)
-    key = store.key_of(
-        {
-            "report": run.config.model_dump(mode="json", exclude={"output"}),
-            "settings": [run.model.settings.to_dict(), run.model.source.config.to_dict()],
-            "published": run.model.source.quantization.method,
-            "gpu": [gpu if isinstance(gpu, str) else None, asdict(card)],
-            "routing": asdict(routing),
-            "allocator": allocator_here("expandable"),
-            **({} if trainer is None else {"trainer": [trainer.trainer, trainer.arguments, version("trl")]}),
-        },
-        rank=0,
-    )
+    config = run.config.model_dump(mode="json", exclude={"output"})
+    key = store.key_of(what_decides(config, run.model, gpu, routing, trainer), rank=0)
     if (there := store.read_content(key, _content())) is None:
         report = trace()
         store.write_content(key, _content(), (key, report))
@@ -55,10 +74,46 @@ def kept(
     report = there[1]
     if report.time is None:
         return report
+    card = _card(gpu, run.config.hardware.gpu)
     time = duration(report.time.work, report.time.tokens, card, (one.bytes for one in report.collectives))
     return replace(report, time=time)
+
+
+def _card(gpu: str | Gpu | None, of_run: str | None) -> Gpu:
+    name = gpu or of_run or "l40s"
+    return name if isinstance(name, Gpu) else find_gpu(name)
 
 
 @cache
 def _content() -> TypeAdapter[tuple[str, MemoryReport]]:
     return TypeAdapter(tuple[str, MemoryReport])
+
+
+def kept_candidate(
+    about: dict[str, Any], strategy: Strategy, more_than: int, search: Callable[[], Candidate | None]
+) -> Candidate | None:
+    """Read from disk the largest run of a strategy that trains more than a number of experts; if it is not there, call
+    `search` for it, and write it.
+
+    What was found with another `more_than` is used if it answers for this one too.
+
+    Args:
+        about: all that the search depends on, except the strategy and `more_than`.
+        search: searches for the run; returns None if there is none.
+    """
+    key = store.key_of({**about, "strategy": asdict(strategy)}, rank=0)
+    if (there := store.read_content(key, _candidates())) is not None:
+        _, least, found = there
+        if found is not None:
+            is_more = strategy.goal != "experts" or found.amount > worth(more_than)
+            return replace(found, strategy=strategy) if is_more else None
+        if least <= more_than:
+            return None
+    found = search()
+    store.write_content(key, _candidates(), (key, more_than, found))
+    return found
+
+
+@cache
+def _candidates() -> TypeAdapter[tuple[str, int, Candidate | None]]:
+    return TypeAdapter(tuple[str, int, Candidate | None])

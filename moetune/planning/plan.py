@@ -13,8 +13,8 @@ from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
-from moetune.planning.expert_search import worth
-from moetune.planning.search import Candidate, Search
+from moetune.planning.candidate import Candidate, worth
+from moetune.planning.search import Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
 from moetune.training.trl import InTrl
@@ -196,7 +196,7 @@ def plan(
     ]
     if not of_goals:
         raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
-    progress = Progress(sum(search.may_fit(one) for of_goal in of_goals for one in of_goal if not one.is_slow))
+    progress = Progress(sum(search.may_fit(one) for of_goal in of_goals for one in of_goal if not one.slowness))
     candidates: list[Candidate] = []
     found: list[Candidate] = []
     refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
@@ -270,7 +270,7 @@ def _largest(
     progress: Progress,
     show: Callable[[Progress], None],
 ) -> Iterator[Candidate]:
-    """Yield the largest run of each strategy for a goal. Slow strategies are searched only if no other strategy fits.
+    """Yield the largest run of each strategy for a goal. Slower strategies are searched only if no faster one fits.
 
     Args:
         of_goal: the strategies, best first.
@@ -286,12 +286,12 @@ def _largest(
     def more_than(before: list[Candidate | UserError | None]) -> tuple[int]:
         return (max((one.amount for one in before if isinstance(one, Candidate)), default=0),)
 
-    for is_slow in (False, True):
-        some = [one for one in of_goal if one.is_slow is is_slow and search.may_fit(one)]
+    for slowness in sorted({one.slowness for one in of_goal}):
+        some = [one for one in of_goal if one.slowness == slowness and search.may_fit(one)]
         left = len(some)
-        if is_slow:
+        if slowness:
             progress.all += left
-        for strategy, one in workers.answers("largest", some, begin, more_than):
+        for strategy, one in workers.answers("found", some, begin, more_than):
             left -= 1
             progress.searched += 1
             if one is None:
@@ -331,7 +331,7 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
 
     The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; rows of a
     micro-batch, most first. A candidate is beaten by another one for the same goal, from an earlier strategy, that
-    trains at least as much (half a percent less counts as equal); for LoRA and routers, also with at least as many
+    trains at least as much (two percent less count as equal); for LoRA and routers, also with at least as many
     rows in a micro-batch.
     """
 

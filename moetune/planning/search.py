@@ -20,11 +20,14 @@ from moetune.memory.trace.alike import Stack, made_alike
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
-from moetune.planning.expert_search import ExpertSearch, worth
+from moetune.planning.candidate import Candidate, NextLarger, worth
+from moetune.planning.expert_search import ExpertSearch
+from moetune.planning.kept import kept_candidate, what_decides
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import headroom, last_that_fits
-from moetune.planning.strategies import Goal, Strategy
+from moetune.planning.strategies import Strategy
 from moetune.run.resolve import resolve_model
+from moetune.run.resolved import ResolvedModel
 from moetune.training.optim.saved import saved_bytes
 from moetune.training.trl import InTrl
 
@@ -34,81 +37,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 _BITS = {"nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
-
-
-@dataclass(frozen=True)
-class NextLarger:
-    """The next larger run of a strategy, which does not fit, or not surely.
-
-    Attributes:
-        what: its size in words, such as `3 layers × 2 experts` or `rank 32`.
-        config: its configuration.
-        report: its predicted memory.
-    """
-
-    what: str
-    config: RunConfig
-    report: MemoryReport
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The largest run of a strategy that fits.
-
-    Attributes:
-        strategy: the strategy.
-        config: its configuration.
-        report: its predicted memory.
-        amount: how much trains: experts in all layers together for the goal `experts`, the rank for `lora`, 0 for
-            `router`.
-        next_larger: the next larger run, which does not fit, or not surely; None if there is nothing larger.
-    """
-
-    strategy: Strategy
-    config: RunConfig
-    report: MemoryReport
-    amount: int
-    next_larger: NextLarger | None = None
-
-    @property
-    def goal(self) -> Goal:
-        return self.strategy.goal
-
-    @property
-    def trains(self) -> str:
-        """What trains as text, such as `LoRA rank 16 on attention, experts`."""
-        return dict(self.report.about)["trains"]
-
-    @property
-    def optimizer(self) -> str:
-        """The optimizer as text, such as `adamw, float32 master weights`."""
-        return dict(self.report.about)["optimizer"]
-
-    def to_json(self, tokens: int | None = None) -> dict[str, Any]:
-        """Return the candidate as an object of `moetune plan --json`; with `tokens`, including the hours of
-        training."""
-        report, larger = self.report, self.next_larger
-        time = report.time
-        return {
-            "goal": self.goal,
-            "run": self.config.model_dump(mode="json", exclude_unset=True),
-            "trains": self.trains,
-            "gives_up": list(self.strategy.gives_up),
-            **report.figures(),
-            "fullest_phase": None if report.moment is None else report.moment.phase,
-            "fits": report.fits,
-            "tokens_per_second_estimate": None if time is None else time.tokens_per_second.middle,
-            "tokens_per_second": None if time is None else time.tokens_per_second.to_json(),
-            "hours": None if time is None or tokens is None else time.hours(tokens).to_json(),
-            "beyond": None
-            if larger is None
-            else {
-                "what": larger.what,
-                "required_bytes": larger.report.required,
-                "required_range": larger.report.span.to_json(),
-                "verdict": larger.report.verdict,
-            },
-        }
 
 
 @dataclass(frozen=True)
@@ -163,10 +91,14 @@ class Search:
         return cls(start, structure, predictor, card.memory.value, context, tight=tight)
 
     @cached_property
+    def _model(self) -> ResolvedModel:
+        return resolve_model(self.start.model)
+
+    @cached_property
     def rows(self) -> tuple[int, ...]:
         """Sizes of a micro-batch to try. Layers with a state take as long for each document whatever the size, and a
         record serves a single size (memory/closed_form/): of a model that has such layers only one row is tried."""
-        return ROWS[:1] if layers_with_state(resolve_model(self.start.model).plain) else ROWS
+        return ROWS[:1] if layers_with_state(self._model.plain) else ROWS
 
     @property
     def left(self) -> Callable[[MemoryReport], int]:
@@ -181,16 +113,17 @@ class Search:
 
     @cached_property
     def depths(self) -> list[int]:
-        """Numbers of layers whose experts may train, ascending: all, if most of them share a record; else 1, the
-        largest group that shares one, and the number of all layers."""
-        made = list(made_alike(resolve_model(self.start.model).plain).values())
+        """Numbers of layers whose experts may train, ascending: 1; the numbers that share a record, or all from the
+        smallest of these if most do; and the number of all layers."""
+        made = list(made_alike(self._model.plain).values())
         alike: dict[Hashable, list[int]] = {}
         for number, layer in enumerate(self.layers, 1):
             kinds = [(one, place in self.layers and place <= layer) for place, one in enumerate(made)]
             alike.setdefault(tuple(kinds[place] for place in Stack.of(kinds).kept), []).append(number)
         largest, of_all = max(alike.values(), key=len), len(self.layers)
         # at the ends of a stack, up to five numbers of layers have a record of their own
-        return [*range(1, of_all + 1)] if 2 * len(largest) >= of_all - 5 else sorted({1, *largest, of_all})
+        shared = [*range(largest[0], of_all)] if 2 * len(largest) >= of_all - 5 else largest
+        return sorted({1, *shared, of_all})
 
     @cached_property
     def experts(self) -> int:
@@ -261,14 +194,21 @@ class Search:
                 break
             else:
                 margin += max(self.left(now.report) - self.left(report), 1)
-            now = replace(self, margin=margin).largest(found.strategy)
+            now = replace(self, margin=margin).found(found.strategy)
         return sure
+
+    def found(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
+        """Return what `largest` finds, read from disk if it was searched for before (kept.py)."""
+        of, start = self.predictor, self.start.model_dump(mode="json", exclude={"output"})
+        about = what_decides(start, self._model, of.gpu, of.routing, of.trainer)
+        about |= {"margin": self.margin, "tight": self.tight}
+        return kept_candidate(about, strategy, more_than, lambda: self.largest(strategy, more_than))
 
     def largest(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
         """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit.
 
         `more_than` is the number of experts, in all layers together, that an earlier strategy trains. For the goal
-        `experts`, None also if no run that fits trains over half a percent more than these (`worth`).
+        `experts`, None also if no run that fits trains enough more than these (`worth`).
         """
         match strategy.goal:
             case "experts":

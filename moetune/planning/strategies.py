@@ -45,9 +45,11 @@ class Strategy:
         return any(is_setting_of_host(key, value) for key, value in self.settings.items())
 
     @property
-    def is_slow(self) -> bool:
-        """Whether experts or layer inputs move to host memory; searched only if no other strategy fits."""
-        return self.settings.get("model.experts_on") == "host" or self.settings["train.checkpointing"] == "offload"
+    def slowness(self) -> int:
+        """How much of what a step reads lies in host memory: 0 for weights and layer inputs on the GPU; 1 for layer
+        inputs in host memory, 2 for experts, 3 for both. Slower strategies are searched only if no faster one fits."""
+        experts, inputs = self.settings.get("model.experts_on") == "host", self.settings["train.checkpointing"]
+        return 2 * experts + (inputs == "offload")
 
 
 _MICRO_STEPS = 8

@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # a spawned process must run `_begin` before slow imports
 
     from moetune.memory.assumed_routing import AssumedRouting
     from moetune.models.catalog.gpus import Gpu
-    from moetune.planning.search import Candidate, Search
+    from moetune.planning.candidate import Candidate
+    from moetune.planning.search import Search
     from moetune.planning.strategies import Strategy
     from moetune.training.trl import InTrl
 
@@ -71,7 +72,7 @@ class Workers:
 
     def answers(
         self,
-        method: Literal["largest", "traced"],
+        method: Literal["found", "traced"],
         inputs: Sequence[_Input],
         say: Callable[[_Input], None],
         more: Callable[[list[_Output]], tuple[Any, ...]] = lambda before: (),

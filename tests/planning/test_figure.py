@@ -10,9 +10,9 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import Parts
 from moetune.memory.time.roofline import Duration, Range
+from moetune.planning.candidate import Candidate
 from moetune.planning.figure import front, plan_chart
 from moetune.planning.plan import Miss, Plan
-from moetune.planning.search import Candidate
 from moetune.planning.strategies import Strategy
 from moetune.planning.tables import plan_view
 from moetune.report.page import page as rendered

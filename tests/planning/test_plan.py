@@ -6,8 +6,9 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
+from moetune.planning.candidate import Candidate
 from moetune.planning.plan import Plan, _useful_first, plan
-from moetune.planning.search import Candidate, Search
+from moetune.planning.search import Search
 from moetune.planning.strategies import Goal, Strategy
 from moetune.planning.tables import plan_view
 from tests.report.sample import sample

@@ -9,8 +9,9 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.models.structure import ModelStructure
+from moetune.planning.candidate import Candidate, worth
 from moetune.planning.predictor import Predictor
-from moetune.planning.search import Candidate, Search
+from moetune.planning.search import Search
 from moetune.planning.strategies import Goal, Strategy, strategies
 from moetune.run import validation
 from moetune.run.resolve import resolve_model
@@ -110,8 +111,12 @@ def test_the_most_experts_is_what_exhaustive_search_finds() -> None:
         search = Search(start, model, answers, usable)
         answers.bound = lambda count, search=search, strategy=strategy: search.bound(strategy, count)
         found, predicted = found_by(search, strategy), len(answers.asked)
-        assert found == exhaustive(search, strategy)
-        assert found is None or predicted < len(grid(search)) / 4
+        best = exhaustive(search, strategy)
+        assert (found is None) is (best is None)
+        if found is None or best is None:
+            continue
+        assert found == best or worth(found[0] * found[1]) >= best[0] * best[1]
+        assert predicted < len(grid(search)) / 4
 
 
 @pytest.mark.parametrize(("model", "depths"), [("gemma-4-26b-a4b", 5), ("gpt-oss-20b", 11)])
@@ -136,7 +141,7 @@ def test_where_layers_alternate_few_numbers_of_layers_are_tried(model: str, dept
         expected = _best(search, strategy, [layers] if few.fits else tried)
         answers.asked.clear()
         found = search.largest(strategy)
-        assert (0 if found is None else found.amount) >= expected / 1.005
+        assert worth(0 if found is None else found.amount) >= expected
         assert {layers for layers, _ in answers.asked} <= set(tried)
 
 

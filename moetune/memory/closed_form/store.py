@@ -125,10 +125,11 @@ def read_content(key: str, type_: TypeAdapter[Content]) -> Content | None:
 
 def write_content(key: str, type_: TypeAdapter[Content], content: Content) -> None:
     """Write `content`, of the type that `type_` dumps, to the file named by `key`, replacing an older one; an error of
-    the file system is ignored, and the old file stays. Raise `UserError` as `folder`."""
+    the file system is ignored, and the old file stays. Settings that a configuration leaves out stay left out. Raise
+    `UserError` as `folder`."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        write_whole(_file(key), gzip.compress(type_.dump_json(content), 1))
+        write_whole(_file(key), gzip.compress(type_.dump_json(content, exclude_unset=True), 1))
     except OSError:
         return  # made again next time
 
