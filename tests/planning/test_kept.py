@@ -1,4 +1,4 @@
-"""A report by trace is read from disk where the same run was traced before."""
+"""A traced report, and what a search found, are read from disk when the same is asked again."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,10 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.memory.closed_form import store
 from moetune.planning import predictor
+from moetune.planning.candidate import Candidate, worth
 from moetune.planning.predictor import Predictor
+from moetune.planning.search import Search
+from moetune.planning.strategies import Strategy, strategies
 
 
 def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +35,49 @@ def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: py
         file.write_bytes(file.read_bytes()[:-9])
     assert Predictor().traced(run(64)) == first
     assert len(traced) == 4
+
+
+def test_a_strategy_is_searched_once(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
+    largest, searched = Search.largest, []
+
+    def counted(search: Search, strategy: Strategy, more_than: int = 0) -> Candidate | None:
+        searched.append(more_than)
+        return largest(search, strategy, more_than)
+
+    monkeypatch.setattr(Search, "largest", counted)
+
+    def search(length: int = 64, **options: bool) -> Search:
+        raw = {"model": {"path": str(small_model)}, "adapt": {}, "hardware": {"gpu": "24GiB"}}
+        return Search.of(RunConfig.model_validate({**raw, "train": {"sequence_length": length}}), **options)
+
+    strategy = next(strategies("experts", search().structure, 1))
+    first = search().found(strategy)
+    assert first is not None
+    again = search().found(strategy)
+    assert again == first
+    assert again.config.model_fields_set == first.config.model_fields_set
+    assert again.to_json() == first.to_json()
+    few, many = 0, first.amount
+    while worth(few + 1) < many:
+        few += 1
+    assert search().found(strategy, few) == first
+    assert search().found(strategy, many) is None  # no search: what is known trains no more than these
+    assert searched == [0]
+    search(128).found(strategy)
+    search(tight=True).found(strategy)
+    assert searched == [0, 0, 0]
+
+
+def test_nothing_found_is_known_for_more_experts_only(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
+    asked: list[int] = []
+    monkeypatch.setattr(Search, "largest", lambda search, strategy, more_than: asked.append(more_than))
+    raw = {"model": {"path": str(small_model)}, "adapt": {}, "hardware": {"gpu": "24GiB"}}
+    search = Search.of(RunConfig.model_validate(raw))
+    strategy = next(strategies("experts", search.structure, 1))
+    for more_than in (5, 5, 7, 3, 4):
+        assert search.found(strategy, more_than) is None
+    assert asked == [5, 3]

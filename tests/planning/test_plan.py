@@ -26,20 +26,20 @@ def test_what_is_refused_for_one_reason_is_one_note(small_model: Path, monkeypat
     def refuse(search: Search, strategy: Strategy, more_than: int) -> None:
         raise UserError("no such strategy today")
 
-    monkeypatch.setattr(Search, "largest", refuse)
+    monkeypatch.setattr(Search, "found", refuse)
     refused = plan(str(small_model), "600MiB", goals=("router",), length=64)
     assert refused.notes == ("router, bf16, adamw; int8, adamw; nf4, adamw; nf4, host, adamw: no such strategy today",)
 
 
 def test_ctrl_c_ends_with_what_was_found(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    largest, shown = Search.largest, []
+    found_by, shown = Search.found, []
 
     def interrupted(search: Search, strategy: Strategy, *more: int) -> Candidate | None:
         if strategy.order:
             raise KeyboardInterrupt
-        return largest(search, strategy, *more)
+        return found_by(search, strategy, *more)
 
-    monkeypatch.setattr(Search, "largest", interrupted)
+    monkeypatch.setattr(Search, "found", interrupted)
     monkeypatch.setattr(Search, "is_largest", lambda *_: False)
     found = plan(str(small_model), "24GiB", goals=("router",), length=64, show=lambda now: shown.append(now.searched))
     (one,) = found.candidates
