@@ -1,5 +1,6 @@
 """`moetune plan MODEL`: the largest run of each strategy that fits a GPU, ranked; or the run that nearly fits."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -204,8 +205,7 @@ def plan(
     is_whole, rest = False, list[Candidate]()
     try:
         with Workers(search, processes, options) as workers:
-            for of_goal in of_goals:
-                found += _largest(workers, of_goal, refused, progress, show)
+            found += _largest(workers, [one for of_goal in of_goals for one in of_goal], refused, progress, show)
             rest = _confirm(workers, _ranked(found), candidates, late, progress, show, every)
             is_whole = True
     except KeyboardInterrupt:
@@ -265,48 +265,53 @@ def _confirm(
 
 def _largest(
     workers: Workers,
-    of_goal: list[Strategy],
+    tried: Sequence[Strategy],
     refused: dict[tuple[Goal, str], list[str]],
     progress: Progress,
     show: Callable[[Progress], None],
 ) -> Iterator[Candidate]:
-    """Yield the largest run of each strategy for a goal. Slower strategies are searched only if no faster one fits.
+    """Yield the largest run of each strategy. Of a goal, slower strategies are searched only if no faster one fits.
 
     Args:
-        of_goal: the strategies, best first.
+        tried: the strategies, those of a goal best first.
         refused: (goal, reason) -> strategies that cannot be predicted for it; they are added.
         show: called with `progress`, which is kept up to date, before each strategy and after each candidate.
     """
-    has_found, search = False, workers.search
+    search, goals_found, goals_done = workers.search, set[Goal](), set[Goal]()
 
     def begin(one: Strategy) -> None:
         progress.now = f"{one.goal}: {one.words}"
         show(progress)
 
-    def more_than(before: list[Candidate | UserError | None]) -> tuple[int]:
-        return (max((one.amount for one in before if isinstance(one, Candidate)), default=0),)
+    def more_than(one: Strategy, before: list[Candidate | UserError | None]) -> tuple[int] | None:
+        known = [other for other in before if isinstance(other, Candidate) and other.goal == one.goal]
+        if any(map(search.is_largest, known)):  # all later strategies give up more and cannot train more
+            return None
+        return (max((other.amount for other in known), default=0),)
 
-    for slowness in sorted({one.slowness for one in of_goal}):
-        some = [one for one in of_goal if one.slowness == slowness and search.may_fit(one)]
-        left = len(some)
+    for slowness in sorted({one.slowness for one in tried}):
+        some = [one for one in tried if one.slowness == slowness and one.goal not in goals_found]
+        some = [one for one in some if search.may_fit(one)]
+        left = Counter(one.goal for one in some)
         if slowness:
-            progress.all += left
+            progress.all += len(some)
         for strategy, one in workers.answers("found", some, begin, more_than):
-            left -= 1
+            if strategy.goal in goals_done:
+                continue
+            left[strategy.goal] -= 1
             progress.searched += 1
             if one is None:
                 continue
             if isinstance(one, UserError):
                 refused.setdefault((strategy.goal, one_line(one)), []).append(strategy.words)
                 continue
-            has_found, progress.best = True, one
+            goals_found.add(one.goal)
+            progress.best = one
             show(progress)
             yield one
-            if search.is_largest(one):  # all later strategies give up more and cannot train more
-                progress.all -= left
-                return
-        if has_found:
-            return
+            if search.is_largest(one):
+                goals_done.add(one.goal)
+                progress.all -= left[one.goal]
 
 
 def _useful_first(candidates: list[Candidate]) -> list[Candidate]:

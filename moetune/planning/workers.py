@@ -75,7 +75,7 @@ class Workers:
         method: Literal["found", "traced"],
         inputs: Sequence[_Input],
         say: Callable[[_Input], None],
-        more: Callable[[list[_Output]], tuple[Any, ...]] = lambda before: (),
+        more: Callable[[_Input, list[_Output]], tuple[Any, ...] | None] = lambda one, before: (),
     ) -> Iterator[tuple[_Input, _Output]]:
         """Call a method of `Search` with each input, and yield (input, result) pairs in the order of the inputs.
 
@@ -86,21 +86,28 @@ class Workers:
             method: the name of the method.
             inputs: the first argument of each call.
             say: called with each input on which this process begins to work.
-            more: returns further arguments of a call, from the results for earlier inputs known when it begins.
+            more: returns further arguments of a call, from its input and the results for earlier inputs known when it
+                begins; None if the call is needless, whose result is then None.
         """
         left, lock, busy = deque(range(len(inputs))), Condition(), 0
         results: dict[int, _Output] = {}
 
-        def arguments(number: int) -> tuple[Any, ...]:
-            before: list[_Output] = [result for at, result in sorted(results.items()) if at < number]
-            return self._start, method, inputs[number], *more(before)
+        def arguments() -> tuple[_Start, str, _Input, tuple[Any, ...]] | None:
+            """Return the arguments of the next call; None if no call is left. Pass over needless calls."""
+            while left:
+                before: list[_Output] = [result for at, result in sorted(results.items()) if at < left[0]]
+                further = more(inputs[left[0]], before)
+                if further is not None:
+                    return self._start, method, inputs[left[0]], further
+                results[left.popleft()] = None
+            return None
 
         def feed() -> None:
             """Give work to the other processes that are free; the caller must hold `lock`."""
             nonlocal busy
-            while self._pool is not None and left and busy < self._others:
+            while self._pool is not None and busy < self._others and (call := arguments()) is not None:
                 try:
-                    future = self._pool.submit(_answer, *arguments(left[0]))
+                    future = self._pool.submit(_answer, *call)
                 except (BrokenProcessPool, RuntimeError):  # the others were killed: this process does their work
                     return
                 number, busy = left.popleft(), busy + 1
@@ -122,11 +129,10 @@ class Workers:
                 while number not in results:
                     with lock:
                         lock.wait_for(lambda: left or number in results)  # noqa: B023
-                        mine = left.popleft() if left else None
-                        if mine is not None:
-                            call = arguments(mine)
+                        call = arguments()
+                        mine = None if call is None else left.popleft()
                         feed()
-                    if mine is not None:
+                    if call is not None and mine is not None:
                         say(inputs[mine])
                         result = _answer(*call, search=self.search)
                         with lock:
@@ -172,7 +178,7 @@ def _search(start: _Start) -> Search:
 
 
 def _answer(
-    start: _Start, method: str, one: Strategy | Candidate, *more: Any, search: Search | None = None
+    start: _Start, method: str, one: Strategy | Candidate, more: tuple[Any, ...], search: Search | None = None
 ) -> Candidate | UserError | None:
     """Call a method of `search` (None: of this process's search for `start`) with `one` and `more` arguments; return
     its result, or the `UserError` that it raises."""
