@@ -232,7 +232,8 @@ class ClosedForm:
         if len(idle) > 1:
             raise NoClosedForm("layers differ in which experts receive no token; use --method trace")
         is_alone = head.trains and batch.size >= batch.tokens
-        one_row = train.micro_batch == 1 and (self.gpu is None or config.model.attention == "eager")
+        is_unlike = head.copies or self.gpu is None or config.model.attention == "eager"
+        one_row = train.micro_batch == 1 and is_unlike
         longer = tuple(sorted(limit for limit in self.limits if limit > length))
         only: tuple[int, ...] = (train.micro_batch, length, batch.size, batch.block) if head.loops else ()
         if head.loops and held_out is not None:
@@ -343,18 +344,20 @@ over the sequence."""
 
 
 def _head_of(steps: Steps) -> KnownHead:
-    """Return the sizes of the LM head, and whether the model loops, from forward passes at the lengths `_PROBED`."""
-    adapted, lengths = steps.adapted, []
+    """Return the sizes of the LM head, whether the model loops, from forward passes at the lengths `_PROBED`, and
+    whether it copies for several rows."""
+    adapted, allocations = steps.adapted, []
     trains = _head_trains(adapted.model)
-    for length in _PROBED:
-        batch = batches_of(adapted, length)(1)
+    for rows, length in ((1, _PROBED[0]), (1, _PROBED[1]), (2, _PROBED[0])):
+        batch = batches_of(adapted, length)(rows)
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
         tracker = Tracker({})
         with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (_, tail):
             known = KnownHead(tail.vocabulary, tail.width, tail.row_bytes, trains)
         reshard(adapted.model)  # so that the next pass starts in the same state
-        lengths.append(sum(entry >= 0 for entry in tracker.log.entries))
-    return replace(known, loops=lengths[0] != lengths[1] or DOCUMENT_LENGTHS in batch)
+        allocations.append(sum(entry >= 0 for entry in tracker.log.entries))
+    first, longer, more = allocations
+    return replace(known, loops=first != longer or DOCUMENT_LENGTHS in batch, copies=more > first)
 
 
 def _head_trains(model: PreTrainedModel) -> bool:

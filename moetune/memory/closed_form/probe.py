@@ -5,7 +5,7 @@ Lengths are a large prime times the power of two that their alignment requires.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 from moetune.memory.closed_form.sizes import MOST_ALIGNED, Shape, Sizes, lengths, sizes_of, tiles
 from moetune.training.step.loss import Chunks
@@ -41,7 +41,8 @@ class ProbeSizes:
         that none of these is a multiple of them. `number`, from 0, selects one of several different choices.
 
         A shape that serves its own sizes only (`Shape.only`) is recorded at these; choices differ in the tokens of
-        experts.
+        experts. One that serves lengths below a limit (`Shape.longer`) is recorded at lengths between this and half of
+        it, if two such lengths suit: these need no large prime factor, so other storages may be refused.
         """
         if shape.only:
             rows, sequence, size, block = shape.only[:4]
@@ -50,10 +51,7 @@ class ProbeSizes:
                 held_out_rows, _, size, block = evaluated
                 more = Chunks(held_out_rows * sequence, size, block)
             return cls(rows, sequence, held_out_rows, batch, more, shape.idle, number)
-        free = (p for p in primes(53) if _is_rough(2 * p + 1) and not any(size % p == 0 for size in own))
-        for _ in range(number + 1):
-            rows = next(free)
-            held_out_rows = next(p for p in free if (2 * p + 1) % rows and (2 * rows + 1) % p)
+        rows, held_out_rows = next(islice(_rows(own), number, None))
         rows = 1 if shape.one_row else rows
         # The length is 128·k + aligned: rounded up to multiples of 8, 16, … 128 it gives different numbers, except
         # where it is a multiple already.
@@ -62,10 +60,15 @@ class ProbeSizes:
         usable = (
             n
             for n in candidates
-            if _is_probe_length(n, {rows, held_out_rows} - {1})
-            and all(size % count for size in own for count in tiles(n).values())
+            if _suits(n, {rows, held_out_rows} - {1}, own) and all(map(_is_rough, lengths(n).values()))
         )
         sequence = next(islice(usable, number, None))
+        limit = min(shape.longer, default=0)
+        if sequence >= limit > 0:
+            short = _below(limit, shape.aligned, own)
+            if len(short) > 1:
+                several, held_out_rows, sequence = short[number]
+                rows = 1 if shape.one_row else several
         held_out = probe_chunks(held_out_rows * sequence) if shape.held_out else None
         batch = probe_chunks(rows * sequence, alone=shape.is_alone)
         return cls(rows, sequence, held_out_rows, batch, held_out, shape.idle)
@@ -120,14 +123,16 @@ def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
 
     There are three chunks, the last one smaller, each of a full block and a smaller rest. So every kind of chunk and
     block that a longer batch can have occurs (`sizes.PLACES`). With `alone` there is a single chunk of two blocks.
+    Prime factors are greater than 1,000, or for fewer tokens than 64,000 than a 64th of these.
     """
-    size = last = tokens
-    if not alone:
-        size = next(p for p in primes(int(tokens * 0.36)) if _is_large_prime_or_twice(tokens - 2 * p))
-        last = tokens - 2 * size
-    blocks = primes((size // 2 + last) // 2 + 1)
-    block = next(p for p in blocks if all(_without_factors(n - p, 32) > 1000 for n in (size, last)))
-    return Chunks(tokens, size, block)
+    least = min(1000, tokens // 64)
+    pairs = ((tokens, tokens),) if alone else ((p, tokens - 2 * p) for p in primes(int(tokens * 0.36)))
+    for size, last in pairs:
+        if alone or _is_large_prime_or_twice(last, least):
+            for block in takewhile(lambda p: p < last, primes((size // 2 + last) // 2 + 1)):  # noqa: B023
+                if all(_without_factors(n - block, 32) > least for n in (size, last)):
+                    return Chunks(tokens, size, block)
+    raise ValueError(f"{tokens} tokens are too few")
 
 
 def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
@@ -156,18 +161,38 @@ def own_rows(total: int, experts: int, idle: Sequence[int], number: int) -> list
     return [rows[expert] for expert in range(experts)]
 
 
-def _is_probe_length(sequence: int, rows: Collection[int]) -> bool:
-    """Return whether each size that `lengths` derives has a prime factor above 50, and is divisible by neither p nor
-    2·p + 1 for any p in `rows`."""
-    return all(
-        _is_rough(size) and all(size % p and size % (2 * p + 1) for p in rows) for size in lengths(sequence).values()
-    )
+def _rows(own: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Yield pairs of rows, of a micro-batch and of an evaluation's batch: different primes p that divide no size in
+    `own`; neither divides 2·p + 1 of the other, which have prime factors above 50."""
+    free = (p for p in primes(53) if _is_rough(2 * p + 1) and not any(size % p == 0 for size in own))
+    for rows in free:
+        yield rows, next(p for p in free if (2 * p + 1) % rows and (2 * rows + 1) % p)
 
 
-def _is_large_prime_or_twice(number: int) -> bool:
-    """Return whether a number is p·2ⁿ for a prime p > 1,000 and any n ≥ 0."""
+def _below(limit: int, aligned: int, own: Collection[int]) -> list[tuple[int, int, int]]:
+    """Return (rows of a micro-batch, rows of an evaluation's batch, length) for each length that suits, from below
+    `limit` to half of it, with other rows for each length."""
+    found, left = list[tuple[int, int, int]](), list(islice(_rows(own), 8))
+    for sequence in range(limit - 1, limit // 2, -1):
+        if sequence % (2 * MOST_ALIGNED) == aligned:
+            pair = next((pair for pair in left if _suits(sequence, pair, own)), None)
+            if pair is not None:
+                found.append((*pair, sequence))
+                left.remove(pair)
+    return found
+
+
+def _suits(sequence: int, rows: Collection[int], own: Collection[int]) -> bool:
+    """Return whether a length suits: no size that `lengths` derives from it is divisible by p or 2·p + 1 for any p in
+    `rows`, and no size in `own` by a number of its tiles."""
+    of_length = all(size % p and size % (2 * p + 1) for p in rows for size in lengths(sequence).values())
+    return of_length and all(size % count for size in own for count in tiles(sequence).values())
+
+
+def _is_large_prime_or_twice(number: int, least: int) -> bool:
+    """Return whether a number is p·2ⁿ for a prime p > `least` and any n ≥ 0."""
     odd = _without_factors(number, 3)
-    return odd > 1000 and next(primes(odd)) == odd
+    return odd > least and next(primes(odd)) == odd
 
 
 def _is_rough(number: int) -> bool:

@@ -3,10 +3,13 @@
 A step is recorded at two choices of probe sizes: the monomials are derived from the first, and checked with the second.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Annotated
+from functools import cache, cached_property
+from itertools import combinations_with_replacement
+from math import prod
+from typing import Annotated, TypeAlias
 
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator
@@ -186,6 +189,9 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
             (b.bytes, False, ()) if (b.op, b.module, b.bytes) in constants else of
             for b, of in zip(log.blocks, found, strict=True)
         ]
+    if like is None:
+        other, other_sizes, other_rows, _ = others[0]
+        found = _of_both(log, other, found, (rows, sizes), (other_rows, other_sizes))
     powers = list(dict.fromkeys(power for *_, power in found))
     numbers = {power: number for number, power in enumerate(powers)}
     for other, other_sizes, other_rows, _ in others:
@@ -219,9 +225,44 @@ def _refuse_other_storages(log: Log, other: Log) -> None:
         )
 
 
-def _compare(
-    log: Log, other: Log, found: Sequence[tuple[int, bool, Powers]], values: Mapping[Powers, int], rows: ExpertRows
-) -> None:
+_DEGREES = 4
+"""Number of degrees of a monomial that `_of_both` tries, from 0."""
+_Found: TypeAlias = tuple[int, bool, Powers]
+"""Bytes of a block: coefficient, whether it is multiplied by its experts' tokens, and monomial."""
+
+
+def _of_both(
+    log: Log, other: Log, found: list[_Found], at: tuple[ExpertRows, Sizes], there: tuple[ExpertRows, Sizes]
+) -> list[_Found]:
+    """Return `found`, the bytes of each block of `log`, with those replaced that the step of `other` contradicts: a
+    size may divide a coefficient by chance. They become the monomial of lowest degree with equal coefficients in both
+    steps; they stay if there is none.
+
+    Args:
+        at, there: tokens of each expert, and sizes, of the steps of `log` and of `other`.
+    """
+    names, replaced = [name for _, name in Monomials(at[1]).values], list(found)
+    powers = [power for degree in range(_DEGREES) for power in combinations_with_replacement(names, degree)]
+    values = [[prod(sizes[name] for name in power) for power in powers] for _, sizes in (at, there)]
+
+    @cache
+    def explaining(mine: int, rows: int, its: int, its_rows: int) -> _Found | None:
+        for power, value, its_value in zip(powers, *values, strict=True):
+            for many, its_many in ((1, 1), (rows, its_rows)):
+                whole, its_whole = value * many, its_value * its_many
+                if whole and mine % whole == 0 and mine * its_whole == its * whole:
+                    return mine // whole, many > 1, tuple(sorted(Counter(power).items()))
+        return None
+
+    for number, (block, same) in enumerate(zip(log.blocks, other.blocks, strict=True)):
+        coefficient, grows, power = found[number]
+        rows, its_rows = at[0].of(block), there[0].of(same)
+        if coefficient * value_of(power, there[1]) * (its_rows if grows else 1) != same.bytes:
+            replaced[number] = explaining(block.bytes, rows, same.bytes, its_rows) or found[number]
+    return replaced
+
+
+def _compare(log: Log, other: Log, found: Sequence[_Found], values: Mapping[Powers, int], rows: ExpertRows) -> None:
     """Raise `NoClosedForm` if the bytes of `other`, the log of a step at other sizes, differ from those of the
     monomials.
 

@@ -40,6 +40,8 @@ class KnownHead:
         trains: whether any parameter outside of the decoder stack trains.
         loops: whether the model's code loops over documents or pieces of a sequence, so that the number of tensors
             depends on its length.
+        copies: whether it allocates more tensors for several rows than for one, such as copies of an input that is
+            broadcast over the rows.
     """
 
     vocabulary: int
@@ -47,6 +49,7 @@ class KnownHead:
     row_bytes: int
     trains: bool
     loops: bool = False
+    copies: bool = False
 
 
 @dataclass(frozen=True)
