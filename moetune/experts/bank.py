@@ -244,7 +244,7 @@ class ExpertBank(nn.Module):
             here = () if self.plan.lora is None else self.plan.lora.ids
             lora = ExpertLora(plan.lora, here, shape, rows, device)
             self.lora = lora if here else None
-        self._kinds = [self._kind(expert) for expert in self.expert_order]
+        self.kinds = [self._kind(expert) for expert in self.expert_order]
 
     @torch.no_grad()
     def put_(self, expert: int, name: ExpertTensor, tensor: Tensor) -> None:
@@ -282,7 +282,7 @@ class ExpertBank(nn.Module):
         each fully trained expert is a group of its own, because a group's gradients are one tensor.
         """
         most = most_together(self.expert_shape, self.context.expert_memory, dtype)
-        return groups_of(self._kinds, most, alone=self.hooks.gradient is not None)
+        return groups_of(self.kinds, most, alone=self.hooks.gradient is not None)
 
     def _kind(self, expert: int) -> Kind:
         """Return how an expert trains."""

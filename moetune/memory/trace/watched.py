@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
@@ -87,7 +88,10 @@ class Watched:
         """Record the model's operations, layer boundaries and expert groups in a tracker within the `with` block;
         without `tracking` no operations. For a GPU, `scaled_dot_product_attention` is replaced by the operator that
         runs on it."""
-        watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts)
+        first = next(self.adapted.model.parameters(), None)
+        is_fake = tracking and first is not None and isinstance(local_tensor(first), FakeTensor)
+        written = tracker.is_written if is_fake else None
+        watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts, is_written=written)
         attention = nullcontext() if self.capability is None else replace_attention(self.capability)
         with self._cutting(tracker), watching, tracker if tracking else nullcontext(), attention:
             yield
