@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moetune.experts.activation import recognize
-from moetune.experts.context import ExpertContext, reading
+from moetune.experts.context import ExpertContext, Kind, reading
 from moetune.experts.kernels.grouped import is_in_triton
 from moetune.experts.kernels.routing import sorted_positions
 from moetune.experts.mlp import expert_mlp
@@ -28,8 +28,6 @@ from moetune.models.moe import ExpertShape
 _MOST_AT_ONCE = 2**31 - 1  # weights in one dequantization: bitsandbytes counts them in 32 bits
 
 ExpertTensor = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
-Kind = Literal["trained", "lora", "frozen"]
-"""How an expert trains; experts of different kinds are never computed together."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +242,7 @@ class ExpertBank(nn.Module):
             here = () if self.plan.lora is None else self.plan.lora.ids
             lora = ExpertLora(plan.lora, here, shape, rows, device)
             self.lora = lora if here else None
-        self.kinds = [self._kind(expert) for expert in self.expert_order]
+        self.kinds: Sequence[Kind] = [self._kind(expert) for expert in self.expert_order]
 
     @torch.no_grad()
     def put_(self, expert: int, name: ExpertTensor, tensor: Tensor) -> None:

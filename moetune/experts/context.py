@@ -3,12 +3,15 @@
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
+
+Kind = Literal["trained", "lora", "frozen"]
+"""How an expert trains; experts of different kinds are never computed together."""
 
 ReadCounts = Callable[[], list[int]]
 """Function that returns how often each of E experts was chosen, copied from the device; the host waits."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from moetune.experts.activation import Activation
-from moetune.experts.context import ExpertHooks
+from moetune.experts.context import ExpertHooks, Kind
 from moetune.experts.kernels import operators as kernels
 from moetune.experts.kernels.grouped import GroupedGemm
 from moetune.experts.permutation import Permutation, RowGroup, TokenRows
@@ -40,7 +40,7 @@ class ExpertWeights(Protocol):
     """
 
     expert_order: tuple[int, ...]
-    kinds: Sequence[str]
+    kinds: Sequence[Kind]
     slots: tuple[int, ...]
     activation: Activation
     hooks: ExpertHooks

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from moetune.config.schema import ExpertsConfig
-from moetune.experts.bank import Kind, groups_of, most_together
+from moetune.experts.bank import groups_of, most_together
+from moetune.experts.context import Kind
 from moetune.parallel.coordinates import expert_shards
 from moetune.run.names import parts_by_name
 from moetune.run.placement import balance_experts

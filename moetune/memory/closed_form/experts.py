@@ -17,7 +17,7 @@ from itertools import groupby
 
 import numpy as np
 
-from moetune.experts.bank import Kind
+from moetune.experts.context import Kind
 from moetune.memory.closed_form.banks import Bank
 from moetune.memory.closed_form.record import Record
 from moetune.memory.trace.log import Block, Log

@@ -4,6 +4,7 @@ One closed form serves all runs of a kind: runs that differ only in sizes (rows 
 division in the loss, tokens of each expert) and in settings that no tensor depends on (steps, learning rates, files).
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -345,8 +346,8 @@ over the sequence."""
 
 def _head_of(steps: Steps) -> KnownHead:
     """Return the sizes of the LM head, whether the model loops, from forward passes at the lengths `_PROBED`, and
-    whether it copies for several rows."""
-    adapted, allocations = steps.adapted, []
+    whether it copies for several rows, from one with two."""
+    adapted, made = steps.adapted, list[Counter[tuple[str, int]]]()
     trains = _head_trains(adapted.model)
     for rows, length in ((1, _PROBED[0]), (1, _PROBED[1]), (2, _PROBED[0])):
         batch = batches_of(adapted, length)(rows)
@@ -355,9 +356,15 @@ def _head_of(steps: Steps) -> KnownHead:
         with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (_, tail):
             known = KnownHead(tail.vocabulary, tail.width, tail.row_bytes, trains)
         reshard(adapted.model)  # so that the next pass starts in the same state
-        allocations.append(sum(entry >= 0 for entry in tracker.log.entries))
-    first, longer, more = allocations
-    return replace(known, loops=first != longer or DOCUMENT_LENGTHS in batch, copies=more > first)
+        made.append(Counter((block.op, block.bytes) for block in tracker.log.blocks))
+    one, longer, two = made
+    copied = two - one - Counter({(op, 2 * size): count for (op, size), count in one.items()})
+    hidden = 2 * _PROBED[0] * adapted.model.config.get_text_config().hidden_size * adapted.run.dtype.itemsize
+    return replace(
+        known,
+        loops=one.total() != longer.total() or DOCUMENT_LENGTHS in batch,
+        copies=any(size > hidden for _, size in copied),
+    )
 
 
 def _head_trains(model: PreTrainedModel) -> bool:

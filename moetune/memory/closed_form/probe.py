@@ -21,8 +21,8 @@ class ProbeSizes:
         batch, held_out: division of the tokens of a micro-batch, and of an evaluation's batch, in the loss; None
             without an evaluation.
         idle: ids of the experts that receive no token, in a micro-batch and in an evaluation's batch.
-        number: of choices that differ in the tokens of experts only, which of them this is, from 0; None if the choices
-            differ in all sizes.
+        number: which choice this is, from 0.
+        is_own: whether choices differ in the tokens of experts only.
     """
 
     rows: int
@@ -31,7 +31,8 @@ class ProbeSizes:
     batch: Chunks
     held_out: Chunks | None
     idle: tuple[tuple[int, ...], tuple[int, ...]]
-    number: int | None = None
+    number: int = 0
+    is_own: bool = False
 
     @classmethod
     def of(cls, shape: Shape, own: Collection[int], number: int) -> "ProbeSizes":
@@ -50,7 +51,7 @@ class ProbeSizes:
             if evaluated := shape.only[4:]:
                 held_out_rows, _, size, block = evaluated
                 more = Chunks(held_out_rows * sequence, size, block)
-            return cls(rows, sequence, held_out_rows, batch, more, shape.idle, number)
+            return cls(rows, sequence, held_out_rows, batch, more, shape.idle, number, is_own=True)
         rows, held_out_rows = next(islice(_rows(own), number, None))
         rows = 1 if shape.one_row else rows
         # The length is 128·k + aligned: rounded up to multiples of 8, 16, … 128 it gives different numbers, except
@@ -71,7 +72,7 @@ class ProbeSizes:
                 rows = 1 if shape.one_row else several
         held_out = probe_chunks(held_out_rows * sequence) if shape.held_out else None
         batch = probe_chunks(rows * sequence, alone=shape.is_alone)
-        return cls(rows, sequence, held_out_rows, batch, held_out, shape.idle)
+        return cls(rows, sequence, held_out_rows, batch, held_out, shape.idle, number)
 
     def longer(self, limits: Collection[int]) -> tuple[int, ...]:
         """Return the limits that are greater than the sequence length, ascending."""
@@ -96,12 +97,12 @@ class ProbeSizes:
         idle experts are those of a micro-batch if `total` is a micro-batch's, else those of an evaluation's batch.
         """
         idle = self.idle[total != self.batch.tokens * top_k // shares]
-        return probe_rows(total, experts, idle) if self.number is None else own_rows(total, experts, idle, self.number)
+        return (own_rows if self.is_own else probe_rows)(total, experts, idle, self.number)
 
     def sizes(self) -> Sizes:
         """Return name -> value of all sizes except tokens of experts; with a single row also without B and 2B+1. Empty
         if choices differ in the tokens of experts only."""
-        if self.number is not None:
+        if self.is_own:
             return {}
         sizes = sizes_of(self.rows, self.sequence, self.batch, self.held_out_rows, self.held_out)
         # A single row cannot be found as a factor, and the size of its cu_seqlens is constant.
@@ -135,14 +136,16 @@ def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
     raise ValueError(f"{tokens} tokens are too few")
 
 
-def probe_rows(total: int, experts: int, idle: Sequence[int]) -> list[int]:
+def probe_rows(total: int, experts: int, idle: Sequence[int], number: int = 0) -> list[int]:
     """Return the tokens that each of `experts` experts receives, which sum to `total`.
 
     Experts in `idle` receive none. Each other expert receives the same prime number of tokens, or an equal share if
-    that is less; the last of them receives the rest. Asserts that the rest is not 0.
+    that is less; the last of them receives the rest. `number` selects the smallest such prime, or the next greater
+    ones, so that it differs for different numbers and totals that rise with them. Asserts that the rest is not 0.
     """
     busy = [expert for expert in range(experts) if expert not in idle]
-    each = min(next(primes(total * 9 // (10 * len(busy)))), total // len(busy)) if len(busy) > 1 else 0
+    share = total // len(busy)
+    each = min(next(islice(primes(share * 9 // 10), number, None)), share) if len(busy) > 1 else 0
     rows = dict.fromkeys(idle, 0) | dict.fromkeys(busy, each)
     rows[busy[-1]] = total - each * (len(busy) - 1)
     assert rows[busy[-1]] > 0, "too few rows for so many experts"
@@ -170,10 +173,10 @@ def _rows(own: Collection[int]) -> Iterator[tuple[int, int]]:
 
 
 def _below(limit: int, aligned: int, own: Collection[int]) -> list[tuple[int, int, int]]:
-    """Return (rows of a micro-batch, rows of an evaluation's batch, length) for each length that suits, from below
-    `limit` to half of it, with other rows for each length."""
+    """Return (rows of a micro-batch, rows of an evaluation's batch, length) for each length that suits, ascending, from
+    half of `limit` to below it, with other rows for each length."""
     found, left = list[tuple[int, int, int]](), list(islice(_rows(own), 8))
-    for sequence in range(limit - 1, limit // 2, -1):
+    for sequence in range(limit // 2 + 1, limit):
         if sequence % (2 * MOST_ALIGNED) == aligned:
             pair = next((pair for pair in left if _suits(sequence, pair, own)), None)
             if pair is not None:

@@ -40,8 +40,8 @@ class KnownHead:
         trains: whether any parameter outside of the decoder stack trains.
         loops: whether the model's code loops over documents or pieces of a sequence, so that the number of tensors
             depends on its length.
-        copies: whether it allocates more tensors for several rows than for one, such as copies of an input that is
-            broadcast over the rows.
+        copies: whether a copy that is larger than the hidden states is made of several rows only, because an input is
+            broadcast over them.
     """
 
     vocabulary: int
