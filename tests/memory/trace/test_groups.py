@@ -23,7 +23,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "routers": ("mixtral", {"router": "all"}, {}),
     "lora": ("mixtral", LORA, {"train": {"accumulate": 2}}),
     "lora, biases": ("gpt_oss", LORA, ON_HOST),
-    "experts": ("deepseek_v3", EXPERTS, {"train": {"checkpointing": "none"}}),
+    "experts": ("deepseek_v3", EXPERTS, {"train": {"accumulate": 2}}),
     "lomo": ("qwen3_moe", EXPERTS, {"optimizer": {"name": "lomo"}}),
     "rows kept of some": ("mixtral", LORA, KEEPS_ROWS),
     "offloaded": ("olmoe", MIXED, {"optimizer": {"name": "adamw", "offload": True}, "train": {"accumulate": 2}}),
