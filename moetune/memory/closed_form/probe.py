@@ -124,16 +124,22 @@ def probe_chunks(tokens: int, *, alone: bool = False) -> Chunks:
 
     There are three chunks, the last one smaller, each of a full block and a smaller rest. So every kind of chunk and
     block that a longer batch can have occurs (`sizes.PLACES`). With `alone` there is a single chunk of two blocks.
-    Prime factors are greater than 1,000, or for fewer tokens than 64,000 than a 64th of these.
+    Prime factors are greater than 1,000, or for fewer tokens than 64,000 than a 64th of these, or half of that again.
     """
     least = min(1000, tokens // 64)
-    pairs = ((tokens, tokens),) if alone else ((p, tokens - 2 * p) for p in primes(int(tokens * 0.36)))
-    for size, last in pairs:
-        if alone or _is_large_prime_or_twice(last, least):
+    while True:
+        for size, last in [(tokens, tokens)] if alone else _thirds(tokens, least):
             for block in takewhile(lambda p: p < last, primes((size // 2 + last) // 2 + 1)):  # noqa: B023
                 if all(_without_factors(n - block, 32) > least for n in (size, last)):
                     return Chunks(tokens, size, block)
-    raise ValueError(f"{tokens} tokens are too few")
+        least //= 2
+
+
+def _thirds(tokens: int, least: int) -> Iterator[tuple[int, int]]:
+    """Yield sizes of a full chunk and of the last one, of three: a prime, and p·2ⁿ for a prime p > `least`."""
+    for size in takewhile(lambda p: 2 * p < tokens, primes(int(tokens * 0.36))):
+        if _is_large_prime_or_twice(tokens - 2 * size, least):
+            yield size, tokens - 2 * size
 
 
 def probe_rows(total: int, experts: int, idle: Sequence[int], number: int = 0) -> list[int]:

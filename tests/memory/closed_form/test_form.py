@@ -145,6 +145,17 @@ def test_a_length_below_a_limit_of_the_model_is_left_to_the_trace(model_type: st
         ClosedForm(run).at(run.config)
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.full)])
+@pytest.mark.parametrize("rows", [1, 2, pytest.param(8, marks=pytest.mark.full)])
+def test_a_length_just_below_a_limit_has_a_record(model_type: str, rows: int, tmp_path: Path) -> None:
+    """Where the limit has room for probe lengths; a single row has no copies of what is broadcast over the rows."""
+    toy_config(model_type, index_topk=2048, index_n_heads=64, num_hidden_layers=4).save_pretrained(tmp_path)
+    sections = {"train": {"sequence_length": 1024, "micro_batch": rows}, "hardware": {"gpu": "44GiB"}}
+    run, card = resolve(toy_run(tmp_path, model_type, ADAPT["router"], **sections), "cuda"), find_gpu("44GiB")
+    found, traced = ClosedForm(run, gpu=card).at(run.config), trace(run, gpu=card)
+    assert found.parts() == traced.parts()
+
+
 @pytest.mark.parametrize(
     ("model_type", "is_traced"),
     [
