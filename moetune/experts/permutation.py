@@ -6,6 +6,7 @@ slot is an expert's position in the order in which the experts are computed.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -23,13 +24,18 @@ class RowGroup:
     Attributes:
         gemm: grouped product over the N rows.
         at: slice of these rows among all T·K sorted rows.
-        order: [N] flat positions token·K + choice of the rows, sorted by slot.
+        order_of_all: [T·K] flat positions token·K + choice of all rows, sorted by slot.
     """
 
     slots: range
     gemm: GroupedGemm
     at: slice
-    order: Tensor
+    order_of_all: Tensor
+
+    @cached_property
+    def order(self) -> Tensor:
+        """[N] flat positions token·K + choice of the group's rows, sorted by slot."""
+        return self.order_of_all[self.at]
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Permutation:
             own = slice(group.start, group.stop)
             gemm = GroupedGemm(self.counts[own], None if len(group) == 1 or ends is None else ends[own])
             at = slice(starts[group.start], starts[group.stop])
-            yield RowGroup(group, gemm, at, self.order[at])
+            yield RowGroup(group, gemm, at, self.order)
 
     def _ends(self, groups: list[range]) -> Tensor | None:
         """Return where each slot's rows end, counted from the start of its group: [E] int32 on the device of `order`.
