@@ -1,5 +1,6 @@
 """A plan as a whole: its notes, its order, its rows, an end by Ctrl-C, and what several processes find."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,27 @@ def test_the_most_useful_of_each_goal_is_traced(
     assert len(by_trace) == len(asked) - 1 == (len(found.candidates) if every else len({*by_trace}))
     assert [one.goal for one in found.candidates[: len({*by_trace})]] == sorted({*by_trace})
     assert sum("left out" in note for note in found.notes) == 1
+
+
+@pytest.mark.parametrize("fits", [0, 1, 2, 3])
+def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
+    fits: int, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Goal, int]] = []
+
+    def found(search: Search, strategy: Strategy, more_than: int) -> Candidate | None:
+        asked.append((strategy.goal, strategy.slowness))
+        one = candidate(strategy.goal, "adamw", 1, strategy.order)
+        return (
+            replace(one, strategy=strategy) if strategy.slowness == (fits if strategy.goal == "lora" else 0) else None
+        )
+
+    monkeypatch.setattr(Search, "found", found)
+    monkeypatch.setattr(Search, "may_fit", lambda *_: True)
+    monkeypatch.setattr(Search, "traced", lambda search, one: one)
+    plan(str(small_model), "24GiB", goals=("lora", "router"), length=64, every=True)
+    assert {slowness for goal, slowness in asked if goal == "lora"} == set(range(fits + 1))
+    assert {slowness for goal, slowness in asked if goal == "router"} == {0}
 
 
 def candidate(goal: Goal, name: str, amount: int, order: int, **settings: object) -> Candidate:
