@@ -21,7 +21,7 @@ def apply(
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
-    """Write a copy of a checkpoint with a delta's changes. Refuse a checkpoint other than the delta's base."""
+    """Write a copy of a checkpoint with the tensors of a delta. Refuse a checkpoint other than the delta's base."""
     is_occupied(expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.apply import apply_delta

@@ -32,7 +32,7 @@ def export(
     run: RunFolder,
     format_: Annotated[
         Any,
-        choice("delta|peft|merged|vllm", "Changed tensors, PEFT adapter, whole checkpoint, vLLM adapter.", "--format"),
+        choice("delta|peft|merged|vllm", "Trained tensors, PEFT adapter, whole checkpoint, vLLM adapter.", "--format"),
     ],
     out: Annotated[Path | None, option("DIR", "Output folder, new or empty. Only --predict needs none.")] = None,
     overwrite: Overwrite = False,
