@@ -26,7 +26,7 @@ def write_toy(folder: Path, model_type: str, experts: int = 4, **sizes: Any) -> 
     """Writes the configuration of a toy, 64 wide with a vocabulary of 256. A step takes time for each expert."""
     names = toy_config(model_type).to_dict().keys() & {"num_experts", "num_local_experts", "n_routed_experts"}
     common = {"hidden_size": 64, "vocab_size": 256, **dict.fromkeys(names, experts)}
-    toy_config(model_type, **{**common, **LAYOUTS[model_type], **sizes}).save_pretrained(folder)
+    toy_config(model_type, **{**common, **LAYOUTS.get(model_type, {}), **sizes}).save_pretrained(folder)
     return folder
 
 
