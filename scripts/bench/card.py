@@ -4,14 +4,16 @@
     python scripts/bench/card.py bandwidth      time, GB/s and TFLOP/s of each, beside the roofline's time
     python scripts/bench/card.py repeat         two equal steps of two layers, of each of two models, bit for bit
 
-`check` is what compute-sanitizer is to watch (`--tokens 8` then). Exit code 1: a kernel differs, or the steps do. Not
-measured on a GPU yet.
+`check` is what compute-sanitizer is to watch (`--tokens 8` then). `repeat` asks torch for deterministic algorithms: the
+backward of its flash attention otherwise adds up the gradient of the queries by atomics, in any order. Exit code 1: a
+kernel differs, or the steps do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,8 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch wants it for deterministic products
 
 import torch
 from torch import Tensor
@@ -185,6 +189,7 @@ def main() -> None:
     if given.part == "check":
         wrong = check(device, given.tokens or 100)
     elif given.part == "repeat":
+        torch.use_deterministic_algorithms(True)
         with nullcuda.answering() if nullcuda.is_present() else nullcontext():
             wrong = repeat(device)
     else:

@@ -17,9 +17,12 @@ WAYS = ("router", "experts", "lora")
 def test_gradients_equal_those_of_the_cpu(way: str) -> None:
     config = load_run_config(CONFIGS / f"tiny-{way}.yaml", ["model.dtype=fp32", "model.base=fp32"])
     ids = torch.randint(3, 2000, (2, 64), generator=torch.Generator().manual_seed(0))
-    gradients = {}
+    gradients, start = {}, {}
     for device in ("cpu", "cuda"):
         adapted = build(config, device)
+        with torch.no_grad():
+            for name, weight in adapted.trainable().items():
+                weight.copy_(start.setdefault(name, weight.cpu()))  # each device draws LoRA factors of its own
         adapted.model.train()
         batch = ids.to(device)
         adapted.model(batch, labels=batch, use_cache=False).loss.backward()
