@@ -5,12 +5,12 @@ Recording a closed form takes seconds, evaluating it a tenth of a second (memory
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
 from moetune.adapt.documents import layers_with_state
-from moetune.config.schema import OptimizerConfig, RunConfig
+from moetune.config.schema import RunConfig
 from moetune.errors import counted
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.changes import changed, surely_left
@@ -20,6 +20,7 @@ from moetune.memory.trace.alike import Stack, made_alike
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.selection import ranges
 from moetune.models.structure import ModelStructure
+from moetune.planning.bound import Stored, least_bytes
 from moetune.planning.candidate import Candidate, NextLarger, worth
 from moetune.planning.expert_search import ExpertSearch
 from moetune.planning.kept import kept_candidate, what_decides
@@ -28,13 +29,11 @@ from moetune.planning.solve import headroom, last_that_fits
 from moetune.planning.strategies import Strategy
 from moetune.run.resolve import resolve_model
 from moetune.run.resolved import ResolvedModel
-from moetune.training.optim.saved import saved_bytes
 from moetune.training.trl import InTrl
 
 RANKS = (LOWEST, 8, 16, 32, HIGHEST)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a micro-batch, in rows, that a search tries (`Search.rows`); `RANKS` are the ranks of LoRA."""
-_BITS = {"nf4": 4, "mxfp4": 4, "nvfp4": 4, "int8": 8, "fp8": 8, "bf16": 16, "fp32": 32}
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
 
@@ -64,6 +63,7 @@ class Search:
     context: int = 0
     margin: int = 0
     tight: bool = False
+    _stored: dict[tuple[str, bool], Stored] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -131,29 +131,18 @@ class Search:
         return min((layer.shape.num_experts for layer in self.structure.moe_layers), default=0)
 
     def bound(self, strategy: Strategy, experts: int) -> int:
-        """Return a lower bound, in bytes, of the GPU memory that a run needs, from parameter counts alone.
-
-        The bound adds the stored weights, the context and, for each trained expert, its gradient and what the optimizer
-        keeps (`saved_bytes`). A strategy whose bound exceeds the GPU need not be recorded.
+        """Return a lower bound, in bytes, of the GPU memory that a run needs: the context, and what it stores
+        (`least_bytes`). A strategy whose bound exceeds the GPU need not be recorded.
 
         Args:
             strategy: the strategy.
             experts: the number of experts that train, in all layers together.
         """
         config = self.smallest(strategy)
-        bits, optimizer, parallel = _BITS[config.model.base], config.optimizer, config.parallel
-        of_experts = sum(part.numel for part in self.structure.parameters_of("experts"))
-        rest = sum(part.numel for part in self.structure.parameters) - of_experts
-        needed = rest * bits // 8 // parallel.ranks
-        if config.model.experts_on != "host":  # frozen experts are divided by `ep` only
-            needed += of_experts * bits // 8 // parallel.ep
-        if experts:
-            assert isinstance(optimizer, OptimizerConfig)
-            size = self.structure.moe_layers[0].shape.parameters_per_expert
-            kept = 2 * size if optimizer.offload else saved_bytes(optimizer, (size,), 2)
-            gradient = 0 if optimizer.offload or optimizer.fused_backward else 2 * size
-            needed += experts * (kept + gradient) // parallel.ranks - experts * size * bits // 8 // parallel.ep
-        return self.context + needed
+        key = config.model.base, config.model.double_quant
+        if key not in self._stored:
+            self._stored[key] = Stored.of(self._model, config.model)
+        return self.context + least_bytes(config, self._stored[key], experts)
 
     def may_fit(self, strategy: Strategy) -> bool:
         """Return False if even a strategy's smallest run surely exceeds the GPU, by its `bound`; True is no promise."""

@@ -186,10 +186,28 @@ def test_the_closed_form_of_every_point_of_the_grid_gives_the_same_winner(model:
 
 
 def test_arithmetic_bounds_what_a_run_needs(small_model: Path) -> None:
-    """A strategy that is left out because of it could not have fitted."""
+    """A strategy that is left out because of it could not have fitted: for each base and each optimizer."""
     search = search_of(small_model, "44GiB")
-    strategy = next(strategies("experts", search.structure, 1))
-    assert search.bound(strategy, 1) <= search.predictor.of(search.smallest(strategy)).required
+    there = [one for one in strategies("experts", search.structure, 1) if one.settings["train.checkpointing"] == "auto"]
+    of_nf4 = [one for one in there if one.settings["model.base"] == "nf4"]
+    for strategy in (*there[::4], *of_nf4):
+        run = search.of_experts(strategy, len(search.layers), 2)
+        needed = search.predictor.of(run).required
+        assert search.bound(strategy, 2 * len(search.layers)) <= needed, strategy.words
+
+
+@pytest.mark.parametrize("model", ["small", *thinned(("gpt-oss-20b", "kimi-linear-48b-a3b", "deepseek-v3"))])
+def test_the_bound_counts_the_weights_as_they_are_stored(model: str, small_model: Path) -> None:
+    """With scales, and what is not quantized: nothing is missing but tables of the layers and of dequantization."""
+    search = search_of(small_model if model == "small" else model, "44GiB")
+    its = resolve_model(search.start.model)
+    published = its.source.quantization.base
+    on_gpu = [one for one in strategies("router", search.structure, 1, published) if not one.slowness]
+    assert {one.settings["model.base"] for one in on_gpu} >= {published or "nf4"}
+    for strategy in on_gpu:
+        parts = search.predictor.of(search.smallest(strategy)).fullest.parts
+        tables = parts.frozen_weights + parts.trainable_weights - (search.bound(strategy, 0) - search.context)
+        assert 0 <= tables < 4096 * len(its.plain.state_dict()), strategy.words
 
 
 # --- Against traces -------------------------------------------------------------------------------------------------

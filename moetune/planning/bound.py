@@ -1,0 +1,82 @@
+"""`Stored` and `least_bytes`: a lower bound of the GPU memory that a run needs, from the sizes of what it stores."""
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+from moetune.config.schema import LINEAR_STORAGES, ModelConfig, RunConfig, Storage
+from moetune.experts.quantized import QuantizedExperts
+from moetune.models.selection import NOTHING
+from moetune.run.linears import linears_to_quantize
+from moetune.run.resolved import ResolvedModel
+from moetune.training.optim.saved import saved_bytes
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Sizes in bytes of a model's frozen weights, with their scales, if a single rank stores all of them.
+
+    Attributes:
+        experts: all experts of all layers.
+        expert: one expert, the largest if layers differ.
+        weights: parameters of that expert; a count, not bytes. 0, as `expert`, for a dense model.
+        rest: everything but the experts.
+    """
+
+    experts: int
+    expert: int
+    weights: int
+    rest: int
+
+    @classmethod
+    def of(cls, model: ResolvedModel, section: ModelConfig) -> "Stored":
+        """Return the sizes in the storage of the `model:` section `section`, whose `base` is not `auto`."""
+        assert section.base != "auto"
+        base, double_quant, width = section.base, section.double_quant, model.dtype.itemsize
+        structure, quantization = model.structure, model.source.quantization
+        all_experts, largest, weights = 0, 0, 0
+        for layer in structure.moe_layers:
+            shape = layer.shape
+            split = quantization.keeps_gate_up_apart(section) and shape.has_gate and shape.is_concatenated
+            expert = _matrix((shape.gate_up_rows, shape.hidden), base, double_quant, 2 if split else 1)
+            expert += _matrix((shape.hidden, shape.intermediate), base, double_quant)
+            expert += (shape.gate_up_rows + shape.hidden) * width if shape.has_bias else 0
+            all_experts += shape.num_experts * expert
+            largest, weights = max((largest, weights), (expert, shape.parameters_per_expert))
+        rest = width * sum(part.numel for part in structure.parameters if part.component != "experts")
+        if base in LINEAR_STORAGES:
+            linears = structure.linears()
+            leaves_out = partial(quantization.leaves_out, config=section)
+            for path in linears_to_quantize(model.plain, structure, NOTHING, leaves_out):
+                size = linears[path].out_features, linears[path].in_features
+                rest += _matrix(size, base, double_quant) - size[0] * size[1] * width
+        return cls(all_experts, largest, weights, rest)
+
+
+def least_bytes(config: RunConfig, stored: Stored, experts: int) -> int:
+    """Return a lower bound, in bytes, of what a run stores on each GPU.
+
+    It adds the frozen weights and, for each trained expert, its gradient and what the optimizer keeps (`saved_bytes`).
+
+    Args:
+        config: the run; its optimizer is that of `experts`.
+        stored: the model's frozen weights.
+        experts: the number of experts that train, in all layers together.
+    """
+    parallel = config.parallel
+    needed = stored.rest // parallel.ranks
+    if config.model.experts_on != "host":  # frozen experts are divided by `ep` only
+        needed += (stored.experts - experts * stored.expert) // parallel.ep
+    if experts:
+        optimizer = config.optimizers["experts"]
+        kept = 2 * stored.weights if optimizer.offload else saved_bytes(optimizer, (stored.weights,), 2)
+        gradient = 0 if optimizer.offload or optimizer.fused_backward else 2 * stored.weights
+        needed += experts * (kept + gradient) // parallel.ranks
+    return needed
+
+
+@cache
+def _matrix(shape: tuple[int, int], storage: Storage, double_quant: bool, pieces: int = 1) -> int:
+    """Return the bytes of one frozen matrix [rows, columns]; bitsandbytes' linear layers take as many for NF4."""
+    stack = QuantizedExperts(1, shape, storage, double_quant=double_quant, pieces=pieces, device="meta")
+    tables = ("nested_code", "pairs")  # one for all matrices
+    return sum(one.nbytes for name, one in stack.named_buffers() if name not in tables)
