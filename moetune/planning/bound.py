@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 
 from moetune.config.schema import LINEAR_STORAGES, ModelConfig, RunConfig, Storage
 from moetune.experts.quantized import QuantizedExperts
@@ -19,12 +20,16 @@ class Stored:
         experts: all experts of all layers.
         expert: one expert, the largest if layers differ.
         weights: parameters of that expert; a count, not bytes. 0, as `expert`, for a dense model.
+        two_layers: all experts of two layers that follow each other, the smallest such pair; 0 with fewer than two.
+        layers: number of layers with experts; a count.
         rest: everything but the experts.
     """
 
     experts: int
     expert: int
     weights: int
+    two_layers: int
+    layers: int
     rest: int
 
     @classmethod
@@ -33,14 +38,15 @@ class Stored:
         assert section.base != "auto"
         base, double_quant, width = section.base, section.double_quant, model.dtype.itemsize
         structure, quantization = model.structure, model.source.quantization
-        all_experts, largest, weights = 0, 0, 0
+        layers: list[int] = []
+        largest, weights = 0, 0
         for layer in structure.moe_layers:
             shape = layer.shape
             split = quantization.keeps_gate_up_apart(section) and shape.has_gate and shape.is_concatenated
             expert = _matrix((shape.gate_up_rows, shape.hidden), base, double_quant, 2 if split else 1)
             expert += _matrix((shape.hidden, shape.intermediate), base, double_quant)
             expert += (shape.gate_up_rows + shape.hidden) * width if shape.has_bias else 0
-            all_experts += shape.num_experts * expert
+            layers.append(shape.num_experts * expert)
             largest, weights = max((largest, weights), (expert, shape.parameters_per_expert))
         rest = width * sum(part.numel for part in structure.parameters if part.component != "experts")
         if base in LINEAR_STORAGES:
@@ -49,13 +55,15 @@ class Stored:
             for path in linears_to_quantize(model.plain, structure, NOTHING, leaves_out):
                 size = linears[path].out_features, linears[path].in_features
                 rest += _matrix(size, base, double_quant) - size[0] * size[1] * width
-        return cls(all_experts, largest, weights, rest)
+        two_layers = min(map(sum, pairwise(layers)), default=0)
+        return cls(sum(layers), largest, weights, two_layers, len(layers), rest)
 
 
 def least_bytes(config: RunConfig, stored: Stored, experts: int) -> int:
     """Return a lower bound, in bytes, of what a run stores on each GPU.
 
     It adds the frozen weights and, for each trained expert, its gradient and what the optimizer keeps (`saved_bytes`).
+    Of frozen experts that are kept on the host, two layers are on the GPU at a time (`ExpertPrefetcher`).
 
     Args:
         config: the run; its optimizer is that of `experts`.
@@ -63,15 +71,19 @@ def least_bytes(config: RunConfig, stored: Stored, experts: int) -> int:
         experts: the number of experts that train, in all layers together.
     """
     parallel = config.parallel
-    needed = stored.rest // parallel.ranks
-    if config.model.experts_on != "host":  # frozen experts are divided by `ep` only
-        needed += (stored.experts - experts * stored.expert) // parallel.ep
+    needed, gradients = stored.rest // parallel.ranks, 0
     if experts:
         optimizer = config.optimizers["experts"]
         kept = 2 * stored.weights if optimizer.offload else saved_bytes(optimizer, (stored.weights,), 2)
-        gradient = 0 if optimizer.offload or optimizer.fused_backward else 2 * stored.weights
-        needed += experts * (kept + gradient) // parallel.ranks
-    return needed
+        needed += experts * kept // parallel.ranks
+        if not (optimizer.offload or optimizer.fused_backward):
+            gradients = experts * 2 * stored.weights // parallel.ranks
+    if config.model.experts_on != "host":  # frozen experts are divided by `ep` only
+        return needed + gradients + (stored.experts - experts * stored.expert) // parallel.ep
+    # in a pair of layers, at most the mean of all pairs trains
+    trained = 2 * experts * stored.expert // (stored.layers - 1) if stored.layers > 1 else 0
+    pair = max(0, stored.two_layers - trained) // parallel.ep
+    return needed + (max(gradients, pair) if config.train.accumulate == 1 else gradients + pair)
 
 
 @cache
