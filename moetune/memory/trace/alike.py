@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -128,7 +129,18 @@ def kinds_of(run: ResolvedRun, ep: int) -> list[Hashable]:
         kept = tuple(sorted(run.keeps.get(number, ())))
         kinds.append((arrive, stays, kept, trains, quantized, held.get(number, ()), made))
         arrive = arrive or any(trains)
-    return kinds
+    return _with_fetched(kinds, run) if run.config.model.experts_on == "host" else kinds
+
+
+def _with_fetched(kinds: list[Hashable], run: ResolvedRun) -> list[Hashable]:
+    """Return the kinds with those of the layers whose experts are copied from the host while a layer computes: the
+    layers with experts before and after it, if they are not its neighbours, which count anyway."""
+    layers = [layer.index for layer in run.structure.moe_layers]
+    if all(after - before == 1 for before, after in pairwise(layers)):
+        return kinds
+    around = [None, *(kinds[layer] for layer in layers), None]
+    fetched = dict(zip(layers, zip(around, around[2:], strict=False), strict=True))
+    return [(kind, fetched.get(number)) for number, kind in enumerate(kinds)]
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()

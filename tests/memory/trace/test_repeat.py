@@ -17,6 +17,10 @@ LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention",
 EXPERTS: dict[str, Any] = {"experts": {"layers": "0-4", "ids": [0, 1]}, "router": "0-4"}
 EVERYTHING: dict[str, Any] = {"also": ["*"]}
 ON_HOST = {"model": {"experts_on": "host"}, "train": {"checkpointing": "offload"}}
+FULL_ON_HOST = {"model": {"experts_on": "host"}, "train": {"accumulate": 2, "checkpointing": "full"}}
+APART = {
+    "layers_block_type": ["linear_attention", "moe"] * 4 + ["full_attention", "moe"] + ["linear_attention", "moe"] * 5
+}
 RANKS = {"lora": {**LORA["lora"], "rank": {"attention": 8, "experts": {"0-4": 4, "5-9": 2}}}}
 OFFLOAD = {"optimizer": {"name": "adamw", "offload": True}}
 EVALUATED = {"train": {"eval_micro_batch": 6}, "data": {"eval": "unread"}}
@@ -40,6 +44,8 @@ CASES = {
     "two passes": ("llama", EVERYTHING, {"optimizer": {"name": "lomo"}}, {"num_hidden_layers": 6}),
     "updates on the host": ("mixtral", EXPERTS, OFFLOAD, {"num_hidden_layers": 6}),
     "experts on the host": ("mixtral", LORA, ON_HOST, {"num_hidden_layers": 7}),
+    "experts of other layers than the neighbours, on the host": ("nemotron_h", LORA, FULL_ON_HOST, APART),
+    "some of those": ("nemotron_h", {"experts": {"layers": "1,3,5,7,9,11", "ids": [0]}}, FULL_ON_HOST, APART),
     "evaluation": ("llama", EVERYTHING, EVALUATED, {"num_hidden_layers": 6}),
 }
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
@@ -51,7 +57,15 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
     "replicas, ep": (EXPERTS, {"ep": 2, "replicate": 2}, 1, "nf4"),
     "tp, ep": (LORA, {"tp": 2, "ep": 2}, 1, "fp32"),
 }
-ON_A_PUSH = ("turns", "part of a period", "a rank for each", "rows kept of some", "experts on the host", "fsdp, ep")
+ON_A_PUSH = (
+    "turns",
+    "part of a period",
+    "a rank for each",
+    "rows kept of some",
+    "experts on the host",
+    "fsdp, ep",
+    "experts of other layers than the neighbours, on the host",
+)
 
 
 def storages(traced: Trace) -> Counter[tuple]:
