@@ -60,7 +60,7 @@ class ExpertSearch:
         best = (self._of_any_depth if len(rest) == self.layers - rest[0] + 1 else self._of_few_depths)(rest, more_than)
         if best[0] or more_than or rest == self.depths:
             return best
-        each = self._each_of(1, worth(more_than))
+        each, _ = self._each_of(1, worth(more_than), self._most)
         return (1, each) if each else (0, 0)
 
     @cached_property
@@ -72,26 +72,36 @@ class ExpertSearch:
     def _of_few_depths(self, depths: Sequence[int], more_than: int) -> tuple[int, int]:
         """Return what `most` describes, where only `depths` are numbers of layers; (0, 0) if there is none.
 
-        Most layers come first. Fewer are tried only while less than `_FEW` experts of each layer are known to fit.
+        Most layers come first. Fewer are tried only while less than `_FEW` experts of each layer are known to fit, in
+        order of the most experts that can fit there: no more, in all layers together, than with most layers.
         """
-        best, of_all, step = (0, 0), self.layers, self.step
-        for layers in reversed(depths):
-            enough = max(worth(more_than), best[0] * best[1])
-            if layers < of_all and enough >= of_all * _FEW * step:
+        of_all = depths[-1]
+        each, room = self._each_of(of_all, worth(more_than), self._most)
+        best = (of_all, each) if each else (0, 0)
+
+        def promised(layers: int) -> tuple[int, int]:
+            return layers * min(self.experts, room // (layers * self.step) * self.step), layers
+
+        for layers in sorted(depths[:-1], key=promised, reverse=True):
+            enough = max(worth(more_than), worth(best[0] * best[1]))
+            if enough >= self.layers * _FEW * self.step:
                 break
-            if each := self._each_of(layers, enough):
-                best = layers, each
+            if promised(layers)[0] > enough and (each := self._each_of(layers, enough, room)[0]):
+                best = max(best, (layers, each), key=lambda one: _rank(*one))
         return best
 
-    def _each_of(self, layers: int, enough: int) -> int:
-        """Return how many experts of each of the first `layers` layers fit; 0 if all together they are not more than
-        `enough`."""
+    def _each_of(self, layers: int, enough: int, most: int) -> tuple[int, int]:
+        """Return how many experts of each of the first `layers` layers fit, 0 if all together they are not more than
+        `enough`; and how many fit in all layers together, by a straight line through what was predicted.
+
+        At most `most` fit in all layers together.
+        """
         step = self.step
-        sizes = range(step, min(self.experts, self._most // layers) + 1, step)
-        first = bisect_right(sizes, enough // layers)
+        sizes = range(step, min(self.experts, most // layers) + 1, step)
+        first, line = bisect_right(sizes, enough // layers), dict[int, MemoryReport]()
 
         def last_of(count: int, least: int) -> int:
-            return last_that_fits(
+            last, found = last_that_fits(
                 count,
                 lambda index: self.report(layers, sizes[index]),
                 count - 1,
@@ -100,14 +110,16 @@ class ExpertSearch:
                 left=self.left,
                 sizes=sizes,
                 slope=layers * (self.bound(1) - self.bound(0)),
-            )[0]
+            )
+            line.update((layers * sizes[index], report) for index, report in found.items())
+            return last
 
         # all experts of a layer, or all but one, need records of their own: they are tried if all other numbers fit
         shared = bisect_left(sizes, self.experts - step)
         last = last_of(shared, first) if first < shared else first - 1
         if shared - 1 <= last < len(sizes) - 1:
             last = last_of(len(sizes), last + 1)
-        return sizes[last] if last >= first else 0
+        return (sizes[last] if last >= first else 0), self._end_of_line(line, most, self.bound(1) - self.bound(0))
 
     def _of_any_depth(self, depths: Sequence[int], more_than: int) -> tuple[int, int]:
         """Return what `most` describes, where any number of layers in the range `depths` may train; (0, 0) layers and
@@ -145,7 +157,7 @@ class ExpertSearch:
             half = each // (2 * step) * step
             if len(room) == 1 and each > 2 * _NEAR and half not in room:
                 each = half  # a line through two numbers that are far apart bounds all others
-                room[each] = self._end_of_line({start: self.report(start, each)}, each, most, slope)
+                room[each] = self._end_of_line({start * each: self.report(start, each)}, most, slope)
                 continue
             if len(room) > 1:
                 start = min(max(_room(room, each, most) // each, shallow), depth)
@@ -156,32 +168,35 @@ class ExpertSearch:
             )
             if last >= least:
                 best = max(best, (last + 1, each), key=lambda one: _rank(*one))
-            line = {number + 1: one for number, one in found.items()}
-            room[each] = self._end_of_line(line, each, most, slope)
-            slope = self._slope(line, each) or slope
+            line = {(number + 1) * each: one for number, one in found.items()}
+            room[each] = self._end_of_line(line, most, slope)
+            slope = self._slope(line) or slope
             if not best[0] and not more_than and self.left(self.report(shallow, step)) < self.margin:
                 break
         return best if best[0] else (0, 0)
 
-    def _end_of_line(self, line: Mapping[int, MemoryReport], each: int, most: int, slope: float) -> int:
+    def _end_of_line(self, line: Mapping[int, MemoryReport], most: int, slope: float) -> int:
         """Return the number of experts, in all layers, at which memory reaches the GPU's size by linear extrapolation.
 
         Args:
-            line: layers -> report of a run that trains `each` experts in each of them.
+            line: experts in all layers -> report of a run that trains them; with equally many layers in all runs, or
+                equally many experts in each layer. Without runs the result is `most`.
             most: upper bound of the result.
             slope: bytes of another expert, used if `line` has a single run.
         """
-        slope = self._slope(line, each) or slope
-        deepest = max(line)
-        return min(each * deepest + int(self.left(line[deepest]) / slope), most) if slope > 0 else most
+        slope = self._slope(line) or slope
+        if not line or slope <= 0:
+            return most
+        largest = max(line)
+        return min(largest + int(self.left(line[largest]) / slope), most)
 
-    def _slope(self, line: Mapping[int, MemoryReport], each: int) -> float:
+    def _slope(self, line: Mapping[int, MemoryReport]) -> float:
         """Return the bytes that another trained expert takes: the slope between the runs with fewest and with most
-        layers in `line` (layers -> report, with `each` experts in each of them); 0 for one run."""
+        experts in `line` (experts in all layers -> report); 0 for less than two runs."""
         if len(line) < 2:
             return 0
         one, other = min(line), max(line)
-        return (self.left(line[one]) - self.left(line[other])) / (each * (other - one))
+        return (self.left(line[one]) - self.left(line[other])) / (other - one)
 
 
 def _room(room: Mapping[int, int], each: int, most: int) -> int:

@@ -34,6 +34,8 @@ from moetune.training.trl import InTrl
 RANKS = (LOWEST, 8, 16, 32, HIGHEST)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 """Sizes of a micro-batch, in rows, that a search tries (`Search.rows`); `RANKS` are the ranks of LoRA."""
+_NEARLY = 0.8
+"""Share of the GPU from which on, by the lower bound, a strategy's smallest run is predicted before any larger one."""
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
 
@@ -199,6 +201,9 @@ class Search:
         `more_than` is the number of experts, in all layers together, that an earlier strategy trains. For the goal
         `experts`, None also if no run that fits trains enough more than these (`worth`).
         """
+        is_near = self.bound(strategy, 0) > _NEARLY * self.usable
+        if is_near and self.left(self.predictor.of(self.smallest(strategy))) < self.margin:
+            return None  # larger runs would take more records to find that out
         match strategy.goal:
             case "experts":
                 found = self._most_experts(strategy, more_than)
