@@ -396,8 +396,7 @@ class _Rewriting:
         """Write the allocation of a copy of block `source`, by the group of `experts` (empty: those of the block), and
         return the copy's number."""
         number, block = len(self.log.blocks), self._record.log.blocks[source]
-        born = len(self.log.entries)
-        self.log.blocks.append(replace(block, born=born, died=None, experts=experts or block.experts))
+        self.log.blocks.append(block.again(len(self.log.entries), experts or block.experts))
         self.log.entries.append(number)
         self.sources.append(source)
         self.sizes.append(sizes)

@@ -47,6 +47,13 @@ class Block:
     in_bank: bool = False
     expert: int | None = None
 
+    def again(self, born: int, experts: tuple[int, ...]) -> "Block":
+        """Return a copy that is allocated at `born`, by these experts, and not released."""
+        return Block(
+            self.bytes, self.part, self.phase, self.module, self.op, born, None, self.on_host, self.fetched,
+            self.managed, self.layer, experts, self.in_bank, self.expert,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Mark:
