@@ -18,6 +18,8 @@ WORKSPACES = 2
 
 SMALLEST_BLOCK = 512  # kMinBlockSize
 _LARGEST_SMALL = 1 << 20  # kSmallSize: largest request that is served by the small pool
+POOLS = ((1, _LARGEST_SMALL), (_LARGEST_SMALL + 1, 1 << 60))
+"""Least and most bytes of a request that each of the allocator's pools, of small and of large blocks, serves."""
 _SMALL_PAGE = 2 << 20  # kSmallBuffer
 _LARGE_PAGE = 20 << 20  # large_segment_size_
 _OWN_SEGMENT = 10 << 20  # kMinLargeAlloc: requests of at least this size get a segment of their own

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from moetune.adapt.guard import as_known
 from moetune.config.schema import RunConfig
 from moetune.errors import counted
 from moetune.memory.about import about
-from moetune.memory.allocator import WORKSPACES, Event, Reserved, simulate
+from moetune.memory.allocator import POOLS, WORKSPACES, Event, Reserved, simulate
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.changes import fitting
 from moetune.memory.closed_form.depth import Depths
@@ -282,20 +283,31 @@ def _simulated(traced: Trace, card: Gpu, expandable: bool, matrix: int, capacity
     holes of 0, `matrix` and 8 · `matrix` bytes. If only the reserved bytes exceed `capacity`, the simulations are
     repeated with this limit, at which the allocator returns unused memory to the driver.
     """
+    workspace, holes = card.cublas_workspace.value, (0, matrix, 8 * matrix)
 
-    def events(hole: int) -> Iterator[Event]:
+    def events(hole: int, sizes: tuple[int, int] | None = None) -> Iterator[Event]:
         for number in range(traced.workspaces):
-            yield -1 - number, card.cublas_workspace.value
-        yield from traced.allocations(hole)
+            if sizes is None or sizes[0] <= workspace <= sizes[1]:
+                yield -1 - number, workspace
+        yield from traced.allocations(hole, sizes)
 
     def played(capacity: int | None) -> list[Reserved]:
-        return [simulate(events(size), expandable=expandable, capacity=capacity) for size in (0, matrix, 8 * matrix)]
+        return [simulate(events(size), expandable=expandable, capacity=capacity) for size in holes]
 
-    free = played(None)
-    reserved = max(one.peak_reserved for one in free)
-    if capacity is not None and reserved > capacity >= free[0].peak_allocated:
+    @cache
+    def of_pool(sizes: tuple[int, int], hole: int) -> int:
+        return simulate(events(hole, sizes), expandable=expandable).peak_reserved
+
+    if expandable:  # without a limit neither pool changes the other, and blocks are as large as what was requested
+        allocated = traced.rounded_peak + traced.workspaces * workspace
+        of_holes = [[hole if low <= hole <= high else 0 for low, high in POOLS] for hole in holes]
+        reserved = max(sum(map(of_pool, POOLS, its)) for its in of_holes)
+    else:
+        free = played(None)
+        allocated, reserved = free[0].peak_allocated, max(one.peak_reserved for one in free)
+    if capacity is not None and reserved > capacity >= allocated:
         reserved = max(one.peak_reserved for one in played(capacity))  # with flushes of unused memory
-    return free[0].peak_allocated, reserved
+    return allocated, reserved
 
 
 def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:

@@ -22,8 +22,9 @@ _TOLERANCE = 0.005
 _NEAR = 8
 """If the first search has more than twice as many experts in each layer, half as many are searched next, so that the
 line of `_room` through both bounds all other numbers."""
-_FEW = 4
-"""If that many experts of each layer fit, fewer layers are not tried where few numbers of layers share records."""
+_FEW = 2
+"""If that many experts of each layer fit, fewer layers are not tried where few numbers of layers share records: at
+most half again as many experts would train, and none of the other layers."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moetune.memory.allocator import Event, Reserved, simulate
+from moetune.memory.allocator import POOLS, Event, Reserved, simulate
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -221,6 +221,14 @@ def test_reserved_covers_allocated_covers_what_is_alive(events: list[Event], exp
             alive[key] = nbytes
         most = max(most, sum(alive.values()))
     assert most <= result.peak_allocated <= result.peak_reserved
+
+
+@given(traces(), st.booleans())
+def test_without_a_limit_each_pool_can_be_simulated_alone(events: list[Event], expandable: bool) -> None:
+    size_of = {key: nbytes for key, nbytes in events if nbytes >= 0}  # no key is used twice
+    alone = [[one for one in events if low <= size_of[one[0]] <= high] for low, high in POOLS]
+    reserved = sum(simulate(pool, expandable=expandable).peak_reserved for pool in alone)
+    assert reserved == simulate(events, expandable=expandable).peak_reserved
 
 
 @given(st.lists(SIZES))

@@ -249,19 +249,22 @@ class Trace:
             for start, sizes in zip(starts, np.stack(parts, 1), strict=True)
         )
 
-    def allocations(self, before: int = 0) -> Iterator[tuple[int, int]]:
+    def allocations(self, before: int = 0, sizes: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
         """Yield (storage, bytes) for each allocation on the device and (storage, -1) for each release, in order: the
         input of the allocator simulation (memory/allocator.py).
 
         A block of `before` bytes is allocated before everything else and freed when the first step begins, which leaves
-        a hole of that size, as loading may.
+        a hole of that size, as loading may. Of other storages only those of `sizes`, (from, to) bytes, are yielded;
+        None: all.
         """
-        begin = next((at for at, mark, *_ in self.events.marks if mark.phase != "load"), 0)
+        events, begin = self.events, next((at for at, mark, *_ in self.events.marks if mark.phase != "load"), 0)
+        low, high = sizes or (0, np.iinfo(np.int64).max)
+        chosen = ~self._on_host & (self.bytes >= low) & (self.bytes <= high)
+        there = np.flatnonzero(chosen[events.storages])
+        storages = events.storages[there]
+        amounts = np.where(events.signs[there] > 0, self.bytes[storages], -1)
+        loading = int(np.searchsorted(there, begin))
         yield _BEFORE_ALL, before
-        on_host, sizes = self._on_host.tolist(), self.bytes.tolist()
-        events = zip(self.events.storages.tolist(), self.events.signs.tolist(), strict=True)
-        for at, (storage, sign) in enumerate(events):
-            if at == begin:
-                yield _BEFORE_ALL, -1
-            if not on_host[storage]:
-                yield storage, sizes[storage] if sign > 0 else -1
+        yield from zip(storages[:loading].tolist(), amounts[:loading].tolist(), strict=True)
+        yield _BEFORE_ALL, -1
+        yield from zip(storages[loading:].tolist(), amounts[loading:].tolist(), strict=True)
