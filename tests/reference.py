@@ -235,7 +235,7 @@ def frozen_tensors(adapted: Adapted) -> Iterable[tuple[str, Tensor]]:
 
 
 @contextmanager
-def small_linears_are_packed() -> Any:
+def small_linears_are_quantized() -> Any:
     """Quantize linear layers from 8 rows and columns on inside this context; toys have none above the normal limit."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moetune.run.linears._SMALLEST", 8)

@@ -24,7 +24,7 @@ from tests.reference import (
     next_token_loss,
     reference_loss_and_gradients,
     run_config,
-    small_linears_are_packed,
+    small_linears_are_quantized,
     token_ids,
 )
 from tests.resolved import build
@@ -68,7 +68,7 @@ def built(folder: Path, adapt: dict[str, Any], *, base: str = "nf4", checkpointi
         model={"weights": "pretrained", "base": base},
         train={"checkpointing": checkpointing},
     )
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         adapted = build(config, "cpu")
     excite_(adapted.model)
     return adapted
@@ -266,7 +266,7 @@ def test_a_base_in_more_bits_than_compute_is_refused(checkpoints: Any) -> None:
 @pytest.mark.parametrize("adapt", ADAPT.values(), ids=ADAPT)
 def test_a_meta_build_has_the_tensors_of_a_real_one(model_type: str, adapt: dict[str, Any], checkpoints: Any) -> None:
     config = run_config(checkpoints(model_type), adapt, model={"dtype": "fp32"})
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         real, meta = (build(config, device) for device in ("cpu", "meta"))
     assert all(parameter.is_meta for parameter in meta.model.parameters())
 

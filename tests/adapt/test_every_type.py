@@ -19,7 +19,7 @@ from tests.reference import (
     build_toy,
     loss_and_gradients,
     reference_loss_and_gradients,
-    small_linears_are_packed,
+    small_linears_are_quantized,
     token_ids,
 )
 from tests.thinned import thinned
@@ -55,7 +55,7 @@ def adapted_toy(model_type: str, folder: Path, **more: Any) -> Adapted:
         "lora": {"rank": 2, "alpha": 4, "gate_up": "split"},
         "also": ["norm"],
     }
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         return build_toy(small(model_type), folder, adapt, **more)
 
 

@@ -12,7 +12,7 @@ from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.run.names import is_second_factor
 from moetune.training.optim.optimizers import make_optimizer
-from tests.reference import excite_, run_config, small_linears_are_packed
+from tests.reference import excite_, run_config, small_linears_are_quantized
 from tests.resolved import build
 from tests.toys import toy_config
 
@@ -40,7 +40,7 @@ def plain(factor: Any) -> torch.nn.Linear:
 def with_lora(model_type: str, folder: Path, *, base: str = "nf4", **lora: Any) -> Adapted:
     toy_config(model_type).save_pretrained(folder)
     adapt = {"lora": {"rank": 2, "alpha": 6, **lora}}
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         return build(run_config(folder, adapt, model={"base": base}), "cpu")
 
 
@@ -94,7 +94,7 @@ def test_factors_multiply_in_the_compute_dtype(base: str, tmp_path: Path) -> Non
     is float32."""
     toy_config("mixtral").save_pretrained(tmp_path)
     adapt = {"lora": {"rank": 2, "alpha": 6, "targets": ["attention"]}}
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         adapted = build(run_config(tmp_path, adapt, model={"base": base, "dtype": "bf16"}), "cpu")
     excite_(adapted.model)
     torch.manual_seed(0)

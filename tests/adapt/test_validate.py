@@ -19,7 +19,7 @@ from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.models.structure import meta_model, read_structure
 from moetune.run.validation import unsupported_experts
 from tests.experts.test_host import toy
-from tests.reference import build_toy, small_linears_are_packed
+from tests.reference import build_toy, small_linears_are_quantized
 from tests.toys import toy_config, toy_model
 
 LORA = {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}
@@ -27,14 +27,14 @@ CPU = torch.device("cpu")
 
 
 def quantized(folder: Path, model_type: str = "mixtral", adapt: Any = None, **model: Any) -> Adapted:
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         return build_toy(toy_config(model_type), folder, adapt or {"router": "all"}, model=model)
 
 
 def check(adapted: Adapted, base: str = "nf4") -> None:
     config = adapted.run.config
     wanted = config.model_copy(update={"model": config.model.model_copy(update={"base": base})})
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         refuse_unquantized(adapted.model, replace(adapted.run, config=wanted))
 
 

@@ -15,7 +15,7 @@ from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.source import find_model_source
 from tests import small
 from tests.cli.test_export import refused
-from tests.resolved import train, write_packed_base
+from tests.resolved import train, write_quantized_base
 
 Command = Callable[..., Any]
 
@@ -129,7 +129,7 @@ def test_folders_that_will_not_do(
     for occupied in (small_model, delta, small_model.parent):
         message = r"--out '.*' holds what is being read; choose another"
         refused(moetune("apply", delta, "--to", small_model, "--out", occupied, "--overwrite"), message)
-    write_packed_base(str(small_model), tmp_path / "packed", "nf4", True)
+    write_quantized_base(str(small_model), tmp_path / "packed", "nf4", True)
     message = r"--to '.*packed' is a quantized base; give the checkpoint that it was made from: '.*small-mixtral'"
     refused(moetune("apply", delta, "--to", tmp_path / "packed", "--out", out), message)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))

@@ -19,7 +19,7 @@ from moetune.exporting.export import export
 from moetune.training.folder.checkpoint import TRAINED_FILE
 from moetune.training.folder.run_writer import RunWriter
 from tests.exporting.runs import ToyRun, make_toy, write_base, write_run
-from tests.reference import plain_weights, small_linears_are_packed, token_ids
+from tests.reference import plain_weights, small_linears_are_quantized, token_ids
 from tests.resolved import build
 from tests.thinned import thinned
 
@@ -73,7 +73,7 @@ def test_on_a_packed_base(model_type: str, tmp_path: Path, record_property: Call
     """The exports belong to the unpacked base, so they differ by what packing changes, and by little more: training
     makes some tokens of a random model choose other experts too."""
     base = write_base(tmp_path / "base", model_type)
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         run = write_run(tmp_path / "run", base, adapt_of(model_type), storage="nf4")
         untrained = build(run.config, "cpu")  # its B are zero
         found = three_ways(run, tmp_path)
@@ -93,7 +93,7 @@ def test_on_a_packed_base(model_type: str, tmp_path: Path, record_property: Call
 def test_on_the_values_of_a_packed_base(model_type: str, tmp_path: Path) -> None:
     """A checkpoint of what the packed base holds, unpacked: the same change exported for it is exact."""
     base = write_base(tmp_path / "base", model_type)
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         run = write_run(tmp_path / "run", base, adapt_of(model_type), storage="nf4")
         untrained = build(run.config, "cpu")
     unpacked = make_toy(model_type)

@@ -7,7 +7,7 @@ import pytest
 
 from moetune.errors import UserError
 from moetune.exporting.formats.merged import copy_checkpoint
-from tests.resolved import write_packed_base
+from tests.resolved import write_quantized_base
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_a_link_out_of_the_folder(name: str, model: Path, tmp_path: Path) -> Non
     with pytest.raises(UserError, match=rf"{name}' is a link to '.*secret', outside of the model's folder"):
         copy_checkpoint(model, tmp_path / "out")
     with pytest.raises(UserError, match="outside of the model's folder"):
-        write_packed_base(str(model), tmp_path / "packed", "nf4", double_quant=True)
+        write_quantized_base(str(model), tmp_path / "packed", "nf4", double_quant=True)
     for folder in ("out", "packed"):
         assert not (tmp_path / folder / name).exists()
 

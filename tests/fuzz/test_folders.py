@@ -37,7 +37,7 @@ from moetune.training.folder.run_writer import RunWriter
 from moetune.training.optim.optimizers import make_optimizer
 from tests import small
 from tests.fuzz.damage import answer, cases, damaged, damaged_json, damaged_yaml, garbled_bytes, write
-from tests.resolved import build, train, write_packed_base
+from tests.resolved import build, train, write_quantized_base
 
 Written = dict[str, Any]
 
@@ -53,7 +53,7 @@ def written(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPa
     train(RunConfig.model_validate(experts))
     export(folder / "run", "peft", folder / "peft")
     export(folder / "experts", "delta", folder / "delta")
-    write_packed_base(str(small_model), folder / "packed", "nf4", double_quant=True)
+    write_quantized_base(str(small_model), folder / "packed", "nf4", double_quant=True)
     config = resolve(RunConfig.model_validate(run), "cpu").config
     adapted = build(config, "cpu")
     return {

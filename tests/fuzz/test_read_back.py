@@ -20,7 +20,7 @@ from moetune.memory.closed_form import store
 from moetune.training.folder.manifest import MANIFEST, write_manifest
 from tests import small
 from tests.fuzz.damage import within
-from tests.resolved import train, write_packed_base
+from tests.resolved import train, write_quantized_base
 from tests.routing.made import write_scores
 
 VALUES: tuple[Any, ...] = (
@@ -121,7 +121,7 @@ def written(run_written: Path, small_model: Path, small_data: Path) -> Path:
         run_file = small.run_file(small_model, small_data, folder / "new", parallel=parallel)
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(run_file))
     (folder / "load.json").write_text(json.dumps({"expert_load": {"0": [1, 2, 3, 4], "1": [4.0, 3, 2, 1]}}))
-    write_packed_base(str(small_model), folder / "packed", "nf4", double_quant=True)
+    write_quantized_base(str(small_model), folder / "packed", "nf4", double_quant=True)
     return folder
 
 

@@ -21,7 +21,7 @@ from moetune.routing.score import score, to_score
 from moetune.run.resolve import resolve
 from tests import small
 from tests.processes import processes
-from tests.resolved import train, write_packed_base
+from tests.resolved import train, write_quantized_base
 from tests.training.test_resume import assert_same, work_alone
 
 LONG = ("train", "two ranks")
@@ -59,7 +59,7 @@ def work(command: str, runs: Path, out: Path, again: bool, run: dict[str, Any]) 
     if command == "train":
         train(RunConfig.model_validate(run | {"output": str(out)}), resume="auto" if again else "never")
     elif command == "quantize":
-        write_packed_base(str(runs / "model"), out, "nf4", True)
+        write_quantized_base(str(runs / "model"), out, "nf4", True)
     elif command == "apply":
         apply_delta(runs / "delta", runs / "model", out, overwrite=overwrite)
     elif command == "score":

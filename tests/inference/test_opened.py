@@ -20,7 +20,7 @@ from moetune.training.folder.manifest import write_manifest
 from moetune.training.folder.run_folder import RunFolder
 from moetune.watch import memory_record
 from tests import small
-from tests.resolved import train, write_packed_base
+from tests.resolved import train, write_quantized_base
 from tests.thinned import in_pairs
 
 Change = Callable[[Path], object]
@@ -198,7 +198,7 @@ def made(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         train={"steps": 2, "save_every": 1, "eval_every": 2},
     ) | {"adapt": ADAPT}  # fmt: skip
     train(RunConfig.model_validate(file), device="cpu")
-    write_packed_base(str(folder / "model"), folder / "packed", "nf4", True)
+    write_quantized_base(str(folder / "model"), folder / "packed", "nf4", True)
     packed = file | {"model": {"path": str(folder / "packed"), "base": "nf4"}, "output": str(folder / "packed_run")}
     train(RunConfig.model_validate(packed), device="cpu")
     lora = file | {"adapt": {"lora": ADAPT["lora"]}, "output": str(folder / "lora")}

@@ -5,7 +5,7 @@ import pytest
 from moetune.models.selection import NOTHING
 from moetune.models.structure import meta_model, read_structure
 from moetune.run.linears import linears_to_quantize, read_directly
-from tests.reference import small_linears_are_packed
+from tests.reference import small_linears_are_quantized
 from tests.toys import toy_config
 
 
@@ -27,7 +27,7 @@ def test_a_weight_that_the_model_reads_itself_stays_a_plain_one(
     """Quantized, it is bytes of another shape and dtype."""
     model = meta_model(toy_config(model_type, **({"index_n_heads": 8} if name == "weights_proj" else {})))
     structure = read_structure(model)
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         chosen = linears_to_quantize(model, structure, NOTHING)
     paths = [path for path in structure.linears("attention") if path.endswith(f".{name}")]
     assert paths

@@ -21,7 +21,7 @@ from moetune.training.data.load import load_data
 from moetune.training.folder.run_folder import RunFolder
 from tests import small
 from tests.reference import excite_
-from tests.resolved import train, write_packed_base
+from tests.resolved import train, write_quantized_base
 
 LORA = {"rank": 4, "alpha": 8}
 TARGETS = {
@@ -123,7 +123,7 @@ def test_a_delta_on_the_packed_base_that_was_packed_from_its_own(
     """Router values are the delta's; what else trains begins as it would without, and stderr says so."""
     train(run_of(small_model, small_data, tmp_path / "first", {"router": "1"}))
     export(tmp_path / "first", "delta", tmp_path / "out")
-    write_packed_base(str(small_model), tmp_path / "packed", "nf4", True)
+    write_quantized_base(str(small_model), tmp_path / "packed", "nf4", True)
     adapt = {"router": "all", "lora": LORA, "start_from": str(tmp_path / "out")}
     settings = {"base": "nf4"}
     capsys.readouterr()

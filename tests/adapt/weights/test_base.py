@@ -17,7 +17,7 @@ from moetune.exporting.export import export
 from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.training.folder.run_folder import RunFolder
 from tests import small
-from tests.resolved import train, write_packed_base
+from tests.resolved import train, write_quantized_base
 
 ADAPT: dict[str, Any] = {"router": "all", "lora": {"rank": 2, "alpha": 4, "targets": ["attention"]}}
 FORMATS: tuple[Literal["delta", "peft", "merged"], ...] = ("delta", "peft", "merged")
@@ -117,7 +117,7 @@ def test_one_that_is_missing_is_said_and_noted_anew(
 
 
 def test_a_packed_base_brings_that_of_what_was_packed(config: RunConfig, tmp_path: Path) -> None:
-    write_packed_base(str(tmp_path / "base"), tmp_path / "packed", "nf4", True)
+    write_quantized_base(str(tmp_path / "base"), tmp_path / "packed", "nf4", True)
     model = config.model.model_copy(update={"path": str(tmp_path / "packed"), "base": "nf4"})
     train(config.model_copy(update={"model": model}))
     noted = RunFolder(tmp_path / "run").base()
@@ -132,7 +132,7 @@ def test_a_packed_base_brings_that_of_what_was_packed(config: RunConfig, tmp_pat
 def test_an_adapter_of_factors_alone_does_without_the_source_of_a_packed_base(
     config: RunConfig, tmp_path: Path
 ) -> None:
-    write_packed_base(str(tmp_path / "base"), tmp_path / "packed", "nf4", True)
+    write_quantized_base(str(tmp_path / "base"), tmp_path / "packed", "nf4", True)
     model = config.model.model_copy(update={"path": str(tmp_path / "packed"), "base": "nf4"})
     adapt = config.adapt.model_copy(update={"router": "none"})
     train(config.model_copy(update={"model": model, "adapt": adapt}))
@@ -207,7 +207,7 @@ def test_every_file_has_the_permissions_that_the_umask_says(
     before = os.umask(0o027)
     try:
         train(small.run_config(small_model, small_data, tmp_path / "run", "lora", train={"steps": 1}))
-        write_packed_base(str(small_model), tmp_path / "packed", "nf4", double_quant=True)
+        write_quantized_base(str(small_model), tmp_path / "packed", "nf4", double_quant=True)
     finally:
         os.umask(before)
     written = [file for folder in ("run", "packed") for file in (tmp_path / folder).rglob("*") if file.is_file()]

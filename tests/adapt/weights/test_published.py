@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts
-from tests.reference import run_config, small_linears_are_packed
-from tests.resolved import build, write_packed_base
+from tests.reference import run_config, small_linears_are_quantized
+from tests.resolved import build, write_quantized_base
 from tests.toys import toy_config
 
 TYPES = ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "granitemoe", "gpt_oss", "phimoe"]
@@ -154,7 +154,7 @@ def test_one_that_does_not_fit_is_refused_by_name(
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     monkeypatch.setattr("moetune.models.hub.tensor_files.Stored.rows", lambda *_: pytest.fail("weights were read"))
-    with small_linears_are_packed(), pytest.raises(UserError, match=re.escape(message)):
+    with small_linears_are_quantized(), pytest.raises(UserError, match=re.escape(message)):
         read(tmp_path)
 
 
@@ -180,7 +180,7 @@ def test_a_model_that_was_read_generates_as_its_authors_set_it(way: str, whole: 
     folder = Path(shutil.copytree(whole, tmp_path / "whole"))
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5], "temperature": 0.6, "do_sample": true}')
     if way == "base":
-        write_packed_base(str(folder), tmp_path / "base", "nf4", True)
+        write_quantized_base(str(folder), tmp_path / "base", "nf4", True)
         folder = tmp_path / "base"
     model: Any = read(folder)
     assert not model.training

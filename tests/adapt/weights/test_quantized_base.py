@@ -19,15 +19,15 @@ from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.source import find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
 from tests.adapt.weights.test_published import write
-from tests.reference import run_config, small_linears_are_packed
-from tests.resolved import build, write_packed_base
+from tests.reference import run_config, small_linears_are_quantized
+from tests.resolved import build, write_quantized_base
 
 LORA: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}, "router": "all"}
 Run = Callable[..., Any]
 
 
 def states(folder: Path, **model: Any) -> dict[str, torch.Tensor]:
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         return build(run_config(folder, LORA, model={"weights": "pretrained", **model}), "cpu").model.state_dict()
 
 
@@ -47,8 +47,8 @@ def states(folder: Path, **model: Any) -> dict[str, torch.Tensor]:
 def test_it_is_the_model_that_quantizing_gives(model_type: str, base: str, tmp_path: Path) -> None:
     """Wherever the experts are."""
     write(tmp_path / "plain", model_type)
-    with small_linears_are_packed():
-        write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", base, True)
+    with small_linears_are_quantized():
+        write_quantized_base(str(tmp_path / "plain"), tmp_path / "packed", base, True)
     expected = states(tmp_path / "plain", base=base, dtype="bf16")
     for name, experts_on in (("packed", "gpu"), ("packed", "host"), ("plain", "host")):
         found = states(tmp_path / name, base=base, dtype="bf16", experts_on=experts_on)
@@ -63,8 +63,8 @@ def test_what_is_not_packed_keeps_its_values_and_dtype(dtype: torch.dtype, tmp_p
     """On disk all of it; in a model that computes in that dtype too."""
     model = write(tmp_path / "plain", "gpt_oss").to(dtype)
     model.save_pretrained(tmp_path / "plain")
-    with small_linears_are_packed():
-        write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
+    with small_linears_are_quantized():
+        write_quantized_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
     source, rest = (load_file(tmp_path / file) for file in ("plain/model.safetensors", "packed/rest.safetensors"))
     packed = {name.partition(".weight.")[0] + ".weight" for name in rest if ".weight." in name}
     plain = {name for name in rest if ".weight." not in name} - packed
@@ -105,8 +105,8 @@ def test_a_checkpoint_is_quantized_from_its_own_values(
         assert found[prefix + name].equal(expected), name
     assert base == "bf16" or any(not b.equal(stack.get_buffer(name)) for name, b in rounded.named_buffers())
     if base != "bf16":
-        with small_linears_are_packed():
-            write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", base, True)
+        with small_linears_are_quantized():
+            write_quantized_base(str(tmp_path / "plain"), tmp_path / "packed", base, True)
         read = states(tmp_path / "packed", base=base, dtype=dtype)
         assert read.keys() == found.keys()
         assert all(read[key].equal(tensor) for key, tensor in found.items())
@@ -125,23 +125,23 @@ def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(quantized_base, "write_bank", stops)
     with pytest.raises(KeyboardInterrupt):
-        write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
+        write_quantized_base(str(tmp_path / "plain"), packed, "nf4", True)
     with pytest.raises(UserError, match="not a complete quantized base"):
         states(packed)
     first = {file: file.stat().st_mtime_ns for file in packed.glob("*.safetensors")}
     assert len(first) == 2
     with pytest.raises(UserError, match="begun for another model or precision"):
-        write_packed_base(str(tmp_path / "plain"), packed, "int8", True)
+        write_quantized_base(str(tmp_path / "plain"), packed, "int8", True)
     source = tmp_path / "plain" / "model.safetensors"
     times = source.stat().st_atime_ns, source.stat().st_mtime_ns
     os.utime(source)
     with pytest.raises(UserError, match="or the model changed; choose another"):
-        write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
+        write_quantized_base(str(tmp_path / "plain"), packed, "nf4", True)
     os.utime(source, ns=times)
     monkeypatch.setattr(quantized_base, "write_bank", write_bank)
-    write_packed_base(str(tmp_path / "plain"), packed, "nf4", True)
+    write_quantized_base(str(tmp_path / "plain"), packed, "nf4", True)
     assert {file: file.stat().st_mtime_ns for file in first} == first
-    write_packed_base(str(tmp_path / "plain"), tmp_path / "at once", "nf4", True)
+    write_quantized_base(str(tmp_path / "plain"), tmp_path / "at once", "nf4", True)
     assert read_quantized_manifest(packed) == read_quantized_manifest(tmp_path / "at once")
     for file in packed.glob("*.safetensors"):
         assert file.read_bytes() == (tmp_path / "at once" / file.name).read_bytes()
@@ -153,7 +153,7 @@ def test_an_unreadable_beginning_is_named(begun: str, tmp_path: Path) -> None:
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / ".packed.begun.json").write_bytes(begun.encode("latin-1"))
     with pytest.raises(UserError, match=r"begun\.json' cannot be read: .*; delete .* and run moetune quantize again"):
-        write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
+        write_quantized_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
 
 
 def test_a_start_that_was_killed_at_once_leaves_nothing_in_the_way(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_start_that_was_killed_at_once_leaves_nothing_in_the_way(tmp_path: Pat
         (tmp_path / "plain" / name).write_text("{}")
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "..packed.begun.json").write_text("{")
-    write_packed_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
+    write_quantized_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
     assert [f.name for f in sorted((tmp_path / "packed").glob("*.json"))] == [
         "config.json", "generation_config.json", "packed.json", "tokenizer.json",
     ]  # fmt: skip
@@ -173,7 +173,7 @@ def test_a_start_that_was_killed_at_once_leaves_nothing_in_the_way(tmp_path: Pat
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     write(folder / "plain", "mixtral")
-    write_packed_base(str(folder / "plain"), folder / "packed", "nf4", True)
+    write_quantized_base(str(folder / "plain"), folder / "packed", "nf4", True)
     return folder / "packed"
 
 

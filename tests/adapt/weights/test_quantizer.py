@@ -11,7 +11,7 @@ from moetune.adapt.weights.quantizer import MoetuneConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from tests.adapt.weights.test_published import write
-from tests.reference import small_linears_are_packed
+from tests.reference import small_linears_are_quantized
 
 
 @pytest.mark.parametrize(("base", "tolerance"), [("fp32", 1e-5), ("nf4", 0.5)])
@@ -19,7 +19,7 @@ def test_a_model_is_loaded_by_from_pretrained(base: str, tolerance: float, tmp_p
     """Everything is frozen, and logits on a base in compute precision equal the plain model's."""
     model = write(tmp_path, "qwen2_moe", max_shard_size="50KB").eval()
     ids = torch.arange(12)[None]
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         loaded = AutoModelForCausalLM.from_pretrained(
             tmp_path, quantization_config=MoetuneConfig(base=base), dtype=torch.float32, device_map={"": "cpu"}
         )

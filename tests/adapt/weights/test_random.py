@@ -9,7 +9,7 @@ from torch import nn
 from moetune.adapt.weights.random import realize
 from moetune.errors import UserError
 from moetune.models.structure import meta_model
-from tests.reference import run_config, small_linears_are_packed
+from tests.reference import run_config, small_linears_are_quantized
 from tests.resolved import build
 from tests.thinned import thinned
 from tests.toys import expert_model_types, toy_config, toy_model
@@ -24,7 +24,7 @@ TWICE = {"afmoe": "router.gate.weight", "nemotron_h": "mixer.out_proj.weight"}
 @pytest.mark.parametrize("model_type", thinned(expert_model_types(), 6, TWICE))
 def test_no_tensor_is_left_on_meta_or_undrawn(model_type: str, base: str, tmp_path: Path) -> None:
     toy_config(model_type).save_pretrained(tmp_path)
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         model = build(run_config(tmp_path, {"router": "all"}, model={"base": base}), "cpu").model
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         assert not tensor.is_meta, name

@@ -28,8 +28,8 @@ from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
 from tests.memory.trace.test_loading import load
 from tests.published import write_4bit, write_fp8, write_mxfp4, write_nvfp4
-from tests.reference import run_config, small_linears_are_packed, token_ids
-from tests.resolved import build, write_packed_base
+from tests.reference import run_config, small_linears_are_quantized, token_ids
+from tests.resolved import build, write_quantized_base
 from tests.toys import toy_config
 
 FROZEN: dict[str, Any] = {"also": ["norm"]}
@@ -142,7 +142,7 @@ def test_reading_takes_what_is_predicted(kind: str, base: str, adapt: dict[str, 
 @pytest.mark.parametrize("base", ["auto", "nf4"])
 def test_a_packed_base_of_it_is_the_same(base: str, mxfp4: Path, tmp_path: Path) -> None:
     """And says by itself what it is packed in."""
-    write_packed_base(str(mxfp4), tmp_path / "packed", base, True)
+    write_quantized_base(str(mxfp4), tmp_path / "packed", base, True)
     expected = built(mxfp4, {"router": "all"}, base=base).model.state_dict()
     found = built(tmp_path / "packed", {"router": "all"}).model.state_dict()
     assert found.keys() == expected.keys()
@@ -206,7 +206,7 @@ def experts_of(model_type: str, folder: Path, layer: int, expert: int) -> tuple[
 def test_nf4_is_kept_with_bitsandbytes_values_to_the_bit(model_type: str, double_quant: bool, tmp_path: Path) -> None:
     """Experts of which some train, and linear layers. Activation and up were packed each by itself."""
     folder = write_4bit(tmp_path, model_type, double_quant=double_quant, hidden_size=64)
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         adapted = built(folder, {"experts": {"layers": "1", "ids": [2]}}, dtype="fp32")
         linears = adapted.run.quantized_linears
     assert (adapted.run.config.model.base, adapted.run.config.model.double_quant) == ("nf4", double_quant)
@@ -307,7 +307,7 @@ def test_fp8_is_kept_with_transformers_values_to_the_bit(
     """Experts of which some train, and linear layers, but for those that are published in 16 bits."""
     sizes = {"hidden_size": size, "moe_intermediate_size": size}
     folder = write_fp8(tmp_path, model_type, left_out=["self_attn.o_proj"], **sizes)
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         adapted = built(folder, {"experts": {"layers": "1", "ids": [2]}}, dtype=dtype)
         linears = adapted.run.quantized_linears
     assert adapted.run.config.model.base == "fp8"
@@ -362,8 +362,8 @@ def test_a_quantized_base_of_8_or_4_bit_floats_is_the_same(write: Callable[..., 
     folder = write(
         tmp_path / "published", "qwen3_moe", left_out=["self_attn.o_proj"], hidden_size=64, moe_intermediate_size=48
     )
-    with small_linears_are_packed():
-        write_packed_base(str(folder), tmp_path / "packed", "auto", True)
+    with small_linears_are_quantized():
+        write_quantized_base(str(folder), tmp_path / "packed", "auto", True)
         expected = built(folder, {"router": "all"}).model.state_dict()
         found = built(tmp_path / "packed", {"router": "all"}).model.state_dict()
     assert found.keys() == expected.keys()
@@ -407,7 +407,7 @@ def test_nvfp4_is_kept_with_its_producers_values_to_the_bit(model_type: str, pro
     """Experts of which some train, and linear layers, but for those that are published in 16 bits."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 48}
     folder = write_nvfp4(tmp_path, model_type, producer, left_out=["self_attn.o_proj"], **sizes)
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         adapted = built(folder, {"experts": {"layers": "1", "ids": [2]}}, dtype="fp32")
         linears = adapted.run.quantized_linears
     assert adapted.run.config.model.base == "nvfp4"

@@ -18,7 +18,7 @@ from moetune.models.hub.tensor_files import read_headers
 from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
 from tests.processes import processes
 from tests.reference import token_ids
-from tests.resolved import write_packed_base
+from tests.resolved import write_quantized_base
 from tests.thinned import in_pairs
 
 TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
@@ -227,7 +227,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 
 def test_a_run_on_a_packed_base_is_merged_into_what_was_packed(base: Callable[[str], Path], tmp_path: Path) -> None:
     packed = tmp_path / "packed"
-    write_packed_base(str(base("mixtral")), packed, "nf4", True)
+    write_quantized_base(str(base("mixtral")), packed, "nf4", True)
     run = write_run(tmp_path / "run", base("mixtral"), FULL)
     text = (run.path / "run.yaml").read_text()
     (run.path / "run.yaml").write_text(text.replace(str(base("mixtral")), str(packed)))

@@ -16,7 +16,7 @@ from moetune.exporting.export import export
 from moetune.models import catalog
 from moetune.models.structure import ModelStructure, read_structure
 from tests.exporting.runs import make_toy, tensors_of, write_run
-from tests.reference import expert_weights, small_linears_are_packed
+from tests.reference import expert_weights, small_linears_are_quantized
 from tests.thinned import thinned
 from tests.toys import expert_model_types
 
@@ -45,7 +45,7 @@ def test_hub_to_bank_to_hub(model_type: str, tmp_path: Path) -> None:
     toy = make_toy(model_type)
     toy.save_pretrained(tmp_path / "base")
     structure = read_structure(toy)
-    with small_linears_are_packed():
+    with small_linears_are_quantized():
         run = write_run(tmp_path / "run", tmp_path / "base", selection(structure), storage="nf4")
         export(run.path, "merged", tmp_path / "merged")
 
