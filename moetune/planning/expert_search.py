@@ -118,7 +118,7 @@ class ExpertSearch:
         # all experts of a layer, or all but one, need records of their own: they are tried if all other numbers fit
         shared = bisect_left(sizes, self.experts - step)
         last = last_of(shared, first) if first < shared else first - 1
-        if shared - 1 <= last < len(sizes) - 1:
+        if shared - 1 <= last < len(sizes) - 1 and layers * sizes[-1] > worth(layers * sizes[last]):
             last = last_of(len(sizes), last + 1)
         return (sizes[last] if last >= first else 0), self._end_of_line(line, most, self.bound(1) - self.bound(0))
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 from moetune.config.load import read_run_config
@@ -77,6 +78,7 @@ class Plan:
         tokens: the number of tokens that each candidate trains on; None if it was not given.
         tight: whether tight runs are candidates too.
         ways: (number of strategies that were searched, number of all); unequal if the search was interrupted.
+        skipped: number of strategies that were not searched because they cannot be the most useful of their goal.
     """
 
     model: str
@@ -88,6 +90,7 @@ class Plan:
     tokens: int | None = None
     tight: bool = False
     ways: tuple[int, int] = (0, 0)
+    skipped: int = 0
 
     @property
     def interrupted(self) -> bool:
@@ -168,8 +171,9 @@ def plan(
         routing: how many tokens each expert is assumed to receive; None: not known.
         trainer: the trainer of TRL that the runs are for; None for moetune's own. Every run is traced then, which takes
             minutes, and no time is estimated.
-        every: whether every candidate is confirmed by a trace; else the most useful of each goal, and the reports of
-            the others are by closed form.
+        every: whether every strategy is searched, and every candidate confirmed by a trace. Else strategies that cannot
+            be the most useful of their goal are not searched; the most useful candidate of each goal is confirmed, and
+            the reports of the others are by closed form.
         processes: the number of processes that search at the same time, this one included.
         show: called with what is searched next, and with each candidate that was found.
 
@@ -202,11 +206,18 @@ def plan(
     found: list[Candidate] = []
     refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
     late: list[str] = []
-    is_whole, rest = False, list[Candidate]()
+    is_whole, rest, skipped = False, list[Candidate](), list[Strategy]()
+    in_turn = [one for turn in zip_longest(*of_goals) for one in turn if one is not None]  # a strategy of each goal
     try:
         with Workers(search, processes, options) as workers:
-            found += _largest(workers, [one for of_goal in of_goals for one in of_goal], refused, progress, show)
+            found += _largest(workers, in_turn, refused, progress, show, None if every else skipped)
             rest = _confirm(workers, _ranked(found), candidates, late, progress, show, every)
+            done = {one.goal for one in candidates}
+            if more := [one for one in skipped if one.goal not in done]:  # what was found does not fit by trace
+                skipped = [one for one in skipped if one.goal in done]
+                progress.all += sum(search.may_fit(one) for one in more if not one.slowness)
+                others = list(_largest(workers, more, refused, progress, show))
+                rest += _confirm(workers, _ranked(others), candidates, late, progress, show, every)
             is_whole = True
     except KeyboardInterrupt:
         of_now = [one for one in _ranked(found) if all(one.strategy != other.strategy for other in candidates)]
@@ -224,7 +235,7 @@ def plan(
         show(replace(progress, now="nothing fits: looking for the nearest miss"))
         miss = _nearest(search, [one for of_goal in of_goals for one in of_goal])
     name = gpu if isinstance(gpu, str) else gpu.name
-    return Plan(model, name, search.usable, tuple(candidates), miss, tuple(notes), tokens, tight, ways)
+    return Plan(model, name, search.usable, tuple(candidates), miss, tuple(notes), tokens, tight, ways, len(skipped))
 
 
 def _confirm(
@@ -269,6 +280,7 @@ def _largest(
     refused: dict[tuple[Goal, str], list[str]],
     progress: Progress,
     show: Callable[[Progress], None],
+    skipped: list[Strategy] | None = None,
 ) -> Iterator[Candidate]:
     """Yield the largest run of each strategy. Of a goal, slower strategies are searched only if no faster one fits.
 
@@ -276,6 +288,8 @@ def _largest(
         tried: the strategies, those of a goal best first.
         refused: (goal, reason) -> strategies that cannot be predicted for it; they are added.
         show: called with `progress`, which is kept up to date, before each strategy and after each candidate.
+        skipped: if given, a strategy that cannot be more useful than one that fits (`Strategy.place`) is not searched
+            but added to this list.
     """
     search, goals_found, goals_done = workers.search, set[Goal](), set[Goal]()
 
@@ -286,6 +300,11 @@ def _largest(
     def more_than(one: Strategy, before: list[Candidate | UserError | None]) -> tuple[int] | None:
         known = [other for other in before if isinstance(other, Candidate) and other.goal == one.goal]
         if any(map(search.is_largest, known)):  # all later strategies give up more and cannot train more
+            return None
+        if skipped is not None and any(
+            one.place(search.most(one.goal)) > other.strategy.place(other.amount) for other in known
+        ):
+            skipped.append(one)
             return None
         return (max((other.amount for other in known), default=0),)
 
@@ -299,6 +318,9 @@ def _largest(
             if strategy.goal in goals_done:
                 continue
             left[strategy.goal] -= 1
+            if any(strategy is other for other in skipped or ()):
+                progress.all -= 1
+                continue
             progress.searched += 1
             if one is None:
                 continue
@@ -317,17 +339,11 @@ def _largest(
 def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
     """Return the candidates with the most useful one of each goal first: of LoRA, experts, routers.
 
-    Of a goal's candidates these come first: without host memory; with an optimizer that keeps moments (LOMO and SGD
-    keep none); with most that trains; with least given up.
+    Of a goal's candidates the first is the one that `Strategy.place` puts first.
     """
-
-    def place(one: Candidate) -> tuple[bool, bool, int, int]:
-        has_moments = all(optimizer.name not in ("lomo", "sgd") for optimizer in one.config.optimizers.values())
-        return one.strategy.on_host, not has_moments, -one.amount, one.strategy.order
-
     order: tuple[Goal, ...] = ("lora", "experts", "router")
     of_goals = ([one for one in candidates if one.goal == goal] for goal in order)
-    useful = [min(of_goal, key=place) for of_goal in of_goals if of_goal]
+    useful = [min(of_goal, key=lambda one: one.strategy.place(one.amount)) for of_goal in of_goals if of_goal]
     return useful + [one for one in candidates if not any(one is other for other in useful)]
 
 

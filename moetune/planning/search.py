@@ -26,7 +26,7 @@ from moetune.planning.expert_search import ExpertSearch
 from moetune.planning.kept import kept_candidate, what_decides
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import headroom, last_that_fits
-from moetune.planning.strategies import Strategy
+from moetune.planning.strategies import Goal, Strategy
 from moetune.run.resolve import resolve_model
 from moetune.run.resolved import ResolvedModel
 from moetune.training.trl import InTrl
@@ -227,8 +227,11 @@ class Search:
 
     def is_largest(self, found: Candidate) -> bool:
         """Return whether a candidate trains the most that any strategy can train, with the largest micro-batch."""
-        most = {"experts": len(self.layers) * self.experts, "lora": RANKS[-1], "router": 0}[found.goal]
-        return found.amount >= most and found.config.train.micro_batch >= self.rows[-1]
+        return found.amount >= self.most(found.goal) and found.config.train.micro_batch >= self.rows[-1]
+
+    def most(self, goal: Goal) -> int:
+        """Return the largest `Candidate.amount` that a goal can have: all experts, or the highest rank."""
+        return {"experts": len(self.layers) * self.experts, "lora": RANKS[-1], "router": 0}[goal]
 
     def _with(self, strategy: Strategy, settings: dict[str, Any]) -> RunConfig:
         return changed(self.start, {**strategy.settings, **settings})

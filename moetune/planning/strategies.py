@@ -40,9 +40,20 @@ class Strategy:
         return ", ".join(key.partition(".")[2] if value is True else str(value) for key, value in chosen)
 
     @property
-    def on_host(self) -> bool:
-        """Whether a setting moves tensors to host memory."""
-        return any(is_setting_of_host(key, value) for key, value in self.settings.items())
+    def on_host(self) -> int:
+        """How many settings move tensors to host memory."""
+        return sum(is_setting_of_host(key, value) for key, value in self.settings.items())
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the optimizer keeps moments; LOMO and SGD keep none."""
+        return self.settings["optimizer.name"] not in ("lomo", "sgd")
+
+    def place(self, amount: int) -> tuple[int, ...]:
+        """Return a sort key, smallest for the most useful of a goal's strategies, if `amount` trains
+        (`Candidate.amount`): one that keeps least in host memory; then with moments; then what trains most; then what
+        gives up least."""
+        return self.on_host, not self.has_moments, -amount, self.order
 
     @property
     def slowness(self) -> int:

@@ -50,8 +50,7 @@ def plan_view(plan: Plan, *, every: bool = False) -> View:
         return View(title, verdict, "no", lines, sections=notes)
     shown = plan.candidates if every else plan.candidates[: plan.useful]
     reasons = [f"{number}: {next_larger(one)}" for number, one in enumerate(shown, 1)]
-    left_out = len(plan.candidates) - len(shown)
-    more = [f"--all: {counted(left_out, 'further way')} that fit{'s' if left_out == 1 else ''}"] * bool(left_out)
+    more = ["--all: every way that fits"] * (plan.skipped > 0 or len(shown) < len(plan.candidates))
     rows = [line for number, one in enumerate(shown, 1) for line in _row(number, one, plan)]
     return View(
         title,
@@ -68,10 +67,10 @@ def plan_view(plan: Plan, *, every: bool = False) -> View:
 
 
 RULE = (
-    "Of each goal the way that needs no host memory, keeps an optimizer's moments, trains most and gives up least, in "
-    "this order."
+    "Of each goal the way that keeps least in host memory, keeps an optimizer's moments, trains most and gives up "
+    "least, in this order."
 )
-"""The rule of `_useful_first` in planning/plan.py, for the user."""
+"""The rule of `Strategy.place`, for the user."""
 _WIDTHS = (80, 100)
 """Most columns of the first and of the second line of a row."""
 _WHY: dict[Goal, str] = {

@@ -10,7 +10,7 @@ from moetune.errors import UserError
 from moetune.planning.candidate import Candidate
 from moetune.planning.plan import Plan, _useful_first, plan
 from moetune.planning.search import Search
-from moetune.planning.strategies import Goal, Strategy
+from moetune.planning.strategies import Goal, Strategy, strategies
 from moetune.planning.tables import plan_view
 from tests.report.sample import sample
 
@@ -92,14 +92,51 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
     assert {slowness for goal, slowness in asked if goal == "router"} == {0}
 
 
+def little_more_than_the_smallest(model: Path) -> str:
+    """A card on which some experts train in full with float32 master weights, but not all."""
+    train = {"sequence_length": 64}
+    raw = {"model": {"path": str(model)}, "adapt": {}, "train": train, "hardware": {"gpu": "24GiB"}}
+    roomy = Search.of(RunConfig.model_validate(raw))
+    strategy = next(strategies("experts", roomy.structure, 1))
+    return f"{roomy.predictor.of(roomy.smallest(strategy)).span.high + (1 << 20)}B"
+
+
+def test_what_is_not_searched_would_not_be_the_most_useful(small_model: Path) -> None:
+    gpu = little_more_than_the_smallest(small_model)
+    few, all_of_them = (plan(str(small_model), gpu, length=64, every=every) for every in (False, True))
+    assert few.skipped > all_of_them.skipped == 0
+    assert few.ways[0] == few.ways[1] < all_of_them.ways[0] == all_of_them.ways[1]
+    useful = [[one.config for one in of.candidates[: of.useful]] for of in (few, all_of_them)]
+    assert useful[0] == useful[1]
+    assert "--all: every way" in plan_view(few).more
+
+
+def test_where_what_was_found_does_not_fit_by_trace_the_others_are_searched(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced, asked = Search.traced, list[Candidate]()
+
+    def only_lomo(search: Search, found: Candidate) -> Candidate | None:
+        asked.append(found)
+        return traced(search, found) if not found.strategy.has_moments else None
+
+    monkeypatch.setattr(Search, "traced", only_lomo)
+    gpu = little_more_than_the_smallest(small_model)
+    found = plan(str(small_model), gpu, goals=("experts",), length=64, every=False)
+    assert [one.strategy.has_moments for one in found.candidates[:1]] == [False]
+    assert asked[0].strategy.has_moments
+    assert found.ways[0] == found.ways[1]
+
+
 def candidate(goal: Goal, name: str, amount: int, order: int, **settings: object) -> Candidate:
     raw = {"model": {"path": "m"}, "adapt": {}, "optimizer": {"name": name}, "train": {"accumulate": 1}}
     report = sample(about=(("trains", goal), ("optimizer", name)))
+    settings |= {"optimizer.name": name}
     return Candidate(Strategy(goal, settings, ("x" * 300,), order), RunConfig.model_validate(raw), report, amount)
 
 
 def test_the_most_useful_of_each_goal_comes_first() -> None:
-    """What needs no host memory, then moments, then most that trains, then least given up."""
+    """What keeps least in host memory, then moments, then most that trains, then least given up."""
     on_host = {"model.experts_on": "host"}
     lora, most, few = (candidate("experts", *one) for one in (("lomo", 76, 3), ("adamw8bit", 20, 2), ("adamw", 7, 1)))
     hosted, same, first = (
@@ -121,4 +158,4 @@ def test_a_row_takes_two_lines_of_100_columns(every: bool) -> None:
     assert len(rows.splitlines()) == (4 if every else 2)
     assert max(map(len, rows.splitlines())) <= 100
     assert "yes" in rows.splitlines()[0]
-    assert ("--all: 1 further" in view.more) is not every
+    assert ("--all: every way" in view.more) is not every
