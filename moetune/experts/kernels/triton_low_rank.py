@@ -42,9 +42,9 @@ def _low_rank(
     x_row, x_part, x_column, first_expert, first_part, first_rank, first_column,
     second_expert, second_part, second_row, second_rank,
     base_row, base_part, base_column, out_row, out_part, out_column, scale,
-    GROUPED: tl.constexpr, ADDS: tl.constexpr, TOGETHER: tl.constexpr, STACKED: tl.constexpr,
-    X_ALTERNATES: tl.constexpr, OUT_ALTERNATES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr,
-    RANK: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    GROUPED: tl.constexpr, ADDS: tl.constexpr, TOGETHER: tl.constexpr, X_ALTERNATES: tl.constexpr,
+    OUT_ALTERNATES: tl.constexpr, EXPERTS: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr, STACKED: tl.constexpr,
 ):  # fmt: skip
     # STACKED parts are one product, with RANK terms of each; columns of x or out that alternate are read in a row, and
     # the factors of the other parts count as zero there. TOGETHER parts are products one after another.
@@ -64,7 +64,8 @@ def _low_rank(
             number = block * RANK + term % RANK
             total = tl.zeros((ROWS, STACKED * RANK), tl.float32)
             factor = first + expert * first_expert + of * first_part
-            for start in range(0, wide_in * STACKED if X_ALTERNATES else wide_in, WIDE):
+            end = wide_in * STACKED if X_ALTERNATES else wide_in
+            for start in range(0, end, WIDE):
                 place = start + tl.arange(0, WIDE)
                 column, own = place, (number < rank)[None, :]
                 if X_ALTERNATES:
@@ -72,11 +73,11 @@ def _low_rank(
                     own &= (place % STACKED)[:, None] == of[None, :]
                 values = tl.load(
                     x + rows[:, None] * x_row + part * x_part + place[None, :] * x_column,
-                    mask=inside[:, None] & (column < wide_in)[None, :], other=0,
+                    mask=inside[:, None] & (place < end)[None, :], other=0,
                 )  # fmt: skip
                 a = tl.load(
                     factor[None, :] + number[None, :] * first_rank + column[:, None] * first_column,
-                    mask=own & (column < wide_in)[:, None], other=0,
+                    mask=own & (place < end)[:, None], other=0,
                 )  # fmt: skip
                 total = tl.dot(values, a.to(values.dtype), total, input_precision="ieee")
             few = total.to(narrow.dtype.element_ty)
@@ -94,10 +95,10 @@ def _low_rank(
                         own &= (place % STACKED)[None, :] == of[:, None]
                     b = tl.load(
                         factor[:, None] + column[None, :] * second_row + number[:, None] * second_rank,
-                        mask=own & (column < wide_out)[None, :], other=0,
+                        mask=own & (place < end)[None, :], other=0,
                     )  # fmt: skip
                     more = tl.dot(few, b.to(few.dtype), input_precision="ieee")
-                    mask = inside[:, None] & (column < wide_out)[None, :]
+                    mask = inside[:, None] & (place < end)[None, :]
                     to = out + rows[:, None] * out_row + part * out_part + place[None, :] * out_column
                     since = base + rows[:, None] * base_row + part * base_part + place[None, :] * base_column
                     if following > 0:
@@ -172,7 +173,7 @@ def _outer(
 ):  # fmt: skip
     term = tl.arange(0, STACKED * RANK)
     of, number = part + term // RANK, number + term % RANK
-    place = start + tl.arange(0, WIDE)
+    place, end = start + tl.arange(0, WIDE), size * STACKED if ALTERNATES else size
     column, own = place, (number < rank)[:, None]
     if ALTERNATES:
         column = place // STACKED
@@ -191,13 +192,13 @@ def _outer(
             factor *= tl.load(weights + flat, mask=inside, other=0).to(tl.float32)
         values = tl.load(
             wide + rows[:, None] * wide_row + part * wide_part + place[None, :] * wide_column,
-            mask=inside[:, None] & (column < size)[None, :], other=0,
+            mask=inside[:, None] & (place < end)[None, :], other=0,
         )  # fmt: skip
         few = (few.to(tl.float32) * factor[None, :]).to(values.dtype)
         total = tl.dot(few, values, total, input_precision="ieee")
     tl.store(
         out + of[:, None] * out_part + number[:, None] * out_rank + column[None, :] * out_column,
-        total.to(out.dtype.element_ty), mask=own & (column < size)[None, :],
+        total.to(out.dtype.element_ty), mask=own & (place < end)[None, :],
     )  # fmt: skip
 
 
@@ -206,8 +207,8 @@ def _low_rank_gradients(
     narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, count_rows, rank, wide_in, wide_out,
     narrow_row, x_row, x_column, dout_row, dout_part, dout_column, first_expert, first_part, first_rank, first_column,
     second_expert, second_part, second_row, second_rank, scale,
-    GROUPED: tl.constexpr, WEIGHTED: tl.constexpr, STACKED: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
-    ROWS: tl.constexpr, WIDE: tl.constexpr,
+    GROUPED: tl.constexpr, WEIGHTED: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr, STACKED: tl.constexpr,
 ):  # fmt: skip
     expert, tile, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // RANKS, tl.program_id(2)
     number = tl.program_id(1) % RANKS * RANK
