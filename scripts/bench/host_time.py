@@ -1,10 +1,10 @@
 """The host's time of a micro-step: what a step costs before any kernel has run.
 
-    python scripts/bench/host_time.py [--json FILE]
+    python scripts/bench/host_time.py [--expert-memory SIZE...] [--json FILE]
 
 Full-size models with random weights, LoRA r16 on attention and experts, NF4, bfloat16, full checkpointing, 2 × 2048
 tokens. A micro-step is timed from its start until the backward pass has been asked for, as wall time and as the time
-that the process worked, autograd's threads included; the device is waited for before and after, untimed. Where the
+that the process worked, autograd's threads included; the device is waited for before and after (`done`). Where the
 host is slower than the device, this is how long a step takes. On a null device (tests/nullcuda), whose kernels take
 no time, both numbers are the host's alone; on a card the wall time has its waits for the device in it.
 
@@ -14,6 +14,7 @@ no time, both numbers are the host's alone; on a card the wall time has its wait
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -44,7 +45,7 @@ MODELS = ("qwen3-30b-a3b", "mixtral-8x7b")
 WARM_UP = 2
 
 
-def run_of(folder: Path, model: str, layers: int | None) -> RunConfig:
+def run_of(folder: Path, model: str, layers: int | None, expert_memory: str = "auto") -> RunConfig:
     entry = find_model(model)
     assert entry is not None
     config = entry.config | ({} if layers is None else {"num_hidden_layers": layers})
@@ -54,22 +55,30 @@ def run_of(folder: Path, model: str, layers: int | None) -> RunConfig:
             "model": {"path": str(folder), "weights": "random", "dtype": "bf16"},
             "adapt": {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}},
             "optimizer": {"name": "adamw8bit"},
-            "train": {"micro_batch": 2, "accumulate": 1, "sequence_length": 2048},
+            "train": {
+                "micro_batch": 2,
+                "accumulate": 1,
+                "sequence_length": 2048,
+                "expert_memory": expert_memory,
+            },
         }
     )
 
 
-def host_time(model: str, layers: int | None, repetitions: int) -> dict[str, Any]:
-    """Seconds of each micro-step, on the clock and of the process's work."""
+def host_time(model: str, layers: int | None, expert_memory: str, repetitions: int) -> dict[str, Any]:
+    """Seconds of each micro-step: until it is asked for, until it is done, and of the process's work."""
+    gc.collect()  # the model before this one has reference cycles
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        config = run_of(Path(folder), model, layers)
+        config = run_of(Path(folder), model, layers, expert_memory)
         adapted = build(resolve(config, "cuda"), "cuda")
     adapted.model.train()
     watch = RouterWatch(adapted)
     batch = batches_of(adapted)(2)
     batch |= {name: value.cuda() for name, value in batch.items() if torch.is_tensor(value)}
     tokens = count_loss_tokens(batch)
-    seconds, worked = [], []
+    seconds, done, worked = [], [], []
     for _ in range(WARM_UP + repetitions):
         torch.cuda.synchronize()
         start, start_worked = time.perf_counter(), time.process_time()
@@ -77,12 +86,16 @@ def host_time(model: str, layers: int | None, repetitions: int) -> dict[str, Any
         seconds.append(time.perf_counter() - start)
         worked.append(time.process_time() - start_worked)
         torch.cuda.synchronize()
+        done.append(time.perf_counter() - start)
         adapted.model.zero_grad()
-    seconds, worked = seconds[WARM_UP:], worked[WARM_UP:]
+    seconds, done, worked = seconds[WARM_UP:], done[WARM_UP:], worked[WARM_UP:]
     return {
         "model": model,
         "layers": adapted.model.config.num_hidden_layers,
+        "expert_memory": expert_memory,
+        "allocated": torch.cuda.max_memory_allocated(),
         "seconds": {"median": median(seconds), "all": seconds},
+        "done": {"median": median(done), "all": done},
         "worked": {"median": median(worked), "all": worked},
     }
 
@@ -98,16 +111,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     parser.add_argument("--repetitions", type=int, default=5, help="timed micro-steps")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--expert-memory", nargs="+", default=["auto"], metavar="SIZE", help="train.expert_memory")
     parser.add_argument("--layers", type=int, metavar="N", help="of a model, instead of all that it has")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device, nor a null one")
     with nullcuda.answering() if nullcuda.is_present() else nullcontext():
-        found = [host_time(model, options.layers, options.repetitions) for model in options.models]
-    print("| model | layers | micro-step | of work |\n|---|---:|---:|---:|")
+        found = [
+            host_time(model, options.layers, size, options.repetitions)
+            for model in options.models
+            for size in options.expert_memory
+        ]
+    print("| model | layers | expert memory | asked for | done | of work | peak |\n|---|---:|---:|---:|---:|---:|---:|")
     for case in found:
-        times = " | ".join(f"{case[key]['median']:.3f} s" for key in ("seconds", "worked"))
-        print(f"| {case['model']} | {case['layers']} | {times} |")
+        times = " | ".join(f"{case[key]['median']:.3f} s" for key in ("seconds", "done", "worked"))
+        size = f"{case['allocated'] / 2**30:.2f} GiB"
+        print(f"| {case['model']} | {case['layers']} | {case['expert_memory']} | {times} | {size} |")
     if options.json is not None:
         report = {
             "schema": 1,

@@ -5,8 +5,8 @@
 Two layers of each model, random weights, LoRA r16 on attention and experts, NF4, bfloat16; 2 × 2048 tokens. `bank` is
 one layer's experts, forward and backward; `step` both layers, embedding and head. Each is run twice before it is looked
 at. `asked` is how long the host takes until it has asked for all of it, `seconds` until the device has done it, without
-the profiler: where they are alike, the step waits for the host. Without a GPU, or on the null device, the host's time is
-shown instead.
+the profiler: where they are alike, the step waits for the host. Without a GPU, or on the null device, the host's time
+is shown instead.
 """
 
 from __future__ import annotations

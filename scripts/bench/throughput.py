@@ -201,7 +201,7 @@ SIDES = {"peft": peft, "experts4bit": experts4bit}
 def write_checkpoint(case: Case, folder: Path, small: bool) -> None:
     """So many layers with random weights, as the hub has them."""
     config = model_config(case, small)
-    with torch.device("cpu"):
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if small else torch.bfloat16)
     model.save_pretrained(folder)
@@ -304,6 +304,8 @@ def run(names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any
         with tempfile.TemporaryDirectory() as parent:
             trained: dict[tuple[str, int | None], int] = {}
             for case in PARTS[name]:
+                if options.models and case.model not in options.models:
+                    continue
                 folder = None if case.layers is None else Path(parent) / case.model
                 if folder is not None and not folder.is_dir():
                     write_checkpoint(case, folder, options.small)
@@ -338,6 +340,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default="mixtral,fine,peers", help=f"comma-separated, of {', '.join(PARTS)}")
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="of the parts; by default all")
     parser.add_argument("--small", action="store_true", help="shrunk models in float32, all sides, on any machine")
     parser.add_argument("--tokens", type=int, nargs="+", help="of a step; by default 1k to 32k")
     parser.add_argument("--repetitions", type=int, default=3, help="timed steps of each")
