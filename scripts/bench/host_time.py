@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -116,27 +117,24 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device, nor a null one")
-    with nullcuda.answering() if nullcuda.is_present() else nullcontext():
-        found = [
-            host_time(model, options.layers, size, options.repetitions)
-            for model in options.models
-            for size in options.expert_memory
-        ]
+    report = {
+        "schema": 1,
+        "benchmark": "host_time",
+        "device": _device(),
+        "versions": versions("torch", "transformers", "bitsandbytes", "moetune"),
+        "commit": commit(),
+        "cases": [],
+    }
     print("| model | layers | expert memory | asked for | done | of work | peak |\n|---|---:|---:|---:|---:|---:|---:|")
-    for case in found:
+    for model, size in product(options.models, options.expert_memory):
+        with nullcuda.answering() if nullcuda.is_present() else nullcontext():
+            case = host_time(model, options.layers, size, options.repetitions)
         times = " | ".join(f"{case[key]['median']:.3f} s" for key in ("seconds", "done", "worked"))
-        size = f"{case['allocated'] / 2**30:.2f} GiB"
-        print(f"| {case['model']} | {case['layers']} | {case['expert_memory']} | {times} | {size} |")
-    if options.json is not None:
-        report = {
-            "schema": 1,
-            "benchmark": "host_time",
-            "device": _device(),
-            "versions": versions("moetune", "torch", "transformers", "bitsandbytes"),
-            "commit": commit(),
-            "cases": found,
-        }
-        write_json(report, options.json)
+        peak = f"{case['allocated'] / 2**30:.2f} GiB"
+        print(f"| {case['model']} | {case['layers']} | {size} | {times} | {peak} |", flush=True)
+        report["cases"].append(case)
+        if options.json is not None:
+            write_json(report, options.json)
 
 
 if __name__ == "__main__":

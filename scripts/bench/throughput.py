@@ -282,19 +282,24 @@ def counted(side: Side, tokens: int, device: torch.device) -> dict[str, Any]:
 # --- All cases ------------------------------------------------------------------------------------------------
 
 
-def in_own_process(case: Case, folder: Path | None, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of a case; one that says why where there are none."""
+def in_own_process(case: Case, folder: Path | None, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of a case, as they are measured; one that says why where there are none."""
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--repetitions", str(options.repetitions)]
     command += ["--seconds", str(options.seconds), "--tokens", *map(str, options.tokens)]
     command += [] if folder is None else ["--folder", str(folder)]
     command += ["--small"] * options.small
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"model"')]
-    if done.returncode == 0:
-        return rows
-    said = (done.stderr.strip().splitlines() or [""])[-1]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith('{"model"'))
+        if process.wait() == 0:
+            return
+        errors.seek(0)
+        said = (errors.read().strip().splitlines() or [""])[-1]
     is_missing = "ModuleNotFoundError" in said
-    return [*rows, asdict(case) | {"failed": f"not installed ({said})" if is_missing else said or "no answer"}]
+    yield asdict(case) | {"failed": f"not installed ({said})" if is_missing else said or "no answer"}
 
 
 def run(names: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -365,20 +370,22 @@ def main() -> None:
             for row in run_case(Case(**options.case), options.folder, options):
                 print(json.dumps(row), flush=True)
         return
-    rows = list(run(options.names, options))
-    print(table(rows))
-    if options.json is not None:
-        on_cuda = torch.cuda.is_available()
-        report = {
-            "schema": 1,
-            "benchmark": "throughput",
-            "versions": versions("moetune", "torch", "transformers", "peft", "bitsandbytes", "experts4bit-qlora"),
-            "device": torch.cuda.get_device_name() if on_cuda else "cpu",
-            "null_device": nullcuda.is_present(),
-            "commit": commit(),
-            "cases": rows,
-        }
-        write_json(report, options.json)
+    on_cuda = torch.cuda.is_available()
+    rows: list[dict[str, Any]] = []
+    report = {
+        "schema": 1,
+        "benchmark": "throughput",
+        "versions": versions("moetune", "torch", "transformers", "peft", "bitsandbytes", "experts4bit-qlora"),
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "null_device": nullcuda.is_present(),
+        "commit": commit(),
+        "cases": rows,
+    }
+    for row in run(options.names, options):
+        rows.append(row)
+        print(table(rows).splitlines()[-1] if len(rows) > 1 else table(rows), flush=True)
+        if options.json is not None:  # after each row: a lent machine may be taken away
+            write_json(report, options.json)
     if any("failed" in row and "not installed" not in row["failed"] for row in rows):
         sys.exit(1)
 
