@@ -30,8 +30,8 @@ def by_kind(run: ResolvedRun, routing: AssumedRouting, find: Callable[[int], _Va
 def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
     """Return one key per rank, in rank order; ranks with equal keys need equal memory.
 
-    A key holds the numbers of trained experts and of experts with LoRA in each layer; the rank's shard if some tensor
-    does not divide evenly among the FSDP ranks; its `tp` index if the tokens do not divide evenly among the
+    A key holds the numbers of trained experts and of experts with LoRA in each layer; the rank's shard if some trained
+    tensor does not divide evenly among the FSDP ranks; its `tp` index if the tokens do not divide evenly among the
     tensor-parallel ranks; and with `by_expert` its `ep` index, because experts then receive different numbers of
     tokens.
     """
@@ -53,7 +53,11 @@ def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
 
 
 def divides_evenly(run: ResolvedRun) -> bool:
-    """Return whether every tensor divides evenly among the FSDP ranks."""
+    """Return whether every trained tensor divides evenly among the FSDP ranks.
+
+    A frozen tensor takes equal memory on all of them whether it does or not: FSDP2 pads the shards. The states of an
+    optimizer are not padded.
+    """
     parallel = run.config.parallel
     if parallel.fsdp == 1 or parallel.engine == "deepspeed":  # which pads one flat tensor of all trained parameters
         return True
@@ -62,7 +66,7 @@ def divides_evenly(run: ResolvedRun) -> bool:
     key = (parallel.fsdp, run.config.model, frozenset(unlike), chosen.full, frozenset(chosen.ranks.items()))
     if key not in known:
         short = run.without_layers(set(range(run.structure.num_layers)) - set(unlike.values()))
-        shapes = (p.shape for p in build(short, "meta").model.parameters())
+        shapes = (p.shape for p in build(short, "meta").model.parameters() if p.requires_grad)
         known[key] = all(shape[0] % parallel.fsdp == 0 for shape in shapes if shape)
     return known[key]
 
