@@ -10,12 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
+from moetune.adapt.scans import running_by
 from moetune.compat.bitsandbytes import Linear4bit
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.memory.kernels.attention import replace_attention
 from moetune.memory.time.counter import work_parts
 from moetune.memory.trace.log import OUTSIDE
+from moetune.memory.trace.segments import outputs
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import Gpu
 from moetune.models.stack import decoder_layers
@@ -86,14 +88,14 @@ class Watched:
     @contextmanager
     def watching(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
         """Record the model's operations, layer boundaries and expert groups in a tracker within the `with` block;
-        without `tracking` no operations. For a GPU, `scaled_dot_product_attention` is replaced by the operator that
-        runs on it."""
+        without `tracking` no operations. Scans of fake tensors run once for each shape. For a GPU,
+        `scaled_dot_product_attention` is replaced by the operator that runs on it."""
         first = next(self.adapted.model.parameters(), None)
         is_fake = tracking and first is not None and isinstance(local_tensor(first), FakeTensor)
         written = tracker.is_written if is_fake else None
         watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts, is_written=written)
         attention = nullcontext() if self.capability is None else replace_attention(self.capability)
-        with self._cutting(tracker), watching, tracker if tracking else nullcontext(), attention:
+        with self._cutting(tracker), watching, tracker if tracking else running_by(outputs), attention:
             yield
 
     @contextmanager
