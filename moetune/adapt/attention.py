@@ -16,7 +16,7 @@ and keys, d_v of values; n documents.
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,7 +128,12 @@ def takes_cu_seqlens(plain: PreTrainedModel, capability: Capability | None) -> b
     heads that need more shared memory than the GPU has. `plain` is the model on the meta device; for one that does not
     declare support of flash attention the answer is False.
     """
-    size = _largest_head(plain) if has_flash_interface(plain) else _NO
+    size = _NO
+    if has_flash_interface(plain):
+        key = type(plain), plain.config.to_json_string(use_diff=False)
+        if key not in _LARGEST_HEADS:
+            _LARGEST_HEADS[key] = _largest_head(plain)
+        size = _LARGEST_HEADS[key]
     if capability is None:
         return size < _NO
     return (
@@ -144,9 +149,10 @@ _PROBE = "probe"
 _NO = 1 << 30
 """A head size that stands for "no kernel can be used"."""
 _UNSUPPORTED = ("softcap", "dropout", "indices")
+_LARGEST_HEADS: dict[tuple[type[PreTrainedModel], str], int] = {}
+"""(class of a model, its configuration as JSON) -> what `_largest_head` found. Shortened models are built often."""
 
 
-@lru_cache(maxsize=32)
 def _largest_head(plain: PreTrainedModel) -> int:
     """Return the largest head size of a model; `_NO`, which exceeds every size, if a layer rules out the kernels.
 

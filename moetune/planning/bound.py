@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 
-from moetune.config.schema import LINEAR_STORAGES, ModelConfig, RunConfig, Storage
+from moetune.config.schema import LINEAR_STORAGES, ModelConfig, Part, RunConfig, Storage
 from moetune.experts.quantized import QuantizedExperts
 from moetune.models.selection import NOTHING
 from moetune.run.linears import linears_to_quantize
@@ -59,25 +59,30 @@ class Stored:
         return cls(sum(layers), largest, weights, two_layers, len(layers), rest)
 
 
-def least_bytes(config: RunConfig, stored: Stored, experts: int) -> int:
+def least_bytes(config: RunConfig, stored: Stored, experts: int = 0, lora: int = 0) -> int:
     """Return a lower bound, in bytes, of what a run stores on each GPU.
 
-    It adds the frozen weights and, for each trained expert, its gradient and what the optimizer keeps (`saved_bytes`).
+    It adds the frozen weights and, for all that trains, its gradient and what the optimizer keeps (`saved_bytes`).
     Of frozen experts that are kept on the host, two layers are on the GPU at a time (`ExpertPrefetcher`).
 
     Args:
-        config: the run; its optimizer is that of `experts`.
+        config: the run.
         stored: the model's frozen weights.
         experts: the number of experts that train, in all layers together.
+        lora: the number of LoRA's parameters.
     """
     parallel = config.parallel
     needed, gradients = stored.rest // parallel.ranks, 0
-    if experts:
-        optimizer = config.optimizers["experts"]
-        kept = 2 * stored.weights if optimizer.offload else saved_bytes(optimizer, (stored.weights,), 2)
-        needed += experts * kept // parallel.ranks
+    # (part, parameters, bytes of each, how often); factors are float32 (adapt/lora.py)
+    parts: tuple[tuple[Part, int, int, int], ...] = (("experts", stored.weights, 2, experts), ("lora", lora, 4, 1))
+    for part, numel, width, times in parts:
+        if not numel * times:
+            continue
+        optimizer = config.optimizers[part]
+        kept = width * numel if optimizer.offload else saved_bytes(optimizer, (numel,), width)
+        needed += times * kept // parallel.ranks
         if not (optimizer.offload or optimizer.fused_backward):
-            gradients = experts * 2 * stored.weights // parallel.ranks
+            gradients += times * width * numel // parallel.ranks
     if config.model.experts_on != "host":  # frozen experts are divided by `ep` only
         return needed + gradients + (stored.experts - experts * stored.expert) // parallel.ep
     # in a pair of layers, at most the mean of all pairs trains

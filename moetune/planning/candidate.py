@@ -90,3 +90,8 @@ def worth(experts: int) -> int:
     """Return the number of experts that another result must exceed to be worth a search, if `experts` are known to fit:
     two percent more than these, rounded down, which below 50 is the same number."""
     return int(experts * (1 + _WORTH))
+
+
+def nearly(experts: int) -> int:
+    """Return the smallest number of experts after which `experts` is not worth a search."""
+    return next(fewer for fewer in range(int(experts / (1 + _WORTH)), experts + 1) if worth(fewer) >= experts)

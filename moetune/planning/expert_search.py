@@ -11,7 +11,7 @@ with a number of experts in each layer bounds the total for every larger number.
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 from moetune.memory.report import MemoryReport
 from moetune.planning.candidate import worth
@@ -37,7 +37,7 @@ class ExpertSearch:
         depths: numbers of layers whose experts may train, ascending: 1, which is tried only if nothing else fits; then
             all numbers from another one to `layers`, or few of them and `layers`.
         step: step between numbers of trained experts in each layer.
-        usable: bytes of the GPU.
+        limit: upper bound of the number of experts, in all layers together, that fit.
         bound: returns a lower bound of the bytes that a number of trained experts, in all layers together, needs.
         report: (layers, experts in each) -> predicted memory of the run that trains them.
         left: returns the bytes that a run leaves free, negative if it does not fit.
@@ -48,7 +48,7 @@ class ExpertSearch:
     experts: int
     depths: Sequence[int]
     step: int
-    usable: int
+    limit: int
     bound: Callable[[int], int]
     report: Callable[[int, int], MemoryReport]
     left: Callable[[MemoryReport], int]
@@ -61,14 +61,8 @@ class ExpertSearch:
         best = (self._of_any_depth if len(rest) == self.layers - rest[0] + 1 else self._of_few_depths)(rest, more_than)
         if best[0] or more_than or rest == self.depths:
             return best
-        each, _ = self._each_of(1, worth(more_than), self._most)
+        each, _ = self._each_of(1, worth(more_than), self.limit)
         return (1, each) if each else (0, 0)
-
-    @cached_property
-    def _most(self) -> int:
-        """Return an upper bound of the number of experts, in all layers together, that fit: by the lower `bound`."""
-        numbers = range(1, self.layers * self.experts + 1)
-        return bisect_right(numbers, self.usable, key=self.bound)
 
     def _of_few_depths(self, depths: Sequence[int], more_than: int) -> tuple[int, int]:
         """Return what `most` describes, where only `depths` are numbers of layers; (0, 0) if there is none.
@@ -77,7 +71,7 @@ class ExpertSearch:
         order of the most experts that can fit there: no more, in all layers together, than with most layers.
         """
         of_all = depths[-1]
-        each, room = self._each_of(of_all, worth(more_than), self._most)
+        each, room = self._each_of(of_all, worth(more_than), self.limit)
         best = (of_all, each) if each else (0, 0)
 
         def promised(layers: int) -> tuple[int, int]:
@@ -140,7 +134,7 @@ class ExpertSearch:
         def promised(each: int) -> tuple[int, int]:
             return _rank(min(depth, min(int(_room(room, each, most) * (1 + _TOLERANCE)), most) // each), each)
 
-        most = self._most
+        most = self.limit
         slope: float = self.bound(1) - self.bound(0)  # bytes of another expert
         while True:
             enough = max((worth(best[0] * best[1]), -best[1]), (worth(more_than), 0))

@@ -92,8 +92,8 @@ def _content() -> TypeAdapter[tuple[str, MemoryReport]]:
 def kept_candidate(
     about: dict[str, Any], strategy: Strategy, more_than: int, search: Callable[[], Candidate | None]
 ) -> Candidate | None:
-    """Read from disk the largest run of a strategy that trains more than a number of experts; if it is not there, call
-    `search` for it, and write it.
+    """Read from disk the largest run of a strategy that trains more than `more_than` (`Candidate.amount`); if it is not
+    there, call `search` for it, and write it.
 
     What was found with another `more_than` is used if it answers for this one too.
 
@@ -105,7 +105,7 @@ def kept_candidate(
     if (there := store.read_content(key, _candidates())) is not None:
         _, least, found = there
         if found is not None:
-            is_more = strategy.goal != "experts" or found.amount > worth(more_than)
+            is_more = not more_than or found.amount > worth(more_than)
             return replace(found, strategy=strategy) if is_more else None
         if least <= more_than:
             return None

@@ -15,8 +15,8 @@ from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
-from moetune.planning.candidate import Candidate, worth
-from moetune.planning.search import Search
+from moetune.planning.candidate import Candidate, nearly, worth
+from moetune.planning.search import RANKS, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
 from moetune.training.trl import InTrl
@@ -207,10 +207,10 @@ def plan(
     refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
     late: list[str] = []
     is_whole, rest, skipped = False, list[Candidate](), list[Strategy]()
-    in_turn = [one for turn in zip_longest(*of_goals) for one in turn if one is not None]  # a strategy of each goal
+    tried = [one for of_goal in of_goals for one in of_goal]
     try:
         with Workers(search, processes, options) as workers:
-            found += _largest(workers, in_turn, refused, progress, show, None if every else skipped)
+            found += _largest(workers, tried, refused, progress, show, None if every else skipped)
             rest = _confirm(workers, _ranked(found), candidates, late, progress, show, every)
             done = {one.goal for one in candidates}
             if more := [one for one in skipped if one.goal not in done]:  # what was found does not fit by trace
@@ -233,7 +233,7 @@ def plan(
     miss = None
     if not candidates and is_whole:
         show(replace(progress, now="nothing fits: looking for the nearest miss"))
-        miss = _nearest(search, [one for of_goal in of_goals for one in of_goal])
+        miss = _nearest(search, tried)
     name = gpu if isinstance(gpu, str) else gpu.name
     return Plan(model, name, search.usable, tuple(candidates), miss, tuple(notes), tokens, tight, ways, len(skipped))
 
@@ -285,13 +285,15 @@ def _largest(
     """Yield the largest run of each strategy. Of a goal, slower strategies are searched only if no faster one fits.
 
     Args:
-        tried: the strategies, those of a goal best first.
+        tried: the strategies, those of a goal best first; if some may be skipped, those that may be the most useful
+            are searched first.
         refused: (goal, reason) -> strategies that cannot be predicted for it; they are added.
         show: called with `progress`, which is kept up to date, before each strategy and after each candidate.
         skipped: if given, a strategy that cannot be more useful than one that fits (`Strategy.place`) is not searched
             but added to this list.
     """
     search, goals_found, goals_done = workers.search, set[Goal](), set[Goal]()
+    needless, only_highest, searched = list[Strategy](), list[Strategy](), list[Strategy]()
 
     def begin(one: Strategy) -> None:
         progress.now = f"{one.goal}: {one.words}"
@@ -299,28 +301,43 @@ def _largest(
 
     def more_than(one: Strategy, before: list[Candidate | UserError | None]) -> tuple[int] | None:
         known = [other for other in before if isinstance(other, Candidate) and other.goal == one.goal]
-        if any(map(search.is_largest, known)):  # all later strategies give up more and cannot train more
+        if skipped is not None and any(_is_surpassed(one, search.at_most(one), other) for other in known):
+            needless.append(one)
             return None
-        if skipped is not None and any(
-            one.place(search.most(one.goal)) > other.strategy.place(other.amount) for other in known
-        ):
-            skipped.append(one)
+        # a strategy that gives up less trains the most that can train
+        if any(search.is_largest(other) and other.strategy.order < one.order for other in known):
             return None
-        return (max((other.amount for other in known), default=0),)
+        if skipped is None and one.goal == "lora":  # lower ranks are listed too: they may have more rows
+            return (0,)
+        least = RANKS[-2] if any(one is other for other in only_highest) else 0
+        return (max((_to_exceed(one, other) for other in known), default=least),)
 
     for slowness in sorted({one.slowness for one in tried}):
         some = [one for one in tried if one.slowness == slowness and one.goal not in goals_found]
         some = [one for one in some if search.may_fit(one)]
+        progress.all += len(some) if slowness else 0
+        if skipped is not None:
+            some.sort(key=lambda one: one.place(search.at_most(one)))
+            # whether the highest rank fits takes one record, which other ranks take more
+            of_lora = [one for one in some if one.goal == "lora"]
+            only_highest = [replace(one) for one in of_lora if search.at_most(one) == RANKS[-1]]
+            some = [*_in_turn([*only_highest, *(one for one in some if one.goal != "lora")]), *of_lora]
+        else:
+            some = _in_turn(some)
         left = Counter(one.goal for one in some)
-        if slowness:
-            progress.all += len(some)
-        for strategy, one in workers.answers("found", some, begin, more_than):
+        for strategy, one in workers.answers("found", some, begin, more_than, apart=lambda one: one.goal):
             if strategy.goal in goals_done:
                 continue
             left[strategy.goal] -= 1
-            if any(strategy is other for other in skipped or ()):
-                progress.all -= 1
+            is_copy = any(strategy is other for other in only_highest)
+            if any(strategy is other for other in needless):
+                if skipped is not None and not is_copy and strategy not in searched:
+                    progress.all -= 1
+                    skipped.append(strategy)
                 continue
+            if one is None and is_copy:
+                continue
+            searched.append(strategy)
             progress.searched += 1
             if one is None:
                 continue
@@ -331,9 +348,39 @@ def _largest(
             progress.best = one
             show(progress)
             yield one
-            if search.is_largest(one):
+            if skipped is None and search.is_largest(one):
                 goals_done.add(one.goal)
                 progress.all -= left[one.goal]
+
+
+def _in_turn(tried: Iterable[Strategy]) -> list[Strategy]:
+    """Return the strategies in turn: the first of each goal, then the second of each."""
+    of_goals: dict[Goal, list[Strategy]] = {}
+    for one in tried:
+        of_goals.setdefault(one.goal, []).append(one)
+    return [one for turn in zip_longest(*of_goals.values()) for one in turn if one is not None]
+
+
+def _is_surpassed(one: Strategy, most: int, other: Candidate) -> bool:
+    """Return whether a strategy that trains `most` at most cannot be more useful than a candidate for the same goal.
+
+    A strategy that gives up less is more useful if it trains nearly as much; one that gives up more, if it trains more
+    than is `worth`.
+    """
+    mine, its = ((of.on_host, not of.has_moments) for of in (one, other.strategy))
+    return mine > its or (mine == its and most <= worth(_to_exceed(one, other)))
+
+
+def _to_exceed(one: Strategy, other: Candidate) -> int:
+    """Return the amount beyond which, by what is `worth`, a strategy has a place beside a candidate for the same goal.
+
+    0 if the strategy keeps an optimizer's moments, and the candidate does not.
+    """
+    if one.has_moments and not other.strategy.has_moments:
+        return 0
+    if one.order >= other.strategy.order or other.amount == 0:
+        return other.amount
+    return max(0, nearly(nearly(other.amount)) - 1)
 
 
 def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
@@ -352,8 +399,8 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
 
     The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; rows of a
     micro-batch, most first. A candidate is beaten by another one for the same goal, from an earlier strategy, that
-    trains at least as much (two percent less count as equal); for LoRA and routers, also with at least as many
-    rows in a micro-batch.
+    trains at least as much (two percent less count as equal) and does not lack moments that it has; for LoRA and
+    routers, also with at least as many rows in a micro-batch.
     """
 
     def place(one: Candidate) -> tuple[int, ...]:
@@ -364,6 +411,7 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
         return any(
             other.goal == one.goal
             and other.strategy.order < one.strategy.order
+            and (other.strategy.has_moments or not one.strategy.has_moments)
             and worth(other.amount) >= one.amount
             and (one.goal == "experts" or other.config.train.micro_batch >= one.config.train.micro_batch)
             for other in found

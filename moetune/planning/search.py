@@ -11,7 +11,7 @@ from typing import Any
 
 from moetune.adapt.documents import layers_with_state
 from moetune.config.schema import RunConfig
-from moetune.errors import counted
+from moetune.errors import UserError, counted
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.changes import changed, surely_left
 from moetune.memory.closed_form.lora_ranks import HIGHEST, LOWEST
@@ -26,7 +26,7 @@ from moetune.planning.expert_search import ExpertSearch
 from moetune.planning.kept import kept_candidate, what_decides
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import headroom, last_that_fits
-from moetune.planning.strategies import Goal, Strategy
+from moetune.planning.strategies import Goal, Strategy, strategies
 from moetune.run.resolve import resolve_model
 from moetune.run.resolved import ResolvedModel
 from moetune.training.trl import InTrl
@@ -132,23 +132,47 @@ class Search:
         """The smallest number of experts of any MoE layer; 0 for a dense model."""
         return min((layer.shape.num_experts for layer in self.structure.moe_layers), default=0)
 
-    def bound(self, strategy: Strategy, experts: int) -> int:
+    def bound(self, strategy: Strategy, amount: int) -> int:
         """Return a lower bound, in bytes, of the GPU memory that a run needs: the context, and what it stores
         (`least_bytes`). A strategy whose bound exceeds the GPU need not be recorded.
 
         Args:
             strategy: the strategy.
-            experts: the number of experts that train, in all layers together.
+            amount: how much trains, as `Candidate.amount`.
         """
-        config = self.smallest(strategy)
+        config, is_lora = self.smallest(strategy), strategy.goal == "lora"
         key = config.model.base, config.model.double_quant
         if key not in self._stored:
             self._stored[key] = Stored.of(self._model, config.model)
-        return self.context + least_bytes(config, self._stored[key], experts)
+        trained = {"lora": amount * self._of_each_rank} if is_lora else {"experts": amount}
+        return self.context + least_bytes(config, self._stored[key], **trained)
+
+    @cached_property
+    def _of_each_rank(self) -> int:
+        """Number of LoRA's parameters for each unit of its rank; 0 if the model cannot have it."""
+        try:
+            run = self.predictor.resolve(self._of_rank(next(strategies("lora", self.structure, 1)), LOWEST))
+        except UserError:
+            return 0
+        lora, linears = run.config.adapt.lora, self.structure.linears()
+        sizes = [linears[path] for path in run.selection.lora_linears]
+        shapes = {layer.index: layer.shape for layer in self.structure.moe_layers}
+        of_experts = sum(
+            len(ids) * shapes[layer].trained_parameters(lora, 1) for layer, ids in run.selection.lora_experts.items()
+        )
+        return sum(one.in_features + one.out_features for one in sizes) + of_experts
 
     def may_fit(self, strategy: Strategy) -> bool:
         """Return False if even a strategy's smallest run surely exceeds the GPU, by its `bound`; True is no promise."""
-        return self.bound(strategy, _step(strategy) if strategy.goal == "experts" else 0) <= self.usable
+        least = {"experts": _step(strategy), "lora": RANKS[0], "router": 0}[strategy.goal]
+        return self.bound(strategy, least) <= self.usable
+
+    def at_most(self, strategy: Strategy) -> int:
+        """Return an upper bound of the largest `Candidate.amount` that fits, by the lower `bound` of its memory; 0 if
+        nothing fits."""
+        sizes: Sequence[int] = range(1, self.most("experts") + 1) if strategy.goal == "experts" else RANKS
+        fitting = bisect_right(sizes, self.usable, key=partial(self.bound, strategy))
+        return sizes[fitting - 1] if fitting and strategy.goal != "router" else 0
 
     def traced(self, found: Candidate) -> Candidate | None:
         """Confirm a candidate by a trace, and also trace the next larger run if it could fit.
@@ -198,8 +222,8 @@ class Search:
     def largest(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
         """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit.
 
-        `more_than` is the number of experts, in all layers together, that an earlier strategy trains. For the goal
-        `experts`, None also if no run that fits trains enough more than these (`worth`).
+        `more_than` is what another strategy trains, as `Candidate.amount`. None also if no run that fits trains enough
+        more than that (`worth`).
         """
         is_near = self.bound(strategy, 0) > _NEARLY * self.usable
         if is_near and self.left(self.predictor.of(self.smallest(strategy))) < self.margin:
@@ -208,7 +232,7 @@ class Search:
             case "experts":
                 found = self._most_experts(strategy, more_than)
             case "lora":
-                found = self._highest_rank(strategy)
+                found = self._highest_rank(strategy, more_than)
             case "router":
                 config = self.smallest(strategy)
                 report = self.predictor.of(config)
@@ -253,9 +277,8 @@ class Search:
 
         step, depths = _step(strategy), self.depths
         bound = partial(self.bound, strategy)
-        search = ExpertSearch(
-            len(self.layers), self.experts, depths, step, self.usable, bound, report, self.left, self.margin
-        )
+        most = self.at_most(strategy)
+        search = ExpertSearch(len(self.layers), self.experts, depths, step, most, bound, report, self.left, self.margin)
         layers, each = search.most(more_than)
         if layers * each <= worth(more_than):
             return None
@@ -278,13 +301,17 @@ class Search:
         lora = {"rank": rank, "alpha": 2 * rank, "targets": targets}
         return self._with(strategy, {f"adapt.lora.{key}": value for key, value in lora.items()})
 
-    def _highest_rank(self, strategy: Strategy) -> Candidate | None:
-        """Find the highest rank in `RANKS` that fits; None if none fits."""
-        configs = [self._of_rank(strategy, rank) for rank in RANKS]
+    def _highest_rank(self, strategy: Strategy, more_than: int) -> Candidate | None:
+        """Find the highest rank in `RANKS` that fits; None if none above `more_than` does."""
+        ranks = RANKS[: bisect_right(RANKS, self.at_most(strategy))]
+        configs = [self._of_rank(strategy, rank) for rank in ranks]
+        if not ranks or ranks[-1] <= more_than:
+            return None
         parts = self.predictor.of(configs[-1]).fullest.parts
         grows = parts.trainable_weights + parts.master_weights + parts.optimizer_states + parts.gradients
-        last, report, larger = self._along("rank", RANKS, configs, len(RANKS) - 1, slope=grows / RANKS[-1])
-        return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
+        least = bisect_right(ranks, more_than)
+        last, report, larger = self._along("rank", ranks, configs, len(ranks) - 1, least, slope=grows / ranks[-1])
+        return None if report is None else Candidate(strategy, configs[last], report, ranks[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:
         """Return the candidate with the largest micro-batch in `rows` that fits, and `train.accumulate` divided by it
@@ -295,7 +322,7 @@ class Search:
             configs.append(changed(found.config, {"train.micro_batch": rows, "train.accumulate": accumulate}))
         # runs that train whole experts seldom have room for many rows
         start = min(1 if found.goal == "experts" else len(ROWS), len(self.rows) - 1)
-        last, report, larger = self._along("micro-batch", self.rows, configs, start, {0: found.report})
+        last, report, larger = self._along("micro-batch", self.rows, configs, start, known={0: found.report})
         assert report is not None
         return replace(found, config=configs[last], report=report, next_larger=found.next_larger or larger)
 
@@ -305,18 +332,20 @@ class Search:
         sizes: Sequence[int],
         configs: Sequence[RunConfig],
         start: int,
-        known: dict[int, MemoryReport] | None = None,
+        least: int = 0,
         *,
+        known: dict[int, MemoryReport] | None = None,
         slope: float = 0,
     ) -> tuple[int, MemoryReport | None, NextLarger | None]:
-        """Search runs of growing memory for the last that fits. Return its index, or -1; its report, or None; and the
-        next larger run, or None.
+        """Search runs of growing memory for the last that fits. Return its index, or `least` - 1; its report, or None;
+        and the next larger run, or None.
 
         Args:
             what: the name of the size that grows, such as `rank`.
             sizes: the sizes.
             configs: the configuration with each size.
             start: the index to predict first.
+            least: the first index that counts.
             known: the report of index 0, if it fits and was predicted before.
             slope: bytes that one more of `sizes` is expected to need; 0 if unknown.
         """
@@ -324,6 +353,7 @@ class Search:
             len(sizes),
             lambda number: self.predictor.of(configs[number]),
             start,
+            least,
             margin=self.margin,
             known=known,
             left=self.left,

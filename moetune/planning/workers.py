@@ -6,8 +6,7 @@ import gc
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -76,11 +75,12 @@ class Workers:
         inputs: Sequence[_Input],
         say: Callable[[_Input], None],
         more: Callable[[_Input, list[_Output]], tuple[Any, ...] | None] = lambda one, before: (),
+        apart: Callable[[_Input], Hashable] = id,
     ) -> Iterator[tuple[_Input, _Output]]:
         """Call a method of `Search` with each input, and yield (input, result) pairs in the order of the inputs.
 
         A `UserError` that the method raises is yielded as its result. Calls begin in the order of the inputs, each as
-        soon as a process is free.
+        soon as a process is free, but see `apart`.
 
         Args:
             method: the name of the method.
@@ -88,38 +88,50 @@ class Workers:
             say: called with each input on which this process begins to work.
             more: returns further arguments of a call, from its input and the results for earlier inputs known when it
                 begins; None if the call is needless, whose result is then None.
+            apart: a key of an input. While a call runs, one with an equal key, which its result may make needless,
+                begins only if no other is left.
         """
-        left, lock, busy = deque(range(len(inputs))), Condition(), 0
+        left, lock, running, futures = list(range(len(inputs))), Condition(), list[int](), set[int]()
         results: dict[int, _Output] = {}
 
-        def arguments() -> tuple[_Start, str, _Input, tuple[Any, ...]] | None:
-            """Return the arguments of the next call; None if no call is left. Pass over needless calls."""
+        def following() -> tuple[int, tuple[_Start, str, _Input, tuple[Any, ...]]] | None:
+            """Take the next call: return its number and its arguments; None if no call is left. Pass over needless
+            calls."""
             while left:
-                before: list[_Output] = [result for at, result in sorted(results.items()) if at < left[0]]
-                further = more(inputs[left[0]], before)
+                keys = {apart(inputs[number]) for number in running}
+                number = next((number for number in left if apart(inputs[number]) not in keys), left[0])
+                left.remove(number)
+                before: list[_Output] = [result for at, result in sorted(results.items()) if at < number]
+                further = more(inputs[number], before)
                 if further is not None:
-                    return self._start, method, inputs[left[0]], further
-                results[left.popleft()] = None
+                    running.append(number)
+                    return number, (self._start, method, inputs[number], further)
+                results[number] = None
             return None
 
         def feed() -> None:
             """Give work to the other processes that are free; the caller must hold `lock`."""
-            nonlocal busy
-            while self._pool is not None and busy < self._others and (call := arguments()) is not None:
+            while self._pool is not None and len(futures) < self._others and (call := following()) is not None:
+                number, arguments = call
                 try:
-                    future = self._pool.submit(_answer, *call)
+                    future = self._pool.submit(_answer, *arguments)
                 except (BrokenProcessPool, RuntimeError):  # the others were killed: this process does their work
+                    put_back(number)
                     return
-                number, busy = left.popleft(), busy + 1
+                futures.add(number)
                 future.add_done_callback(partial(done, number))
 
+        def put_back(number: int) -> None:
+            running.remove(number)
+            left.insert(0, number)
+
         def done(number: int, future: Future[Any]) -> None:
-            nonlocal busy
             with lock:
-                busy -= 1
+                futures.remove(number)
                 if future.cancelled() or isinstance(future.exception(), BrokenProcessPool):
-                    left.appendleft(number)
+                    put_back(number)
                 else:
+                    running.remove(number)
                     results[number] = future.result()
                     feed()
                 lock.notify()
@@ -129,13 +141,14 @@ class Workers:
                 while number not in results:
                     with lock:
                         lock.wait_for(lambda: left or number in results)  # noqa: B023
-                        call = arguments()
-                        mine = None if call is None else left.popleft()
+                        call = following()
                         feed()
-                    if call is not None and mine is not None:
+                    if call is not None:
+                        mine, arguments = call
                         say(inputs[mine])
-                        result = _answer(*call, search=self.search)
+                        result = _answer(*arguments, search=self.search)
                         with lock:
+                            running.remove(mine)
                             results[mine] = result
                 yield one, results[number]
         finally:

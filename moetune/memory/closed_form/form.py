@@ -197,14 +197,15 @@ class ClosedForm:
         return self.recorded
 
     def _head(self, steps: Steps) -> KnownHead:
-        """Return the sizes of the LM head, which runs of a model share unless they train it otherwise; else as
-        `_head_of`."""
+        """Return the sizes of the LM head, which runs of a model share, however its weights are stored, unless they
+        train it otherwise; else as `_head_of`."""
         run, structure = self.run, self.run.structure
         outside = {part.name for part in structure.parameters if part.layer is None}
         linears = {path for path, linear in structure.linears().items() if linear.layer is None}
         trained = run.selection.full & outside, frozenset(linears.intersection(run.selection.lora_linears))
         card = self.gpu and self.gpu.capability, run.config.hardware.without_kernels
-        known, key = _HEADS.setdefault(run.model.plain, {}), (run.config.model, run.config.packs, *trained, *card)
+        stored = run.config.model.model_copy(update={"base": "auto", "double_quant": True, "experts_on": "gpu"})
+        known, key = _HEADS.setdefault(run.model.plain, {}), (stored, run.config.packs, *trained, *card)
         if key not in known:
             known[key] = _head_of(steps)
         return known[key]
