@@ -1,6 +1,5 @@
 """`moetune plan MODEL`: the largest run of each strategy that fits a GPU, ranked; or the run that nearly fits."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -292,7 +291,7 @@ def _largest(
         skipped: if given, a strategy that cannot be more useful than one that fits (`Strategy.place`) is not searched
             but added to this list.
     """
-    search, goals_found, goals_done = workers.search, set[Goal](), set[Goal]()
+    search, goals_found = workers.search, set[Goal]()
     needless, only_highest, searched = list[Strategy](), list[Strategy](), list[Strategy]()
 
     def begin(one: Strategy) -> None:
@@ -304,8 +303,11 @@ def _largest(
         if skipped is not None and any(_is_surpassed(one, search.at_most(one), other) for other in known):
             needless.append(one)
             return None
-        # a strategy that gives up less trains the most that can train
-        if any(search.is_largest(other) and other.strategy.order < one.order for other in known):
+        # a strategy that gives up less, and costs no more, trains the most that can train
+        if any(
+            search.is_largest(of) and of.strategy.order < one.order and of.strategy.costs_no_more(one) for of in known
+        ):
+            needless.append(one)
             return None
         if skipped is None and one.goal == "lora":  # lower ranks are listed too: they may have more rows
             return (0,)
@@ -324,16 +326,13 @@ def _largest(
             some = [*_in_turn([*only_highest, *(one for one in some if one.goal != "lora")]), *of_lora]
         else:
             some = _in_turn(some)
-        left = Counter(one.goal for one in some)
         for strategy, one in workers.answers("found", some, begin, more_than, apart=lambda one: one.goal):
-            if strategy.goal in goals_done:
-                continue
-            left[strategy.goal] -= 1
             is_copy = any(strategy is other for other in only_highest)
             if any(strategy is other for other in needless):
-                if skipped is not None and not is_copy and strategy not in searched:
+                if not is_copy and strategy not in searched:
                     progress.all -= 1
-                    skipped.append(strategy)
+                    if skipped is not None:
+                        skipped.append(strategy)
                 continue
             if one is None and is_copy:
                 continue
@@ -348,9 +347,6 @@ def _largest(
             progress.best = one
             show(progress)
             yield one
-            if skipped is None and search.is_largest(one):
-                goals_done.add(one.goal)
-                progress.all -= left[one.goal]
 
 
 def _in_turn(tried: Iterable[Strategy]) -> list[Strategy]:
@@ -367,16 +363,16 @@ def _is_surpassed(one: Strategy, most: int, other: Candidate) -> bool:
     A strategy that gives up less is more useful if it trains nearly as much; one that gives up more, if it trains more
     than is `worth`.
     """
-    mine, its = ((of.on_host, not of.has_moments) for of in (one, other.strategy))
+    mine, its = one.costs, other.strategy.costs
     return mine > its or (mine == its and most <= worth(_to_exceed(one, other)))
 
 
 def _to_exceed(one: Strategy, other: Candidate) -> int:
     """Return the amount beyond which, by what is `worth`, a strategy has a place beside a candidate for the same goal.
 
-    0 if the strategy keeps an optimizer's moments, and the candidate does not.
+    0 if the candidate costs more: it keeps more in host memory, or lacks an optimizer's moments.
     """
-    if one.has_moments and not other.strategy.has_moments:
+    if not other.strategy.costs_no_more(one):
         return 0
     if one.order >= other.strategy.order or other.amount == 0:
         return other.amount
@@ -399,7 +395,7 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
 
     The order is: by goal; runs without host memory first; what trains, most first; order of the strategy; rows of a
     micro-batch, most first. A candidate is beaten by another one for the same goal, from an earlier strategy, that
-    trains at least as much (two percent less count as equal) and does not lack moments that it has; for LoRA and
+    trains at least as much (two percent less count as equal) and costs no more (`Strategy.costs`); for LoRA and
     routers, also with at least as many rows in a micro-batch.
     """
 
@@ -411,7 +407,7 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
         return any(
             other.goal == one.goal
             and other.strategy.order < one.strategy.order
-            and (other.strategy.has_moments or not one.strategy.has_moments)
+            and other.strategy.costs_no_more(one.strategy)
             and worth(other.amount) >= one.amount
             and (one.goal == "experts" or other.config.train.micro_batch >= one.config.train.micro_batch)
             for other in found

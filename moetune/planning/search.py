@@ -151,7 +151,7 @@ class Search:
     def _of_each_rank(self) -> int:
         """Number of LoRA's parameters for each unit of its rank; 0 if the model cannot have it."""
         try:
-            run = self.predictor.resolve(self._of_rank(next(strategies("lora", self.structure, 1)), LOWEST))
+            run = self.predictor.resolve(self.of_rank(next(strategies("lora", self.structure, 1)), LOWEST))
         except UserError:
             return 0
         lora, linears = run.config.adapt.lora, self.structure.linears()
@@ -246,7 +246,7 @@ class Search:
             case "experts":
                 return self.of_experts(strategy, 1, _step(strategy))
             case "lora":
-                return self._of_rank(strategy, RANKS[0])
+                return self.of_rank(strategy, RANKS[0])
         return self._with(strategy, {"adapt.router": "all"})
 
     def is_largest(self, found: Candidate) -> bool:
@@ -295,7 +295,7 @@ class Search:
 
     # --- LoRA, and rows ---------------------------------------------------------------------------------------
 
-    def _of_rank(self, strategy: Strategy, rank: int) -> RunConfig:
+    def of_rank(self, strategy: Strategy, rank: int) -> RunConfig:
         """Return the run with LoRA of the given rank on attention and experts (on the MLPs of a dense model)."""
         targets = ["attention", "experts" if self.layers else "dense_mlp"]
         lora = {"rank": rank, "alpha": 2 * rank, "targets": targets}
@@ -304,7 +304,7 @@ class Search:
     def _highest_rank(self, strategy: Strategy, more_than: int) -> Candidate | None:
         """Find the highest rank in `RANKS` that fits; None if none above `more_than` does."""
         ranks = RANKS[: bisect_right(RANKS, self.at_most(strategy))]
-        configs = [self._of_rank(strategy, rank) for rank in ranks]
+        configs = [self.of_rank(strategy, rank) for rank in ranks]
         if not ranks or ranks[-1] <= more_than:
             return None
         parts = self.predictor.of(configs[-1]).fullest.parts

@@ -49,11 +49,21 @@ class Strategy:
         """Whether the optimizer keeps moments; LOMO and SGD keep none."""
         return self.settings["optimizer.name"] not in ("lomo", "sgd")
 
+    @property
+    def costs(self) -> tuple[int, bool]:
+        """What counts before what trains, most important first: how many settings move tensors to host memory, and
+        whether the optimizer lacks moments."""
+        return self.on_host, not self.has_moments
+
+    def costs_no_more(self, than: "Strategy") -> bool:
+        """Return whether none of the `costs` is higher than another strategy's."""
+        return all(mine <= its for mine, its in zip(self.costs, than.costs, strict=True))
+
     def place(self, amount: int) -> tuple[int, ...]:
         """Return a sort key, smallest for the most useful of a goal's strategies, if `amount` trains
         (`Candidate.amount`): one that keeps least in host memory; then with moments; then what trains most; then what
         gives up least."""
-        return self.on_host, not self.has_moments, -amount, self.order
+        return *self.costs, -amount, self.order
 
     @property
     def slowness(self) -> int:

@@ -7,8 +7,8 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.planning.candidate import Candidate
-from moetune.planning.plan import Plan, _useful_first, plan
+from moetune.planning.candidate import Candidate, nearly, worth
+from moetune.planning.plan import Plan, _is_surpassed, _ranked, _useful_first, plan
 from moetune.planning.search import Search
 from moetune.planning.strategies import Goal, Strategy, strategies
 from moetune.planning.tables import plan_view
@@ -133,6 +133,34 @@ def candidate(goal: Goal, name: str, amount: int, order: int, **settings: object
     report = sample(about=(("trains", goal), ("optimizer", name)))
     settings |= {"optimizer.name": name}
     return Candidate(Strategy(goal, settings, ("x" * 300,), order), RunConfig.model_validate(raw), report, amount)
+
+
+def test_a_way_with_moments_is_listed_beside_one_without_them() -> None:
+    lomo, offload = candidate("experts", "lomo", 100, 2), candidate("experts", "adamw", 90, 3)
+    assert _ranked([lomo, offload]) == [lomo, offload]
+    assert _ranked([replace(lomo, strategy=replace(lomo.strategy, order=4)), offload])[0].amount == 100
+    assert _ranked([candidate("experts", "adamw8bit", 100, 2), offload])[1:] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "most", "surpassed"),
+    [
+        ("adamw", 2, 102, True),  # gives up more, and two percent more are not worth it
+        ("adamw", 2, 103, False),
+        ("adamw", 0, 99, False),  # gives up less, and trains nearly as much
+        ("adamw", 0, 97, True),
+        ("adamw", 1, 100, True),  # the strategy itself
+        ("lomo", 0, 500, True),
+    ],
+)
+def test_what_cannot_be_more_useful(name: str, order: int, most: int, surpassed: bool) -> None:
+    other, one = (candidate("experts", *about) for about in (("adamw", 100, 1), (name, 1, order)))
+    assert _is_surpassed(one.strategy, most, other) == surpassed
+
+
+@pytest.mark.parametrize("count", [1, 7, 49, 50, 51, 100, 1404])
+def test_nearly(count: int) -> None:
+    assert worth(nearly(count)) >= count > worth(nearly(count) - 1)
 
 
 def test_the_most_useful_of_each_goal_comes_first() -> None:

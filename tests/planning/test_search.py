@@ -196,6 +196,23 @@ def test_arithmetic_bounds_what_a_run_needs(small_model: Path) -> None:
         assert search.bound(strategy, 2 * len(search.layers)) <= needed, strategy.words
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_arithmetic_bounds_what_a_rank_needs(count: int, small_model: Path) -> None:
+    """On one GPU nothing is missing of factors, gradients and states but AdamW's step counts, and that small tensors
+    have states in 32 bits."""
+    search = search_of(small_model, "44GiB")
+    there = [one for one in strategies("lora", search.structure, count) if not one.slowness]
+    for strategy in there:
+        report = search.predictor.of(search.of_rank(strategy, 64))
+        parts, bound = report.fullest.parts, search.bound(strategy, 64)
+        stored = parts.trainable_weights + parts.gradients + parts.optimizer_states
+        assert bound <= report.required, strategy.words
+        missing = stored - (bound - search.bound(strategy, 0))
+        assert 0 <= missing
+        assert count > 1 or missing < (1024 if strategy.settings["optimizer.name"] == "adamw" else stored // 10)
+        assert search.at_most(strategy) == 64
+
+
 @pytest.mark.parametrize("model", ["small", *thinned(("gpt-oss-20b", "kimi-linear-48b-a3b", "deepseek-v3"))])
 def test_the_bound_counts_the_weights_as_they_are_stored(model: str, small_model: Path) -> None:
     """With scales, and what is not quantized: nothing is missing but tables of the layers and of dequantization."""
