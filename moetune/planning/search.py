@@ -304,13 +304,13 @@ class Search:
     def _highest_rank(self, strategy: Strategy, more_than: int) -> Candidate | None:
         """Find the highest rank in `RANKS` that fits; None if none above `more_than` does."""
         ranks = RANKS[: bisect_right(RANKS, self.at_most(strategy))]
-        configs = [self.of_rank(strategy, rank) for rank in ranks]
         if not ranks or ranks[-1] <= more_than:
             return None
-        parts = self.predictor.of(configs[-1]).fullest.parts
+        # the records of lower ranks are derived from that of the highest, which may not fit
+        parts = self.predictor.of(self.of_rank(strategy, RANKS[-1])).fullest.parts
         grows = parts.trainable_weights + parts.master_weights + parts.optimizer_states + parts.gradients
-        least = bisect_right(ranks, more_than)
-        last, report, larger = self._along("rank", ranks, configs, len(ranks) - 1, least, slope=grows / ranks[-1])
+        configs, least = [self.of_rank(strategy, rank) for rank in ranks], bisect_right(ranks, more_than)
+        last, report, larger = self._along("rank", ranks, configs, len(ranks) - 1, least, slope=grows / RANKS[-1])
         return None if report is None else Candidate(strategy, configs[last], report, ranks[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:

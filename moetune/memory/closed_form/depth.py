@@ -187,9 +187,9 @@ def _lora_ranks(highest: ClosedForm, lowest: ClosedForm, shape: Shape, record: R
 
 
 @cache
-def _grows() -> TypeAdapter[tuple[str, tuple[bool, ...] | None]]:
+def _grows() -> TypeAdapter[tuple[str, tuple[int, ...] | None]]:
     """Return the type of the content of a file with `LoraRanks.grows`: (key, grows; None if there are none)."""
-    return TypeAdapter(tuple[str, tuple[bool, ...] | None])
+    return TypeAdapter(tuple[str, tuple[int, ...] | None])
 
 
 @cache

@@ -1,9 +1,10 @@
 """Derive the record of any rank of LoRA between two from the records of these, as experts.py does for trained experts.
 
 The factors, their gradients and optimizer states, and the activations between two factors are proportional to the rank.
-No other storage depends on it. Which ones do is not assumed: both records must have the same allocations and releases,
-and the bytes of each storage must be equal or proportional. Otherwise each rank needs a record of its own, for instance
-where an 8-bit optimizer keeps the states of small factors in 32 bits.
+Under FSDP2, a buffer holds factors beside other weights of their layer, which add a constant. No other storage depends
+on the rank. Which ones do is not assumed: both records must have the same allocations and releases, and the bytes of
+each storage must be equal, proportional, or those of such a buffer. Otherwise each rank needs a record of its own, for
+instance where an 8-bit optimizer keeps the states of small factors in 32 bits.
 """
 
 from collections.abc import Hashable, Iterator
@@ -18,6 +19,8 @@ from moetune.training.optim.saved import SMALLEST_8BIT
 
 LOWEST, HIGHEST = 4, 64
 """Ranks that are recorded, the highest first."""
+GATHERED = "empty.memory_format"
+"""The operation by which FSDP2 allocates a buffer of gathered weights."""
 
 
 @dataclass(frozen=True)
@@ -26,42 +29,42 @@ class LoraRanks:
 
     Attributes:
         record: the recorded step.
-        grows: [blocks] whether a block's bytes are proportional to the rank.
+        grows: [blocks] by how much a block's coefficient exceeds that of the rank `LOWEST`.
     """
 
     record: Record
-    grows: tuple[bool, ...]
+    grows: tuple[int, ...]
 
     @classmethod
     def of(cls, highest: Record, lowest: Record) -> "LoraRanks":
-        """Find which bytes are proportional to the rank by comparing two records, of the ranks `HIGHEST` and `LOWEST`.
+        """Find which bytes grow with the rank by comparing two records, of the ranks `HIGHEST` and `LOWEST`.
 
-        Raises `Unlike` if the steps allocate different storages, or a storage is neither equal nor proportional.
+        Raises `Unlike` if the steps allocate different storages, or a storage is neither equal nor proportional, nor a
+        buffer of weights.
         """
-        one, other, grows = highest.log, lowest.log, list[bool]()
+        one, other, grows = highest.log, lowest.log, list[int]()
         if one.entries != other.entries or highest.groups != lowest.groups:
             raise Unlike("the step allocates other storages with another rank")
-        for block, about in enumerate(zip(_about(highest), _about(lowest), strict=True)):
-            now, then = (int(record.coefficients[block]) for record in (highest, lowest))
-            if about[0] != about[1] or (now != then and now * LOWEST != then * HIGHEST):
-                raise Unlike(f"{one.blocks[block].op} in {one.blocks[block].module!r}: {now:,} and {then:,} bytes")
-            grows.append(now != then)
+        for number, about in enumerate(zip(_about(highest), _about(lowest), strict=True)):
+            block, now, then = one.blocks[number], *(int(of.coefficients[number]) for of in (highest, lowest))
+            is_buffer = block.op == GATHERED and not highest.powers[highest.monomials[number]]
+            is_known = now == then or now * LOWEST == then * HIGHEST or (is_buffer and now > then)
+            if about[0] != about[1] or not is_known:
+                raise Unlike(f"{block.op} in {block.module!r}: {now:,} and {then:,} bytes")
+            grows.append(now - then)
         return cls(highest, tuple(grows))
 
     def at(self, rank: int) -> Record:
         """Return the record of a rank between `LOWEST` and `HIGHEST`. Raises `Unlike` if bytes would be no integer."""
-        one, grows = self.record, np.array(self.grows, dtype=bool)
-        if (grows & (one.coefficients * rank % HIGHEST != 0)).any():
+        one, less = self.record, np.array(self.grows, dtype=np.int64) * (HIGHEST - rank)
+        if (less % (HIGHEST - LOWEST) != 0).any():
             raise Unlike(f"no whole number of bytes with rank {rank}")
+        coefficients = one.coefficients - less // (HIGHEST - LOWEST)
         blocks = [
-            replace(block, bytes=block.bytes * rank // HIGHEST if is_larger else block.bytes)
-            for block, is_larger in zip(one.log.blocks, self.grows, strict=True)
+            replace(block, bytes=block.bytes // was * now) if now != was else block
+            for block, was, now in zip(one.log.blocks, one.coefficients.tolist(), coefficients.tolist(), strict=True)
         ]
-        return replace(
-            one,
-            log=replace(one.log, blocks=blocks),
-            coefficients=np.where(grows, one.coefficients * rank // HIGHEST, one.coefficients),
-        )
+        return replace(one, log=replace(one.log, blocks=blocks), coefficients=coefficients)
 
 
 def _about(record: Record) -> Iterator[Hashable]:

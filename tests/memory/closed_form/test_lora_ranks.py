@@ -27,7 +27,9 @@ def run_of(path: Path, model: str, rank: Any, /, **settings: Any) -> ResolvedRun
 @pytest.mark.parametrize("optimizer", thinned(("adamw", "adamw8bit"), 2, always=("adamw",)))
 @pytest.mark.parametrize("checkpointing", thinned(("full", "none"), 2, always=("full",)))
 @pytest.mark.parametrize("model", thinned(MODELS, 2, always=("mixtral",)))
+@pytest.mark.parametrize("count", [1, 2])
 def test_ranks_between_two(
+    count: int,
     model: str,
     optimizer: str,
     checkpointing: str,
@@ -39,6 +41,8 @@ def test_ranks_between_two(
         "model": {"weights": "pretrained", "dtype": "bf16", "base": "nf4"},
         "optimizer": {"name": optimizer},
         "train": {"accumulate": 4, "checkpointing": checkpointing},
+        "hardware": {"count": count},
+        "parallel": {} if count == 1 else {"fsdp": count, "ep": count},
     }
     depths.at(run_of(path, model, HIGHEST, **settings), 0, gpu)
     for rank in (16, LOWEST, 32, 8):
