@@ -220,7 +220,7 @@ class ExpertBank(nn.Module):
             device=device,
             prefetcher=prefetcher,
         )
-        split = self.context.split_gate_up and shape.has_gate and shape.is_concatenated
+        split = self.context.split_gate_up and shape.can_be_split
         into_gate_up, into_down = (rows, shape.hidden), (shape.hidden, shape.intermediate)
         self.gate_up = quantized(into_gate_up, pieces=2 if split else 1)
         self.down = quantized(into_down)

@@ -55,6 +55,11 @@ class ExpertShape:
         return self.intermediate * (2 if self.has_gate else 1)
 
     @property
+    def can_be_split(self) -> bool:
+        """Whether gate and up can be stored as two matrices: their rows do not alternate."""
+        return self.has_gate and self.is_concatenated
+
+    @property
     def gate_and_up(self) -> tuple[slice, slice]:
         """The rows of gate and of up in gate_up [2I, H]."""
         half = self.intermediate

@@ -42,7 +42,7 @@ class Stored:
         largest, weights = 0, 0
         for layer in structure.moe_layers:
             shape = layer.shape
-            split = quantization.keeps_gate_up_apart(section) and shape.has_gate and shape.is_concatenated
+            split = quantization.keeps_gate_up_apart(section) and shape.can_be_split
             expert = _matrix((shape.gate_up_rows, shape.hidden), base, double_quant, 2 if split else 1)
             expert += _matrix((shape.hidden, shape.intermediate), base, double_quant)
             expert += (shape.gate_up_rows + shape.hidden) * width if shape.has_bias else 0
