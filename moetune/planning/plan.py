@@ -334,8 +334,8 @@ def _largest(
                     if skipped is not None:
                         skipped.append(strategy)
                 continue
-            if one is None and is_copy:
-                continue
+            if is_copy and not isinstance(one, Candidate):
+                continue  # it is searched again, for lower ranks
             searched.append(strategy)
             progress.searched += 1
             if one is None:
