@@ -178,10 +178,11 @@ def stand_in(tmp_path: Path, pytest_exits: int) -> Path:
     """Write and return a fake `python`, which seems to have a GPU and prints its arguments; its pytest ends with
     `pytest_exits`.
 
-    Beside it is a fake `compute-sanitizer`, which prints its option and runs the command that it is given.
+    Beside it is a fake `compute-sanitizer`, which prints its options and runs the command that it is given.
     """
     sanitizer = tmp_path / "compute-sanitizer"
-    sanitizer.write_text('#!/bin/sh\necho "$1 $2"; shift 4; exec "$@"\n', encoding="utf-8")
+    options = 'while [ "${1#--}" != "$1" ]; do echo "$1 $2"; shift 2; done'
+    sanitizer.write_text(f'#!/bin/sh\n{options}\nexec "$@"\n', encoding="utf-8")
     sanitizer.chmod(0o755)
     python = tmp_path / "python"
     cases = f'-m*) echo "$@"; exit {pytest_exits};; scripts*) echo "$@";;'
@@ -211,8 +212,9 @@ def test_with_a_gpu_every_part_runs(bench: ModuleType, tmp_path: Path, pytest_ex
     assert "gpu.sh: failed: gpu_tests\n" in done.stderr if pytest_exits else not done.stderr
     logs = {file.stem: file.read_text(encoding="utf-8") for file in (tmp_path / "logs").glob("*.log")}
     assert "-m pytest -m gpu -p no:cacheprovider tests/gpu" in logs.pop("gpu_tests")
-    for tool in ("memcheck", "racecheck"):
-        assert logs.pop(f"kernels_{tool}") == f"--tool {tool}\nscripts/bench/card.py check --tokens 8\n"
+    for tool, more in ("memcheck", ""), ("racecheck", "--kernel-regex kne=^_[a-z]\n"):
+        options = f"--tool {tool}\n{more}--error-exitcode 1\n"
+        assert logs.pop(f"kernels_{tool}") == f"{options}scripts/bench/card.py check --tokens 8\n"
     assert logs.pop("kernels_check") == "scripts/bench/card.py check\n"
     assert logs.pop("kernels_bandwidth").startswith("scripts/bench/card.py bandwidth --json")
     assert logs.pop("equal_steps") == "scripts/bench/card.py repeat\n"

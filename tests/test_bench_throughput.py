@@ -22,7 +22,7 @@ def rows(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[di
 
 def asked(bench: ModuleType, *tokens: int, seconds: float = 60) -> Any:
     """Return the options of the benchmark for batches of these many tokens, with a limit in seconds."""
-    return bench.argparse.Namespace(tokens=list(tokens), repetitions=1, seconds=seconds, small=True)
+    return bench.argparse.Namespace(tokens=list(tokens), repetitions=1, seconds=seconds, small=True, models=None)
 
 
 @pytest.mark.full

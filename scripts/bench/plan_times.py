@@ -6,8 +6,9 @@
 Each plan is a process of its own, with `MOETUNE_CACHE` an empty folder; the second run finds what the first one wrote.
 Wall time is what a user waits, imports included; CPU time is that of the process and of those that it started. The
 number of processes is the command's own choice: one for each core, up to four. Plans that the JSON file has are not run
-again, so it can be filled bit by bit; each has its commit and the load of the machine. With `--page` nothing is run:
-the page's table is written anew, from the JSON file.
+again, so it can be filled bit by bit; each has its commit, the load of the machine, and the seconds of a plain loop
+before it (`loop`), by which runs on machines of different speed can be compared. With `--page` nothing is run: the
+page's table is written anew, from the JSON file.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ def plan(model: str, gpu: str, goal: str, count: int, cache: str, limit: float) 
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     best = [" ".join(line.split()[1:]) for line in out.splitlines() if line.startswith((" 1 ", " 2 ", " 3 "))]
     return {"wall": wall, "cpu": cpu, "status": status, "best": best}
+
+
+def loop() -> float:
+    """Return the CPU seconds of twenty million additions."""
+    start, total = time.process_time(), 0
+    for number in range(20_000_000):
+        total += number
+    return time.process_time() - start
 
 
 def table(plans: list[dict[str, Any]]) -> str:
@@ -98,10 +107,11 @@ def main() -> None:
     for model, count, gpu, goal in product(options.models, options.count, options.gpu, options.goal):
         if (model, count, gpu, goal) in known:
             continue
-        load = os.getloadavg()[0]
+        load, seconds = os.getloadavg()[0], loop()
         with tempfile.TemporaryDirectory() as cache:
             cold, warm = (plan(model, gpu, goal, count, cache, options.limit) for _ in range(2))
-        about = {"model": model, "gpu": gpu, "goal": goal, "count": count, "commit": commit(), "load": load}
+        about = {"model": model, "gpu": gpu, "goal": goal, "count": count, "commit": commit()}
+        about |= {"load": load, "loop": seconds}
         report["plans"].append(about | {"cold": cold, "warm": warm})
         write_json(report, options.json)
         print(f"{model}, {goal}, {count} × {gpu}: {cold} {warm}", flush=True)
