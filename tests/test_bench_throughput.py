@@ -74,5 +74,5 @@ def test_a_side_that_trains_something_else_has_failed(bench: ModuleType, monkeyp
     found = iter(({"failed": "no answer"}, {"trained": 100}, {"trained": 101}))
     monkeypatch.setattr(bench, "write_checkpoint", lambda case, folder, small: folder.mkdir())
     monkeypatch.setattr(bench, "in_own_process", lambda *_: [next(found)])
-    rows = list(bench.run(["small"], bench.argparse.Namespace(small=True)))
+    rows = list(bench.run(["small"], bench.argparse.Namespace(small=True, models=None)))
     assert [row.get("failed") for row in rows] == ["no answer", None, "trains 101 numbers, the side before 100"]
