@@ -1,4 +1,4 @@
-"""A cache on disk of traced reports (`kept`) and of what a search found (`kept_candidate`): a plan that is made again,
+"""A cache on disk of traced reports (`kept`) and of what a search found (`read_candidate`): a plan that is made again,
 or has the same runs or strategies, is quick."""
 
 from collections.abc import Callable
@@ -89,29 +89,32 @@ def _content() -> TypeAdapter[tuple[str, MemoryReport]]:
     return TypeAdapter(tuple[str, MemoryReport])
 
 
-def kept_candidate(
-    about: dict[str, Any], strategy: Strategy, more_than: int, search: Callable[[], Candidate | None]
-) -> Candidate | None:
-    """Read from disk the largest run of a strategy that trains more than `more_than` (`Candidate.amount`); if it is not
-    there, call `search` for it, and write it.
+def read_candidate(about: dict[str, Any], strategy: Strategy, more_than: int) -> tuple[Candidate | None] | None:
+    """Read from disk the largest run of a strategy that trains more than `more_than` (`Candidate.amount`), None if
+    there is none, as a tuple of one; None if it is not on disk.
 
     What was found with another `more_than` is used if it answers for this one too.
 
     Args:
         about: all that the search depends on, except the strategy and `more_than`.
-        search: searches for the run; returns None if there is none.
     """
-    key = store.key_of({**about, "strategy": asdict(strategy)}, rank=0)
-    if (there := store.read_content(key, _candidates())) is not None:
-        _, least, found = there
-        if found is not None:
-            is_more = not more_than or found.amount > worth(more_than)
-            return replace(found, strategy=strategy) if is_more else None
-        if least <= more_than:
-            return None
-    found = search()
+    if (there := store.read_content(_key(about, strategy), _candidates())) is None:
+        return None
+    _, least, found = there
+    if found is None:
+        return (None,) if least <= more_than else None
+    is_more = not more_than or found.amount > worth(more_than)
+    return (replace(found, strategy=strategy) if is_more else None,)
+
+
+def write_candidate(about: dict[str, Any], strategy: Strategy, more_than: int, found: Candidate | None) -> None:
+    """Write to disk what was found for the arguments of `read_candidate`."""
+    key = _key(about, strategy)
     store.write_content(key, _candidates(), (key, more_than, found))
-    return found
+
+
+def _key(about: dict[str, Any], strategy: Strategy) -> str:
+    return store.key_of({**about, "strategy": asdict(strategy)}, rank=0)
 
 
 @cache

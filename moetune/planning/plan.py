@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from operator import attrgetter
 from typing import Any
 
 from moetune.config.load import read_run_config
@@ -326,7 +327,8 @@ def _largest(
             some = [*_in_turn([*only_highest, *(one for one in some if one.goal != "lora")]), *of_lora]
         else:
             some = _in_turn(some)
-        for strategy, one in workers.answers("found", some, begin, more_than, apart=lambda one: one.goal):
+        of_goal = attrgetter("goal")
+        for strategy, one in workers.answers("found", some, begin, more_than, apart=of_goal, known=search.known):
             is_copy = any(strategy is other for other in only_highest)
             if any(strategy is other for other in needless):
                 if not is_copy and strategy not in searched:

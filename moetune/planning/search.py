@@ -23,7 +23,7 @@ from moetune.models.structure import ModelStructure
 from moetune.planning.bound import Stored, least_bytes
 from moetune.planning.candidate import Candidate, NextLarger, worth
 from moetune.planning.expert_search import ExpertSearch
-from moetune.planning.kept import kept_candidate, what_decides
+from moetune.planning.kept import read_candidate, what_decides, write_candidate
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import headroom, last_that_fits
 from moetune.planning.strategies import Goal, Strategy, strategies
@@ -214,10 +214,22 @@ class Search:
 
     def found(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
         """Return what `largest` finds, read from disk if it was searched for before (kept.py)."""
+        if (known := self.known(strategy, more_than)) is not None:
+            return known[0]
+        found = self.largest(strategy, more_than)
+        write_candidate(self._about, strategy, more_than, found)
+        return found
+
+    def known(self, strategy: Strategy, more_than: int = 0) -> tuple[Candidate | None] | None:
+        """Return what `found` reads from disk, as a tuple of one; None if it would search."""
+        return read_candidate(self._about, strategy, more_than)
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        """All that a search depends on except the strategy and what another one trains."""
         of, start = self.predictor, self.start.model_dump(mode="json", exclude={"output"})
         about = what_decides(start, self._model, of.gpu, of.routing, of.trainer)
-        about |= {"margin": self.margin, "tight": self.tight}
-        return kept_candidate(about, strategy, more_than, lambda: self.largest(strategy, more_than))
+        return about | {"margin": self.margin, "tight": self.tight}
 
     def largest(self, strategy: Strategy, more_than: int = 0) -> Candidate | None:
         """Return the largest run of a strategy that fits by closed form; None if its smallest run does not fit.

@@ -76,6 +76,7 @@ class Workers:
         say: Callable[[_Input], None],
         more: Callable[[_Input, list[_Output]], tuple[Any, ...] | None] = lambda one, before: (),
         apart: Callable[[_Input], Hashable] = id,
+        known: Callable[..., tuple[_Output] | None] = lambda *_: None,
     ) -> Iterator[tuple[_Input, _Output]]:
         """Call a method of `Search` with each input, and yield (input, result) pairs in the order of the inputs.
 
@@ -90,6 +91,7 @@ class Workers:
                 begins; None if the call is needless, whose result is then None.
             apart: a key of an input. While a call runs, one with an equal key, which its result may make needless,
                 begins only if no other is left.
+            known: given a call's arguments, returns its result as a tuple of one if that takes no time, else None.
         """
         left, lock, running, futures = list(range(len(inputs))), Condition(), list[int](), set[int]()
         results: dict[int, _Output] = {}
@@ -103,10 +105,11 @@ class Workers:
                 left.remove(number)
                 before: list[_Output] = [result for at, result in sorted(results.items()) if at < number]
                 further = more(inputs[number], before)
-                if further is not None:
+                there = (None,) if further is None else known(inputs[number], *further)
+                if further is not None and there is None:
                     running.append(number)
                     return number, (self._start, method, inputs[number], further)
-                results[number] = None
+                results[number] = None if there is None else there[0]
             return None
 
         def feed() -> None:
