@@ -66,7 +66,7 @@ def run_of(folder: Path, model: str, layers: int | None, expert_memory: str = "a
     )
 
 
-def host_time(model: str, layers: int | None, expert_memory: str, repetitions: int) -> dict[str, Any]:
+def host_time(model: str, layers: int | None, repetitions: int, expert_memory: str = "auto") -> dict[str, Any]:
     """Seconds of each micro-step: until it is asked for, until it is done, and of the process's work."""
     gc.collect()  # the model before this one has reference cycles
     torch.cuda.empty_cache()
@@ -128,7 +128,7 @@ def main() -> None:
     print("| model | layers | expert memory | asked for | done | of work | peak |\n|---|---:|---:|---:|---:|---:|---:|")
     for model, size in product(options.models, options.expert_memory):
         with nullcuda.answering() if nullcuda.is_present() else nullcontext():
-            case = host_time(model, options.layers, size, options.repetitions)
+            case = host_time(model, options.layers, options.repetitions, size)
         times = " | ".join(f"{case[key]['median']:.3f} s" for key in ("seconds", "done", "worked"))
         peak = f"{case['allocated'] / 2**30:.2f} GiB"
         print(f"| {case['model']} | {case['layers']} | {size} | {times} | {peak} |", flush=True)
