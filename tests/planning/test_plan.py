@@ -28,6 +28,7 @@ def test_what_is_refused_for_one_reason_is_one_note(small_model: Path, monkeypat
         raise UserError("no such strategy today")
 
     monkeypatch.setattr(Search, "found", refuse)
+    monkeypatch.setattr(Search, "known", lambda *_: None)
     refused = plan(str(small_model), "600MiB", goals=("router",), length=64)
     assert refused.notes == ("router, bf16, adamw; int8, adamw; nf4, adamw; nf4, host, adamw: no such strategy today",)
 
@@ -41,6 +42,7 @@ def test_ctrl_c_ends_with_what_was_found(small_model: Path, monkeypatch: pytest.
         return found_by(search, strategy, *more)
 
     monkeypatch.setattr(Search, "found", interrupted)
+    monkeypatch.setattr(Search, "known", lambda *_: None)
     monkeypatch.setattr(Search, "is_largest", lambda *_: False)
     found = plan(str(small_model), "24GiB", goals=("router",), length=64, show=lambda now: shown.append(now.searched))
     (one,) = found.candidates
@@ -85,6 +87,7 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
         )
 
     monkeypatch.setattr(Search, "found", found)
+    monkeypatch.setattr(Search, "known", lambda *_: None)  # what another test has left on disk
     monkeypatch.setattr(Search, "may_fit", lambda *_: True)
     monkeypatch.setattr(Search, "traced", lambda search, one: one)
     plan(str(small_model), "24GiB", goals=("lora", "router"), length=64, every=True)
