@@ -315,15 +315,14 @@ class Search:
 
     def _highest_rank(self, strategy: Strategy, more_than: int) -> Candidate | None:
         """Find the highest rank in `RANKS` that fits; None if none above `more_than` does."""
-        ranks = RANKS[: bisect_right(RANKS, self.at_most(strategy))]
-        if not ranks or ranks[-1] <= more_than:
+        if self.at_most(strategy) <= more_than:
             return None
         # the records of lower ranks are derived from that of the highest, which may not fit
-        parts = self.predictor.of(self.of_rank(strategy, RANKS[-1])).fullest.parts
+        configs = [self.of_rank(strategy, rank) for rank in RANKS]
+        parts, least = self.predictor.of(configs[-1]).fullest.parts, bisect_right(RANKS, more_than)
         grows = parts.trainable_weights + parts.master_weights + parts.optimizer_states + parts.gradients
-        configs, least = [self.of_rank(strategy, rank) for rank in ranks], bisect_right(ranks, more_than)
-        last, report, larger = self._along("rank", ranks, configs, len(ranks) - 1, least, slope=grows / RANKS[-1])
-        return None if report is None else Candidate(strategy, configs[last], report, ranks[last], larger)
+        last, report, larger = self._along("rank", RANKS, configs, len(RANKS) - 1, least, slope=grows / RANKS[-1])
+        return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:
         """Return the candidate with the largest micro-batch in `rows` that fits, and `train.accumulate` divided by it

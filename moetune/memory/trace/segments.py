@@ -101,10 +101,7 @@ class Segment:
 
     def tensors(self) -> list[Tensor | None]:
         """Return tensors like the outputs, uninitialized."""
-        return [
-            None if one is None else torch.empty_strided(one.size, one.stride, dtype=one.dtype, device=one.device)
-            for one in self.outputs
-        ]
+        return [None if one is None else _uninitialized(*one[:4]) for one in self.outputs]
 
 
 def _is_special(block: Block) -> bool:
@@ -114,6 +111,10 @@ def _is_special(block: Block) -> bool:
 
 def _like(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _uninitialized(size: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def key_of(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
@@ -134,10 +135,7 @@ def outputs(key: Hashable, function: Callable[[Sequence[Tensor]], Outputs], tens
     if (of_tensors := key_of(tensors)) is None:
         return function(tensors)
     if (key, of_tensors) in _RETURNED:
-        return [
-            None if one is None else torch.empty_strided(*one[:2], dtype=one[2], device=one[3])
-            for one in _RETURNED[key, of_tensors]
-        ]
+        return [None if one is None else _uninitialized(*one) for one in _RETURNED[key, of_tensors]]
     made = function(tensors)
     _RETURNED[key, of_tensors] = [None if one is None else _like(one) for one in made]
     return made
