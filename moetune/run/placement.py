@@ -59,7 +59,8 @@ def balance_experts(
         tokens = [float(x) for x in (load or {}).get(layer.index, [1.0] * count)]
         if len(tokens) != count:
             raise UserError(f"parallel.load: has {len(tokens)} experts for layer {layer.index}, which has {count}")
-        tokens = [x / (sum(tokens) or 1.0) for x in tokens]
+        total = sum(tokens) or 1.0
+        tokens = [x / total for x in tokens]
         is_known = not load and len(set(trained_so_far)) == 1
         if is_known and (like := known.get(tuple(weights))) is not None:
             placement[layer.index] = like

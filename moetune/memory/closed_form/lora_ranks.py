@@ -7,13 +7,15 @@ each storage must be equal, proportional, or those of such a buffer. Otherwise e
 instance where an 8-bit optimizer keeps the states of small factors in 32 bits.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moetune.memory.closed_form.experts import Unlike
 from moetune.memory.closed_form.record import Record
+from moetune.memory.closed_form.sizes import Powers
+from moetune.memory.trace.log import Block
 from moetune.run.resolve import ResolvedRun
 from moetune.training.optim.saved import SMALLEST_8BIT
 
@@ -45,11 +47,14 @@ class LoraRanks:
         one, other, grows = highest.log, lowest.log, list[int]()
         if one.entries != other.entries or highest.groups != lowest.groups:
             raise Unlike("the step allocates other storages with another rank")
-        for number, about in enumerate(zip(_about(highest), _about(lowest), strict=True)):
+        for number, (mine, its) in enumerate(zip(_about(highest), _about(lowest), strict=True)):
             block, now, then = one.blocks[number], *(int(of.coefficients[number]) for of in (highest, lowest))
-            is_buffer = block.op == GATHERED and not highest.powers[highest.monomials[number]]
+            is_constant = mine.experts < 0 and not mine.powers
+            if is_constant:  # a size may divide the other bytes by chance: they were recorded at one choice of sizes
+                its, then = replace(its, powers=(), experts=-1), other.blocks[number].bytes
+            is_buffer = is_constant and block.op == GATHERED
             is_known = now == then or now * LOWEST == then * HIGHEST or (is_buffer and now > then)
-            if about[0] != about[1] or not is_known:
+            if mine != its or not is_known:
                 raise Unlike(f"{block.op} in {block.module!r}: {now:,} and {then:,} bytes")
             grows.append(now - then)
         return cls(highest, tuple(grows))
@@ -67,11 +72,22 @@ class LoraRanks:
         return replace(one, log=replace(one.log, blocks=blocks), coefficients=coefficients)
 
 
-def _about(record: Record) -> Iterator[Hashable]:
+@dataclass(frozen=True)
+class _About:
+    """What must be equal with another rank: the block of the log but for its bytes, and columns of the `Record`."""
+
+    block: Block
+    powers: Powers
+    experts: int
+    layer: int
+    place: int
+
+
+def _about(record: Record) -> Iterator[_About]:
     """Yield for each block of a record all that must be equal with another rank: everything but its bytes."""
     rest = zip(record.log.blocks, record.monomials, record.experts, record.layers, record.places, strict=True)
     for block, monomial, *numbers in rest:
-        yield replace(block, bytes=0), record.powers[monomial], *map(int, numbers)
+        yield _About(replace(block, bytes=0), record.powers[monomial], *map(int, numbers))
 
 
 def probes_of(run: ResolvedRun) -> tuple[ResolvedRun, ResolvedRun] | None:

@@ -119,23 +119,24 @@ class Owners:
         number) -> block."""
         seen = Counter[tuple[int, Hashable]]()
         roles: list[tuple[Hashable, int]] = []
-        for number, block in enumerate(self.log.blocks):
-            layer = int(self.of[number])
-            ends = (self._where(at, layer) for at in (block.born, block.died))
-            role = (*ends, block.op, block.bytes, block.on_host)
-            roles.append((role, seen[layer, role]))
-            seen[layer, role] += 1
-        found = {(int(self.of[number]), *role): number for number, role in enumerate(roles)}
-        return roles, found
+        found: dict[tuple[int, Hashable, int], int] = {}
+        stretch_at, layers = self.stretch_at.tolist(), self.of.tolist()
 
-    def _where(self, at: int | None, layer: int) -> Hashable:
-        """Describe where in the log the entry with this index is, seen from a layer: the pass and the distance of its
-        layer, or the stretch outside of layers; None if there is no entry."""
-        if at is None:
-            return None
-        stretch = int(self.stretch_at[at])
-        its = self.stretches[stretch]
-        return ("outside", stretch) if its.layer == OUTSIDE else (its.number, its.layer - layer)
+        def where(at: int | None, layer: int) -> Hashable:
+            """Describe where in the log the entry with this index is, seen from a layer: the pass and the distance of
+            its layer, or the stretch outside of layers; None if there is no entry."""
+            if at is None:
+                return None
+            its = self.stretches[stretch_at[at]]
+            return ("outside", stretch_at[at]) if its.layer == OUTSIDE else (its.number, its.layer - layer)
+
+        for number, (block, layer) in enumerate(zip(self.log.blocks, layers, strict=True)):
+            role = (where(block.born, layer), where(block.died, layer), block.op, block.bytes, block.on_host)
+            before = seen[layer, role]
+            seen[layer, role] = before + 1
+            roles.append((role, before))
+            found[layer, role, before] = number
+        return roles, found
 
     def alike(self, block: int, layer: int) -> int | None:
         """Return the block of `layer` in the role that `block` has in its own layer; None if there is none."""

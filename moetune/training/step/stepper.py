@@ -119,7 +119,11 @@ class Stepper:
         def observed(loss: Tensor) -> None:
             scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
             with self.observer.backward():
-                backward(scaled)
+                try:
+                    backward(scaled)
+                except Exception:
+                    _wait_for_autograd(scaled.detach())
+                    raise
 
         set_gradient_sync(self._stack, self.adapted.ranks, last=last)
         memory = chunks or self.adapted.run.loss_bytes(len(batch["input_ids"]))
@@ -289,3 +293,14 @@ class Stepper:
         reduced = self.reduce_and_clip()
         self.update(reduced)
         return reduced
+
+
+def _wait_for_autograd(value: Tensor) -> None:
+    """Wait until autograd's thread for the device of `value` has let go of a backward pass that raised an exception.
+
+    The exception reaches this thread first. A process that exits before the other one is done is aborted (exit code
+    134), and a step that is repeated finds less free memory. Each device has one thread, which runs a backward pass
+    after another; so this runs one that allocates nothing.
+    """
+    one = value.detach().requires_grad_()
+    torch.autograd.grad(one.view_as(one), one, value)

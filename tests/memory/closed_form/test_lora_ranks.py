@@ -70,8 +70,22 @@ def test_records_that_do_not_agree_are_not_shared(tmp_path: Path) -> None:
     assert probes is not None
     one, other = (next(iter(ClosedForm(run).with_records(run.config).records.values())) for run in probes)
     LoraRanks.of(one, other)
-    broken = other.coefficients.copy()
-    broken[np.argmax(broken)] += 8
-    for wrong in (replace(other, coefficients=broken), replace(other, log=replace(other.log, entries=[]))):
+    largest = int(np.argmax(other.coefficients))
+    broken, blocks = other.coefficients.copy(), [*other.log.blocks]
+    broken[largest], blocks[largest] = broken[largest] + 8, replace(blocks[largest], bytes=blocks[largest].bytes + 8)
+    entries, log = replace(other.log, entries=[]), replace(other.log, blocks=blocks)
+    for wrong in (replace(other, coefficients=broken, log=log), replace(other, log=entries)):
         with pytest.raises(Unlike):
             LoraRanks.of(one, wrong)
+
+
+def test_a_size_that_divides_a_constant_by_chance(tmp_path: Path) -> None:
+    """The lowest rank is recorded at one choice of sizes, which can explain bytes that are constant."""
+    probes = probes_of(run_of(write_toy(tmp_path, "mixtral"), "mixtral", 8))
+    assert probes is not None
+    one, other = (next(iter(ClosedForm(run).with_records(run.config).records.values())) for run in probes)
+    constant = next(number for number, power in enumerate(one.monomials) if not one.powers[power])
+    coefficients, monomials = other.coefficients.copy(), other.monomials.copy()
+    coefficients[constant], monomials[constant] = 1, len(other.powers)
+    by_chance = replace(other, coefficients=coefficients, monomials=monomials, powers=(*other.powers, (("S", 1),)))
+    assert LoraRanks.of(one, by_chance).grows == LoraRanks.of(one, other).grows
