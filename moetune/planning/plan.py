@@ -301,7 +301,7 @@ def _largest(
 
     def more_than(one: Strategy, before: list[Candidate | UserError | None]) -> tuple[int] | None:
         known = [other for other in before if isinstance(other, Candidate) and other.goal == one.goal]
-        if skipped is not None and any(_is_surpassed(one, search.at_most(one), other) for other in known):
+        if skipped is not None and any(_is_surpassed(one, search.at_most(one, known), other) for other in known):
             needless.append(one)
             return None
         # a strategy that gives up less, and costs no more, trains the most that can train

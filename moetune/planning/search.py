@@ -4,7 +4,7 @@ Recording a closed form takes seconds, evaluating it a tenth of a second (memory
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -15,6 +15,7 @@ from moetune.errors import UserError, counted
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.changes import changed, surely_left
 from moetune.memory.closed_form.lora_ranks import HIGHEST, LOWEST
+from moetune.memory.closed_form.lora_ranks import probes_of as probed_ranks
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.alike import Stack, made_alike
 from moetune.models.catalog.gpus import Gpu, find_gpu
@@ -38,6 +39,8 @@ _NEARLY = 0.8
 """Share of the GPU from which on, by the lower bound, a strategy's smallest run is predicted before any larger one."""
 _UNSURE = 100 << 20
 """Bytes by which a closed form may exceed a trace: it rounds each pool of reserved memory up to a page."""
+_UNLIKE = 0.02
+"""Share of the GPU by which what a run needs beyond its lower bound may differ between two optimizers."""
 
 
 @dataclass(frozen=True)
@@ -167,12 +170,34 @@ class Search:
         least = {"experts": _step(strategy), "lora": RANKS[0], "router": 0}[strategy.goal]
         return self.bound(strategy, least) <= self.usable
 
-    def at_most(self, strategy: Strategy) -> int:
+    def at_most(self, strategy: Strategy, known: Iterable[Candidate] = ()) -> int:
         """Return an upper bound of the largest `Candidate.amount` that fits, by the lower `bound` of its memory; 0 if
-        nothing fits."""
+        nothing fits.
+
+        `known` are candidates that fit. Those that differ from the strategy in the optimizer only show what a run needs
+        beyond the lower bound (`beyond`).
+        """
+        alike = (one for one in known if one.strategy.differs_in_optimizer(strategy))
+        usable = self.usable - max(map(self.beyond, alike), default=0)
         sizes: Sequence[int] = range(1, self.most("experts") + 1) if strategy.goal == "experts" else RANKS
-        fitting = bisect_right(sizes, self.usable, key=partial(self.bound, strategy))
+        fitting = bisect_right(sizes, usable, key=partial(self.bound, strategy))
         return sizes[fitting - 1] if fitting and strategy.goal != "router" else 0
+
+    def beyond(self, one: Candidate) -> int:
+        """Return the bytes that a run needs beyond its lower `bound`, less what another optimizer may change of them.
+
+        0 if that says nothing of other optimizers: it has several rows, updates in the backward pass, or needs most
+        when it updates.
+        """
+        report, strategy = one.report, one.strategy
+        is_one_row = one.config.train.micro_batch == self.rows[0]
+        if not (is_one_row and strategy.updates_at_the_end) or report.moment is None:
+            return 0
+        if report.moment.phase == "optimizer":
+            return 0
+        left = report.headroom_bytes if self.tight else report.least_headroom
+        assert left is not None
+        return max(0, self.usable - left - self.bound(strategy, one.amount) - int(_UNLIKE * self.usable))
 
     def traced(self, found: Candidate) -> Candidate | None:
         """Confirm a candidate by a trace, and also trace the next larger run if it could fit.
@@ -315,13 +340,14 @@ class Search:
 
     def _highest_rank(self, strategy: Strategy, more_than: int) -> Candidate | None:
         """Find the highest rank in `RANKS` that fits; None if none above `more_than` does."""
-        if self.at_most(strategy) <= more_than:
+        if (most := self.at_most(strategy)) <= more_than:
             return None
-        # the records of lower ranks are derived from that of the highest, which may not fit
         configs = [self.of_rank(strategy, rank) for rank in RANKS]
-        parts, least = self.predictor.of(configs[-1]).fullest.parts, bisect_right(RANKS, more_than)
+        # the records of lower ranks are derived from that of the highest, which may not fit
+        start = len(RANKS) - 1 if probed_ranks(self.predictor.resolve(configs[0])) else RANKS.index(most)
+        parts, least = self.predictor.of(configs[start]).fullest.parts, bisect_right(RANKS, more_than)
         grows = parts.trainable_weights + parts.master_weights + parts.optimizer_states + parts.gradients
-        last, report, larger = self._along("rank", RANKS, configs, len(RANKS) - 1, least, slope=grows / RANKS[-1])
+        last, report, larger = self._along("rank", RANKS, configs, start, least, slope=grows / RANKS[start])
         return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:

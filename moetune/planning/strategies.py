@@ -65,6 +65,19 @@ class Strategy:
         gives up least."""
         return *self.costs, -amount, self.order
 
+    def differs_in_optimizer(self, other: "Strategy") -> bool:
+        """Return whether another strategy for the same goal is equal but for the optimizer."""
+        one, its = (
+            {key: value for key, value in strategy.settings.items() if not key.startswith("optimizer.")}
+            for strategy in (self, other)
+        )
+        return (self.goal, one) == (other.goal, its) and self.settings != other.settings
+
+    @property
+    def updates_at_the_end(self) -> bool:
+        """Whether the optimizer updates on the GPU after the backward pass, so that all gradients exist at once."""
+        return self.settings["optimizer.name"] != "lomo" and not self.settings.get("optimizer.offload", False)
+
     @property
     def slowness(self) -> int:
         """How much of what a step reads lies in host memory: 0 for weights and layer inputs on the GPU; 1 for layer

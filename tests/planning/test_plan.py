@@ -13,6 +13,7 @@ from moetune.planning.search import Search
 from moetune.planning.strategies import Goal, Strategy, strategies
 from moetune.planning.tables import plan_view
 from tests.report.sample import sample
+from tests.thinned import thinned
 
 
 @pytest.mark.full
@@ -112,6 +113,34 @@ def test_what_is_not_searched_would_not_be_the_most_useful(small_model: Path) ->
     useful = [[one.config for one in of.candidates[: of.useful]] for of in (few, all_of_them)]
     assert useful[0] == useful[1]
     assert "--all: every way" in plan_view(few).more
+
+
+@pytest.mark.parametrize(
+    "case",
+    thinned(
+        [
+            "gpt-oss-20b on 1 x 24GiB",
+            "olmoe-1b-7b on 1 x 15GiB",
+            "deepseek-v2-lite on 2 x 15GiB",
+            "mixtral-8x7b on 2 x 24GiB",
+            "qwen3-30b-a3b on 1 x 24GiB",
+            "gemma-4-26b-a4b on 2 x 24GiB",
+            "granite-3.1-3b-a800m on 1 x 24GiB",
+            "ernie-4.5-21b-a3b on 1 x 24GiB",
+            "qwen3-next-80b-a3b on 2 x 24GiB",
+        ]
+    ),
+)
+def test_at_full_size_a_search_of_everything_finds_nothing_more_useful(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By closed form; what is found is not traced."""
+    model, _, count, _, gpu = case.split()
+    monkeypatch.setattr(Search, "traced", lambda search, found: found)
+    few, all_of_them = (plan(model, gpu, count=int(count), every=every) for every in (False, True))
+    assert few.ways[0] <= all_of_them.ways[0]
+    useful = [[(one.goal, one.config) for one in of.candidates[: of.useful]] for of in (few, all_of_them)]
+    assert useful[0] == useful[1] != []
 
 
 def test_where_what_was_found_does_not_fit_by_trace_the_others_are_searched(

@@ -213,6 +213,26 @@ def test_arithmetic_bounds_what_a_rank_needs(count: int, small_model: Path) -> N
         assert search.at_most(strategy) == 64
 
 
+@pytest.mark.parametrize(
+    "case", thinned(["qwen3-30b-a3b on 24GiB", "deepseek-v2-lite on 15GiB", "mixtral-8x7b on 30GiB"])
+)
+def test_what_fits_bounds_what_fits_with_another_optimizer(case: str) -> None:
+    """Of strategies that differ in the optimizer only, what each finds is no more than any other allows."""
+    model, gpu = case.split(" on ")
+    search = search_of(model, gpu, 1024)
+    alike = [
+        one
+        for one in (*strategies("experts", search.structure, 1), *strategies("lora", search.structure, 1))
+        if (one.settings["model.base"], one.slowness) == ("nf4", 0)
+    ]
+    found = [one for one in map(search.found, alike) if one is not None]
+    assert any(search.beyond(one) for one in found)
+    pairs = [(one, other) for one in found for other in found if one.strategy.differs_in_optimizer(other.strategy)]
+    assert len({one.strategy.order for one, _ in pairs}) > 2
+    for one, other in pairs:
+        assert one.amount <= search.at_most(one.strategy, [other]) <= search.at_most(one.strategy)
+
+
 @pytest.mark.parametrize("model", ["small", *thinned(("gpt-oss-20b", "kimi-linear-48b-a3b", "deepseek-v3"))])
 def test_the_bound_counts_the_weights_as_they_are_stored(model: str, small_model: Path) -> None:
     """With scales, and what is not quantized: nothing is missing but tables of the layers and of dequantization."""
