@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from operator import attrgetter
 from typing import Any
 
 from moetune.config.load import read_run_config
@@ -18,7 +17,7 @@ from moetune.parallel.coordinates import data_ranks
 from moetune.planning.candidate import Candidate, nearly, worth
 from moetune.planning.search import RANKS, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
-from moetune.planning.workers import Workers
+from moetune.planning.workers import Delay, Workers
 from moetune.training.trl import InTrl
 
 
@@ -292,8 +291,19 @@ def _largest(
         skipped: if given, a strategy that cannot be more useful than one that fits (`Strategy.place`) is not searched
             but added to this list.
     """
-    search, goals_found = workers.search, set[Goal]()
-    needless, only_highest, searched = list[Strategy](), list[Strategy](), list[Strategy]()
+    search = workers.search
+    needless, slower = list[Strategy](), list[Strategy]()  # not searched; the second because a faster one fits
+    only_highest, searched, counted = list[Strategy](), list[Strategy](), list[Strategy]()
+
+    def in_order(some: list[Strategy]) -> list[Strategy]:
+        if skipped is None:
+            return _in_turn(some)
+        some = sorted(some, key=lambda one: one.place(search.at_most(one)))
+        # whether the highest rank fits takes one record, which other ranks take more
+        of_lora = [one for one in some if one.goal == "lora"]
+        highest = [replace(one) for one in of_lora if search.at_most(one) == RANKS[-1]]
+        only_highest.extend(highest)
+        return [*_in_turn([*highest, *(one for one in some if one.goal != "lora")]), *of_lora]
 
     def begin(one: Strategy) -> None:
         progress.now = f"{one.goal}: {one.words}"
@@ -301,6 +311,9 @@ def _largest(
 
     def more_than(one: Strategy, before: list[Candidate | UserError | None]) -> tuple[int] | None:
         known = [other for other in before if isinstance(other, Candidate) and other.goal == one.goal]
+        if any(other.strategy.slowness < one.slowness for other in known):
+            slower.append(one)
+            return None
         if skipped is not None and any(_is_surpassed(one, search.at_most(one, known), other) for other in known):
             needless.append(one)
             return None
@@ -310,45 +323,43 @@ def _largest(
         ):
             needless.append(one)
             return None
+        if one.slowness and one not in counted:
+            counted.append(one)
+            progress.all += 1
         if skipped is None and one.goal == "lora":  # lower ranks are listed too: they may have more rows
             return (0,)
         least = RANKS[-2] if any(one is other for other in only_highest) else 0
         return (max((_to_exceed(one, other) for other in known), default=least),)
 
-    for slowness in sorted({one.slowness for one in tried}):
-        some = [one for one in tried if one.slowness == slowness and one.goal not in goals_found]
-        some = [one for one in some if search.may_fit(one)]
-        progress.all += len(some) if slowness else 0
-        if skipped is not None:
-            some.sort(key=lambda one: one.place(search.at_most(one)))
-            # whether the highest rank fits takes one record, which other ranks take more
-            of_lora = [one for one in some if one.goal == "lora"]
-            only_highest = [replace(one) for one in of_lora if search.at_most(one) == RANKS[-1]]
-            some = [*_in_turn([*only_highest, *(one for one in some if one.goal != "lora")]), *of_lora]
-        else:
-            some = _in_turn(some)
-        of_goal = attrgetter("goal")
-        for strategy, one in workers.answers("found", some, begin, more_than, apart=of_goal, known=search.known):
-            is_copy = any(strategy is other for other in only_highest)
-            if any(strategy is other for other in needless):
-                if not is_copy and strategy not in searched:
-                    progress.all -= 1
-                    if skipped is not None:
-                        skipped.append(strategy)
-                continue
-            if is_copy and not isinstance(one, Candidate):
-                continue  # it is searched again, for lower ranks
-            searched.append(strategy)
-            progress.searched += 1
-            if one is None:
-                continue
-            if isinstance(one, UserError):
-                refused.setdefault((strategy.goal, one_line(one)), []).append(strategy.words)
-                continue
-            goals_found.add(one.goal)
-            progress.best = one
-            show(progress)
-            yield one
+    def delay(one: Strategy, running: list[Strategy]) -> Delay:
+        same = [other for other in running if other.goal == one.goal]
+        return 2 if any(other.slowness < one.slowness for other in same) else 1 if same else 0
+
+    levels = sorted({one.slowness for one in tried})
+    fitting = [[one for one in tried if one.slowness == slowness and search.may_fit(one)] for slowness in levels]
+    some = [one for of_level in fitting for one in in_order(of_level)]
+    for strategy, one in workers.answers("found", some, begin, more_than, delay, known=search.known):
+        is_copy = any(strategy is other for other in only_highest)
+        if any(strategy is other for other in slower):
+            continue
+        if any(strategy is other for other in needless):
+            if not is_copy and strategy not in searched:
+                progress.all -= not strategy.slowness or strategy in counted
+                if skipped is not None:
+                    skipped.append(strategy)
+            continue
+        if is_copy and not isinstance(one, Candidate):
+            continue  # it is searched again, for lower ranks
+        searched.append(strategy)
+        progress.searched += 1
+        if one is None:
+            continue
+        if isinstance(one, UserError):
+            refused.setdefault((strategy.goal, one_line(one)), []).append(strategy.words)
+            continue
+        progress.best = one
+        show(progress)
+        yield one
 
 
 def _in_turn(tried: Iterable[Strategy]) -> list[Strategy]:

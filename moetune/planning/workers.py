@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # a spawned process must run `_begin` before slow imports
 
 _Input = TypeVar("_Input", "Strategy", "Candidate")
 _Output: TypeAlias = "Candidate | UserError | None"
+Delay: TypeAlias = Literal[0, 1, 2]
+"""When a call may begin (`Workers.answers`)."""
 
 
 class Workers:
@@ -75,13 +77,13 @@ class Workers:
         inputs: Sequence[_Input],
         say: Callable[[_Input], None],
         more: Callable[[_Input, list[_Output]], tuple[Any, ...] | None] = lambda one, before: (),
-        apart: Callable[[_Input], Hashable] = id,
+        delay: Callable[[_Input, list[_Input]], Delay] = lambda one, running: 0,
         known: Callable[..., tuple[_Output] | None] = lambda *_: None,
     ) -> Iterator[tuple[_Input, _Output]]:
         """Call a method of `Search` with each input, and yield (input, result) pairs in the order of the inputs.
 
         A `UserError` that the method raises is yielded as its result. Calls begin in the order of the inputs, each as
-        soon as a process is free, but see `apart`.
+        soon as a process is free, but see `delay`.
 
         Args:
             method: the name of the method.
@@ -89,19 +91,21 @@ class Workers:
             say: called with each input on which this process begins to work.
             more: returns further arguments of a call, from its input and the results for earlier inputs known when it
                 begins; None if the call is needless, whose result is then None.
-            apart: a key of an input. While a call runs, one with an equal key, which its result may make needless,
-                begins only if no other is left.
+            delay: given an input and those of the running calls, says when its call may begin: 0 at once, 1 if no other
+                call may begin at once, 2 not while these run.
             known: given a call's arguments, returns its result as a tuple of one if that takes no time, else None.
         """
         left, lock, running, futures = list(range(len(inputs))), Condition(), list[int](), set[int]()
         results: dict[int, _Output] = {}
 
         def following() -> tuple[int, tuple[_Start, str, _Input, tuple[Any, ...]]] | None:
-            """Take the next call: return its number and its arguments; None if no call is left. Pass over needless
+            """Take the next call: return its number and its arguments; None if none may begin. Pass over needless
             calls."""
             while left:
-                keys = {apart(inputs[number]) for number in running}
-                number = next((number for number in left if apart(inputs[number]) not in keys), left[0])
+                of_now = [inputs[number] for number in running]
+                late, number = min((delay(inputs[number], of_now), number) for number in left)
+                if late == 2:
+                    return None
                 left.remove(number)
                 before: list[_Output] = [result for at, result in sorted(results.items()) if at < number]
                 further = more(inputs[number], before)
@@ -143,9 +147,10 @@ class Workers:
             for number, one in enumerate(inputs):
                 while number not in results:
                     with lock:
-                        lock.wait_for(lambda: left or number in results)  # noqa: B023
                         call = following()
                         feed()
+                        if call is None and number not in results:
+                            lock.wait()
                     if call is not None:
                         mine, arguments = call
                         say(inputs[mine])
