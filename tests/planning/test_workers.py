@@ -8,9 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+
+from moetune.planning import workers
+from moetune.planning.workers import Delay
 
 PROGRAM = """
 import time
@@ -90,3 +96,32 @@ def test_a_killed_plan_leaves_no_process_and_no_damaged_record(small_model: Path
             json.loads(gzip.decompress(file.read_bytes()))
     for cache in ("new", "killed"):
         assert begin(cache).communicate()[0] == whole
+
+
+def test_when_calls_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is delayed by 1 begins if no other may; one that is delayed by 2 waits, even if a process is free."""
+    spans: dict[str, tuple[float, float]] = {}
+
+    class Calls:
+        start = SimpleNamespace(model_dump_json=lambda **settings: "{}")
+
+        def found(self, one: str) -> None:
+            start = time.monotonic()
+            time.sleep(0.3 if one == "a first" else 0.1)
+            spans[one] = start, time.monotonic()
+
+    def delay(one: str, running: list[str]) -> Delay:
+        same = [other for other in running if other[0] == one[0]]
+        return 2 if "last" in one and same else 1 if same else 0
+
+    calls: Any = Calls()
+    monkeypatch.setattr(workers, "_search", lambda start: calls)
+    both = workers.Workers(calls)
+    both._pool, both._others = ThreadPoolExecutor(1), 1  # type: ignore[assignment]  # a thread in place of a process
+    inputs: Any = ["a first", "a second", "a last", "b first", "b last"]
+    assert [one for one, _ in both.answers("found", inputs, lambda one: None, delay=delay)] == inputs
+    began = sorted(spans, key=lambda one: spans[one])
+    assert set(began[:2]) == {"a first", "b first"}
+    assert began.index("a second") < began.index("a last")
+    assert spans["a second"][0] < spans["a first"][1]  # nothing else was left to begin
+    assert spans["a last"][0] >= max(spans["a first"][1], spans["a second"][1])
