@@ -154,12 +154,12 @@ def plan(
             tight=tight,
             routing=parse_routing(routing),
             trainer=None if trainer is None else InTrl(trainer, json.dumps(arguments)),  # type: ignore[arg-type]
-            every=any((all_, goal != "any", json_, write, html, figure)),
+            every=any((all_, json_, write, html, figure)),
             processes=min(4, torch.get_num_threads()),
             show=lambda now: searching.show(now.searched, now.all, now.now, (now.best and briefly(now.best)) or ""),
         )
     found = replace(found, notes=(*found.notes, *why))
-    view = plan_view(found, every=all_ or goal != "any")
+    view = plan_view(found, every=all_)
     written = [str(file) for file in ([] if write is None else write_runs(found, write))]
     if html is not None or figure is not None:
         from moetune.planning.figure import plan_chart

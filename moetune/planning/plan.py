@@ -1,23 +1,23 @@
 """`moetune plan MODEL`: the largest run of each strategy that fits a GPU, ranked; or the run that nearly fits."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import Any
 
 from moetune.config.load import read_run_config
 from moetune.config.schema import RunConfig
-from moetune.errors import UserError, one_line
+from moetune.errors import UserError
 from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.changes import Remedy, changed, fitting
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
-from moetune.planning.candidate import Candidate, nearly, worth
-from moetune.planning.search import RANKS, Search
+from moetune.planning.candidate import Candidate, worth
+from moetune.planning.largest import Progress, largest_runs
+from moetune.planning.search import Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
-from moetune.planning.workers import Delay, Workers
+from moetune.planning.workers import Workers
 from moetune.training.trl import InTrl
 
 
@@ -117,23 +117,6 @@ class Plan:
         }
 
 
-@dataclass
-class Progress:
-    """How far a plan is; passed to a function that shows it.
-
-    Attributes:
-        all: the number of strategies that may have to be searched; it falls when one makes later ones needless.
-        searched: how many of them were.
-        now: what is done now, in words.
-        best: the last candidate that was found; None before the first.
-    """
-
-    all: int
-    searched: int = 0
-    now: str = ""
-    best: Candidate | None = None
-
-
 def plan(
     model: str,
     gpu: str | Gpu,
@@ -209,13 +192,13 @@ def plan(
     tried = [one for of_goal in of_goals for one in of_goal]
     try:
         with Workers(search, processes, options) as workers:
-            found += _largest(workers, tried, refused, progress, show, None if every else skipped)
+            found += largest_runs(workers, tried, refused, progress, show, None if every else skipped)
             rest = _confirm(workers, _ranked(found), candidates, late, progress, show, every)
             done = {one.goal for one in candidates}
             if more := [one for one in skipped if one.goal not in done]:  # what was found does not fit by trace
                 skipped = [one for one in skipped if one.goal in done]
                 progress.all += sum(search.may_fit(one) for one in more if not one.slowness)
-                others = list(_largest(workers, more, refused, progress, show))
+                others = list(largest_runs(workers, more, refused, progress, show))
                 rest += _confirm(workers, _ranked(others), candidates, late, progress, show, every)
             is_whole = True
     except KeyboardInterrupt:
@@ -271,125 +254,6 @@ def _confirm(
                 candidates.append(sure)
             else:
                 late.append(f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out")
-
-
-def _largest(
-    workers: Workers,
-    tried: Sequence[Strategy],
-    refused: dict[tuple[Goal, str], list[str]],
-    progress: Progress,
-    show: Callable[[Progress], None],
-    skipped: list[Strategy] | None = None,
-) -> Iterator[Candidate]:
-    """Yield the largest run of each strategy. Of a goal, slower strategies are searched only if no faster one fits.
-
-    Args:
-        tried: the strategies, those of a goal best first; if some may be skipped, those that may be the most useful
-            are searched first.
-        refused: (goal, reason) -> strategies that cannot be predicted for it; they are added.
-        show: called with `progress`, which is kept up to date, before each strategy and after each candidate.
-        skipped: if given, a strategy that cannot be more useful than one that fits (`Strategy.place`) is not searched
-            but added to this list.
-    """
-    search = workers.search
-    needless, slower = list[Strategy](), list[Strategy]()  # not searched; the second because a faster one fits
-    only_highest, searched, counted = list[Strategy](), list[Strategy](), list[Strategy]()
-
-    def in_order(some: list[Strategy]) -> list[Strategy]:
-        if skipped is None:
-            return _in_turn(some)
-        some = sorted(some, key=lambda one: one.place(search.at_most(one)))
-        # whether the highest rank fits takes one record, which other ranks take more
-        of_lora = [one for one in some if one.goal == "lora"]
-        highest = [replace(one) for one in of_lora if search.at_most(one) == RANKS[-1]]
-        only_highest.extend(highest)
-        return [*_in_turn([*highest, *(one for one in some if one.goal != "lora")]), *of_lora]
-
-    def begin(one: Strategy) -> None:
-        progress.now = f"{one.goal}: {one.words}"
-        show(progress)
-
-    def more_than(one: Strategy, before: list[Candidate | UserError | None]) -> tuple[int] | None:
-        known = [other for other in before if isinstance(other, Candidate) and other.goal == one.goal]
-        if any(other.strategy.slowness < one.slowness for other in known):
-            slower.append(one)
-            return None
-        if skipped is not None and any(_is_surpassed(one, search.at_most(one, known), other) for other in known):
-            needless.append(one)
-            return None
-        # a strategy that gives up less, and costs no more, trains the most that can train
-        if any(
-            search.is_largest(of) and of.strategy.order < one.order and of.strategy.costs_no_more(one) for of in known
-        ):
-            needless.append(one)
-            return None
-        if one.slowness and one not in counted:
-            counted.append(one)
-            progress.all += 1
-        if skipped is None and one.goal == "lora":  # lower ranks are listed too: they may have more rows
-            return (0,)
-        least = RANKS[-2] if any(one is other for other in only_highest) else 0
-        return (max((_to_exceed(one, other) for other in known), default=least),)
-
-    def delay(one: Strategy, running: list[Strategy]) -> Delay:
-        same = [other for other in running if other.goal == one.goal]
-        return 2 if any(other.slowness < one.slowness for other in same) else 1 if same else 0
-
-    levels = sorted({one.slowness for one in tried})
-    fitting = [[one for one in tried if one.slowness == slowness and search.may_fit(one)] for slowness in levels]
-    some = [one for of_level in fitting for one in in_order(of_level)]
-    for strategy, one in workers.answers("found", some, begin, more_than, delay, known=search.known):
-        is_copy = any(strategy is other for other in only_highest)
-        if any(strategy is other for other in slower):
-            continue
-        if any(strategy is other for other in needless):
-            if not is_copy and strategy not in searched:
-                progress.all -= not strategy.slowness or strategy in counted
-                if skipped is not None:
-                    skipped.append(strategy)
-            continue
-        if is_copy and not isinstance(one, Candidate):
-            continue  # it is searched again, for lower ranks
-        searched.append(strategy)
-        progress.searched += 1
-        if one is None:
-            continue
-        if isinstance(one, UserError):
-            refused.setdefault((strategy.goal, one_line(one)), []).append(strategy.words)
-            continue
-        progress.best = one
-        show(progress)
-        yield one
-
-
-def _in_turn(tried: Iterable[Strategy]) -> list[Strategy]:
-    """Return the strategies in turn: the first of each goal, then the second of each."""
-    of_goals: dict[Goal, list[Strategy]] = {}
-    for one in tried:
-        of_goals.setdefault(one.goal, []).append(one)
-    return [one for turn in zip_longest(*of_goals.values()) for one in turn if one is not None]
-
-
-def _is_surpassed(one: Strategy, most: int, other: Candidate) -> bool:
-    """Return whether a strategy that trains `most` at most cannot be more useful than a candidate for the same goal.
-
-    A strategy that gives up less is more useful if it trains nearly as much; one that gives up more, if it trains more
-    than is `worth`.
-    """
-    mine, its = one.costs, other.strategy.costs
-    return mine > its or (mine == its and most <= worth(_to_exceed(one, other)))
-
-
-def _to_exceed(one: Strategy, other: Candidate) -> int:
-    """Return the amount beyond which, by what is `worth`, a strategy has a place beside a candidate for the same goal.
-
-    0 if the candidate costs more: it keeps more in host memory, or lacks an optimizer's moments.
-    """
-    if not other.strategy.costs_no_more(one):
-        return 0
-    if one.order >= other.strategy.order or other.amount == 0:
-        return other.amount
-    return max(0, nearly(nearly(other.amount)) - 1)
 
 
 def _useful_first(candidates: list[Candidate]) -> list[Candidate]:

@@ -8,7 +8,8 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.planning.candidate import Candidate, nearly, worth
-from moetune.planning.plan import Plan, _is_surpassed, _ranked, _useful_first, plan
+from moetune.planning.largest import is_surpassed
+from moetune.planning.plan import Plan, _ranked, _useful_first, plan
 from moetune.planning.search import Search
 from moetune.planning.strategies import Goal, Strategy, strategies
 from moetune.planning.tables import plan_view
@@ -187,7 +188,7 @@ def test_a_way_with_moments_is_listed_beside_one_without_them() -> None:
 )
 def test_what_cannot_be_more_useful(name: str, order: int, most: int, surpassed: bool) -> None:
     other, one = (candidate("experts", *about) for about in (("adamw", 100, 1), (name, 1, order)))
-    assert _is_surpassed(one.strategy, most, other) == surpassed
+    assert is_surpassed(one.strategy, most, other) == surpassed
 
 
 @pytest.mark.parametrize("count", [1, 7, 49, 50, 51, 100, 1404])
