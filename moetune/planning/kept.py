@@ -1,5 +1,7 @@
-"""A cache on disk of traced reports (`kept`) and of what a search found (`read_candidate`): a plan that is made again,
-or has the same runs or strategies, is quick."""
+"""A cache on disk of traced reports (`kept`) and of what a search found (`read_candidate`, `read_beyond`).
+
+A plan that is made again, or has the same runs or strategies, is quick; the processes of a plan share what they found.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -111,6 +113,28 @@ def write_candidate(about: dict[str, Any], strategy: Strategy, more_than: int, f
     """Write to disk what was found for the arguments of `read_candidate`."""
     key = _key(about, strategy)
     store.write_content(key, _candidates(), (key, more_than, found))
+
+
+def read_beyond(about: dict[str, Any], strategy: Strategy) -> int | None:
+    """Read from disk the bytes that `write_beyond` wrote for a strategy that differs in the optimizer or checkpointing
+    at most; None if there are none. `about` is as in `read_candidate`."""
+    there = store.read_content(_key_of_beyond(about, strategy), _bytes())
+    return None if there is None else there[1]
+
+
+def write_beyond(about: dict[str, Any], strategy: Strategy, beyond: int) -> None:
+    """Write to disk what the smallest run of a strategy needs beyond its lower bound, in bytes (`Search.beyond`)."""
+    key = _key_of_beyond(about, strategy)
+    store.write_content(key, _bytes(), (key, beyond))
+
+
+def _key_of_beyond(about: dict[str, Any], strategy: Strategy) -> str:
+    return store.key_of({**about, "beyond": [strategy.goal, strategy.storage_and_layout]}, rank=0)
+
+
+@cache
+def _bytes() -> TypeAdapter[tuple[str, int]]:
+    return TypeAdapter(tuple[str, int])
 
 
 def _key(about: dict[str, Any], strategy: Strategy) -> str:

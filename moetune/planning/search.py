@@ -24,7 +24,7 @@ from moetune.models.structure import ModelStructure
 from moetune.planning.bound import Stored, least_bytes
 from moetune.planning.candidate import Candidate, NextLarger, worth
 from moetune.planning.expert_search import ExpertSearch
-from moetune.planning.kept import read_candidate, what_decides, write_candidate
+from moetune.planning.kept import read_beyond, read_candidate, what_decides, write_beyond, write_candidate
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import headroom, last_that_fits
 from moetune.planning.strategies import Goal, Strategy, strategies
@@ -167,8 +167,11 @@ class Search:
 
     def may_fit(self, strategy: Strategy) -> bool:
         """Return False if even a strategy's smallest run surely exceeds the GPU, by its `bound`; True is no promise."""
-        least = {"experts": _step(strategy), "lora": RANKS[0], "router": 0}[strategy.goal]
-        return self.bound(strategy, least) <= self.usable
+        return self.bound(strategy, self._least(strategy)) <= self.usable
+
+    def _least(self, strategy: Strategy) -> int:
+        """Return the `Candidate.amount` of a strategy's smallest run."""
+        return {"experts": _step(strategy), "lora": RANKS[0], "router": 0}[strategy.goal]
 
     def at_most(self, strategy: Strategy, known: Iterable[Candidate] = ()) -> int:
         """Return an upper bound of the largest `Candidate.amount` that fits, by the lower `bound` of its memory; 0 if
@@ -262,8 +265,7 @@ class Search:
         `more_than` is what another strategy trains, as `Candidate.amount`. None also if no run that fits trains enough
         more than that (`worth`).
         """
-        is_near = self.bound(strategy, 0) > _NEARLY * self.usable
-        if is_near and self.left(self.predictor.of(self.smallest(strategy))) < self.margin:
+        if self.bound(strategy, 0) > _NEARLY * self.usable and self._exceeds(strategy):
             return None  # larger runs would take more records to find that out
         match strategy.goal:
             case "experts":
@@ -275,6 +277,26 @@ class Search:
                 report = self.predictor.of(config)
                 found = Candidate(strategy, config, report, 0) if self.left(report) >= self.margin else None
         return None if found is None else self._most_rows(found)
+
+    def _exceeds(self, strategy: Strategy) -> bool:
+        """Return whether even a strategy's smallest run does not fit: by what it needs beyond its lower bound with
+        another optimizer or checkpointing, if that is known and suffices, else by a prediction."""
+        bound, known = self.bound(strategy, self._least(strategy)), read_beyond(self._about, strategy)
+        if known is not None and bound + known - strategy.offloads_inputs * self._inputs > self.usable:
+            return True
+        smallest = self.smallest(strategy)
+        report = self.predictor.of(smallest)
+        beyond = self.beyond(Candidate(strategy, smallest, report, self._least(strategy)))
+        if beyond and not strategy.offloads_inputs:
+            write_beyond(self._about, strategy, beyond)
+        return self.left(report) < self.margin
+
+    @cached_property
+    def _inputs(self) -> int:
+        """Bytes of the inputs of all decoder layers in one row."""
+        model = self._model
+        hidden = model.settings.get_text_config().hidden_size
+        return self.structure.num_layers * self.start.train.sequence_length * hidden * model.dtype.itemsize
 
     def smallest(self, strategy: Strategy) -> RunConfig:
         """Return the smallest run of a strategy: one expert of one layer on each rank that stores experts of its own,

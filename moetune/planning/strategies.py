@@ -74,6 +74,16 @@ class Strategy:
         return (self.goal, one) == (other.goal, its) and self.settings != other.settings
 
     @property
+    def storage_and_layout(self) -> dict[str, Any]:
+        """The settings that say how weights are stored, and how they are divided over GPUs."""
+        return {key: value for key, value in self.settings.items() if not key.startswith(("optimizer.", "train."))}
+
+    @property
+    def offloads_inputs(self) -> bool:
+        """Whether the layers' inputs wait for the backward pass in host memory."""
+        return bool(self.settings["train.checkpointing"] == "offload")
+
+    @property
     def updates_at_the_end(self) -> bool:
         """Whether the optimizer updates on the GPU after the backward pass, so that all gradients exist at once."""
         return self.settings["optimizer.name"] != "lomo" and not self.settings.get("optimizer.offload", False)
@@ -82,8 +92,7 @@ class Strategy:
     def slowness(self) -> int:
         """How much of what a step reads lies in host memory: 0 for weights and layer inputs on the GPU; 1 for layer
         inputs in host memory, 2 for experts, 3 for both. Slower strategies are searched only if no faster one fits."""
-        experts, inputs = self.settings.get("model.experts_on") == "host", self.settings["train.checkpointing"]
-        return 2 * experts + (inputs == "offload")
+        return 2 * (self.settings.get("model.experts_on") == "host") + self.offloads_inputs
 
 
 _MICRO_STEPS = 8
