@@ -12,7 +12,7 @@ from moetune.models.structure import ModelStructure
 from moetune.planning.candidate import Candidate, worth
 from moetune.planning.predictor import Predictor
 from moetune.planning.search import Search
-from moetune.planning.strategies import Goal, Strategy, strategies
+from moetune.planning.strategies import GOALS, Goal, Strategy, strategies
 from moetune.run import validation
 from moetune.run.resolve import resolve_model
 from tests.thinned import thinned
@@ -231,6 +231,25 @@ def test_what_fits_bounds_what_fits_with_another_optimizer(case: str) -> None:
     assert len({one.strategy.order for one, _ in pairs}) > 2
     for one, other in pairs:
         assert one.amount <= search.at_most(one.strategy, [other]) <= search.at_most(one.strategy)
+
+
+@pytest.mark.parametrize("case", thinned(["mixtral-8x7b on 2 x 24GiB", "kimi-linear-48b-a3b on 2 x 15GiB"], every=2))
+def test_what_is_known_of_one_optimizer_excludes_no_other_that_fits(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near the card, some strategies are left out without a prediction of their own, and none of these fits."""
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
+    model, _, count, _, gpu = case.split()
+    search = search_of(model, gpu, 1024)
+    there = [one for goal in GOALS for one in strategies(goal, search.structure, int(count)) if search.may_fit(one)]
+    of, asked, excluded = Predictor.of, list[RunConfig](), 0
+    monkeypatch.setattr(Predictor, "of", lambda predictor, config: asked.append(config) or of(predictor, config))
+    for strategy in there:
+        asked.clear()
+        if search._exceeds(strategy):
+            excluded += not asked
+            assert search.left(of(search.predictor, search.smallest(strategy))) < 0, strategy.words
+    assert excluded > 2
 
 
 @pytest.mark.parametrize("model", ["small", *thinned(("gpt-oss-20b", "kimi-linear-48b-a3b", "deepseek-v3"))])
