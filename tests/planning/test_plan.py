@@ -120,16 +120,16 @@ def test_what_is_not_searched_would_not_be_the_most_useful(small_model: Path) ->
     "case",
     thinned(
         [
+            "granite-3.1-3b-a800m on 1 x 24GiB",
             "gpt-oss-20b on 1 x 24GiB",
             "olmoe-1b-7b on 1 x 15GiB",
             "deepseek-v2-lite on 2 x 15GiB",
             "mixtral-8x7b on 2 x 24GiB",
             "qwen3-30b-a3b on 1 x 24GiB",
             "gemma-4-26b-a4b on 2 x 24GiB",
-            "granite-3.1-3b-a800m on 1 x 24GiB",
-            "ernie-4.5-21b-a3b on 1 x 24GiB",
             "qwen3-next-80b-a3b on 2 x 24GiB",
-        ]
+        ],
+        every=4,
     ),
 )
 def test_at_full_size_a_search_of_everything_finds_nothing_more_useful(
