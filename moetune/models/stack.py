@@ -18,6 +18,16 @@ def decoder_stack(model: PreTrainedModel) -> nn.Module:
     return next(child for child in model.children() if isinstance(child, PreTrainedModel))
 
 
+def below_head(model: PreTrainedModel) -> nn.Module:
+    """Return the submodule that computes the last hidden states [batch, tokens, hidden], its first output, from the
+    inputs of the model: the decoder stack, or what also embeds the tokens for it in a vision-language model."""
+    stack = decoder_stack(model)
+    base: Any = model.base_model
+    holds_stack = base is not model and any(module is stack for module in base.modules())
+    has_towers = model.config.get_text_config() is not model.config
+    return base if holds_stack and has_towers and base.get_output_embeddings() is None else stack
+
+
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return module path -> decoder layer, in the order of the forward pass."""
     return {path: module for path, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}

@@ -22,7 +22,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from moetune.config.schema import ParallelConfig
 from moetune.experts.bank import ExpertBank
-from moetune.models.stack import decoder_layers, decoder_stack
+from moetune.models.stack import below_head, decoder_layers
 from moetune.models.structure import ModelStructure
 from moetune.parallel.ranks import Ranks
 from moetune.run.linears import SPLIT, style_of, tensor_plan
@@ -90,7 +90,7 @@ def _shard(model: PreTrainedModel, ranks: Ranks) -> None:
         ignored |= set(embedding.parameters())
     else:
         _shard_module(embedding, dense, reshard, ignored)
-    _shard_module(decoder_stack(model), dense, None, ignored)
+    _shard_module(below_head(model), dense, None, ignored)
 
 
 def _shard_bank(bank: ExpertBank, ranks: Ranks, reshard: bool) -> None:

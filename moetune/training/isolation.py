@@ -23,7 +23,7 @@ from moetune.compat.transformers import attention_name
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.models.moe import is_experts
-from moetune.models.stack import decoder_stack
+from moetune.models.stack import below_head
 from moetune.training.run_warnings import refuse_broken_weights
 
 
@@ -56,7 +56,7 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
     positions = torch.cat([torch.arange(first), torch.arange(length - first)]).expand(rows, length).to(device)
     documents = document_inputs(wrapped)([first, length - first] * rows)
     documents = {name: value.to(device) if torch.is_tensor(value) else value for name, value in documents.items()}
-    stack, was_training = decoder_stack(wrapped), model.training
+    stack, was_training = below_head(wrapped), model.training
     model.eval()  # no dropout or router jitter, which would draw random numbers
     try:
         with _without_experts(model):

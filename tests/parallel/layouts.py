@@ -145,3 +145,9 @@ def without_checkpointing(parallel: dict[str, Any], case: Case, model: Path) -> 
     config = config_of(parallel, case, model)
     config = config.model_copy(update={"train": config.train.model_copy(update={"checkpointing": "none"})})
     return steps.take(config, Ranks.join(config.parallel, "cpu"), STEPS, MICRO_BATCHES)
+
+
+def few_steps(parallel: dict[str, Any], case: Case, model: Path) -> steps.Taken:
+    """Steps of one case."""
+    config = config_of(parallel, case, model)
+    return steps.take(config, Ranks.join(config.parallel, "cpu"), STEPS, MICRO_BATCHES)

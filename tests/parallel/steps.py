@@ -49,9 +49,9 @@ def take(
     adapted.model.train()
     optimizer = make_optimizer(adapted)
     stepper = Stepper(adapted, optimizer)
-    taken = Taken()
+    taken, words = Taken(), min(500, adapted.model.config.get_text_config().vocab_size)
     for step in range(steps):
-        batches = [batch_of(config, step * micro_batches + number, word) for number in range(micro_batches)]
+        batches = [batch_of(config, step * micro_batches + number, word, words) for number in range(micro_batches)]
         total = sum(count_loss_tokens(batch) for batch in batches)
         mine = batches[ranks.data_index :: ranks.data_size]
         for number, batch in enumerate(mine):
@@ -63,11 +63,11 @@ def take(
     return taken
 
 
-def batch_of(config: RunConfig, number: int, word: int | None = None) -> dict[str, Tensor]:
-    """Rows of unlike lengths, some tokens without a loss."""
+def batch_of(config: RunConfig, number: int, word: int | None = None, words: int = 500) -> dict[str, Tensor]:
+    """Rows of unlike lengths, some tokens without a loss, of a vocabulary of at least `words`."""
     made = torch.Generator().manual_seed(number)
     rows, length = config.train.micro_batch, config.train.sequence_length
-    ids = torch.randint(5, 500, (rows, length), generator=made)
+    ids = torch.randint(5, words, (rows, length), generator=made)
     ids = ids if word is None else torch.full_like(ids, word)
     lengths = torch.randint(length // 3, length + 1, (rows,), generator=made)
     mask = (torch.arange(length) < lengths[:, None]).long()

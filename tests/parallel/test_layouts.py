@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.exporting.runs import write_base
+from tests.models.test_text import TYPES
 from tests.parallel import layouts, world
 from tests.parallel.layouts import CASES, DEEPSPEED, LAYOUTS
 from tests.parallel.test_deepspeed import with_deepspeed
@@ -54,6 +56,22 @@ def test_without_checkpointing(name: str, alone: list[layouts.Outcome], small_mo
     ranks = layouts.config_of(parallel, case, small_model).parallel.ranks
     for taken in world.run(ranks, layouts.without_checkpointing, parallel, case, small_model):
         assert layouts.difference(taken, alone[CASES.index(case)].taken) < layouts.TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        one if one == "qwen3_5_moe" else pytest.param(one, marks=pytest.mark.full)
+        for one in TYPES
+        if one != "qwen3_omni_moe_thinker"
+    ],
+)
+def test_the_text_of_a_vision_language_checkpoint(model_type: str, tmp_path: Path) -> None:
+    """Most of these models embed the tokens outside of their decoder stack. Qwen3-Omni's toy takes no padded rows."""
+    base, case = write_base(tmp_path / "base", model_type), ("lora", "fp32")
+    (alone,) = world.run(1, layouts.few_steps, {}, case, base)
+    for taken in world.run(2, layouts.few_steps, LAYOUTS["fsdp 2"], case, base):
+        assert layouts.difference(taken, alone) < layouts.TOLERANCE
 
 
 def refusal(name: str, case: layouts.Case, outcome: layouts.Outcome) -> str:

@@ -35,7 +35,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.moe import MoeLayer
-from moetune.models.stack import decoder_stack
+from moetune.models.stack import below_head
 from moetune.parallel.coordinates import Coordinates, token_shares
 from moetune.parallel.distribute import reshard
 from moetune.run.keeps import recomputes_layers
@@ -370,7 +370,7 @@ def _head_of(steps: Steps) -> KnownHead:
 
 def _head_trains(model: PreTrainedModel) -> bool:
     """Return whether any parameter outside of the decoder stack trains, tied LM heads included."""
-    inside = f"{next(path for path, module in model.named_modules() if module is decoder_stack(model))}."
+    inside = f"{next(path for path, module in model.named_modules() if module is below_head(model))}."
     named = model.named_parameters(remove_duplicate=False)
     return any(parameter.requires_grad for name, parameter in named if not name.startswith(inside))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from moetune.models.stack import decoder_stack
+from moetune.models.stack import below_head
 
 
 class LMHeadSizes(Protocol):
@@ -71,7 +71,7 @@ def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[T
     `LMHead` run no module of the stack and none of its hooks. `inputs` are those of the model's forward pass, without
     `labels` and `use_cache`.
     """
-    stack = decoder_stack(model)
+    stack = below_head(model)
     path = next(path for path, module in model.named_modules() if module is stack)
     answering = _Answering(stack)
     seen: list[Tensor] = []

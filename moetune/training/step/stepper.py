@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.experts.host import on_device
-from moetune.models.stack import decoder_stack
+from moetune.models.stack import below_head
 from moetune.parallel.distribute import set_gradient_sync
 from moetune.parallel.ranks import local_tensor
 from moetune.training.optim.optimizers import CombinedOptimizer
@@ -83,7 +83,7 @@ class Stepper:
             self.fused = FusedBackward(adapted, optimizer, self.observer)
         self.engine = next((u.engine for u in optimizer.updaters if isinstance(u, ZeroUpdater)), None)
         self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
-        self._stack = decoder_stack(adapted.model)
+        self._stack = below_head(adapted.model)
         self._of_experts = set(adapted.of_experts())
         self.loss = torch.zeros((), device=adapted.model.device)
         # norm of the gradients freed in backward, and names of those that were not finite

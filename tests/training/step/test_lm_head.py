@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from moetune.training.step.lm_head import decoder_stack, split
+from moetune.training.step.lm_head import below_head, split
 from tests.thinned import thinned
 from tests.toys import VOCAB, causal_lm_types, expert_model_types, toy_model
 
@@ -46,12 +46,12 @@ def test_the_tail_gives_the_models_logits(model_type: str) -> None:
 
 def test_a_model_is_whole_again_after_an_error() -> None:
     model = toy_model("mixtral")
-    stack = decoder_stack(model)
+    stack = below_head(model)
     with pytest.raises(ZeroDivisionError), split(model, {"input_ids": IDS}):
         raise ZeroDivisionError
     with pytest.raises(TypeError), split(model, {"input_ids": "no tensor"}):
         pass
-    assert decoder_stack(model) is stack
+    assert below_head(model) is stack
 
 
 @pytest.mark.parametrize(("model_type", "tensors"), [("mixtral", 1), ("granitemoe", 2), ("cohere", 2), ("gemma2", 4)])
@@ -76,7 +76,7 @@ def test_what_trains_in_the_tail() -> None:
 def test_the_stack_runs_once() -> None:
     model = toy_model("mixtral")
     calls: list[str] = []
-    for name, module in decoder_stack(model).named_modules():
+    for name, module in below_head(model).named_modules():
         module.register_forward_hook(lambda *_, name=name: calls.append(name))
     with split(model, {"input_ids": IDS}) as (hidden_BSH, tail):
         tail(hidden_BSH[0]), tail(hidden_BSH[1])
