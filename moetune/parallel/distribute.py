@@ -134,7 +134,7 @@ def set_gradient_sync(stack: nn.Module, ranks: Ranks, *, last: bool) -> None:
 
     ZeRO-1 reduces gradients, and frees gathered weights, only in the `last` micro-step of a step. ZeRO-2 reduces
     gradients in every micro-step, and frees weights in the last. Gradients of replicas are summed over the replicas in
-    the last micro-step. `stack` is the decoder, as FSDP2 sharded it; any other module is left alone.
+    the last micro-step. `stack` is `below_head` of the model, as FSDP2 sharded it; any other module is left alone.
     """
     parallel = ranks.parallel
     if not isinstance(stack, FSDPModule) or micro_steps_are_alike(parallel):

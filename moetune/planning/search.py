@@ -178,7 +178,7 @@ class Search:
         nothing fits.
 
         `known` are candidates that fit. Those that differ from the strategy in the optimizer only show what a run needs
-        beyond the lower bound (`beyond`).
+        beyond the lower bound (`beyond`); the result is then an estimate, not a bound.
         """
         alike = (one for one in known if one.strategy.differs_in_optimizer(strategy))
         usable = self.usable - max(map(self.beyond, alike), default=0)

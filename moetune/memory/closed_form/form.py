@@ -369,7 +369,7 @@ def _head_of(steps: Steps) -> KnownHead:
 
 
 def _head_trains(model: PreTrainedModel) -> bool:
-    """Return whether any parameter outside of the decoder stack trains, tied LM heads included."""
+    """Return whether any parameter of the head trains, tied LM heads included."""
     inside = f"{next(path for path, module in model.named_modules() if module is below_head(model))}."
     named = model.named_parameters(remove_duplicate=False)
     return any(parameter.requires_grad for name, parameter in named if not name.startswith(inside))

@@ -65,9 +65,9 @@ class LMHead:
 
 @contextmanager
 def split(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Iterator[tuple[Tensor, LMHead]]:
-    """Run the decoder stack on `inputs`; yield its hidden states [B, S, H] and the `LMHead`.
+    """Run the model `below_head` on `inputs`; yield its hidden states [B, S, H] and the `LMHead`.
 
-    Inside the `with` block the decoder stack is replaced, so the model must not be called directly, and calls of the
+    Inside the `with` block that stack is replaced, so the model must not be called directly, and calls of the
     `LMHead` run no module of the stack and none of its hooks. `inputs` are those of the model's forward pass, without
     `labels` and `use_cache`.
     """
