@@ -12,6 +12,7 @@
 #     throughput-mixtral, throughput-fine   tokens a second of whole models, 1k to 32k tokens a step
 #     throughput-peers                      of a few layers, beside PEFT and experts4bit-qlora
 #     mixtral-more    other batches, LOMO, and one that must not fit
+#     near-the-line   two that are to fit CAP, barely
 #     others, newer, mixtral-8x22b, optimizers
 #
 # Logs and JSON go to OUT (docs/benchmarks/ by default). PYTHON names the interpreter; else .venv/bin/python if there
@@ -21,7 +22,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(realpath -m "${OUT:-$root/docs/benchmarks}")
-all=(kernels mixtral qwen3 tests profile throughput-mixtral throughput-fine throughput-peers mixtral-more others newer mixtral-8x22b optimizers)
+all=(kernels mixtral qwen3 tests profile throughput-mixtral throughput-fine throughput-peers mixtral-more near-the-line others newer mixtral-8x22b optimizers)
 parts=("${@:-${all[@]}}")
 for name in "${parts[@]}"; do
   if [[ " ${all[*]} " != *" $name "* ]]; then

@@ -1,9 +1,9 @@
 """The host's time of a micro-step: what a step costs before any kernel has run.
 
-    python scripts/bench/host_time.py [--expert-memory SIZE...] [--json FILE]
+    python scripts/bench/host_time.py [--expert-memory SIZE...] [--checkpointing full auto] [--rows 8] [--json FILE]
 
-Full-size models with random weights, LoRA r16 on attention and experts, NF4, bfloat16, full checkpointing, 2 × 2048
-tokens. A micro-step is timed from its start until the backward pass has been asked for, as wall time and as the time
+Full-size models with random weights, LoRA r16 on attention and experts, NF4, bfloat16, rows of 2048 tokens.
+`--checkpointing auto` keeps what fits a card of `--gpu`. A micro-step is timed from its start until the backward pass has been asked for, as wall time and as the time
 that the process worked, autograd's threads included; the device is waited for before and after (`done`). Where the
 host is slower than the device, this is how long a step takes. On a null device (tests/nullcuda), whose kernels take
 no time, both numbers are the host's alone; on a card the wall time has its waits for the device in it.
@@ -21,6 +21,8 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -33,9 +35,13 @@ from _common import ROOT, commit, versions, write_json
 
 from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
+from moetune.memory.assumed_routing import BALANCED
+from moetune.memory.keep.settle import settled
+from moetune.memory.predict import predict
 from moetune.memory.trace.steps import batches_of
 from moetune.models.catalog import find_model
-from moetune.run.resolve import resolve
+from moetune.models.catalog.gpus import find_gpu
+from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training.step.micro_step import count_loss_tokens, micro_step
 from moetune.training.step.router_losses import RouterWatch
 
@@ -46,54 +52,68 @@ MODELS = ("qwen3-30b-a3b", "mixtral-8x7b")
 WARM_UP = 2
 
 
-def run_of(folder: Path, model: str, layers: int | None, expert_memory: str = "auto") -> RunConfig:
-    entry = find_model(model)
+@dataclass(frozen=True)
+class Case:
+    """What is timed; `checkpointing: auto` keeps what fits a card of `gpu`."""
+
+    model: str
+    layers: int | None = None
+    expert_memory: str = "auto"
+    checkpointing: str = "full"
+    rows: int = 2
+    gpu: str = "44GiB"
+
+
+def run_of(folder: Path, case: Case) -> ResolvedRun:
+    entry = find_model(case.model)
     assert entry is not None
-    config = entry.config | ({} if layers is None else {"num_hidden_layers": layers})
+    config = entry.config | ({} if case.layers is None else {"num_hidden_layers": case.layers})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return RunConfig.model_validate(
+    run = RunConfig.model_validate(
         {
             "model": {"path": str(folder), "weights": "random", "dtype": "bf16"},
             "adapt": {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}},
             "optimizer": {"name": "adamw8bit"},
             "train": {
-                "micro_batch": 2,
+                "micro_batch": case.rows,
                 "accumulate": 1,
                 "sequence_length": 2048,
-                "expert_memory": expert_memory,
+                "expert_memory": case.expert_memory,
+                "checkpointing": case.checkpointing,
             },
         }
     )
+    card = find_gpu(case.gpu)
+    return settled(resolve(run, "cuda"), card, BALANCED, partial(predict, method="trace", gpu=card))
 
 
-def host_time(model: str, layers: int | None, repetitions: int, expert_memory: str = "auto") -> dict[str, Any]:
+def host_time(case: Case, repetitions: int) -> dict[str, Any]:
     """Seconds of each micro-step: until it is asked for, until it is done, and of the process's work."""
     gc.collect()  # the model before this one has reference cycles
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        config = run_of(Path(folder), model, layers, expert_memory)
-        adapted = build(resolve(config, "cuda"), "cuda")
+        run = run_of(Path(folder), case)
+        adapted = build(run, "cuda")
     adapted.model.train()
     watch = RouterWatch(adapted)
-    batch = batches_of(adapted)(2)
+    batch = batches_of(adapted)(case.rows)
     batch |= {name: value.cuda() for name, value in batch.items() if torch.is_tensor(value)}
     tokens = count_loss_tokens(batch)
     seconds, done, worked = [], [], []
     for _ in range(WARM_UP + repetitions):
         torch.cuda.synchronize()
         start, start_worked = time.perf_counter(), time.process_time()
-        micro_step(adapted.model, batch, tokens, watch, config.train)
+        micro_step(adapted.model, batch, tokens, watch, run.config.train)
         seconds.append(time.perf_counter() - start)
         worked.append(time.process_time() - start_worked)
         torch.cuda.synchronize()
         done.append(time.perf_counter() - start)
         adapted.model.zero_grad()
     seconds, done, worked = seconds[WARM_UP:], done[WARM_UP:], worked[WARM_UP:]
-    return {
-        "model": model,
+    return asdict(case) | {
         "layers": adapted.model.config.num_hidden_layers,
-        "expert_memory": expert_memory,
+        "tokens": tokens,
         "allocated": torch.cuda.max_memory_allocated(),
         "seconds": {"median": median(seconds), "all": seconds},
         "done": {"median": median(done), "all": done},
@@ -113,6 +133,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5, help="timed micro-steps")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     parser.add_argument("--expert-memory", nargs="+", default=["auto"], metavar="SIZE", help="train.expert_memory")
+    parser.add_argument("--checkpointing", nargs="+", default=["full"], metavar="WHICH", help="train.checkpointing")
+    parser.add_argument("--gpu", default="44GiB", metavar="CARD", help="that `checkpointing: auto` is to fit")
+    parser.add_argument("--rows", type=int, default=2, help="of 2048 tokens")
     parser.add_argument("--layers", type=int, metavar="N", help="of a model, instead of all that it has")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -125,14 +148,16 @@ def main() -> None:
         "commit": commit(),
         "cases": [],
     }
-    print("| model | layers | expert memory | asked for | done | of work | peak |\n|---|---:|---:|---:|---:|---:|---:|")
-    for model, size in product(options.models, options.expert_memory):
+    print("| model | layers | rows | expert memory | checkpointing | asked for | done | of work | peak |")
+    print("|---|---:|---:|---:|---|---:|---:|---:|---:|")
+    for model, size, which in product(options.models, options.expert_memory, options.checkpointing):
+        case = Case(model, options.layers, size, which, options.rows, options.gpu)
         with nullcuda.answering() if nullcuda.is_present() else nullcontext():
-            case = host_time(model, options.layers, options.repetitions, size)
-        times = " | ".join(f"{case[key]['median']:.3f} s" for key in ("seconds", "done", "worked"))
-        peak = f"{case['allocated'] / 2**30:.2f} GiB"
-        print(f"| {case['model']} | {case['layers']} | {size} | {times} | {peak} |", flush=True)
-        report["cases"].append(case)
+            row = host_time(case, options.repetitions)
+        times = " | ".join(f"{row[key]['median']:.3f} s" for key in ("seconds", "done", "worked"))
+        peak = f"{row['allocated'] / 2**30:.2f} GiB"
+        print(f"| {model} | {row['layers']} | {case.rows} | {size} | {which} | {times} | {peak} |", flush=True)
+        report["cases"].append(row)
         if options.json is not None:
             write_json(report, options.json)
 

@@ -263,6 +263,10 @@ CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
         recipe, "mixtral-8x7b-lora", "train.micro_batch=4", "train.keep_rows=16"
     ),
     "mixtral-8x7b-router-8x2048": partial(recipe, "mixtral-8x7b-router", "train.micro_batch=8"),
+    # Said to fit 44 GiB with room, barely.
+    "mixtral-8x7b-router-24x2048": partial(
+        recipe, "mixtral-8x7b-router", "train.micro_batch=24", "train.accumulate=1"
+    ),
     "mixtral-8x22b-lora-host": partial(recipe, "mixtral-8x22b-lora-host"),
     "qwen3-30b-a3b-lora": partial(catalog_run, "qwen3-30b-a3b", LORA_16, train={"micro_batch": 2}),
     "qwen3-30b-a3b-lora-8x2048-rows-kept": partial(
@@ -281,6 +285,14 @@ CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
     ),
     "gpt-oss-20b-lora-1x32768": partial(
         catalog_run, "gpt-oss-20b", LORA_16, model={"base": "mxfp4"}, train={"sequence_length": 32768}
+    ),
+    # The longest sequence that is predicted to fit 44.4 GiB.
+    "gpt-oss-20b-lora-1x127488": partial(
+        catalog_run,
+        "gpt-oss-20b",
+        LORA_16,
+        model={"base": "mxfp4"},
+        train={"sequence_length": 127488, "accumulate": 1},
     ),
     "deepseek-v2-lite-lora": partial(catalog_run, "deepseek-v2-lite", LORA_16, train={"sequence_length": 4096}),
     "qwen1.5-moe-a2.7b-lora": partial(catalog_run, "qwen1.5-moe-a2.7b", LORA_16),
@@ -333,6 +345,7 @@ PARTS = {
         "llama-3-8b-full-lomo",
         "llama-3-8b-lora-1x8192",
     ),
+    "near-the-line": ("mixtral-8x7b-router-24x2048", "gpt-oss-20b-lora-1x127488"),
     "newer": ("gemma-4-26b-a4b-lora", "glm-4.7-flash-lora", "nemotron-3-nano-30b-a3b-lora"),
 }
 """The cases in parts that each take less than nine minutes of a GPU, most telling first."""

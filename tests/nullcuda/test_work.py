@@ -24,7 +24,7 @@ from moetune.training.step.micro_step import count_loss_tokens, token_loss
 from tests.nullcuda import device, runs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
-from host_time import host_time
+from host_time import Case, host_time
 from predict_vs_measured import shrunk
 
 BOUNDS = {  # of a step of two micro-batches, on 8.6, 8.9 and 9.0
@@ -120,7 +120,7 @@ def asked_in_a_micro_step(config: RunConfig) -> tuple[device.Asked, device.Asked
 @pytest.mark.skipif(not device.is_present(), reason="a card's host time has its waits in it")
 def test_the_hosts_time_is_of_micro_steps() -> None:
     """The benchmark: so many are timed."""
-    found = host_time("mixtral-8x7b", layers=1, repetitions=2)
+    found = host_time(Case("mixtral-8x7b", layers=1), repetitions=2)
     assert found["layers"] == 1
     assert len(found["seconds"]["all"]) == len(found["worked"]["all"]) == 2
     assert min(found["worked"]["all"]) > 0
