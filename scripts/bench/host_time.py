@@ -113,7 +113,7 @@ def host_time(case: Case, repetitions: int) -> dict[str, Any]:
     seconds, done, worked = seconds[WARM_UP:], done[WARM_UP:], worked[WARM_UP:]
     return asdict(case) | {
         "layers": adapted.model.config.num_hidden_layers,
-        "tokens": tokens,
+        "tokens": int(tokens),
         "allocated": torch.cuda.max_memory_allocated(),
         "seconds": {"median": median(seconds), "all": seconds},
         "done": {"median": median(done), "all": done},
