@@ -322,7 +322,8 @@ def varlen_attention(
         value = pad(value, (0, size - size_v))
     if missing := -size % 8:
         query, key, value = (pad(tensor, (0, missing)) for tensor in (query, key, value))
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    # The output has the layout of q: one that is not contiguous is copied again by the layer, and both are saved.
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1).contiguous() for tensor in (query, key, value))
     out = within_documents(q, k, v, s_aux, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0, on_cpu)
     return out.view(rows, length, heads, -1)[..., :size_v], None
 

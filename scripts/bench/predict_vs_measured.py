@@ -264,9 +264,7 @@ CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
     ),
     "mixtral-8x7b-router-8x2048": partial(recipe, "mixtral-8x7b-router", "train.micro_batch=8"),
     # Said to fit 44 GiB with room, barely.
-    "mixtral-8x7b-router-24x2048": partial(
-        recipe, "mixtral-8x7b-router", "train.micro_batch=24", "train.accumulate=1"
-    ),
+    "mixtral-8x7b-router-24x2048": partial(recipe, "mixtral-8x7b-router", "train.micro_batch=24", "train.accumulate=1"),
     "mixtral-8x22b-lora-host": partial(recipe, "mixtral-8x22b-lora-host"),
     "qwen3-30b-a3b-lora": partial(catalog_run, "qwen3-30b-a3b", LORA_16, train={"micro_batch": 2}),
     "qwen3-30b-a3b-lora-8x2048-rows-kept": partial(
@@ -317,8 +315,17 @@ CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
             "gemma-4-26b-a4b-lora",
             "glm-4.7-flash-lora",
             "nemotron-3-nano-30b-a3b-lora",
+            "qwen3.5-35b-a3b-lora",
         )
     },
+    **{
+        f"{model}-lora": partial(catalog_run, model, LORA_16)
+        for model in ("ernie-4.5-21b-a3b", "lfm2-8b-a1b", "kimi-linear-48b-a3b", "qwen3-next-80b-a3b")
+    },
+    "minimax-m2.5-router": partial(catalog_run, "minimax-m2.5", {"router": "all"}),
+    "deepseek-v3.2-router-host": partial(
+        catalog_run, "deepseek-v3.2", {"router": "all"}, model={"experts_on": "host"}, train={"accumulate": 1}
+    ),
     # Ten layers more than the recipe: this one must not fit a card of 44 GiB.
     TOO_LARGE: partial(recipe, "mixtral-8x7b-experts", "adapt.router=0-15", "adapt.experts.layers=0-15"),
 }
@@ -346,7 +353,17 @@ PARTS = {
         "llama-3-8b-lora-1x8192",
     ),
     "near-the-line": ("mixtral-8x7b-router-24x2048", "gpt-oss-20b-lora-1x127488"),
-    "newer": ("gemma-4-26b-a4b-lora", "glm-4.7-flash-lora", "nemotron-3-nano-30b-a3b-lora"),
+    "newer": (
+        "gemma-4-26b-a4b-lora",
+        "glm-4.7-flash-lora",
+        "nemotron-3-nano-30b-a3b-lora",
+        "qwen3.5-35b-a3b-lora",
+        "ernie-4.5-21b-a3b-lora",
+        "lfm2-8b-a1b-lora",
+        "kimi-linear-48b-a3b-lora",
+        "qwen3-next-80b-a3b-lora",
+    ),
+    "large": ("minimax-m2.5-router", "deepseek-v3.2-router-host"),
 }
 """The cases in parts that each take less than nine minutes of a GPU, most telling first."""
 

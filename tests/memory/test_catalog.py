@@ -11,6 +11,7 @@ from moetune.config.schema import RunConfig
 from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.predict import predict
 from moetune.memory.trace import trace
+from moetune.models.catalog.gpus import find_gpu
 from moetune.planning.from_options import config_of
 from moetune.run.resolve import resolve
 
@@ -72,6 +73,22 @@ def catalog_run(name: str, path: str, what: str) -> RunConfig:
             "data": {"train": "unread", "packing": True},
         }
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "gpt-oss-20b" else pytest.param(name, marks=pytest.mark.full)
+        for name in WITH_EXPERTS
+        if name not in HYBRID
+    ],
+)
+def test_one_row_on_a_card_takes_what_the_record_of_several_says(name: str, tmp_path: Path) -> None:
+    """Recomputed, so that what attention saves counts beside the experts' peak: no copies that only one row has."""
+    run = catalog_run(name, with_fewer_experts(name, tmp_path), "lora")
+    train = run.train.model_copy(update={"checkpointing": "full"})
+    resolved, card = resolve(run.model_copy(update={"train": train}), "cuda"), find_gpu("44GiB")
+    assert ClosedForm(resolved, gpu=card).at(resolved.config).parts() == trace(resolved, gpu=card).parts()
 
 
 @pytest.mark.full
