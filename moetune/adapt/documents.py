@@ -1,8 +1,10 @@
 """Keep packed documents apart in layers that carry a state from token to token: Mamba, linear attention, convolutions.
 
-Attention hides one document from another by a mask or by `cu_seqlens`. A module with a state takes neither, so it runs
+Attention hides one document from another by a mask or by `cu_seqlens`. A module with a state takes no mask, so it runs
 on each document alone, one after the other, and the state begins anew with each: exact, and slower the more documents a
-row has. Such modules are found by what their code does, not by a model's name.
+row has. Where a package's kernel scans the sequence and takes `cu_seqlens` (flash-linear-attention), the module runs on
+all documents at once, and only its convolution on one after the other. Such modules are found by what their code does,
+not by a model's name.
 
 The lengths of the documents are part of the batch. They reach each decoder layer as a keyword argument, which
 activation checkpointing keeps, so that a layer recomputes what it computed.
@@ -10,14 +12,16 @@ activation checkpointing keeps, so that a layer recomputes what it computed.
 Shapes: B rows of S tokens each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moetune.compat.transformers import carries_state
+from moetune.compat.transformers import carries_state, convolutions_of, scans_of
 from moetune.models.stack import decoder_layers
 
 DOCUMENT_LENGTHS = "document_lengths"
@@ -29,6 +33,19 @@ class _Current:
     """Lengths of the documents in the batch that a decoder layer is running on; None outside, or if not packed."""
 
     lengths: Sequence[int] | None = None
+    _known: tuple[Any, Tensor, Tensor] | None = None
+
+    def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the first token of each document, and the number of all, int64, on `device` and on the host.
+
+        All layers get the same tensors, so that they are copied once, and a package derives from them what it needs
+        once.
+        """
+        if self._known is None or self._known[0] != (self.lengths, device):
+            assert self.lengths is not None
+            on_host = torch.tensor([0, *accumulate(self.lengths)])
+            self._known = (self.lengths, device), on_host.to(device), on_host
+        return self._known[1:]
 
 
 class _Layer(nn.Module):
@@ -74,6 +91,11 @@ def is_split_by_documents(layer: nn.Module) -> bool:
     return isinstance(layer, _Layer)
 
 
+def documents_one_by_one(layer: nn.Module) -> bool:
+    """Return whether a decoder layer that `split_by_documents` was given runs on one document after the other."""
+    return is_split_by_documents(layer) and not all(map(_takes_documents, modules_with_state(layer)))
+
+
 def document_lengths(lengths: Sequence[int]) -> dict[str, Any]:
     """Return the keyword argument that tells a model that is split by documents their lengths.
 
@@ -91,26 +113,58 @@ def modules_with_state(layer: nn.Module) -> list[nn.Module]:
 
 
 def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward method of a module with a state: run it on each packed document alone, and join the outputs."""
+    """Forward method of a module with a state: run it on packed documents as on each alone, and join the outputs."""
     forward, lengths = partial(type(module).forward, module), current.lengths
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ATTENTION}
-    rows, tokens = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).shape[:2]
+    first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    rows, tokens = first.shape[:2]
     if lengths is None or len(lengths) == rows:
         return forward(*args, **kwargs)
+    at_once = _takes_documents(module)
+    pieces = [rows * tokens] if at_once else [*lengths]
 
     def of_each(value: Any) -> Sequence[Any]:
         if isinstance(value, Tensor) and value.shape[:2] == (rows, tokens):
-            return value.reshape(1, rows * tokens, *value.shape[2:]).split([*lengths], 1)
-        return [value] * len(lengths)
+            return value.reshape(1, rows * tokens, *value.shape[2:]).split(pieces, 1)
+        return [value] * len(pieces)
 
     positional, named = zip(*map(of_each, args), strict=True), {name: of_each(kwargs[name]) for name in kwargs}
-    outputs = [
-        forward(*given, **{name: values[index] for name, values in named.items()})
-        for index, given in enumerate(positional if args else [()] * len(lengths))
-    ]
+    with _separating(module, lengths, *current.offsets(first.device)) if at_once else nullcontext():
+        outputs = [
+            forward(*given, **{name: values[index] for name, values in named.items()})
+            for index, given in enumerate(positional if args else [()] * len(pieces))
+        ]
     if isinstance(outputs[0], Tensor):
-        return _joined(outputs, lengths, rows)
-    return tuple(_joined(parts, lengths, rows) for parts in zip(*outputs, strict=True))
+        return _joined(outputs, pieces, rows)
+    return tuple(_joined(parts, pieces, rows) for parts in zip(*outputs, strict=True))
+
+
+def _takes_documents(module: nn.Module) -> bool:
+    """Return whether a package's kernels would now scan the sequence, and keep documents apart."""
+    scans = scans_of(module)
+    return bool(scans) and all(scan.takes_documents() for scan in scans)
+
+
+@contextmanager
+def _separating(module: nn.Module, lengths: Sequence[int], offsets: Tensor, on_host: Tensor) -> Iterator[None]:
+    """Let a module's scans and convolutions keep the documents of its only row apart within the `with` block."""
+    apart = {"cu_seqlens": offsets, "cu_seqlens_cpu": on_host}  # transformers' wrapper leaves out what is not taken
+
+    def scan(now: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return now(*args, **(kwargs | apart))
+
+    def convolve(now: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.cat([now(one, *args, **kwargs) for one in hidden.split([*lengths], 2)], 2)
+
+    replaced = [(one, one.now(), scan) for one in scans_of(module)]
+    replaced += [(one, one.now(), convolve) for one in convolutions_of(module)]
+    try:
+        for one, before, by in replaced:
+            one.replace(partial(by, before))
+        yield
+    finally:
+        for one, before, _ in replaced:
+            one.replace(before)
 
 
 def _joined(parts: Sequence[Any], lengths: Sequence[int], rows: int) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moetune.adapt.documents import modules_with_state
-from moetune.compat.transformers import Scan, scans_of
+from moetune.compat.transformers import Operation, scans_of
 from moetune.models.stack import decoder_layers
 
 Outputs: TypeAlias = Sequence[Tensor | None]
@@ -66,7 +66,7 @@ def recompute_scans(model: nn.Module) -> None:
 
 
 @contextmanager
-def _recomputing(scans: Sequence[Scan]) -> Iterator[None]:
+def _recomputing(scans: Sequence[Operation]) -> Iterator[None]:
     """Let these scans keep only their inputs within the `with` block, where transformers' own code computes them. A
     package's kernels stay: they have a backward of their own."""
     replaced = [(scan, scan.now()) for scan in scans if scan.is_in_torch()]

@@ -165,11 +165,13 @@ def without_packages(model: nn.Module) -> Iterator[None]:
 
 _SCANS = ("chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan_combined", "selective_scan_fn")
 """Names of the packages' functions that scan a sequence in chunks."""
+_CONVOLUTION = "causal_conv1d_fn"
+"""Name of the package's function that convolves along a sequence."""
 
 
 @dataclass(frozen=True)
-class Scan:
-    """A function that a model's code calls to scan a sequence.
+class Operation:
+    """A function that a model's code calls on sequences, and in whose place a package's kernel may run.
 
     Attributes:
         space: the module of the model's code, as name -> value.
@@ -188,27 +190,45 @@ class Scan:
 
     def is_in_torch(self) -> bool:
         """Return whether transformers' own code would run now, and has not been replaced."""
-        now, is_package = self.now(), inspect.getclosurevars(self.function).nonlocals["is_new_implementation"]
-        return now is self.function.__wrapped__ or (now is self.function and not is_package)  # type: ignore[attr-defined]
+        now = self.now()
+        return now is self.function.__wrapped__ or (now is self.function and not self.is_kernel())  # type: ignore[attr-defined]
+
+    def is_kernel(self) -> bool:
+        """Return whether a package's kernel would run now."""
+        return bool(self.now() is self.function and self._of_wrapper("is_new_implementation"))
+
+    def takes_documents(self) -> bool:
+        """Return whether a package's kernel would run now that takes the offsets of documents, `cu_seqlens`."""
+        return self.is_kernel() and "cu_seqlens" in self._of_wrapper("applicable_params")
 
     def replace(self, function: Callable[..., Any]) -> None:
         """Let the model's code call another function."""
         self.space[self.name] = function
 
+    def _of_wrapper(self, name: str) -> Any:
+        return inspect.getclosurevars(self.function).nonlocals[name]
 
-def scans_of(module: nn.Module) -> tuple[Scan, ...]:
-    """Return the scans that the code of a module may call."""
-    return _scans(_kinds(module))
+
+def scans_of(module: nn.Module) -> tuple[Operation, ...]:
+    """Return the scans that the code of a module calls."""
+    return _operations(_kinds(module), _SCANS)
+
+
+def convolutions_of(module: nn.Module) -> tuple[Operation, ...]:
+    """Return the convolutions along a sequence, [B, channels, S], that the code of a module calls."""
+    return _operations(_kinds(module), (_CONVOLUTION,))
 
 
 @functools.cache
-def _scans(kinds: tuple[type, ...]) -> tuple[Scan, ...]:
+def _operations(kinds: tuple[type, ...], names: tuple[str, ...]) -> tuple[Operation, ...]:
     spaces = {kind.__module__: vars(sys.modules[kind.__module__]) for kind in kinds}
     return tuple(
-        Scan(space, name, value)
+        Operation(space, name, value)
         for space in spaces.values()
         for name, value in space.items()
-        if _is_of_package(value) and inspect.getclosurevars(value).nonlocals.get("func_name") in _SCANS
+        if _is_of_package(value)
+        and inspect.getclosurevars(value).nonlocals.get("func_name") in names
+        and _has(kinds, rf"\b{name}\(")
     )
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
-from moetune.adapt.documents import is_split_by_documents
+from moetune.adapt.documents import documents_one_by_one
 from moetune.errors import UserError, counted, first_of
 from moetune.experts.host import copy_on_host
 from moetune.models.stack import decoder_layers
@@ -82,7 +82,7 @@ class RunWarnings:
                 f"no LoRA on {len(left_out)} linear layers of adapt.lora.targets ({', '.join(left_out[:3])}, …): the "
                 "model reads their weights without calling them, or no gradient reaches them",
             )
-        if layers := sum(map(is_split_by_documents, decoder_layers(self.adapted.model).values())):
+        if layers := sum(map(documents_one_by_one, decoder_layers(self.adapted.model).values())):
             self.say(
                 "document by document",
                 f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run on one document "

@@ -3,18 +3,28 @@
 Tolerance: relative, of the norm of each gradient, in float32; rounding, as products have other sizes.
 """
 
+import inspect
+import sys
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations import hub_kernels
 
 from moetune.adapt.attention import VARLEN_CPU, document_inputs, takes_cu_seqlens
-from moetune.adapt.documents import is_split_by_documents, split_by_documents
+from moetune.adapt.documents import (
+    documents_one_by_one,
+    is_split_by_documents,
+    modules_with_state,
+    split_by_documents,
+)
 from moetune.adapt.scans import recompute_scans
-from moetune.compat.transformers import carries_state, set_attention
+from moetune.compat.transformers import _operations, carries_state, scans_of, set_attention, without_packages
 from moetune.config.schema import RunConfig
 from moetune.memory.trace import trace, tracker
 from moetune.memory.trace.tracker import Tracker
@@ -53,8 +63,8 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def hybrid(model_type: str, *, recomputing: bool = True) -> PreTrainedModel:
-    model = toy_model(model_type, **SIZES.get(model_type, {}))
+def hybrid(model_type: str, *, recomputing: bool = True, **sizes: Any) -> PreTrainedModel:
+    model = toy_model(model_type, **SIZES.get(model_type, {}), **sizes)
     generator = torch.Generator().manual_seed(7)
     for module in model.modules():
         if isinstance(module, nn.Conv1d):  # some begin at zero
@@ -89,18 +99,20 @@ def alone(model: PreTrainedModel, rows: list[Row]) -> Tensor:
     """The summed loss of every document in a batch of its own."""
     losses = []
     for row, sizes in zip(rows, ROWS, strict=True):
-        columns = {name: torch.as_tensor(row[name]).split(sizes) for name in ("input_ids", "labels")}
+        columns = {
+            name: torch.as_tensor(row[name], device=model.device).split(sizes) for name in ("input_ids", "labels")
+        }
         for ids, labels in zip(columns["input_ids"], columns["labels"], strict=True):
             losses.append(token_loss(model, {"input_ids": ids[None], "labels": labels[None]}))
     return torch.stack(losses).sum()
 
 
-def assert_equal(packed: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(packed: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
     """Gradients that are zero but for rounding are compared with the largest of the model's."""
     assert packed.keys() == expected.keys()
     largest = max(gradient.norm() for gradient in expected.values())
     for name, gradient in expected.items():
-        assert (packed[name] - gradient).norm() <= TOLERANCE * gradient.norm().clamp(min=1e-3 * largest), name
+        assert (packed[name] - gradient).norm() <= tolerance * gradient.norm().clamp(min=1e-3 * largest), name
 
 
 @pytest.mark.one_in(3)
@@ -199,3 +211,58 @@ def test_a_trace_that_writes_scans_again_equals_one_that_runs_them_all(
         part: work.numbers() for part, work in written.work.items()
     }
     assert len(written.log.done) < len(ran.log.done)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("model_type", thinned(("qwen3_next", "kimi_linear", "olmo_hybrid", "qwen4_exp_text"), 2))
+def test_a_package_that_takes_documents_gets_all_of_them_at_once(
+    model_type: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package stands in: transformers' own code, one document after the other, by the offsets that it is given."""
+    model, rows = hybrid(model_type), rows_of()
+    layers = decoder_layers(model).values()
+    assert any(map(documents_one_by_one, layers))
+    scan = next(scan for layer in layers for module in modules_with_state(layer) for scan in scans_of(module))
+    plain, calls = scan.function.__wrapped__, list[Tensor]()  # type: ignore[attr-defined]
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+        initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        assert cu_seqlens is not None
+        calls.append(cu_seqlens)
+        how = {"initial_state": initial_state, "output_final_state": output_final_state}
+        how["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+        made = [
+            plain(*(value[:, begin:end] for value in (q, k, v)), g=g[:, begin:end], beta=beta[:, begin:end], **how)
+            for begin, end in pairwise(cu_seqlens.tolist())
+        ]
+        return torch.cat([out for out, _ in made], 1), made[-1][1]
+
+    name, package = inspect.getclosurevars(scan.function).nonlocals["func_name"], ModuleType("fla")
+    monkeypatch.setitem(sys.modules, "fla", package)
+    for part in hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS.get(name, "").split("."):
+        if part:
+            setattr(package, part, package := ModuleType(part))
+    setattr(package, name, kernel)
+    wrapped = hub_kernels.use_kernel_func_from_hub_with_fallback(name, "fla")(plain)
+    monkeypatch.setitem(scan.space, scan.name, wrapped)
+    _operations.cache_clear()
+    try:
+        assert not any(map(documents_one_by_one, layers)) or model_type == "qwen4_exp_text"
+        refuse_leaky_packing(model, len(rows), sum(ROWS[0]))
+        if checkpointing == "full":
+            model.activation_checkpointing_enable()
+            model.train()
+        calls.clear()
+        loss = token_loss(model, collate(rows, 0, document_inputs=document_inputs(model)))
+        packed = gradients(model, loss)
+        assert {tuple(offsets.tolist()) for offsets in calls} == {(0, 27, 32, 64, 128, 129, 169, 192)}
+        with without_packages(model):
+            model.eval()
+            expected = alone(model, rows)
+            assert (loss - expected).abs() <= TOLERANCE * expected
+            assert_equal(packed, gradients(model, expected))
+    finally:
+        _operations.cache_clear()
