@@ -19,6 +19,7 @@ from moetune.adapt.layers.norms import fuse_norms
 from moetune.adapt.layers.rotary import fuse_rotary
 from moetune.adapt.layers.routers import fuse_routers
 from moetune.adapt.lora import add_lora
+from moetune.adapt.packages import leave_out_broken_packages
 from moetune.adapt.scans import recompute_scans
 from moetune.adapt.validate import refuse_misplaced, refuse_unquantized
 from moetune.adapt.weights.published import read_published
@@ -198,6 +199,7 @@ def build(
     assert trained_names <= run.parts.keys(), "something trains that the run does not know of"
     assert not ranks.is_single or len(trained_names) == len(run.parts), "something of the run does not train"
     if device.type == "cuda":
+        leave_out_broken_packages(model)
         torch.cuda.empty_cache()  # free the cached memory that quantizing used
     if device.type != "meta":
         distribute(model, structure, ranks)

@@ -205,6 +205,21 @@ class Operation:
         """Let the model's code call another function."""
         self.space[self.name] = function
 
+    def leave_out(self) -> None:
+        """Let the model's code call transformers' own code, whatever is installed."""
+        self.replace(self.function.__wrapped__)  # type: ignore[attr-defined]
+
+    @property
+    def package(self) -> str:
+        """Name under which the kernel's package is installed."""
+        name: str = self._of_wrapper("package")
+        return hub_kernels._PACKAGE_TO_DISTRIBUTION.get(name, name)
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's name in its package."""
+        return str(self._of_wrapper("func_name"))
+
     def _of_wrapper(self, name: str) -> Any:
         return inspect.getclosurevars(self.function).nonlocals[name]
 

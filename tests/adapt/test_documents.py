@@ -3,12 +3,14 @@
 Tolerance: relative, of the norm of each gradient, in float32; rounding, as products have other sizes.
 """
 
-import inspect
+import re
 import sys
+import warnings
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -23,8 +25,9 @@ from moetune.adapt.documents import (
     modules_with_state,
     split_by_documents,
 )
+from moetune.adapt.packages import leave_out_broken_packages
 from moetune.adapt.scans import recompute_scans
-from moetune.compat.transformers import _operations, carries_state, scans_of, set_attention, without_packages
+from moetune.compat.transformers import Operation, _operations, carries_state, scans_of, set_attention, without_packages
 from moetune.config.schema import RunConfig
 from moetune.memory.trace import trace, tracker
 from moetune.memory.trace.tracker import Tracker
@@ -39,6 +42,7 @@ from tests.resolved import build, measure
 from tests.thinned import thinned
 from tests.toys import VOCAB, causal_lm_types, toy_config, toy_model
 
+Install: TypeAlias = Callable[..., Operation]
 TOLERANCE = 1e-5
 ROWS = ((27, 5, 32), (64,), (1, 40, 23))
 # fmt: off
@@ -216,53 +220,95 @@ def test_a_trace_that_writes_scans_again_equals_one_that_runs_them_all(
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("model_type", thinned(("qwen3_next", "kimi_linear", "olmo_hybrid", "qwen4_exp_text"), 2))
 def test_a_package_that_takes_documents_gets_all_of_them_at_once(
-    model_type: str, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+    model_type: str, checkpointing: str, installed: Install
 ) -> None:
-    """The package stands in: transformers' own code, one document after the other, by the offsets that it is given."""
     model, rows = hybrid(model_type), rows_of()
-    layers = decoder_layers(model).values()
+    layers, calls = decoder_layers(model).values(), list[Tensor]()
     assert any(map(documents_one_by_one, layers))
-    scan = next(scan for layer in layers for module in modules_with_state(layer) for scan in scans_of(module))
-    plain, calls = scan.function.__wrapped__, list[Tensor]()  # type: ignore[attr-defined]
+    installed(model, calls)
+    assert not any(map(documents_one_by_one, layers)) or model_type == "qwen4_exp_text"
+    refuse_leaky_packing(model, len(rows), sum(ROWS[0]))
+    if checkpointing == "full":
+        model.activation_checkpointing_enable()
+        model.train()
+    calls.clear()
+    loss = token_loss(model, collate(rows, 0, document_inputs=document_inputs(model)))
+    packed = gradients(model, loss)
+    assert {tuple(offsets.tolist()) for offsets in calls} == {(0, 27, 32, 64, 128, 129, 169, 192)}
+    with without_packages(model):
+        model.eval()
+        expected = alone(model, rows)
+        assert (loss - expected).abs() <= TOLERANCE * expected
+        assert_equal(packed, gradients(model, expected))
 
-    def kernel(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-        initial_state: Tensor | None = None, output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        assert cu_seqlens is not None
-        calls.append(cu_seqlens)
-        how = {"initial_state": initial_state, "output_final_state": output_final_state}
-        how["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-        made = [
-            plain(*(value[:, begin:end] for value in (q, k, v)), g=g[:, begin:end], beta=beta[:, begin:end], **how)
-            for begin, end in pairwise(cu_seqlens.tolist())
-        ]
-        return torch.cat([out for out, _ in made], 1), made[-1][1]
 
-    name, package = inspect.getclosurevars(scan.function).nonlocals["func_name"], ModuleType("fla")
-    monkeypatch.setitem(sys.modules, "fla", package)
-    for part in hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS.get(name, "").split("."):
-        if part:
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (None, None),
+        (lambda out: out.register_hook(_refuse) and out, "RuntimeError: Triton is too old"),
+        (lambda out: out.roll(1, 1), r"results differ by \d+\.\d%"),
+    ],
+)
+def test_a_package_that_does_not_work_here_gives_way(damage: Any, reason: str | None, installed: Install) -> None:
+    """One that raises in backward, as flash-linear-attention does on some cards, and one that is wrong."""
+    model = hybrid("qwen3_next")
+    scan = installed(model, [], damage)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        leave_out_broken_packages(model)
+        leave_out_broken_packages(model)
+    found = [str(one.message) for one in said if "does not work here" in str(one.message)]
+    assert scan.is_kernel() == (reason is None)
+    assert len(found) == (reason is not None)
+    if reason is not None:
+        assert re.search(f"^flash-linear-attention: its chunk_gated_delta_rule does not work here .{reason}", found[0])
+        assert scan.is_in_torch()
+
+
+def _refuse(gradient: Tensor) -> Tensor:
+    raise RuntimeError("Triton is too old")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """A function that lets a package stand in for a model's scan: transformers' own code, one document after the other,
+    by the offsets that it is given and lists. `damage` changes the output."""
+
+    def install(
+        model: PreTrainedModel, calls: list[Tensor], damage: Callable[[Tensor], Tensor] | None = None
+    ) -> Operation:
+        layers = decoder_layers(model).values()
+        scan = next(scan for layer in layers for module in modules_with_state(layer) for scan in scans_of(module))
+        plain = scan.function.__wrapped__  # type: ignore[attr-defined]
+
+        def kernel(
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+            initial_state: Tensor | None = None, output_final_state: bool = False,
+            use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Tensor | None = None,
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            offsets = torch.tensor([0, q.shape[1]]) if cu_seqlens is None else cu_seqlens
+            calls.append(offsets)
+            how = {"initial_state": initial_state, "output_final_state": output_final_state}
+            how["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+            made = [
+                plain(*(value[:, begin:end] for value in (q, k, v)), g=g[:, begin:end], beta=beta[:, begin:end], **how)
+                for begin, end in pairwise(offsets.tolist())
+            ]
+            out = torch.cat([out for out, _ in made], 1)
+            return out if damage is None else damage(out), made[-1][1]
+
+        package = ModuleType("fla")
+        monkeypatch.setitem(sys.modules, "fla", package)
+        path = hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS.get(scan.kernel)
+        for part in path.split(".") if path else ():
             setattr(package, part, package := ModuleType(part))
-    setattr(package, name, kernel)
-    wrapped = hub_kernels.use_kernel_func_from_hub_with_fallback(name, "fla")(plain)
-    monkeypatch.setitem(scan.space, scan.name, wrapped)
-    _operations.cache_clear()
-    try:
-        assert not any(map(documents_one_by_one, layers)) or model_type == "qwen4_exp_text"
-        refuse_leaky_packing(model, len(rows), sum(ROWS[0]))
-        if checkpointing == "full":
-            model.activation_checkpointing_enable()
-            model.train()
-        calls.clear()
-        loss = token_loss(model, collate(rows, 0, document_inputs=document_inputs(model)))
-        packed = gradients(model, loss)
-        assert {tuple(offsets.tolist()) for offsets in calls} == {(0, 27, 32, 64, 128, 129, 169, 192)}
-        with without_packages(model):
-            model.eval()
-            expected = alone(model, rows)
-            assert (loss - expected).abs() <= TOLERANCE * expected
-            assert_equal(packed, gradients(model, expected))
-    finally:
+        setattr(package, scan.kernel, kernel)
+        wrapped = hub_kernels.use_kernel_func_from_hub_with_fallback(scan.kernel, "fla")(plain)
+        monkeypatch.setitem(scan.space, scan.name, wrapped)
         _operations.cache_clear()
+        return Operation(scan.space, scan.name, wrapped)
+
+    yield install
+    monkeypatch.undo()
+    _operations.cache_clear()
