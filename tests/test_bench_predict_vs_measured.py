@@ -220,6 +220,7 @@ def test_with_a_gpu_every_part_runs(bench: ModuleType, tmp_path: Path, pytest_ex
     assert logs.pop("equal_steps") == "scripts/bench/card.py repeat\n"
     assert logs.pop("profile_step_cuda").startswith("scripts/bench/profile_step.py --json")
     assert logs.pop("host_time_cuda").startswith("scripts/bench/host_time.py --json")
+    assert logs.pop("hybrids_cuda").startswith("scripts/bench/hybrids.py --json")
     for part, seconds in (("mixtral", 100), ("fine", 100), ("peers", 35)):
         log = logs.pop(f"throughput_cuda_{part}")
         assert log.startswith(f"scripts/bench/throughput.py --parts {part} --seconds {seconds} --json")

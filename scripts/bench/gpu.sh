@@ -13,7 +13,8 @@
 #     throughput-peers                      of a few layers, beside PEFT and experts4bit-qlora
 #     mixtral-more    other batches, LOMO, and one that must not fit
 #     near-the-line   two that are to fit CAP, barely
-#     others, newer, mixtral-8x22b, optimizers
+#     hybrids         linear attention by transformers' own code and by flash-linear-attention, if that is installed
+#     others, newer, large, mixtral-8x22b, optimizers
 #
 # Logs and JSON go to OUT (docs/benchmarks/ by default). PYTHON names the interpreter; else .venv/bin/python if there
 # is one, else python3. CAP is the card to stand for (44GiB by default; empty: the whole card).
@@ -22,7 +23,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(realpath -m "${OUT:-$root/docs/benchmarks}")
-all=(kernels mixtral qwen3 tests profile throughput-mixtral throughput-fine throughput-peers mixtral-more near-the-line others newer mixtral-8x22b optimizers)
+all=(kernels mixtral qwen3 tests profile throughput-mixtral throughput-fine throughput-peers mixtral-more near-the-line hybrids others newer large mixtral-8x22b optimizers)
 parts=("${@:-${all[@]}}")
 for name in "${parts[@]}"; do
   if [[ " ${all[*]} " != *" $name "* ]]; then
@@ -101,6 +102,9 @@ for name in "${parts[@]}"; do
       if [[ $name == profile ]]; then
         run host_time_cuda "$python" scripts/bench/host_time.py --json "$out/host_time_cuda.json"
       fi
+      ;;
+    hybrids)
+      run hybrids_cuda "$python" scripts/bench/hybrids.py --json "$out/hybrids_cuda.json"
       ;;
     throughput-*)
       part=${name#throughput-}
