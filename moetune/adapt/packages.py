@@ -39,7 +39,7 @@ def leave_out_broken_packages(model: nn.Module) -> None:
 
 
 def _difference(model: nn.Module, module: nn.Module) -> str | None:
-    """Return why a module's packages cannot be used, None if they can, or if the module takes more than hidden states."""
+    """Return why a module's packages cannot be used; None if they can, or if it takes more than hidden states."""
     weight = next(module.parameters())
     generator = torch.Generator().manual_seed(0)
     size: int = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
