@@ -151,8 +151,8 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
             length and `length`, the record is also compared with a step at `length`.
         like: record of the same steps with another number of trained experts, with which this one will be compared
             (`Choices.of`). The step is then recorded at one choice of sizes only, and bytes that are constant in `like`
-            are taken to be constant where the same operation of the same module allocates them, as are weights, whose
-            number of experts a size of the step may divide by chance.
+            are taken to be constant where the same operation of the same module allocates them, as are weights and
+            their copies from the host, whose number of experts a size of the step may divide by chance.
 
     Raises:
         NoClosedForm: the steps allocate different storages, or a storage's bytes are no product of sizes.
@@ -187,7 +187,7 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
             if constant
         }
         found = [
-            (b.bytes, False, ()) if b.phase == "load" or (b.op, b.module, b.bytes) in constants else of
+            (b.bytes, False, ()) if b.phase == "load" or b.fetched or (b.op, b.module, b.bytes) in constants else of
             for b, of in zip(log.blocks, found, strict=True)
         ]
     if like is None:
