@@ -36,7 +36,9 @@ def largest_runs(
     show: Callable[[Progress], None],
     skipped: list[Strategy] | None = None,
 ) -> Iterator[Candidate]:
-    """Yield the largest run of each strategy. Of a goal, slower strategies are searched only if no faster one fits.
+    """Yield the largest run of each strategy; of a goal, those of slower strategies only if no faster one fits.
+
+    Slower strategies are searched after the faster ones of their goal, or beside one that hardly fits by its bound.
 
     Args:
         tried: the strategies, those of a goal best first; if some may be skipped, those that may be the most useful
@@ -49,6 +51,7 @@ def largest_runs(
     search = workers.search
     needless, slower = list[Strategy](), list[Strategy]()  # not searched; the second because a faster one fits
     only_highest, searched, counted = list[Strategy](), list[Strategy](), list[Strategy]()
+    fitting_runs = list[Candidate]()
 
     def in_order(some: list[Strategy]) -> list[Strategy]:
         if skipped is None:
@@ -88,7 +91,11 @@ def largest_runs(
 
     def delay(one: Strategy, running: list[Strategy]) -> Delay:
         same = [other for other in running if other.goal == one.goal]
-        return 2 if any(other.slowness < one.slowness for other in same) else 1 if same else 0
+        doubtful = [other for other in same if search.is_doubtful(other)]
+        if any(other.storage_and_layout == one.storage_and_layout for other in doubtful):
+            return 2  # what the smallest run of the other needs may tell that this one cannot fit
+        is_faster = any(other.slowness < one.slowness for other in same if other not in doubtful)
+        return 2 if is_faster else 1 if same else 0
 
     levels = sorted({one.slowness for one in tried})
     fitting = [[one for one in tried if one.slowness == slowness and search.may_fit(one)] for slowness in levels]
@@ -105,6 +112,9 @@ def largest_runs(
             continue
         if is_copy and not isinstance(one, Candidate):
             continue  # it is searched again, for lower ranks
+        if any(found.goal == strategy.goal and found.strategy.slowness < strategy.slowness for found in fitting_runs):
+            slower.append(strategy)  # it began while a faster one was in doubt, which fits
+            continue
         searched.append(strategy)
         progress.searched += 1
         if one is None:
@@ -114,6 +124,7 @@ def largest_runs(
             continue
         progress.best = one
         show(progress)
+        fitting_runs.append(one)
         yield one
 
 

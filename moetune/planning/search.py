@@ -265,7 +265,7 @@ class Search:
         `more_than` is what another strategy trains, as `Candidate.amount`. None also if no run that fits trains enough
         more than that (`worth`).
         """
-        if self.bound(strategy, 0) > _NEARLY * self.usable and self._exceeds(strategy):
+        if self.is_doubtful(strategy) and self._exceeds(strategy):
             return None  # larger runs would take more records to find that out
         match strategy.goal:
             case "experts":
@@ -277,6 +277,10 @@ class Search:
                 report = self.predictor.of(config)
                 found = Candidate(strategy, config, report, 0) if self.left(report) >= self.margin else None
         return None if found is None else self._most_rows(found)
+
+    def is_doubtful(self, strategy: Strategy) -> bool:
+        """Return whether a strategy hardly fits by its lower `bound`, so that its smallest run is predicted first."""
+        return self.bound(strategy, 0) > _NEARLY * self.usable
 
     def _exceeds(self, strategy: Strategy) -> bool:
         """Return whether even a strategy's smallest run does not fit: by what it needs beyond its lower bound with

@@ -40,6 +40,7 @@ from moetune.parallel.coordinates import Coordinates, token_shares
 from moetune.parallel.distribute import reshard
 from moetune.run.keeps import recomputes_layers
 from moetune.run.resolve import ResolvedRun
+from moetune.training.step.batch import Batch
 from moetune.training.step.lm_head import split
 from moetune.training.step.loss import Chunks
 
@@ -348,24 +349,25 @@ over the sequence."""
 def _head_of(steps: Steps) -> KnownHead:
     """Return the sizes of the LM head, whether the model loops, from forward passes at the lengths `_PROBED`, and
     whether it copies for several rows, from one with two."""
-    adapted, made = steps.adapted, list[Counter[tuple[str, int]]]()
-    trains = _head_trains(adapted.model)
-    for rows, length in ((1, _PROBED[0]), (1, _PROBED[1]), (2, _PROBED[0])):
+    adapted, trains = steps.adapted, _head_trains(steps.adapted.model)
+
+    def ran(rows: int, length: int) -> tuple[KnownHead, Counter[tuple[str, int]], Batch]:
         batch = batches_of(adapted, length)(rows)
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
         tracker = Tracker({})
         with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (_, tail):
             known = KnownHead(tail.vocabulary, tail.width, tail.row_bytes, trains)
         reshard(adapted.model)  # so that the next pass starts in the same state
-        made.append(Counter((block.op, block.bytes) for block in tracker.log.blocks))
-    one, longer, two = made
+        return known, Counter((block.op, block.bytes) for block in tracker.log.blocks), batch
+
+    known, one, batch = ran(1, _PROBED[0])
+    if DOCUMENT_LENGTHS in batch:  # documents run one after the other; a record serves its own sizes only
+        return replace(known, loops=True, copies=False)
+    longer, two = (ran(rows, length)[1] for rows, length in ((1, _PROBED[1]), (2, _PROBED[0])))
     copied = two - one - Counter({(op, 2 * size): count for (op, size), count in one.items()})
     hidden = 2 * _PROBED[0] * adapted.model.config.get_text_config().hidden_size * adapted.run.dtype.itemsize
-    return replace(
-        known,
-        loops=one.total() != longer.total() or DOCUMENT_LENGTHS in batch,
-        copies=any(size > hidden for _, size in copied),
-    )
+    loops = one.total() != longer.total()
+    return replace(known, loops=loops, copies=any(size > hidden for _, size in copied))
 
 
 def _head_trains(model: PreTrainedModel) -> bool:
