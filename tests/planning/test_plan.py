@@ -1,5 +1,6 @@
 """A plan as a whole: its notes, its order, its rows, an end by Ctrl-C, and what several processes find."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,6 +96,34 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
     plan(str(small_model), "24GiB", goals=("lora", "router"), length=64, every=True)
     assert {slowness for goal, slowness in asked if goal == "lora"} == set(range(fits + 1))
     assert {slowness for goal, slowness in asked if goal == "router"} == {0}
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_a_slower_way_begins_beside_a_faster_one_in_doubt(
+    fits: bool, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others with the same storage wait for that. If it fits, what the slower one has found does not count."""
+    begun = tmp_path / "begun"
+
+    def found(search: Search, strategy: Strategy, more_than: int) -> Candidate | None:
+        with begun.open("a") as file:
+            file.write(f"{strategy.slowness}\n")
+        if not strategy.slowness:
+            time.sleep(1)  # the other process is free meanwhile
+        one = replace(candidate("lora", "adamw", 1, strategy.order), strategy=strategy)
+        return one if fits or strategy.slowness else None
+
+    for name, value in {
+        "found": found,
+        "known": lambda *_: None,  # what another test has left on disk
+        "may_fit": lambda search, one: one.settings["model.base"] == "nf4",
+        "is_doubtful": lambda search, one: not one.slowness,
+        "traced": lambda search, one: one,
+    }.items():
+        monkeypatch.setattr(Search, name, value)
+    found_by_plan = plan(str(small_model), "24GiB", goals=("lora",), length=64, processes=2)
+    assert begun.read_text().split()[:2] in (["0", "1"], ["1", "0"])
+    assert {one.strategy.slowness for one in found_by_plan.candidates} == {0 if fits else 1}
 
 
 def little_more_than_the_smallest(model: Path) -> str:
