@@ -199,7 +199,7 @@ def build(
     assert trained_names <= run.parts.keys(), "something trains that the run does not know of"
     assert not ranks.is_single or len(trained_names) == len(run.parts), "something of the run does not train"
     if device.type == "cuda":
-        leave_out_broken_packages(model)
+        leave_out_broken_packages(model, run.dtype)
         torch.cuda.empty_cache()  # free the cached memory that quantizing used
     if device.type != "meta":
         distribute(model, structure, ranks)

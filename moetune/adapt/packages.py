@@ -21,11 +21,11 @@ _TOLERANCE = 0.05
 """Of the norm of the output and of the input's gradient, in 16 bits. Sums are in another order."""
 
 
-def leave_out_broken_packages(model: nn.Module) -> None:
+def leave_out_broken_packages(model: nn.Module, dtype: torch.dtype) -> None:
     """Let transformers' own code run, in this process, in place of packages' scans that do not do the same here.
 
-    Each is tried in one module of each kind that calls it, forward and backward, on random hidden states. Warns of each
-    that is left out, and why.
+    Each is tried in one module of each kind that calls it, forward and backward, on random hidden states of `dtype`.
+    Warns of each that is left out, and why.
     """
     tried = set[tuple[type, ...]]()
     for layer in decoder_layers(model).values():
@@ -34,17 +34,15 @@ def leave_out_broken_packages(model: nn.Module) -> None:
             if not kernels or type(module).__mro__ in tried:
                 continue
             tried.add(type(module).__mro__)
-            if (reason := _difference(model, module)) is not None:
+            if (reason := _difference(model, module, dtype)) is not None:
                 _leave_out(kernels, reason)
 
 
-def _difference(model: nn.Module, module: nn.Module) -> str | None:
+def _difference(model: nn.Module, module: nn.Module, dtype: torch.dtype) -> str | None:
     """Return why a module's packages cannot be used; None if they can, or if it takes more than hidden states."""
-    weight = next(module.parameters())
-    generator = torch.Generator().manual_seed(0)
+    generator, device = torch.Generator().manual_seed(0), next(module.parameters()).device
     size: int = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-    hidden, gradient = torch.randn(2, 1, _TOKENS, size, generator=generator)
-    hidden, gradient = (one.to(weight.device, _dtype_of(module)) for one in (hidden, gradient))
+    hidden, gradient = torch.randn(2, 1, _TOKENS, size, generator=generator).to(device, dtype)
     try:
         with without_packages(model):
             expected = _run(module, hidden, gradient)
@@ -65,11 +63,6 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor) -> tuple[Tensor, T
     out = made if isinstance(made, Tensor) else made[0]
     (found,) = torch.autograd.grad(out, given, gradient)
     return out.detach().float(), found.float()
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the dtype of a module's computations: weights may be quantized to integers."""
-    return next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.get_default_dtype())
 
 
 def _leave_out(kernels: Iterable[Operation], reason: str) -> None:
