@@ -177,7 +177,8 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
     }
     for at, (block, *same) in enumerate(zip(log.blocks, *(other.blocks for other, *_ in others), strict=True)):
         _, grows, power = found[at]
-        if same and (grows or power in varying) and all(one.bytes == block.bytes for one in same):
+        is_suspect = grows or power in varying or block.fetched
+        if same and is_suspect and all(one.bytes == block.bytes for one in same):
             found[at] = (block.bytes, False, ())  # constant, although a probe size divides it
     if like is not None:
         is_constant = np.array([not powers for powers in like.powers])[like.monomials] & (like.experts < 0)
