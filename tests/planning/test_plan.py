@@ -102,7 +102,8 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
 def test_a_slower_way_begins_beside_a_faster_one_in_doubt(
     fits: bool, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others with the same storage wait for that. If it fits, what the slower one has found does not count."""
+    """Others with the same storage, such as with inputs on the host, wait for that. If a faster one fits, what the
+    slower one has found does not count."""
     begun = tmp_path / "begun"
 
     def found(search: Search, strategy: Strategy, more_than: int) -> Candidate | None:
@@ -122,7 +123,7 @@ def test_a_slower_way_begins_beside_a_faster_one_in_doubt(
     }.items():
         monkeypatch.setattr(Search, name, value)
     found_by_plan = plan(str(small_model), "24GiB", goals=("lora",), length=64, processes=2)
-    assert begun.read_text().split()[:2] in (["0", "1"], ["1", "0"])
+    assert sorted(begun.read_text().split()[:2]) == ["0", "2"]
     assert {one.strategy.slowness for one in found_by_plan.candidates} == {0 if fits else 1}
 
 
