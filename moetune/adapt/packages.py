@@ -52,16 +52,20 @@ def _difference(model: nn.Module, module: nn.Module, dtype: torch.dtype) -> str 
         found = _run(module, hidden, gradient)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    off = max(float((one - other).norm() / other.norm()) for one, other in zip(found, expected, strict=True))
+    off = max(
+        float((one - other).norm() / other.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        for one, other in zip(found, expected, strict=True)
+    )
     return None if off < _TOLERANCE else f"results differ by {off:.1%}"
 
 
 def _run(module: nn.Module, hidden: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Return a module's output for hidden states [1, tokens, hidden], and their gradient, in float32."""
     given = hidden.clone().requires_grad_()
-    made = module(given)
-    out = made if isinstance(made, Tensor) else made[0]
-    (found,) = torch.autograd.grad(out, given, gradient)
+    with torch.enable_grad():
+        made = module(given)
+        out = made if isinstance(made, Tensor) else made[0]
+        (found,) = torch.autograd.grad(out, given, gradient)
     return out.detach().float(), found.float()
 
 

@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,7 +221,13 @@ class Operation:
         return str(self._of_wrapper("func_name"))
 
     def _of_wrapper(self, name: str) -> Any:
-        return inspect.getclosurevars(self.function).nonlocals[name]
+        return _variables_of(self.function)[name]
+
+
+@functools.cache
+def _variables_of(wrapper: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return name -> value of what transformers' wrapper of a function has from where it was made."""
+    return inspect.getclosurevars(wrapper).nonlocals
 
 
 def scans_of(module: nn.Module) -> tuple[Operation, ...]:
@@ -242,7 +248,7 @@ def _operations(kinds: tuple[type, ...], names: tuple[str, ...]) -> tuple[Operat
         for space in spaces.values()
         for name, value in space.items()
         if _is_of_package(value)
-        and inspect.getclosurevars(value).nonlocals.get("func_name") in names
+        and _variables_of(value).get("func_name") in names
         and _has(kinds, rf"\b{name}\(")
     )
 
