@@ -247,9 +247,7 @@ def _operations(kinds: tuple[type, ...], names: tuple[str, ...]) -> tuple[Operat
         Operation(space, name, value)
         for space in spaces.values()
         for name, value in space.items()
-        if _is_of_package(value)
-        and _variables_of(value).get("func_name") in names
-        and _has(kinds, rf"\b{name}\(")
+        if _is_of_package(value) and _variables_of(value).get("func_name") in names and _has(kinds, rf"\b{name}\(")
     )
 
 

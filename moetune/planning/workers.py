@@ -94,9 +94,13 @@ class Workers:
             delay: given an input and those of the running calls, says when its call may begin: 0 at once, 1 if no other
                 call may begin at once, 2 not while these run.
             known: given a call's arguments, returns its result as a tuple of one if that takes no time, else None.
+
+        Raises:
+            BaseException: what a call raised, if that is no `UserError`.
         """
         left, lock, running, futures = list(range(len(inputs))), Condition(), list[int](), set[int]()
         results: dict[int, _Output] = {}
+        failures = list[BaseException]()  # of the other processes
 
         def following() -> tuple[int, tuple[_Start, str, _Input, tuple[Any, ...]]] | None:
             """Take the next call: return its number and its arguments; None if none may begin. Pass over needless
@@ -137,6 +141,8 @@ class Workers:
                 futures.remove(number)
                 if future.cancelled() or isinstance(future.exception(), BrokenProcessPool):
                     put_back(number)
+                elif (error := future.exception()) is not None:
+                    failures.append(error)
                 else:
                     running.remove(number)
                     results[number] = future.result()
@@ -149,8 +155,10 @@ class Workers:
                     with lock:
                         call = following()
                         feed()
-                        if call is None and number not in results:
+                        if call is None and number not in results and not failures:
                             lock.wait()
+                        if failures:
+                            raise failures[0]
                     if call is not None:
                         mine, arguments = call
                         say(inputs[mine])

@@ -22,6 +22,7 @@ PROGRAM = """
 import time
 from types import SimpleNamespace
 from moetune.planning.workers import Workers
+from tests.fuzz.damage import within
 workers = Workers(SimpleNamespace(start=SimpleNamespace(model_dump_json=lambda **settings: "{}")), 3)
 print("started", flush=True)
 time.sleep(60)
@@ -125,3 +126,24 @@ def test_when_calls_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     assert began.index("a second") < began.index("a last")
     assert spans["a second"][0] < spans["a first"][1]  # nothing else was left to begin
     assert spans["a last"][0] >= max(spans["a first"][1], spans["a second"][1])
+
+
+def test_what_another_process_raises_ends_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the program itself, which no result says; it must not wait for that result."""
+
+    class Calls:
+        start = SimpleNamespace(model_dump_json=lambda **settings: "{}")
+
+        def found(self, one: str) -> None:
+            if one == "broken":
+                raise ZeroDivisionError(one)
+            time.sleep(0.2)
+
+    calls: Any = Calls()
+    monkeypatch.setattr(workers, "_search", lambda start: calls)
+    both = workers.Workers(calls)
+    both._pool, both._others = ThreadPoolExecutor(1), 1  # type: ignore[assignment]  # a thread in place of a process
+    inputs: Any = ["whole", "broken"]
+    runner = ThreadPoolExecutor(1)
+    raised = runner.submit(list, both.answers("found", inputs, lambda one: None)).exception(timeout=10)
+    assert isinstance(raised, ZeroDivisionError)

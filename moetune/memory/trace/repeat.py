@@ -31,6 +31,7 @@ from itertools import groupby
 
 import numpy as np
 
+from moetune.errors import UserError
 from moetune.memory.trace.log import OUTSIDE, Log, Mark
 
 
@@ -335,14 +336,20 @@ class _Expansion:
     def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
         """Change `storages` [events] in place so that of fetched storages of equal size the oldest is freed first.
 
-        For each event, `births` is whether it is an allocation, and `block` the number of the storage's block.
+        For each event, `births` is whether it is an allocation, and `block` the number of the storage's block. Raises
+        `UserError` if more are freed than allocated: the layers that ran then do not show what the others free.
         """
         fetched = np.flatnonzero(self.fetched[block])
         sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
         for size in np.unique(sizes):
             there = fetched[sizes == size]
-            deaths = there[~births[there]]
-            storages[deaths] = storages[there[births[there]]][: len(deaths)]
+            made, deaths = there[births[there]], there[~births[there]]
+            if len(deaths) > len(made):
+                raise UserError(
+                    "model.experts_on: host cannot be predicted here: the layers that were traced free more copies of "
+                    f"{size:,} bytes than all layers fetch; use other parallel sizes, or experts_on: gpu"
+                )
+            storages[deaths] = storages[made][: len(deaths)]
 
     def _marks(self, turn: np.ndarray, place: np.ndarray) -> list[tuple[int, Mark, int, int]]:
         """Return (event, mark, number, layer) for each start of a phase or module, in order (`Events.marks`).
