@@ -327,8 +327,8 @@ def test_no_strategy_is_tried_that_so_many_cards_refuse(count: int, small_model:
 
 @pytest.mark.full
 def test_what_no_prediction_repeats_is_refused_for_its_layout_alone() -> None:
-    """Routers of Mixtral-8x22B, experts in host memory, two ranks: by `ep` the copies of the first and the last layers do
-    not show those of the others."""
+    """Routers of Mixtral-8x22B, experts in host memory, two ranks: by `ep` the copies of the first and the last layers
+    do not show those of the others."""
     found = plan("mixtral-8x22b", "24GiB", goals=("router",), count=2)
     assert any("free more copies of 98,304 bytes" in note for note in found.notes)
     assert [one.strategy.settings.get("parallel.ep", 1) for one in found.candidates] == [1]
