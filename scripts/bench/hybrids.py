@@ -6,7 +6,7 @@ predicted.
 LoRA r16 on attention and experts, NF4, bfloat16, full checkpointing, 2 rows of 4096 tokens of 2 or 16 documents each,
 as many layers as are asked for. Linear attention runs by transformers' own code document by document (`torch`), by the
 package's kernels document by document (`one by one`), and by these on all documents at once (`at once`, what `moetune
-train` does where the package is installed). Needs CUDA and flash-linear-attention; on a CPU, see `tests/adapt`.
+train` does where the package is installed and works). Needs CUDA.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from _common import ROOT, commit, versions, write_json
 from moetune.adapt import documents
 from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted, build
-from moetune.compat.transformers import without_packages
+from moetune.compat.transformers import scans_of, without_packages
 from moetune.config.schema import RunConfig
+from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.predict import predict
 from moetune.models.catalog import find_model
+from moetune.models.catalog.gpus import find_gpu
+from moetune.models.stack import decoder_layers
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.step.batch import Batch, collate
@@ -80,7 +83,11 @@ def batch_of(adapted: Adapted, count: int) -> Batch:
 
 
 def ways(adapted: Adapted) -> Iterator[tuple[str, AbstractContextManager[Any]]]:
+    """The first alone where no package is installed, or none works on this card (`moetune/adapt/packages.py`)."""
     yield "torch", without_packages(adapted.model)
+    modules = [one for layer in decoder_layers(adapted.model).values() for one in documents.modules_with_state(layer)]
+    if not any(scan.is_kernel() for module in modules for scan in scans_of(module)):
+        return
     yield "one by one", patch.object(documents, "_takes_documents", lambda module: False)
     yield "at once", nullcontext()
 
@@ -127,7 +134,8 @@ def main() -> None:
     for model in options.models:
         with tempfile.TemporaryDirectory() as folder:
             run = run_of(Path(folder), model, options.layers)
-            predicted = predict(run, method="trace", gpu="h100").fullest.peak_allocated
+            card = find_gpu(catalog_name(torch.device("cuda")))
+            predicted = predict(run, method="trace", gpu=card).fullest.peak_allocated
             adapted = build(run, "cuda")
         adapted.model.train()
         optimizer = make_optimizer(adapted)
