@@ -73,29 +73,29 @@ def simulate(events: Iterable[Event], *, expandable: bool, capacity: int | None 
     for key, nbytes in events:
         if nbytes < 0:
             if (held := alive.pop(key)) is not None:
-                pool, block = held
-                allocated -= block.size
-                pool.release(block)
+                pool, dead = held
+                allocated -= dead.size
+                pool.release(dead)
             continue
         assert key not in alive, f"storage {key} is born twice"
         if nbytes == 0:
             alive[key] = None
             continue
-        size = _round_up(nbytes, SMALLEST_BLOCK)
+        size = -(-nbytes // SMALLEST_BLOCK) * SMALLEST_BLOCK
         pool = small if size <= _LARGEST_SMALL else large
-        found = pool.best_fit(size) or pool.grow(size)
-        if found is None:
+        block = pool.best_fit(size) or pool.grow(size)
+        if block is None:
             flushes += 1
             large.give_back()
             small.give_back()
-            found = pool.grow(size)
-            if found is None:
+            block = pool.grow(size)
+            if block is None:
                 fits = False
                 break
-        block = pool.cut(found, size)
         alive[key] = (pool, block)
         allocated += block.size
-        peak_allocated = max(peak_allocated, allocated)
+        if allocated > peak_allocated:
+            peak_allocated = allocated
     return Reserved(peak_allocated, card.peak, card.held, flushes, fits)
 
 
@@ -129,20 +129,28 @@ class _Block:
 
     __slots__ = ("address", "after", "before", "in_use", "mapped", "size")
 
-    def __init__(self, address: int, size: int, *, mapped: bool = True) -> None:
+    def __init__(
+        self,
+        address: int,
+        size: int,
+        before: "_Block | None" = None,
+        after: "_Block | None" = None,
+        *,
+        mapped: bool = True,
+    ) -> None:
         self.address = address
         self.size = size
+        self.before = before
+        self.after = after
         self.mapped = mapped
         self.in_use = False
-        self.before: _Block | None = None
-        self.after: _Block | None = None
 
     def split(self, size: int) -> "_Block":
         """Shrink this block to its first `size` bytes and return a new block with the remaining bytes."""
-        rest = _Block(self.address + size, self.size - size, mapped=self.mapped)
-        rest.before, rest.after = self, self.after
-        if self.after is not None:
-            self.after.before = rest
+        after = self.after
+        rest = _Block(self.address + size, self.size - size, self, after, mapped=self.mapped)
+        if after is not None:
+            after.before = rest
         self.after = rest
         self.size = size
         return rest
@@ -161,49 +169,50 @@ class _Pool(ABC):
         self._free: list[tuple[int, int, _Block]] = []
 
     def best_fit(self, size: int) -> _Block | None:
-        """Remove and return the smallest free block of at least `size` bytes; None if there is none."""
+        """Use the smallest free block of at least `size` bytes, cut to them; return it, or None if there is none."""
         index = bisect_left(self._free, (size,))
-        return self._free.pop(index)[2] if index < len(self._free) else None
+        return self._cut(self._free.pop(index)[2], size) if index < len(self._free) else None
 
     @abstractmethod
     def grow(self, size: int) -> _Block | None:
-        """Reserve more memory and return a free block of at least `size` bytes that is not in the free list; None if
-        the card has too little memory left."""
+        """Reserve more memory, and use a block of it cut to `size` bytes; return the block, or None if the card has too
+        little memory left."""
 
     @abstractmethod
     def give_back(self) -> None:
         """Give all memory in which no block is in use back to the card."""
 
-    def cut(self, block: _Block, size: int) -> _Block:
-        """Mark `block` as in use and return it; if it has over `split_above` bytes beyond `size`, these become a free
-        block."""
+    def _cut(self, block: _Block, size: int) -> _Block:
+        """Mark `block`, which is in no list, as in use and return it; if it has over `split_above` bytes beyond `size`,
+        these become a free block."""
         block.in_use = True
         if block.size - size > self._split_above:
-            self._add(block.split(size))
+            rest = block.split(size)
+            insort(self._free, (rest.size, rest.address, rest))
         return block
 
     def release(self, block: _Block) -> None:
         """Free `block`, merge it with free neighbours, and add the result to the free list."""
         block.in_use = False
         self._merge(block)
-        self._add(block)
+        insort(self._free, (block.size, block.address, block))
 
     def _merge(self, block: _Block) -> None:
         """Extend `block`, which is in no list, by its free neighbours and remove these from their lists."""
         before, after = block.before, block.after
         if before is not None and not before.in_use and before.mapped == block.mapped:
             self._remove(before)
-            block.address, block.size, block.before = before.address, before.size + block.size, before.before
-            if block.before is not None:
-                block.before.after = block
+            block.address = before.address
+            block.size += before.size
+            block.before = before = before.before
+            if before is not None:
+                before.after = block
         if after is not None and not after.in_use and after.mapped == block.mapped:
             self._remove(after)
-            block.size, block.after = block.size + after.size, after.after
-            if block.after is not None:
-                block.after.before = block
-
-    def _add(self, block: _Block) -> None:
-        insort(self._free, (block.size, block.address, block))
+            block.size += after.size
+            block.after = after = after.after
+            if after is not None:
+                after.before = block
 
     def _remove(self, block: _Block) -> None:
         del self._free[bisect_left(self._free, (block.size, block.address))]
@@ -226,7 +235,7 @@ class _SegmentPool(_Pool):
             return None
         block = _Block(self._next_address, segment)
         self._next_address += segment
-        return block
+        return self._cut(block, size)
 
     def give_back(self) -> None:
         """Give each segment that is entirely free back to the card."""
@@ -249,13 +258,17 @@ class _ExpandablePool(_Pool):
         self._unmapped: list[tuple[int, _Block]] = [(0, _Block(0, _ADDRESSES, mapped=False))]
 
     def best_fit(self, size: int) -> _Block | None:
-        index = bisect_left(self._free, (size,))
-        if index == len(self._free):
+        free = self._free
+        index = bisect_left(free, (size,))
+        if index == len(free):
             return None
         # As in torch, a block that can grow is compared by the size that it can reach: the segment's end is used last.
-        while index + 1 < len(self._free) and _reach(self._free[index + 1][2]) < _reach(self._free[index][2]):
+        while (block := free[index][2]).after is not None and not block.after.mapped and index + 1 < len(free):
+            if _reach(free[index + 1][2]) >= _reach(block):
+                break
             index += 1
-        return self._free.pop(index)[2]
+        del free[index]
+        return self._cut(block, size)
 
     def grow(self, size: int) -> _Block | None:
         block = self._lowest_room(size)
@@ -269,7 +282,7 @@ class _ExpandablePool(_Pool):
                 return None
             block = unmapped  # _map() has merged the former block into it
         self._remove(block)
-        return block
+        return self._cut(block, size)
 
     def give_back(self) -> None:
         """Give each page that lies entirely inside a free block back to the card."""
@@ -318,13 +331,13 @@ class _ExpandablePool(_Pool):
 
     def _add(self, block: _Block) -> None:
         if block.mapped:
-            super()._add(block)
+            insort(self._free, (block.size, block.address, block))
         else:
             insort(self._unmapped, (block.address, block))
 
     def _remove(self, block: _Block) -> None:
         if block.mapped:
-            super()._remove(block)
+            del self._free[bisect_left(self._free, (block.size, block.address))]
         else:
             del self._unmapped[bisect_left(self._unmapped, (block.address,))]
 

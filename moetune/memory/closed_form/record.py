@@ -32,7 +32,7 @@ from moetune.memory.closed_form.sizes import (
     values_of,
 )
 from moetune.memory.trace.alike import Stack
-from moetune.memory.trace.log import OUTSIDE, Log
+from moetune.memory.trace.log import OUTSIDE, Block, Log
 from moetune.memory.trace.repeat import Events, Owners
 from moetune.memory.trace.steps import Feed, Steps, batches_of
 from moetune.parallel.coordinates import token_shares
@@ -188,7 +188,7 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
             if constant
         }
         found = [
-            (b.bytes, False, ()) if b.phase == "load" or b.fetched or (b.op, b.module, b.bytes) in constants else of
+            (b.bytes, False, ()) if _is_weight(b) or (b.op, b.module, b.bytes) in constants else of
             for b, of in zip(log.blocks, found, strict=True)
         ]
     if like is None:
@@ -213,6 +213,12 @@ def record(steps: Steps, shape: Shape, length: int, limits: Collection[int] = ()
         places=where,
         groups=tuple(groups),
     )
+
+
+def _is_weight(block: Block) -> bool:
+    """Return whether a block is loaded, or is a copy from the host of what was. Inputs of layers are copied from there
+    too (`train.checkpointing: offload`)."""
+    return block.phase == "load" or (block.fetched and block.part in ("frozen_weights", "trainable_weights"))
 
 
 def _refuse_other_storages(log: Log, other: Log) -> None:

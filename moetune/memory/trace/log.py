@@ -108,14 +108,15 @@ class Sent(NamedTuple):
 
     Attributes:
         at: index in `Log.entries` of the first entry after the call.
-        step, micro_step: numbers from 0; `micro_step` counts within the step.
+        step, micro_step: numbers from 0; `micro_step` counts within the step, and is None for what a step does once, in
+            the optimizer or the evaluation.
         message: kind of the collective, its bytes and ranks.
         block: index in `Log.blocks` of the call's first tensor; None if the tracker has not recorded that tensor.
     """
 
     at: int
     step: int
-    micro_step: int
+    micro_step: int | None
     phase: Phase
     message: Message
     block: int | None

@@ -24,6 +24,7 @@ from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
+from moetune.parallel.distribute import micro_steps_are_alike
 from moetune.parallel.join import fake_ranks
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
@@ -54,8 +55,9 @@ def trace(
         shortened: run only a few of the layers that are alike and repeat their part of the log for the others
             (docs/concepts/trace.md), which is faster and has the same result. Ignored where `micro_steps` is given, and
             where the routing is a function or differs from layer to layer.
-        micro_steps: micro-steps of each step. By default 1 in the first step, and in the second at most 2 on one rank
-            or 3 on several, because all further micro-steps repeat; only the second step's peak then counts.
+        micro_steps: micro-steps of each step. By default 1 in the first step, and in the second at most 2, or 3 if the
+            first, the last and those between communicate differently (`micro_steps_are_alike`), because all further
+            micro-steps repeat; only the second step's peak then counts.
         rank: number of the traced rank, from 0.
         received: replaces `ExpertHooks.count_received`, the number of tokens that this rank's experts receive from each
             rank; by default every rank is assumed to send what this rank sends.
@@ -88,8 +90,8 @@ def trace(
             tracker = steps.tracker(counts=True)
             if micro_steps is not None:
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
-            else:  # on several ranks first, last and middle micro-steps communicate differently
-                most = 2 if adapted.ranks.is_single else 3
+            else:
+                most = 2 if micro_steps_are_alike(config.parallel) else 3
                 traced = steps.run(tracker, min(most, config.train.accumulate), first=1, short=short)
         return replace(traced, load=load_peaks(whole, traced))
 

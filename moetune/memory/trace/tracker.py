@@ -345,7 +345,8 @@ class Tracker(TorchDispatchMode):
             return func(*args, **(kwargs or {}))  # allocates nothing, does no work
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next(map(self.block_of, tensors_in(args)), None)
-            self.log.sent.append(Sent(len(self.log.entries), self.step, self.micro_step, self.phase, sent, found))
+            micro_step = None if self.phase in ("optimizer", "evaluation") else self.micro_step
+            self.log.sent.append(Sent(len(self.log.entries), self.step, micro_step, self.phase, sent, found))
         kwargs, capability = kwargs or {}, self._capability
         inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))
         for number in self._births(func, workspace.on_cpu(func, args)) if self._on_cpu else ():
