@@ -38,7 +38,7 @@ from moetune.compat.transformers import (
 )
 from moetune.config.schema import RunConfig
 from moetune.models.moe import is_experts
-from moetune.models.stack import decoder_layers, decoder_stack
+from moetune.models.stack import decoder_layers, decoder_stack, leave_out, made_alike
 
 VARLEN = "varlen"
 """The name under which `varlen_attention` is registered with transformers, with CUDA's kernel.
@@ -157,10 +157,14 @@ def _largest_head(plain: PreTrainedModel) -> int:
     """Return the largest head size of a model; `_NO`, which exceeds every size, if a layer rules out the kernels.
 
     Every attention layer must receive `cu_seqlens`, and the sliding window that its mask has, by keyword. To find out,
-    a copy of the model runs on the meta device with attention and mask functions that record their arguments. A layer
-    without attention must be one that runs document by document (documents.py).
+    a copy of the model, with one of identical layers, runs on the meta device with attention and mask functions that
+    record their arguments. A layer without attention must be one that runs document by document (documents.py).
     """
-    model = copy.deepcopy(plain).train()  # attention receives its dropout in training mode only
+    made, layers = [*made_alike(plain).values()], [*decoder_layers(plain).values()]
+    again = {number for number, one in enumerate(made) if one in made[:number]}
+    model = copy.deepcopy(plain, {id(layers[number]): layers[number] for number in again})
+    leave_out(model, again)
+    model.train()  # attention receives its dropout in training mode only
     split_by_documents(model)
     windows: dict[int, int | None] = {}
     calls: list[tuple[nn.Module, int, bool]] = []

@@ -1,9 +1,10 @@
-"""Access to a transformers model's decoder stack and layers, and `leave_out`, which makes the model skip layers."""
+"""A transformers model's decoder stack and layers: `leave_out` skips layers, `made_alike` says which are identical."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Iterator
+from hashlib import sha256
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -79,3 +80,40 @@ def leave_out(model: nn.Module, layers: Collection[int]) -> None:
             model.set_submodule(path, LeftOut(layer, last))
         else:
             layer.register_forward_hook(last)
+
+
+# --- Identical layers -------------------------------------------------------------------------------------------------
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+
+
+def made_alike(model: PreTrainedModel) -> dict[str, str]:
+    """Return path -> digest of all that the memory of a decoder layer depends on (`_make`), for each layer; layers with
+    equal digests are identical unless different parts of them train."""
+    if model not in _KNOWN:  # a plain model is never modified
+        layers = decoder_layers(model).items()
+        _KNOWN[model] = {path: sha256(repr([*_make(layer)]).encode()).hexdigest() for path, layer in layers}
+    return _KNOWN[model]
+
+
+_NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number", "depth")
+"""Attributes in which modules keep the number of their layer, which differs between identical layers."""
+
+
+def _make(layer: nn.Module) -> Iterator[Hashable]:
+    """Yield what a layer's memory depends on, for the layer and each module in it: path, class, plain attributes except
+    the layer's number, and names, shapes and dtypes of tensors."""
+    for path, module in layer.named_modules():
+        settings = tuple(
+            (name, value)
+            for name, value in sorted(vars(module).items())
+            if isinstance(value, (bool, int, float, str, type(None))) and name not in _NUMBERS
+        )
+        tensors = tuple(
+            (name, tuple(tensor.shape), tensor.dtype)
+            for own in (module._parameters, module._buffers)
+            for name, tensor in own.items()
+            if tensor is not None
+        )
+        yield path, type(module), settings, tensors

@@ -17,9 +17,10 @@ from moetune.memory.changes import changed, surely_left
 from moetune.memory.closed_form.lora_ranks import HIGHEST, LOWEST
 from moetune.memory.closed_form.lora_ranks import probes_of as probed_ranks
 from moetune.memory.report import MemoryReport
-from moetune.memory.trace.alike import Stack, made_alike
+from moetune.memory.trace.alike import Stack
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.selection import ranges
+from moetune.models.stack import made_alike
 from moetune.models.structure import ModelStructure
 from moetune.planning.bound import Stored, least_bytes
 from moetune.planning.candidate import Candidate, NextLarger, worth

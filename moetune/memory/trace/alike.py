@@ -9,17 +9,12 @@ writes out its part of the log.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from hashlib import sha256
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
-from torch import nn
-from transformers import PreTrainedModel
-
-from moetune.models.stack import decoder_layers
+from moetune.models.stack import made_alike
 from moetune.parallel.ranks import Ranks
 from moetune.run.keeps import recomputes_layers
 from moetune.run.resolve import ResolvedRun
@@ -141,37 +136,3 @@ def _with_fetched(kinds: list[Hashable], run: ResolvedRun) -> list[Hashable]:
     around = [None, *(kinds[layer] for layer in layers), None]
     fetched = dict(zip(layers, zip(around, around[2:], strict=False), strict=True))
     return [(kind, fetched.get(number)) for number, kind in enumerate(kinds)]
-
-
-_KNOWN: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
-
-
-def made_alike(model: PreTrainedModel) -> dict[str, str]:
-    """Return path -> digest of all that the memory of a decoder layer depends on (`_make`), for each layer; layers with
-    equal digests are identical unless different parts of them train."""
-    if model not in _KNOWN:  # a plain model is never modified
-        layers = decoder_layers(model).items()
-        _KNOWN[model] = {path: sha256(repr([*_make(layer)]).encode()).hexdigest() for path, layer in layers}
-    return _KNOWN[model]
-
-
-_NUMBERS = ("layer_idx", "layer_index", "layer_id", "block_idx", "layer_number", "depth")
-"""Attributes in which modules keep the number of their layer, which differs between identical layers."""
-
-
-def _make(layer: nn.Module) -> Iterator[Hashable]:
-    """Yield what a layer's memory depends on, for the layer and each module in it: path, class, plain attributes except
-    the layer's number, and names, shapes and dtypes of tensors."""
-    for path, module in layer.named_modules():
-        settings = tuple(
-            (name, value)
-            for name, value in sorted(vars(module).items())
-            if isinstance(value, (bool, int, float, str, type(None))) and name not in _NUMBERS
-        )
-        tensors = tuple(
-            (name, tuple(tensor.shape), tensor.dtype)
-            for own in (module._parameters, module._buffers)
-            for name, tensor in own.items()
-            if tensor is not None
-        )
-        yield path, type(module), settings, tensors
