@@ -123,7 +123,7 @@ def read_beyond(about: dict[str, Any], strategy: Strategy) -> int | None:
 
 
 def write_beyond(about: dict[str, Any], strategy: Strategy, beyond: int) -> None:
-    """Write to disk what the smallest run of a strategy needs beyond its lower bound, in bytes (`Search.beyond`)."""
+    """Write to disk what a run of a strategy needs beyond its lower bound, in bytes (`Search.beyond`)."""
     key = _key_of_beyond(about, strategy)
     store.write_content(key, _bytes(), (key, beyond))
 

@@ -8,7 +8,7 @@ from moetune.errors import UserError, one_line
 from moetune.planning.candidate import Candidate, nearly, worth
 from moetune.planning.search import RANKS
 from moetune.planning.strategies import Goal, Strategy
-from moetune.planning.workers import Delay, Workers
+from moetune.planning.workers import Workers
 
 
 @dataclass
@@ -89,13 +89,15 @@ def largest_runs(
         least = RANKS[-2] if any(one is other for other in only_highest) else 0
         return (max((_to_exceed(one, other) for other in known), default=least),)
 
-    def delay(one: Strategy, running: list[Strategy]) -> Delay:
+    def delay(one: Strategy, running: list[Strategy]) -> int | None:
         same = [other for other in running if other.goal == one.goal]
         doubtful = [other for other in same if search.is_doubtful(other)]
-        if any(other.storage_and_layout == one.storage_and_layout for other in doubtful):
-            return 2  # what the smallest run of the other needs may tell that this one cannot fit
+        # what one needs may tell that another cannot fit which differs in the optimizer or in checkpointing at most
+        alike = [other for other in same if other.storage_and_layout == one.storage_and_layout]
         is_faster = any(other.slowness < one.slowness for other in same if other not in doubtful)
-        return 2 if is_faster else 1 if same else 0
+        if is_faster or any(other in doubtful for other in alike):
+            return None
+        return 2 if alike else 1 if same else 0
 
     levels = sorted({one.slowness for one in tried})
     fitting = [[one for one in tried if one.slowness == slowness and search.may_fit(one)] for slowness in levels]

@@ -182,7 +182,10 @@ class Search:
         beyond the lower bound (`beyond`); the result is then an estimate, not a bound.
         """
         alike = (one for one in known if one.strategy.differs_in_optimizer(strategy))
-        usable = self.usable - max(map(self.beyond, alike), default=0)
+        return self._most_within(strategy, self.usable - max(map(self.beyond, alike), default=0))
+
+    def _most_within(self, strategy: Strategy, usable: int) -> int:
+        """Return the largest `Candidate.amount` whose lower `bound` is at most `usable` bytes; 0 if there is none."""
         sizes: Sequence[int] = range(1, self.most("experts") + 1) if strategy.goal == "experts" else RANKS
         fitting = bisect_right(sizes, usable, key=partial(self.bound, strategy))
         return sizes[fitting - 1] if fitting and strategy.goal != "router" else 0
@@ -266,8 +269,8 @@ class Search:
         `more_than` is what another strategy trains, as `Candidate.amount`. None also if no run that fits trains enough
         more than that (`worth`).
         """
-        if self.is_doubtful(strategy) and self._exceeds(strategy):
-            return None  # larger runs would take more records to find that out
+        if self._exceeds(strategy):
+            return None
         match strategy.goal:
             case "experts":
                 found = self._most_experts(strategy, more_than)
@@ -284,17 +287,26 @@ class Search:
         return self.bound(strategy, 0) > _NEARLY * self.usable
 
     def _exceeds(self, strategy: Strategy) -> bool:
-        """Return whether even a strategy's smallest run does not fit: by what it needs beyond its lower bound with
-        another optimizer or checkpointing, if that is known and suffices, else by a prediction."""
-        bound, known = self.bound(strategy, self._least(strategy)), read_beyond(self._about, strategy)
-        if known is not None and bound + known - strategy.offloads_inputs * self._inputs > self.usable:
+        """Return whether even a strategy's smallest run is known not to fit: by what another optimizer needs beyond the
+        lower bound, or, where that is in doubt, by a prediction; larger runs would take more records to find it out."""
+        bound = self.bound(strategy, self._least(strategy)) - strategy.offloads_inputs * self._inputs
+        if bound + self._beyond_of_others(strategy) > self.usable:
             return True
+        if not self.is_doubtful(strategy):
+            return False
         smallest = self.smallest(strategy)
         report = self.predictor.of(smallest)
-        beyond = self.beyond(Candidate(strategy, smallest, report, self._least(strategy)))
-        if beyond and not strategy.offloads_inputs:
-            write_beyond(self._about, strategy, beyond)
+        self._note_beyond(Candidate(strategy, smallest, report, self._least(strategy)))
         return self.left(report) < self.margin
+
+    def _beyond_of_others(self, strategy: Strategy) -> int:
+        """Return `beyond` of a run that differs in the optimizer or in checkpointing at most; 0 if none is known."""
+        return read_beyond(self._about, strategy) or 0
+
+    def _note_beyond(self, one: Candidate) -> None:
+        """Write `beyond` of a run to disk, for searches of other optimizers, if it says something of them."""
+        if not one.strategy.offloads_inputs and (beyond := self.beyond(one)):
+            write_beyond(self._about, one.strategy, beyond)
 
     @cached_property
     def _inputs(self) -> int:
@@ -367,15 +379,20 @@ class Search:
 
     def _highest_rank(self, strategy: Strategy, more_than: int) -> Candidate | None:
         """Find the highest rank in `RANKS` that fits; None if none above `more_than` does."""
-        if (most := self.at_most(strategy)) <= more_than:
+        if self.at_most(strategy) <= more_than:
             return None
-        configs = [self.of_rank(strategy, rank) for rank in RANKS]
-        # the records of lower ranks are derived from that of the highest, which may not fit
-        start = len(RANKS) - 1 if probed_ranks(self.predictor.resolve(configs[0])) else RANKS.index(most)
-        parts, least = self.predictor.of(configs[start]).fullest.parts, bisect_right(RANKS, more_than)
+        configs, least = [self.of_rank(strategy, rank) for rank in RANKS], bisect_right(RANKS, more_than)
+        if probed_ranks(self.predictor.resolve(configs[0])):
+            start = len(RANKS) - 1  # the records of lower ranks are derived from that of the highest
+        else:
+            expected = self._most_within(strategy, self.usable - self._beyond_of_others(strategy))
+            start = max(least, RANKS.index(expected)) if expected else least
+        report = self.predictor.of(configs[start])
+        self._note_beyond(Candidate(strategy, configs[start], report, RANKS[start]))
+        parts = report.fullest.parts
         grows = parts.trainable_weights + parts.master_weights + parts.optimizer_states + parts.gradients
-        last, report, larger = self._along("rank", RANKS, configs, start, least, slope=grows / RANKS[start])
-        return None if report is None else Candidate(strategy, configs[last], report, RANKS[last], larger)
+        last, found, larger = self._along("rank", RANKS, configs, start, least, slope=grows / RANKS[start])
+        return None if found is None else Candidate(strategy, configs[last], found, RANKS[last], larger)
 
     def _most_rows(self, found: Candidate) -> Candidate:
         """Return the candidate with the largest micro-batch in `rows` that fits, and `train.accumulate` divided by it

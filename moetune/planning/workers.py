@@ -33,8 +33,6 @@ if TYPE_CHECKING:  # a spawned process must run `_begin` before slow imports
 
 _Input = TypeVar("_Input", "Strategy", "Candidate")
 _Output: TypeAlias = "Candidate | UserError | None"
-Delay: TypeAlias = Literal[0, 1, 2]
-"""When a call may begin (`Workers.answers`)."""
 
 
 class Workers:
@@ -77,7 +75,7 @@ class Workers:
         inputs: Sequence[_Input],
         say: Callable[[_Input], None],
         more: Callable[[_Input, list[_Output]], tuple[Any, ...] | None] = lambda one, before: (),
-        delay: Callable[[_Input, list[_Input]], Delay] = lambda one, running: 0,
+        delay: Callable[[_Input, list[_Input]], int | None] = lambda one, running: 0,
         known: Callable[..., tuple[_Output] | None] = lambda *_: None,
     ) -> Iterator[tuple[_Input, _Output]]:
         """Call a method of `Search` with each input, and yield (input, result) pairs in the order of the inputs.
@@ -91,8 +89,8 @@ class Workers:
             say: called with each input on which this process begins to work.
             more: returns further arguments of a call, from its input and the results for earlier inputs known when it
                 begins; None if the call is needless, whose result is then None.
-            delay: given an input and those of the running calls, says when its call may begin: 0 at once, 1 if no other
-                call may begin at once, 2 not while these run.
+            delay: given an input and those of the running calls, returns a number; the call with the lowest begins
+                next. None: not while these run.
             known: given a call's arguments, returns its result as a tuple of one if that takes no time, else None.
 
         Raises:
@@ -107,9 +105,10 @@ class Workers:
             calls."""
             while left:
                 of_now = [inputs[number] for number in running]
-                late, number = min((delay(inputs[number], of_now), number) for number in left)
-                if late == 2:
+                late = [(of, number) for number in left if (of := delay(inputs[number], of_now)) is not None]
+                if not late:
                     return None
+                number = min(late)[1]
                 left.remove(number)
                 before: list[_Output] = [result for at, result in sorted(results.items()) if at < number]
                 further = more(inputs[number], before)

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from moetune.planning import workers
-from moetune.planning.workers import Delay
 
 PROGRAM = """
 import time
@@ -100,7 +99,7 @@ def test_a_killed_plan_leaves_no_process_and_no_damaged_record(small_model: Path
 
 
 def test_when_calls_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is delayed by 1 begins if no other may; one that is delayed by 2 waits, even if a process is free."""
+    """One that is delayed begins if no other may; one that may not begin waits, even if a process is free."""
     spans: dict[str, tuple[float, float]] = {}
 
     class Calls:
@@ -111,9 +110,9 @@ def test_when_calls_begin(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.3 if one == "a first" else 0.1)
             spans[one] = start, time.monotonic()
 
-    def delay(one: str, running: list[str]) -> Delay:
+    def delay(one: str, running: list[str]) -> int | None:
         same = [other for other in running if other[0] == one[0]]
-        return 2 if "last" in one and same else 1 if same else 0
+        return None if "last" in one and same else 1 if same else 0
 
     calls: Any = Calls()
     monkeypatch.setattr(workers, "_search", lambda start: calls)
