@@ -10,7 +10,6 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.models.structure import ModelStructure
 from moetune.planning.candidate import Candidate, worth
-from moetune.planning.plan import plan
 from moetune.planning.predictor import Predictor
 from moetune.planning.search import Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, strategies
@@ -323,12 +322,3 @@ def test_no_strategy_is_tried_that_so_many_cards_refuse(count: int, small_model:
     for goal in MODELS:
         for strategy in strategies(goal, search.structure, count):
             assert not [*validation.unsharable_optimizers(search.smallest(strategy))], strategy.words
-
-
-@pytest.mark.full
-def test_what_no_prediction_repeats_is_refused_for_its_layout_alone() -> None:
-    """Routers of Mixtral-8x22B, experts in host memory, two ranks: by `ep` the copies of the first and the last layers
-    do not show those of the others."""
-    found = plan("mixtral-8x22b", "24GiB", goals=("router",), count=2)
-    assert any("free more copies of 98,304 bytes" in note for note in found.notes)
-    assert [one.strategy.settings.get("parallel.ep", 1) for one in found.candidates] == [1]

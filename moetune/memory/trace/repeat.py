@@ -31,7 +31,6 @@ from itertools import groupby
 
 import numpy as np
 
-from moetune.errors import UserError
 from moetune.memory.trace.log import OUTSIDE, Log, Mark
 
 
@@ -132,7 +131,8 @@ class Owners:
             return ("outside", stretch_at[at]) if its.layer == OUTSIDE else (its.number, its.layer - layer)
 
         for number, (block, layer) in enumerate(zip(self.log.blocks, layers, strict=True)):
-            role = (where(block.born, layer), where(block.died, layer), block.op, block.bytes, block.on_host)
+            when = where(block.born, layer), where(block.died, layer)
+            role = (*when, block.op, block.bytes, block.on_host, block.fetched)
             before = seen[layer, role]
             seen[layer, role] = before + 1
             roles.append((role, before))
@@ -336,19 +336,14 @@ class _Expansion:
     def _free_the_oldest(self, storages: np.ndarray, births: np.ndarray, block: np.ndarray) -> None:
         """Change `storages` [events] in place so that of fetched storages of equal size the oldest is freed first.
 
-        For each event, `births` is whether it is an allocation, and `block` the number of the storage's block. Raises
-        `UserError` if more are freed than allocated: the layers that ran then do not show what the others free.
+        For each event, `births` is whether it is an allocation, and `block` the number of the storage's block.
         """
         fetched = np.flatnonzero(self.fetched[block])
         sizes = np.array([self.log.blocks[number].bytes for number in block[fetched].tolist()])
         for size in np.unique(sizes):
             there = fetched[sizes == size]
             made, deaths = there[births[there]], there[~births[there]]
-            if len(deaths) > len(made):
-                raise UserError(
-                    "model.experts_on: host cannot be predicted here: the layers that were traced free more copies of "
-                    f"{size:,} bytes than all layers fetch; use other parallel sizes, or experts_on: gpu"
-                )
+            assert len(deaths) <= len(made), "the layers that ran free more copies than all layers fetch"
             storages[deaths] = storages[made][: len(deaths)]
 
     def _marks(self, turn: np.ndarray, place: np.ndarray) -> list[tuple[int, Mark, int, int]]:

@@ -48,14 +48,18 @@ CASES = {
     "some of those": ("nemotron_h", {"experts": {"layers": "1,3,5,7,9,11", "ids": [0]}}, FULL_ON_HOST, APART),
     "evaluation": ("llama", EVERYTHING, EVALUATED, {"num_hidden_layers": 6}),
 }
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, str]] = {
-    "fsdp": (EXPERTS, {"fsdp": 2}, 2, "nf4"),
-    "zero 2": (EVERYTHING, {"fsdp": 2, "zero": 2}, 2, "nf4"),
-    "zero 1": (EXPERTS, {"fsdp": 2, "zero": 1}, 3, "nf4"),
-    "gathered": (EXPERTS, {"fsdp": 2, "reshard": False}, 2, "nf4"),
-    "fsdp, ep": (LORA, {"fsdp": 2, "ep": 2}, 1, "nf4"),
-    "replicas, ep": (EXPERTS, {"ep": 2, "replicate": 2}, 1, "nf4"),
-    "tp, ep": (LORA, {"tp": 2, "ep": 2}, 1, "fp32"),
+NF4, FP32 = {"base": "nf4"}, {"base": "fp32"}
+NF4_ON_HOST = {"base": "nf4", "double_quant": False, "experts_on": "host"}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
+    "fsdp": (EXPERTS, {"fsdp": 2}, 2, NF4),
+    "zero 2": (EVERYTHING, {"fsdp": 2, "zero": 2}, 2, NF4),
+    "zero 1": (EXPERTS, {"fsdp": 2, "zero": 1}, 3, NF4),
+    "gathered": (EXPERTS, {"fsdp": 2, "reshard": False}, 2, NF4),
+    "fsdp, ep": (LORA, {"fsdp": 2, "ep": 2}, 1, NF4),
+    # scales of a rank's experts, copied from the host, have as many bytes as a gathered router
+    "fsdp, ep, on the host": ({"router": "all"}, {"fsdp": 2, "ep": 2}, 2, NF4_ON_HOST),
+    "replicas, ep": (EXPERTS, {"ep": 2, "replicate": 2}, 1, NF4),
+    "tp, ep": (LORA, {"tp": 2, "ep": 2}, 1, FP32),
 }
 ON_A_PUSH = (
     "turns",
@@ -64,6 +68,7 @@ ON_A_PUSH = (
     "rows kept of some",
     "experts on the host",
     "fsdp, ep",
+    "fsdp, ep, on the host",
     "experts of other layers than the neighbours, on the host",
 )
 
@@ -96,7 +101,7 @@ def same(short: Trace, whole: Trace) -> None:
     assert short.load == whole.load
     assert short.work.keys() == whole.work.keys()
     for part, work in whole.work.items():
-        off = 4e-3 if part in ("optimizer", "host", "head_and_loss") else 1e-12  # those norms, which are stacked
+        off = 5e-3 if part in ("optimizer", "host", "head_and_loss") else 1e-12  # those norms, which are stacked
         assert short.work[part].numbers() == pytest.approx(work.numbers(), rel=off), part
 
 
@@ -114,11 +119,12 @@ def test_one_rank(case: str, tmp_path: Path) -> None:
     "layout", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )
 def test_several_ranks(layout: str, tmp_path: Path) -> None:
-    adapt, parallel, accumulate, base = LAYOUTS[layout]
+    adapt, parallel, accumulate, stored = LAYOUTS[layout]
     count = parallel.get("fsdp", 1) * parallel.get("tp", 1) * parallel.get("replicate", 1)
     sections = {"parallel": parallel, "hardware": {"count": count}, "train": {"accumulate": accumulate}}
-    model = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=9 if adapt is EXPERTS else 6)
-    config = toy_run(model, "mixtral", adapt, **sections, model={"base": base})
+    sizes = {"num_hidden_layers": 9 if adapt is EXPERTS else 6, "intermediate_size": 64}
+    model = write_toy(tmp_path, "mixtral", experts=2, **sizes)
+    config = toy_run(model, "mixtral", adapt, **sections, model=stored)
     short, whole = trace(config, gpu=CARD), trace(config, shortened=False, gpu=CARD)
     same(short, whole)
     assert short.collectives == whole.collectives
