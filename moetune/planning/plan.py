@@ -235,8 +235,8 @@ def _confirm(
     Returns the candidates that are not traced: none with `every`, else all but the most useful of each goal.
     """
 
-    def begin(one: Candidate) -> None:
-        progress.now = f"tracing: {one.strategy.words}"
+    def begin(config: RunConfig) -> None:
+        progress.now = f"tracing: {words[id(config)]}"
         show(progress)
 
     left = list(ranked)
@@ -247,7 +247,11 @@ def _confirm(
         if not now:
             return left
         left = [one for one in left if all(one is not other for other in now)]
-        for one, sure in workers.answers("traced", now, begin):
+        runs = [(config, one) for one in now for config in workers.search.to_trace(one)]
+        words = {id(config): one.strategy.words for config, one in runs}
+        for _ in workers.answers("trace", [config for config, _ in runs], begin):
+            pass  # the reports are on disk, where `traced` finds them
+        for one, sure in workers.answers("traced", now, lambda one: None):
             if isinstance(sure, UserError):
                 raise sure
             if sure is not None:

@@ -206,6 +206,18 @@ class Search:
         assert left is not None
         return max(0, self.usable - left - self.bound(strategy, one.amount) - int(_UNLIKE * self.usable))
 
+    def to_trace(self, found: Candidate) -> list[RunConfig]:
+        """Return the runs that `traced` begins with: that of a candidate, and the next larger one if it could fit."""
+        if self.predictor.trainer is None and self.predictor.takes_minutes(found.config):
+            return []
+        larger = found.next_larger
+        could_fit = larger is not None and self.left(larger.report) >= -_UNSURE
+        return [found.config, larger.config] if larger is not None and could_fit else [found.config]
+
+    def trace(self, config: RunConfig) -> None:
+        """Trace a run and keep its report on disk, where `traced` finds it."""
+        self.predictor.traced(config)
+
     def traced(self, found: Candidate) -> Candidate | None:
         """Confirm a candidate by a trace, and also trace the next larger run if it could fit.
 

@@ -21,6 +21,7 @@ from moetune.report.console import quieten
 if TYPE_CHECKING:  # a spawned process must run `_begin` before slow imports
     from multiprocessing.connection import Connection
 
+    from moetune.config.schema import RunConfig
     from moetune.memory.assumed_routing import AssumedRouting
     from moetune.models.catalog.gpus import Gpu
     from moetune.planning.candidate import Candidate
@@ -31,7 +32,7 @@ if TYPE_CHECKING:  # a spawned process must run `_begin` before slow imports
     _Options = tuple[Gpu | None, bool, AssumedRouting | None, InTrl | None]
     _Start = tuple[str, Gpu | None, bool, AssumedRouting | None, InTrl | None]
 
-_Input = TypeVar("_Input", "Strategy", "Candidate")
+_Input = TypeVar("_Input", "Strategy", "Candidate", "RunConfig")
 _Output: TypeAlias = "Candidate | UserError | None"
 
 
@@ -71,7 +72,7 @@ class Workers:
 
     def answers(
         self,
-        method: Literal["found", "traced"],
+        method: Literal["found", "trace", "traced"],
         inputs: Sequence[_Input],
         say: Callable[[_Input], None],
         more: Callable[[_Input, list[_Output]], tuple[Any, ...] | None] = lambda one, before: (),
@@ -206,7 +207,11 @@ def _search(start: _Start) -> Search:
 
 
 def _answer(
-    start: _Start, method: str, one: Strategy | Candidate, more: tuple[Any, ...], search: Search | None = None
+    start: _Start,
+    method: str,
+    one: Strategy | Candidate | RunConfig,
+    more: tuple[Any, ...],
+    search: Search | None = None,
 ) -> Candidate | UserError | None:
     """Call a method of `search` (None: of this process's search for `start`) with `one` and `more` arguments; return
     its result, or the `UserError` that it raises."""

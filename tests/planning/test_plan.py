@@ -92,6 +92,7 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
     monkeypatch.setattr(Search, "found", found)
     monkeypatch.setattr(Search, "known", lambda *_: None)  # what another test has left on disk
     monkeypatch.setattr(Search, "may_fit", lambda *_: True)
+    monkeypatch.setattr(Search, "to_trace", lambda search, one: [])
     monkeypatch.setattr(Search, "traced", lambda search, one: one)
     plan(str(small_model), "24GiB", goals=("lora", "router"), length=64, every=True)
     assert {slowness for goal, slowness in asked if goal == "lora"} == set(range(fits + 1))
@@ -119,6 +120,7 @@ def test_a_slower_way_begins_beside_a_faster_one_in_doubt(
         "known": lambda *_: None,  # what another test has left on disk
         "may_fit": lambda search, one: one.settings["model.base"] == "nf4",
         "is_doubtful": lambda search, one: not one.slowness,
+        "to_trace": lambda search, one: [],
         "traced": lambda search, one: one,
     }.items():
         monkeypatch.setattr(Search, name, value)
