@@ -1,12 +1,16 @@
 """The caching allocator's rules, each in a scenario worked out by hand, then against a slow version of the rules."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moetune.memory.allocator import POOLS, Event, Reserved, simulate
+from moetune.memory.predict import _simulated
+from moetune.models.catalog.gpus import find_gpu
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -266,3 +270,19 @@ def test_all_that_died_can_be_had_again(events: list[Event], expandable: bool, e
         result = simulate([*done, (-7, capacity)], expandable=expandable, capacity=capacity)
         assert result.fits
         assert result.reserved_at_end == capacity
+
+
+def test_fragments_that_no_flush_frees_count() -> None:
+    """46 MiB are allocated of 60, but the 16 of them fit neither between the two blocks of 15 nor after them. What the
+    allocator would have reserved then counts, as such a process runs out of memory."""
+    events = [(0, 15 * MIB), (1, 15 * MIB), (2, 15 * MIB), (1, -1), (3, 16 * MIB)]
+    none = [(-1000, 0), (-1000, -1)]  # the hole that loading leaves
+    traced: Any = SimpleNamespace(
+        workspaces=0,
+        rounded_peak=46 * MIB,
+        allocations=lambda hole, sizes=(0, 1 << 60): [*none, *(e for e in events if sizes is None or sizes[0] > MIB)],
+    )
+    card = find_gpu("l40s")
+    assert _simulated(traced, card, True, 0, None) == (46 * MIB, 80 * MIB)
+    assert _simulated(traced, card, True, 0, 80 * MIB) == (46 * MIB, 80 * MIB)
+    assert _simulated(traced, card, True, 0, 60 * MIB) == (46 * MIB, 80 * MIB)  # not 60, which would fit
