@@ -97,7 +97,7 @@ def largest_runs(
         is_faster = any(other.slowness < one.slowness for other in same if other not in doubtful)
         if is_faster or any(other in doubtful for other in alike):
             return None
-        return 2 if alike else 1 if same else 0
+        return 2 if alike and not search.beyond_of_others(one) else 1 if same else 0
 
     levels = sorted({one.slowness for one in tried})
     fitting = [[one for one in tried if one.slowness == slowness and search.may_fit(one)] for slowness in levels]
