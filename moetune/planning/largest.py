@@ -50,7 +50,7 @@ def largest_runs(
     """
     search = workers.search
     needless, slower = list[Strategy](), list[Strategy]()  # not searched; the second because a faster one fits
-    only_highest, searched, counted = list[Strategy](), list[Strategy](), list[Strategy]()
+    only_highest, begun, searched, counted = (list[Strategy]() for _ in range(4))
     fitting_runs = list[Candidate]()
 
     def in_order(some: list[Strategy]) -> list[Strategy]:
@@ -84,6 +84,7 @@ def largest_runs(
         if one.slowness and one not in counted:
             counted.append(one)
             progress.all += 1
+        begun.append(one)
         if skipped is None and one.goal == "lora":  # lower ranks are listed too: they may have more rows
             return (0,)
         least = RANKS[-2] if any(one is other for other in only_highest) else 0
@@ -97,7 +98,8 @@ def largest_runs(
         is_faster = any(other.slowness < one.slowness for other in same if other not in doubtful)
         if is_faster or any(other in doubtful for other in alike):
             return None
-        return 2 if alike and not search.beyond_of_others(one) else 1 if same else 0
+        is_known_soon = len(begun) > len(running)  # a search has ended since those that run began, or nearly so
+        return 2 if alike and not is_known_soon else 1 if same else 0
 
     levels = sorted({one.slowness for one in tried})
     fitting = [[one for one in tried if one.slowness == slowness and search.may_fit(one)] for slowness in levels]

@@ -302,7 +302,7 @@ class Search:
         """Return whether even a strategy's smallest run is known not to fit: by what another optimizer needs beyond the
         lower bound, or, where that is in doubt, by a prediction; larger runs would take more records to find it out."""
         bound = self.bound(strategy, self._least(strategy)) - strategy.offloads_inputs * self._inputs
-        if bound + self.beyond_of_others(strategy) > self.usable:
+        if bound + self._beyond_of_others(strategy) > self.usable:
             return True
         if not self.is_doubtful(strategy):
             return False
@@ -311,7 +311,7 @@ class Search:
         self._note_beyond(Candidate(strategy, smallest, report, self._least(strategy)))
         return self.left(report) < self.margin
 
-    def beyond_of_others(self, strategy: Strategy) -> int:
+    def _beyond_of_others(self, strategy: Strategy) -> int:
         """Return `beyond` of a run that differs in the optimizer or in checkpointing at most; 0 if none is known."""
         return read_beyond(self._about, strategy) or 0
 
@@ -397,7 +397,7 @@ class Search:
         if probed_ranks(self.predictor.resolve(configs[0])):
             start = len(RANKS) - 1  # the records of lower ranks are derived from that of the highest
         else:
-            expected = self._most_within(strategy, self.usable - self.beyond_of_others(strategy))
+            expected = self._most_within(strategy, self.usable - self._beyond_of_others(strategy))
             start = max(least, RANKS.index(expected)) if expected else least
         report = self.predictor.of(configs[start])
         self._note_beyond(Candidate(strategy, configs[start], report, RANKS[start]))
