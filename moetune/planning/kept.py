@@ -115,17 +115,22 @@ def write_candidate(about: dict[str, Any], strategy: Strategy, more_than: int, f
     store.write_content(key, _candidates(), (key, more_than, found))
 
 
-def read_beyond(about: dict[str, Any], strategy: Strategy) -> int | None:
-    """Read from disk the bytes that `write_beyond` wrote for a strategy that differs in the optimizer or checkpointing
-    at most; None if there are none. `about` is as in `read_candidate`."""
-    there = store.read_content(_key_of_beyond(about, strategy), _bytes())
-    return None if there is None else there[1]
+def read_beyond(about: dict[str, Any], strategy: Strategy) -> tuple[int, int]:
+    """Read from disk what `write_beyond` wrote for a strategy that differs in the optimizer or checkpointing at most.
+
+    Returns (amount, bytes); (0, 0) if there is nothing. `about` is as in `read_candidate`.
+    """
+    there = store.read_content(_key_of_beyond(about, strategy), _amount_and_bytes())
+    return (0, 0) if there is None else there[1:]
 
 
-def write_beyond(about: dict[str, Any], strategy: Strategy, beyond: int) -> None:
-    """Write to disk what a run of a strategy needs beyond its lower bound, in bytes (`Search.beyond`)."""
-    key = _key_of_beyond(about, strategy)
-    store.write_content(key, _bytes(), (key, beyond))
+def write_beyond(about: dict[str, Any], strategy: Strategy, amount: int, beyond: int) -> None:
+    """Write to disk what a run of a strategy that trains `amount` needs beyond its lower bound, in bytes
+    (`Search.beyond`), unless that of a run that trains less is there."""
+    known, _ = read_beyond(about, strategy)
+    if not 0 < known < amount:
+        key = _key_of_beyond(about, strategy)
+        store.write_content(key, _amount_and_bytes(), (key, amount, beyond))
 
 
 def _key_of_beyond(about: dict[str, Any], strategy: Strategy) -> str:
@@ -133,8 +138,8 @@ def _key_of_beyond(about: dict[str, Any], strategy: Strategy) -> str:
 
 
 @cache
-def _bytes() -> TypeAdapter[tuple[str, int]]:
-    return TypeAdapter(tuple[str, int])
+def _amount_and_bytes() -> TypeAdapter[tuple[str, int, int]]:
+    return TypeAdapter(tuple[str, int, int])
 
 
 def _key(about: dict[str, Any], strategy: Strategy) -> str:

@@ -299,26 +299,24 @@ class Search:
         return self.bound(strategy, 0) > _NEARLY * self.usable
 
     def _exceeds(self, strategy: Strategy) -> bool:
-        """Return whether even a strategy's smallest run is known not to fit: by what another optimizer needs beyond the
-        lower bound, or, where that is in doubt, by a prediction; larger runs would take more records to find it out."""
-        bound = self.bound(strategy, self._least(strategy)) - strategy.offloads_inputs * self._inputs
-        if bound + self._beyond_of_others(strategy) > self.usable:
+        """Return whether even a strategy's smallest run is known not to fit: by what that of another optimizer needs
+        beyond the lower bound, or, where that is in doubt, by a prediction; larger runs would take more records to find
+        it out."""
+        least, (amount, beyond) = self._least(strategy), read_beyond(self._about, strategy)
+        bound = self.bound(strategy, least) - strategy.offloads_inputs * self._inputs
+        if amount <= least and bound + beyond > self.usable:
             return True
         if not self.is_doubtful(strategy):
             return False
         smallest = self.smallest(strategy)
         report = self.predictor.of(smallest)
-        self._note_beyond(Candidate(strategy, smallest, report, self._least(strategy)))
+        self._note_beyond(Candidate(strategy, smallest, report, least))
         return self.left(report) < self.margin
-
-    def _beyond_of_others(self, strategy: Strategy) -> int:
-        """Return `beyond` of a run that differs in the optimizer or in checkpointing at most; 0 if none is known."""
-        return read_beyond(self._about, strategy) or 0
 
     def _note_beyond(self, one: Candidate) -> None:
         """Write `beyond` of a run to disk, for searches of other optimizers, if it says something of them."""
         if not one.strategy.offloads_inputs and (beyond := self.beyond(one)):
-            write_beyond(self._about, one.strategy, beyond)
+            write_beyond(self._about, one.strategy, one.amount, beyond)
 
     @cached_property
     def _inputs(self) -> int:
@@ -397,14 +395,18 @@ class Search:
         if probed_ranks(self.predictor.resolve(configs[0])):
             start = len(RANKS) - 1  # the records of lower ranks are derived from that of the highest
         else:
-            expected = self._most_within(strategy, self.usable - self._beyond_of_others(strategy))
+            expected = self._most_within(strategy, self.usable - read_beyond(self._about, strategy)[1])
             start = max(least, RANKS.index(expected)) if expected else least
         report = self.predictor.of(configs[start])
         self._note_beyond(Candidate(strategy, configs[start], report, RANKS[start]))
         parts = report.fullest.parts
         grows = parts.trainable_weights + parts.master_weights + parts.optimizer_states + parts.gradients
         last, found, larger = self._along("rank", RANKS, configs, start, least, slope=grows / RANKS[start])
-        return None if found is None else Candidate(strategy, configs[last], found, RANKS[last], larger)
+        if found is not None:
+            return Candidate(strategy, configs[last], found, RANKS[last], larger)
+        assert larger is not None
+        self._note_beyond(Candidate(strategy, larger.config, larger.report, RANKS[least]))
+        return None
 
     def _most_rows(self, found: Candidate) -> Candidate:
         """Return the candidate with the largest micro-batch in `rows` that fits, and `train.accumulate` divided by it

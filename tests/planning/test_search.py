@@ -10,8 +10,9 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.models.structure import ModelStructure
 from moetune.planning.candidate import Candidate, worth
+from moetune.planning.kept import write_beyond
 from moetune.planning.predictor import Predictor
-from moetune.planning.search import Search
+from moetune.planning.search import RANKS, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, strategies
 from moetune.run import validation
 from moetune.run.resolve import resolve_model
@@ -322,3 +323,19 @@ def test_no_strategy_is_tried_that_so_many_cards_refuse(count: int, small_model:
     for goal in MODELS:
         for strategy in strategies(goal, search.structure, count):
             assert not [*validation.unsharable_optimizers(search.smallest(strategy))], strategy.words
+
+
+def test_what_a_larger_run_needs_excludes_no_smaller_one(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What grows with the rank and is not in the bound, such as gathered factors, is less in a smaller run."""
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
+    search = search_of(small_model, "44GiB")
+    one, *others = strategies("lora", search.structure, 1)
+    other = next(other for other in others if other.differs_in_optimizer(one))
+    write_beyond(search._about, one, RANKS[-1], search.usable)
+    assert not search._exceeds(other)
+    write_beyond(search._about, one, RANKS[0], search.usable)
+    assert search._exceeds(other)
+    write_beyond(search._about, one, RANKS[-1], 1)  # the smallest run's is kept
+    assert search._exceeds(other)
