@@ -299,12 +299,16 @@ class Search:
         return self.bound(strategy, 0) > _NEARLY * self.usable
 
     def _exceeds(self, strategy: Strategy) -> bool:
-        """Return whether even a strategy's smallest run is known not to fit: by what that of another optimizer needs
-        beyond the lower bound, or, where that is in doubt, by a prediction; larger runs would take more records to find
-        it out."""
+        """Return whether even a strategy's smallest run is known not to fit: by what another optimizer needs beyond the
+        lower bound, or, where that is in doubt, by a prediction; larger runs would take more records to find it out.
+
+        Of what a run needs beyond the bound, what grows with what it trains, such as gathered factors of LoRA, is taken
+        to grow no more than the bound.
+        """
         least, (amount, beyond) = self._least(strategy), read_beyond(self._about, strategy)
-        bound = self.bound(strategy, least) - strategy.offloads_inputs * self._inputs
-        if amount <= least and bound + beyond > self.usable:
+        bound = self.bound(strategy, least)
+        grows = max(0, self.bound(strategy, amount) - bound)
+        if bound + beyond - grows - strategy.offloads_inputs * self._inputs > self.usable:
             return True
         if not self.is_doubtful(strategy):
             return False

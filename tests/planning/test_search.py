@@ -333,9 +333,14 @@ def test_what_a_larger_run_needs_excludes_no_smaller_one(
     search = search_of(small_model, "44GiB")
     one, *others = strategies("lora", search.structure, 1)
     other = next(other for other in others if other.differs_in_optimizer(one))
-    write_beyond(search._about, one, RANKS[-1], search.usable)
+    least, most = (search.bound(other, rank) for rank in (RANKS[0], RANKS[-1]))
+    too_much = search.usable - least + (most - least) // 2
+    write_beyond(search._about, one, RANKS[-1], too_much)
     assert not search._exceeds(other)
-    write_beyond(search._about, one, RANKS[0], search.usable)
+    write_beyond(search._about, one, RANKS[0], too_much)
     assert search._exceeds(other)
     write_beyond(search._about, one, RANKS[-1], 1)  # the smallest run's is kept
+    assert search._exceeds(other)
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "other"))
+    write_beyond(search._about, one, RANKS[-1], search.usable - least + 2 * (most - least))
     assert search._exceeds(other)
