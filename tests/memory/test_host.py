@@ -98,7 +98,7 @@ def test_a_plan_for_a_host(tmp_path: Path) -> None:
     assert found.candidates
     assert all(one.report.host_verdict == "yes" for one in found.candidates)
     assert found.candidates[0].config.hardware.host_memory == f"{enough}B"
-    card = replace(find_gpu("24GiB"), host=Figure(enough // 3, "here"))
+    card = replace(find_gpu("24GiB"), host=Figure(ON_CUDA.value // 2, "here"))
     assert solve(toy_run(folder, "mixtral", LORA), "adapt.lora.rank", Predictor(card)).report is None
     none = plan(str(folder), card, goals=["router"])
     assert not none.candidates
