@@ -81,7 +81,7 @@ def simulate(events: Iterable[Event], *, expandable: bool, capacity: int | None 
         if nbytes == 0:
             alive[key] = None
             continue
-        size = -(-nbytes // SMALLEST_BLOCK) * SMALLEST_BLOCK
+        size = -(-nbytes // SMALLEST_BLOCK) * SMALLEST_BLOCK  # no calls that can be spared: millions of events
         pool = small if size <= _LARGEST_SMALL else large
         block = pool.best_fit(size) or pool.grow(size)
         if block is None:

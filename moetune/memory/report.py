@@ -29,6 +29,8 @@ Phase = Literal[ForwardPhase, "load", "recompute", "backward", "optimizer"]
 """Phases of a run; `recompute` repeats the forward pass of a checkpointed layer during backward, `reference` is a
 forward pass of the model as it was before training, for preferences, `old_logprobs` one of the model that generated,
 over what it generated."""
+ONCE_PHASES: tuple[Phase, ...] = ("optimizer", "evaluation")
+"""Phases that a step has once, after its micro-steps."""
 Verdict = Literal["yes", "tight", "no"]
 """Whether GPU and host can hold a run: `yes` if the most that it may need fits, `no` if the least does not."""
 

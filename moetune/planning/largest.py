@@ -98,8 +98,8 @@ def largest_runs(
         is_faster = any(other.slowness < one.slowness for other in same if other not in doubtful)
         if is_faster or any(other in doubtful for other in alike):
             return None
-        is_known_soon = len(begun) > len(running)  # a search has ended since those that run began, or nearly so
-        return 2 if alike and not is_known_soon else 1 if same else 0
+        none_has_ended = len(begun) == len(running)
+        return 2 if alike and none_has_ended else 1 if same else 0
 
     levels = sorted({one.slowness for one in tried})
     fitting = [[one for one in tried if one.slowness == slowness and search.may_fit(one)] for slowness in levels]

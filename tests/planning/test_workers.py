@@ -21,7 +21,6 @@ PROGRAM = """
 import time
 from types import SimpleNamespace
 from moetune.planning.workers import Workers
-from tests.fuzz.damage import within
 workers = Workers(SimpleNamespace(start=SimpleNamespace(model_dump_json=lambda **settings: "{}")), 3)
 print("started", flush=True)
 time.sleep(60)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moetune.adapt.attention import Capability
 from moetune.adapt.build import Adapted
+from moetune.memory.report import ONCE_PHASES
 from moetune.memory.time.work import Done, Work, WorkPart, part_of, size_of, works, written_by
 
 
@@ -99,7 +100,7 @@ class Counter:
         where = self.where
         if where.phase in ("load", "evaluation"):
             return
-        once = where.phase == "optimizer"
+        once = where.phase in ONCE_PHASES
         part = part or self.part()
         block = None if of is None else where.block_of(of)
         self.done.append(Done(where.place(), where.step, None if once else where.micro_step, part, work, block))

@@ -30,7 +30,7 @@ from moetune.adapt.scans import Outputs, running_by
 from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
 from moetune.memory.kernels import workspace
-from moetune.memory.report import FORWARD_PHASES, PartName, Phase
+from moetune.memory.report import FORWARD_PHASES, ONCE_PHASES, PartName, Phase
 from moetune.memory.time.counter import Counter
 from moetune.memory.time.work import WorkPart, tensors_in
 from moetune.memory.trace.log import Block, Cut, Group, Log, Mark, Sent
@@ -345,7 +345,7 @@ class Tracker(TorchDispatchMode):
             return func(*args, **(kwargs or {}))  # allocates nothing, does no work
         if func.namespace in NAMESPACES and (sent := message(func, args)) is not None:
             found = next(map(self.block_of, tensors_in(args)), None)
-            micro_step = None if self.phase in ("optimizer", "evaluation") else self.micro_step
+            micro_step = None if self.phase in ONCE_PHASES else self.micro_step
             self.log.sent.append(Sent(len(self.log.entries), self.step, micro_step, self.phase, sent, found))
         kwargs, capability = kwargs or {}, self._capability
         inside = [] if capability is None else self._births(func, workspace.before(func, capability, args, kwargs))

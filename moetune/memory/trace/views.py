@@ -10,7 +10,18 @@ import numpy as np
 
 from moetune.errors import UserError
 from moetune.memory.allocator import SMALLEST_BLOCK, WORKSPACES
-from moetune.memory.report import PART_NAMES, Allocation, Collective, LoadPeaks, Moment, PartName, Parts, Phase, Sample
+from moetune.memory.report import (
+    ONCE_PHASES,
+    PART_NAMES,
+    Allocation,
+    Collective,
+    LoadPeaks,
+    Moment,
+    PartName,
+    Parts,
+    Phase,
+    Sample,
+)
 from moetune.memory.time.work import Work, WorkPart, sums
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import Block, Log, Mark
@@ -234,7 +245,7 @@ class Trace:
         label = ""
         for at, mark, *_ in marks:
             phase = "backward" if mark.phase == "recompute" else mark.phase
-            now = phase if phase in ("optimizer", "evaluation") else f"{phase} {mark.micro_step}"
+            now = phase if phase in ONCE_PHASES else f"{phase} {mark.micro_step}"
             if at >= begin and now != label:
                 label = labels[at] = now
         stretch = max(1, (self.end + 1 - begin) // points)
