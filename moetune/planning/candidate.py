@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetune.config.schema import RunConfig
-from moetune.memory.report import MemoryReport
+from moetune.memory.report import MemoryReport, Verdict
 from moetune.planning.strategies import Goal, Strategy
 
 _WORTH = 0.02
@@ -18,12 +18,28 @@ class NextLarger:
     Attributes:
         what: its size in words, such as `3 layers × 2 experts` or `rank 32`.
         config: its configuration.
-        report: its predicted memory.
+        report: its predicted memory; None if it was not predicted, because what it stores more than a smaller run
+            exceeds what that leaves free (`Bounds.exceeds`).
     """
 
     what: str
     config: RunConfig
-    report: MemoryReport
+    report: MemoryReport | None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Whether it fits: `tight` or `no`."""
+        return "no" if self.report is None else self.report.verdict
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object `beyond` of a candidate; numbers of a run that was not predicted are null."""
+        report = self.report
+        return {
+            "what": self.what,
+            "required_bytes": None if report is None else report.required,
+            "required_range": None if report is None else report.span.to_json(),
+            "verdict": self.verdict,
+        }
 
 
 @dataclass(frozen=True)
@@ -75,14 +91,7 @@ class Candidate:
             "tokens_per_second_estimate": None if time is None else time.tokens_per_second.middle,
             "tokens_per_second": None if time is None else time.tokens_per_second.to_json(),
             "hours": None if time is None or tokens is None else time.hours(tokens).to_json(),
-            "beyond": None
-            if larger is None
-            else {
-                "what": larger.what,
-                "required_bytes": larger.report.required,
-                "required_range": larger.report.span.to_json(),
-                "verdict": larger.report.verdict,
-            },
+            "beyond": None if larger is None else larger.to_json(),
         }
 
 

@@ -61,7 +61,7 @@ def run_text(one: Candidate, file: Path) -> str:
     span, larger = report.span, one.next_larger
     assert report.gpu is not None
     risk = {"tight": "may run out of memory", "no": "would not fit"}
-    beyond = "" if larger is None else f"\n# {larger.what} {risk.get(str(larger.report.verdict), '')}."
+    beyond = "" if larger is None else f"\n# {larger.what} {risk.get(str(larger.verdict), '')}."
     given_up = f"\n# Given up: {'; '.join(one.strategy.gives_up)}." if one.strategy.gives_up else ""
     host = f", and {gib(report.fullest.host_bytes)} of host memory" if report.fullest.host_bytes else ""
     ordered = {key: raw[key] for key in _ORDER if key in raw}

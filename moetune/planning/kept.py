@@ -126,7 +126,7 @@ def read_beyond(about: dict[str, Any], strategy: Strategy) -> tuple[int, int]:
 
 def write_beyond(about: dict[str, Any], strategy: Strategy, amount: int, beyond: int) -> None:
     """Write to disk what a run of a strategy that trains `amount` needs beyond its lower bound, in bytes
-    (`Search.beyond`), unless that of a run that trains less is there."""
+    (`Bounds.beyond`), unless that of a run that trains less is there."""
     known, _ = read_beyond(about, strategy)
     if not 0 < known < amount:
         key = _key_of_beyond(about, strategy)

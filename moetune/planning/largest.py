@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 from moetune.errors import UserError, one_line
 from moetune.planning.candidate import Candidate, nearly, worth
-from moetune.planning.search import RANKS
+from moetune.planning.runs import RANKS
 from moetune.planning.strategies import Goal, Strategy
 from moetune.planning.workers import Workers
 
@@ -48,7 +48,7 @@ def largest_runs(
         skipped: if given, a strategy that cannot be more useful than one that fits (`Strategy.place`) is not searched
             but added to this list.
     """
-    search = workers.search
+    search, bounds = workers.search, workers.search.bounds
     needless, slower = list[Strategy](), list[Strategy]()  # not searched; the second because a faster one fits
     only_highest, begun, searched, counted = (list[Strategy]() for _ in range(4))
     fitting_runs = list[Candidate]()
@@ -56,10 +56,10 @@ def largest_runs(
     def in_order(some: list[Strategy]) -> list[Strategy]:
         if skipped is None:
             return _in_turn(some)
-        some = sorted(some, key=lambda one: one.place(search.at_most(one)))
-        # whether the highest rank fits takes one record, which other ranks take more
+        some = sorted(some, key=lambda one: one.place(bounds.at_most(one)))
+        # one record tells whether the highest rank fits; lower ranks take more records
         of_lora = [one for one in some if one.goal == "lora"]
-        highest = [replace(one) for one in of_lora if search.at_most(one) == RANKS[-1]]
+        highest = [replace(one) for one in of_lora if bounds.at_most(one) == RANKS[-1]]
         only_highest.extend(highest)
         return [*_in_turn([*highest, *(one for one in some if one.goal != "lora")]), *of_lora]
 
@@ -72,7 +72,7 @@ def largest_runs(
         if any(other.strategy.slowness < one.slowness for other in known):
             slower.append(one)
             return None
-        if skipped is not None and any(is_surpassed(one, search.at_most(one, known), other) for other in known):
+        if skipped is not None and any(is_surpassed(one, bounds.at_most(one, known), other) for other in known):
             needless.append(one)
             return None
         # a strategy that gives up less, and costs no more, trains the most that can train
@@ -92,7 +92,7 @@ def largest_runs(
 
     def delay(one: Strategy, running: list[Strategy]) -> int | None:
         same = [other for other in running if other.goal == one.goal]
-        doubtful = [other for other in same if search.is_doubtful(other)]
+        doubtful = [other for other in same if bounds.is_doubtful(other)]
         # what one needs may tell that another cannot fit which differs in the optimizer or in checkpointing at most
         alike = [other for other in same if other.storage_and_layout == one.storage_and_layout]
         is_faster = any(other.slowness < one.slowness for other in same if other not in doubtful)
@@ -102,7 +102,7 @@ def largest_runs(
         return 2 if alike and none_has_ended else 1 if same else 0
 
     levels = sorted({one.slowness for one in tried})
-    fitting = [[one for one in tried if one.slowness == slowness and search.may_fit(one)] for slowness in levels]
+    fitting = [[one for one in tried if one.slowness == slowness and bounds.may_fit(one)] for slowness in levels]
     some = [one for of_level in fitting for one in in_order(of_level)]
     for strategy, one in workers.answers("found", some, begin, more_than, delay, known=search.known):
         is_copy = any(strategy is other for other in only_highest)

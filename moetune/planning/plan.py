@@ -179,39 +179,42 @@ def plan(
     search = Search.of(start, options[0], tight=tight, routing=routing, trainer=trainer)
     base = source.quantization.base
     of_goals = [
-        list(strategies(goal, search.structure, count, base)) for goal in goals if search.layers or goal == "lora"
+        list(strategies(goal, search.structure, count, base)) for goal in goals if search.runs.layers or goal == "lora"
     ]
     if not of_goals:
         raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
-    progress = Progress(sum(search.may_fit(one) for of_goal in of_goals for one in of_goal if not one.slowness))
+    progress = Progress(sum(search.bounds.may_fit(one) for of_goal in of_goals for one in of_goal if not one.slowness))
     candidates: list[Candidate] = []
     found: list[Candidate] = []
     refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
-    late: list[str] = []
+    unfit: list[Candidate] = []
     is_whole, rest, skipped = False, list[Candidate](), list[Strategy]()
     tried = [one for of_goal in of_goals for one in of_goal]
     try:
         with Workers(search, processes, options) as workers:
             found += largest_runs(workers, tried, refused, progress, show, None if every else skipped)
-            rest = _confirm(workers, _ranked(found), candidates, late, progress, show, every)
+            rest = _confirm(workers, _ranked(found), candidates, unfit, progress, show, every)
             done = {one.goal for one in candidates}
             if more := [one for one in skipped if one.goal not in done]:  # what was found does not fit by trace
                 skipped = [one for one in skipped if one.goal in done]
-                progress.all += sum(search.may_fit(one) for one in more if not one.slowness)
-                others = list(largest_runs(workers, more, refused, progress, show))
-                rest += _confirm(workers, _ranked(others), candidates, late, progress, show, every)
+                progress.all += sum(search.bounds.may_fit(one) for one in more if not one.slowness)
+                before = len(found)
+                found += largest_runs(workers, more, refused, progress, show)
+                rest += _confirm(workers, _ranked(found[before:]), candidates, unfit, progress, show, every)
+            rest = [search.whole(one) for one in rest]
             is_whole = True
     except KeyboardInterrupt:
-        of_now = [one for one in _ranked(found) if all(one.strategy != other.strategy for other in candidates)]
-        candidates += [replace(one, report=search.predictor.whole(one.config)) for one in of_now]
-    candidates = _useful_first(candidates)
-    candidates += [replace(one, report=search.predictor.whole(one.config)) for one in rest]
+        known = [one.strategy for one in (*candidates, *unfit)]
+        candidates += [search.whole(one) for one in _ranked(found) if one.strategy not in known]
+        rest = []
+    candidates = _useful_first(candidates) + rest
     if tokens is not None:
         candidates = [_training_on(one, tokens) for one in candidates]
     ways = (progress.searched, progress.all if is_whole else max(progress.all, progress.searched + 1))
     notes = [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
     notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
-    notes += [*late, *dict.fromkeys(note for one in candidates for note in one.report.notes)]
+    notes += [f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out" for one in unfit]
+    notes += dict.fromkeys(note for one in candidates for note in one.report.notes)
     miss = None
     if not candidates and is_whole:
         show(replace(progress, now="nothing fits: looking for the nearest miss"))
@@ -224,19 +227,19 @@ def _confirm(
     workers: Workers,
     ranked: Sequence[Candidate],
     candidates: list[Candidate],
-    late: list[str],
+    unfit: list[Candidate],
     progress: Progress,
     show: Callable[[Progress], None],
     every: bool,
 ) -> list[Candidate]:
-    """Trace the candidates `ranked`, best first; append those that fit to `candidates`, and a note on each other one to
-    `late`. `progress` is kept up to date and passed to `show`.
+    """Trace the candidates `ranked`, best first; append those that fit to `candidates`, and those that do not to
+    `unfit`. `progress` is kept up to date and passed to `show`.
 
     Returns the candidates that are not traced: none with `every`, else all but the most useful of each goal.
     """
 
-    def begin(config: RunConfig) -> None:
-        progress.now = f"tracing: {words[id(config)]}"
+    def begin(run: tuple[RunConfig, bool]) -> None:
+        progress.now = f"tracing: {words[id(run)]}"
         show(progress)
 
     left = list(ranked)
@@ -247,17 +250,17 @@ def _confirm(
         if not now:
             return left
         left = [one for one in left if all(one is not other for other in now)]
-        runs = [(config, one) for one in now for config in workers.search.to_trace(one)]
-        words = {id(config): one.strategy.words for config, one in runs}
-        for _ in workers.answers("trace", [config for config, _ in runs], begin):
-            pass  # the reports are on disk, where `traced` finds them
-        for one, sure in workers.answers("traced", now, lambda one: None):
+        runs = [(run, one) for one in now for run in workers.search.to_predict(one)]
+        words = {id(run): one.strategy.words for run, one in runs}
+        for _ in workers.answers("predict", [run for run, _ in runs], begin):
+            pass  # what was made is on disk, where `traced` finds it
+        for one, sure in workers.answers("traced", now):
             if isinstance(sure, UserError):
                 raise sure
             if sure is not None:
                 candidates.append(sure)
             else:
-                late.append(f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out")
+                unfit.append(one)
 
 
 def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
@@ -305,12 +308,12 @@ def _training_on(one: Candidate, tokens: int) -> Candidate:
 
 
 def _nearest(search: Search, tried: list[Strategy]) -> Miss | None:
-    """Return the smallest run of the strategy with the lowest estimate of memory (`Search.bound`).
+    """Return the smallest run of the strategy with the lowest estimate of memory (`Bounds.lower`).
 
     A strategy that cannot be predicted is skipped for the next; None if none can be predicted.
     """
-    for strategy in sorted(tried, key=lambda one: (search.bound(one, 0), one.order)):
-        config = search.smallest(strategy)
+    for strategy in sorted(tried, key=lambda one: (search.bounds.lower(one, 0), one.order)):
+        config = search.runs.smallest(strategy)
         try:
             report = search.predictor.whole(config)
         except UserError:

@@ -151,6 +151,7 @@ def last_that_fits(
     left: Callable[[MemoryReport], int] | None = None,
     sizes: Sequence[float] | None = None,
     slope: float = 0,
+    exceeds: Callable[[int, int, MemoryReport], bool] | None = None,
 ) -> tuple[int, dict[int, MemoryReport]]:
     """Find the last of the numbers 0 to `count` - 1 that fits, where each number needs more memory than the one before.
 
@@ -160,24 +161,38 @@ def last_that_fits(
         start: the number to predict first.
         least: the first number that is worth a prediction: those below are taken to fit.
         margin: bytes that must be left free.
-        known: the report of number 0, if it fits and was predicted before.
+        known: number -> report, of those that were predicted before.
         left: returns the bytes that a run leaves free, negative if it does not fit; by default `headroom`.
         sizes: for each number, ascending, a size with which memory grows about linearly; None: the number itself.
         slope: bytes that one more of this size is expected to need; 0 if unknown.
+        exceeds: (larger, fits, report of `fits`) -> whether the number `larger` is known not to fit; then it is not
+            predicted.
 
     Returns the number, or `least` - 1 if none fits; and number -> report of all that were predicted, among them this
-    number, unless none fits, and the next one, unless all fit.
+    number, unless none fits, and the next one, unless all fit or `exceeds` ruled it out.
     """
     reports, left, sizes = dict(known or {}), left or headroom, sizes or range(count)
-    fits, fails, tries = max(len(reports), least) - 1, count, 0
-    at = min(max(start, least), count - 1)
-    while fails - fits > 1:
+    fits, fails, tries, new = least - 1, count, 0, [*reports]
+    while True:
+        for number in new:
+            if left(reports[number]) < margin:
+                fails = min(fails, number)
+            elif number > fits:
+                fits = number
+                if exceeds is not None:
+                    its = reports[number]
+                    fails = next((larger for larger in range(fits + 1, fails) if exceeds(larger, fits, its)), fails)
+        if fails - fits <= 1:
+            return fits, reports
+        if not tries and start not in reports:
+            at = min(max(start, fits + 1), fails - 1)
+        elif tries and tries % 4 == 0:
+            at = (fits + fails) // 2
+        else:
+            free = {number: left(report) - margin for number, report in reports.items()}
+            at = _crossing(free, fits, fails, sizes, slope)
         reports[at] = predict(at)
-        tries += 1
-        fits, fails = (at, fails) if left(reports[at]) >= margin else (fits, at)
-        free = {number: left(report) - margin for number, report in reports.items()}
-        at = (fits + fails) // 2 if tries % 4 == 0 else _crossing(free, fits, fails, sizes, slope)
-    return fits, reports
+        tries, new = tries + 1, [at]
 
 
 def headroom(report: MemoryReport) -> int:

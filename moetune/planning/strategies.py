@@ -40,6 +40,12 @@ class Strategy:
         return ", ".join(key.partition(".")[2] if value is True else str(value) for key, value in chosen)
 
     @property
+    def step(self) -> int:
+        """The step between numbers of trained experts in each layer: the size of the `ep` axis, so that all ranks train
+        equally many and need equal memory, and one record serves every number (memory/closed_form/)."""
+        return int(self.settings.get("parallel.ep", 1))
+
+    @property
     def on_host(self) -> int:
         """How many settings move tensors to host memory."""
         return sum(is_setting_of_host(key, value) for key, value in self.settings.items())

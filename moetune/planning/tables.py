@@ -128,9 +128,11 @@ def next_larger(one: Candidate) -> str:
     larger = one.next_larger
     if larger is None:
         return "nothing larger exists"
+    if larger.report is None:
+        return f"{larger.what} would not fit: what it stores more exceeds what is left"
     part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
     needs, left = span_in_words(larger.report), left_in_words(larger.report)
-    risk = "may run out of memory" if larger.report.verdict == "tight" else "would not fit"
+    risk = "may run out of memory" if larger.verdict == "tight" else "would not fit"
     return f"{larger.what} {risk}: {needs}; {left}; the largest part: {named(part)}, {gib(size)}"
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # a spawned process must run `_begin` before slow imports
     _Options = tuple[Gpu | None, bool, AssumedRouting | None, InTrl | None]
     _Start = tuple[str, Gpu | None, bool, AssumedRouting | None, InTrl | None]
 
-_Input = TypeVar("_Input", "Strategy", "Candidate", "RunConfig")
+_Input = TypeVar("_Input", "Strategy", "Candidate", "tuple[RunConfig, bool]")
 _Output: TypeAlias = "Candidate | UserError | None"
 
 
@@ -72,9 +72,9 @@ class Workers:
 
     def answers(
         self,
-        method: Literal["found", "trace", "traced"],
+        method: Literal["found", "predict", "traced"],
         inputs: Sequence[_Input],
-        say: Callable[[_Input], None],
+        say: Callable[[_Input], None] = lambda one: None,
         more: Callable[[_Input, list[_Output]], tuple[Any, ...] | None] = lambda one, before: (),
         delay: Callable[[_Input, list[_Input]], int | None] = lambda one, running: 0,
         known: Callable[..., tuple[_Output] | None] = lambda *_: None,
@@ -209,7 +209,7 @@ def _search(start: _Start) -> Search:
 def _answer(
     start: _Start,
     method: str,
-    one: Strategy | Candidate | RunConfig,
+    one: Strategy | Candidate | tuple[RunConfig, bool],
     more: tuple[Any, ...],
     search: Search | None = None,
 ) -> Candidate | UserError | None:

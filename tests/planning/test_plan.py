@@ -8,7 +8,8 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.planning.candidate import Candidate, nearly, worth
+from moetune.planning.bounds import Bounds
+from moetune.planning.candidate import Candidate, NextLarger, nearly, worth
 from moetune.planning.largest import is_surpassed
 from moetune.planning.plan import Plan, _ranked, _useful_first, plan
 from moetune.planning.search import Search
@@ -57,6 +58,24 @@ def test_ctrl_c_ends_with_what_was_found(small_model: Path, monkeypatch: pytest.
     assert "1 of" in str([section.body for section in plan_view(found).sections if section.title == "interrupted"])
 
 
+def test_ctrl_c_while_tracing_leaves_each_way_once(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none that does not fit by trace."""
+    asked = list[Candidate]()
+
+    def interrupted(search: Search, found: Candidate) -> None:
+        asked.append(found)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "traced", interrupted)
+    found = plan(str(small_model), "24GiB", goals=("router", "lora"), length=64, every=True)
+    assert found.interrupted
+    there = [(one.goal, one.strategy.order) for one in found.candidates]
+    assert len(there) == len(set(there)) > 1
+    assert (asked[0].goal, asked[0].strategy.order) not in there
+    assert (asked[1].goal, asked[1].strategy.order) in there
+
+
 @pytest.mark.parametrize("every", [False, True])
 def test_the_most_useful_of_each_goal_is_traced(
     every: bool, small_model: Path, monkeypatch: pytest.MonkeyPatch
@@ -91,8 +110,8 @@ def test_a_slower_way_is_searched_only_where_no_faster_one_fits(
 
     monkeypatch.setattr(Search, "found", found)
     monkeypatch.setattr(Search, "known", lambda *_: None)  # what another test has left on disk
-    monkeypatch.setattr(Search, "may_fit", lambda *_: True)
-    monkeypatch.setattr(Search, "to_trace", lambda search, one: [])
+    monkeypatch.setattr(Bounds, "may_fit", lambda *_: True)
+    monkeypatch.setattr(Search, "to_predict", lambda search, one: [])
     monkeypatch.setattr(Search, "traced", lambda search, one: one)
     plan(str(small_model), "24GiB", goals=("lora", "router"), length=64, every=True)
     assert {slowness for goal, slowness in asked if goal == "lora"} == set(range(fits + 1))
@@ -115,12 +134,12 @@ def test_a_slower_way_begins_beside_a_faster_one_in_doubt(
         one = replace(candidate("lora", "adamw", 1, strategy.order), strategy=strategy)
         return one if fits or strategy.slowness else None
 
+    monkeypatch.setattr(Bounds, "may_fit", lambda bounds, one: one.settings["model.base"] == "nf4")
+    monkeypatch.setattr(Bounds, "is_doubtful", lambda bounds, one: not one.slowness)
     for name, value in {
         "found": found,
         "known": lambda *_: None,  # what another test has left on disk
-        "may_fit": lambda search, one: one.settings["model.base"] == "nf4",
-        "is_doubtful": lambda search, one: not one.slowness,
-        "to_trace": lambda search, one: [],
+        "to_predict": lambda search, one: [],
         "traced": lambda search, one: one,
     }.items():
         monkeypatch.setattr(Search, name, value)
@@ -135,7 +154,7 @@ def little_more_than_the_smallest(model: Path) -> str:
     raw = {"model": {"path": str(model)}, "adapt": {}, "train": train, "hardware": {"gpu": "24GiB"}}
     roomy = Search.of(RunConfig.model_validate(raw))
     strategy = next(strategies("experts", roomy.structure, 1))
-    return f"{roomy.predictor.of(roomy.smallest(strategy)).span.high + (1 << 20)}B"
+    return f"{roomy.predictor.of(roomy.runs.smallest(strategy)).span.high + (1 << 20)}B"
 
 
 def test_what_is_not_searched_would_not_be_the_most_useful(small_model: Path) -> None:
@@ -245,10 +264,16 @@ def test_the_most_useful_of_each_goal_comes_first() -> None:
 
 @pytest.mark.parametrize("every", [False, True])
 def test_a_row_takes_two_lines_of_100_columns(every: bool) -> None:
-    ordered = _useful_first([candidate("lora", "adamw", 64, 1), candidate("lora", "adamw", 8, 0)])
+    one, other = candidate("lora", "adamw", 64, 1), candidate("lora", "adamw", 8, 0)
+    other = replace(other, next_larger=NextLarger("rank 16", other.config, None))  # which surely exceeds the card
+    ordered = _useful_first([one, other])
     view = plan_view(Plan("m", "44GiB", 44 << 30, tuple(ordered)), every=every)
     (rows,) = [section.body for section in view.sections if isinstance(section.body, str)]
     assert len(rows.splitlines()) == (4 if every else 2)
     assert max(map(len, rows.splitlines())) <= 100
     assert "yes" in rows.splitlines()[0]
+    assert [*view.sections[-1].body] == [
+        "1: nothing larger exists",
+        "2: rank 16 would not fit: what it stores more exceeds what is left",
+    ][: 1 + every]
     assert ("--all: every way" in view.more) is not every

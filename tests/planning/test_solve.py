@@ -37,6 +37,20 @@ def test_the_last_that_fits_is_found_wherever_it_is(shape: str) -> None:
         assert last + 1 == count or last + 1 in reports
         assert len(asked) == len(set(asked)) <= 40
 
+        def exceeds(more: int, number: int, report: Any) -> bool:
+            """Half of what it grows is known."""
+            return (heights[shape](more) - heights[shape](number)) / 2 > report.headroom_bytes
+
+        known = {number: predicted(number) for number in draw.sample(range(count), min(count, draw.randrange(3)))}
+        asked.clear()
+        again, reports = last_that_fits(count, predicted, draw.randrange(count), known=known, exceeds=exceeds)
+        assert not {*known} & {*asked}
+        assert again == last
+        assert last + 1 in (count, *reports) or exceeds(last + 1, last, reports[last])
+        fitting = [number for number in asked if number <= last]
+        pairs = [(more, number) for number in fitting for more in asked[asked.index(number) :] if more > number]
+        assert not [pair for pair in pairs if exceeds(*pair, reports[pair[1]])]
+
 
 @pytest.fixture(scope="module")
 def predictor() -> Predictor:
