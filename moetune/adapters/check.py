@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moetune.adapters.base import AdapterBase
 from moetune.adapters.files import StoredAdapter
-from moetune.adapters.read import Read, read, rest
+from moetune.adapters.read import Read, read, rest, unwrapped
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
 from moetune.json_files import Answer
@@ -109,7 +109,10 @@ def _as_it_is(found: Read, stored: StoredAdapter, base: AdapterBase, program: st
         laid = laid_out(found.adapter, base, program)
     except UserError as error:
         return f"cannot read it: {error}"
-    other = _difference(stored.tensors, laid.tensors)
+    tensors = stored.tensors
+    if program not in ("vllm", "sglang"):  # PEFT reads the frozen weights that it stores
+        tensors = {name: tensor for name, tensor in tensors.items() if unwrapped(name) not in found.frozen}
+    other = _difference(tensors, laid.tensors)
     if other is None and program in ("vllm", "sglang"):
         here, there = stored.settings, laid.settings
         mixed = any(here.get(key) for key in ("rank_pattern", "alpha_pattern", "use_rslora"))

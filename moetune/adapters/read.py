@@ -40,18 +40,23 @@ class Read:
         layout: one of `LAYOUTS`; None for an adapter without factors on experts.
         reasons: from what the layout was concluded, one sentence each.
         problems: what was trained and is ignored, or would be read wrongly, one line each.
+        unread: those of the problems about tensors that have no part in `adapter`.
         altered: those of the problems about updates that differ from what moetune recorded when it wrote the file.
         is_unsure: whether the values of the factors contradict the layout that names, shapes or settings indicate.
         zero: projection (`<experts>.gate_up`) -> ids of the experts that have factors whose update is zero.
+        frozen: name of a parameter -> the base's value of it, which PEFT stores beside the factors of `lm_head`: a part
+            of the base that the adapter was made on, and not of the adapter.
     """
 
     adapter: Adapter
     layout: str | None
     reasons: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     altered: list[str] = field(default_factory=list)
     is_unsure: bool = False
     zero: dict[str, list[int]] = field(default_factory=dict)
+    frozen: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,6 +70,7 @@ class _Pairs:
         whole: path of a layer's experts -> role -> {"A" or "B": tensor [E or 1, …]}.
         named: (path of a layer's experts, role) -> a stored name of it, by which the settings give its scale.
         saved: parameter -> value.
+        frozen: parameter -> the base's value of it, where its module has factors.
         unread: a line for each tensor that belongs to nothing, with the reason.
     """
 
@@ -78,6 +84,7 @@ class _Pairs:
     )
     named: dict[tuple[str, str], str] = field(default_factory=dict)
     saved: dict[str, Tensor] = field(default_factory=dict)
+    frozen: dict[str, Tensor] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
 
 
@@ -90,12 +97,12 @@ def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) ->
         UserError: names and shapes allow two layouts, or none; or `layout` is not one of those that they allow.
     """
     pairs = _sort(stored, base)
-    found = Read(Adapter({}, {}), None, problems=list(pairs.unread))
+    found = Read(Adapter({}, {}), None, unread=list(pairs.unread), frozen=pairs.frozen)
     linears = {}
     for path, (name, A, B) in pairs.linears.items():
         info = base.structure.linears()[path]
         if A.ndim != 2 or B.ndim != 2 or (A.shape[1], *B.shape) != (info.in_features, info.out_features, len(A)):
-            found.problems.append(
+            found.unread.append(
                 f"{path}: lora_A {[*A.shape]} and lora_B {[*B.shape]} do not map {info.in_features} features to "
                 f"{info.out_features}"
             )
@@ -131,6 +138,7 @@ def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) ->
             zero = [e for e in sorted(ids) if not factors.B[e].any() or not factors.A[e].any()]
             if zero:
                 found.zero[name] = zero
+    found.problems = [*found.unread, *found.problems]
     _compare_sketch(stored, found)
     return found
 
@@ -149,6 +157,7 @@ def _sort(stored: StoredAdapter, base: AdapterBase) -> _Pairs:
     """Sort the tensors of an adapter by what they belong to in its base."""
     pairs = _Pairs()
     parameters = {**dict(base.plain.named_parameters(remove_duplicate=False)), **dict(base.plain.named_buffers())}
+    with_factors = {unwrapped(_factor_of(name)[0]) for name in stored.tensors}
     halves: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in sorted(stored.tensors.items()):
         module, factor, rest = _factor_of(name)
@@ -158,11 +167,13 @@ def _sort(stored: StoredAdapter, base: AdapterBase) -> _Pairs:
             else:
                 halves[module][factor] = tensor
             continue
-        plain = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-        if plain in parameters and parameters[plain].shape == tensor.shape:
-            pairs.saved[plain] = tensor
-        else:
+        plain = unwrapped(name)
+        if plain not in parameters or parameters[plain].shape != tensor.shape:
             pairs.unread.append(f"{name}: belongs to no parameter of {base.name!r}")
+        elif ".base_layer." in name and plain.rpartition(".")[0] in with_factors:
+            pairs.frozen[plain] = tensor
+        else:
+            pairs.saved[plain] = tensor
     for module, half in halves.items():
         inner = module
         while inner.endswith(".base_layer"):
@@ -187,6 +198,11 @@ def _sort(stored: StoredAdapter, base: AdapterBase) -> _Pairs:
         else:
             pairs.unread.append(f"{module}: has factors, and {base.name!r} has no such layer")
     return pairs
+
+
+def unwrapped(name: str) -> str:
+    """Return a stored name without `base_layer` and `modules_to_save`, the parts that PEFT's wrappers add to it."""
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "modules_to_save"))
 
 
 def _factor_of(name: str) -> tuple[str, str, str]:
@@ -351,7 +367,7 @@ def _from_roles(
             continue
         rank = A[0].shape[1]
         if B[0].shape[2] != rank:
-            found.problems.append(f"{layer.experts} {role}: lora_A has rank {rank} and lora_B {B[0].shape[2]}")
+            found.unread.append(f"{layer.experts} {role}: lora_A has rank {rank} and lora_B {B[0].shape[2]}")
             continue
         target = pairs.named[layer.experts, role]
         _check_rank(found, stored, target, rank)
@@ -359,7 +375,7 @@ def _from_roles(
         roles[role] = Factors(A[0], B[0], stored.scales.of(target, rank)).trimmed(noted)
         ids[role] = A[1] & B[1]
         for expert in sorted(A[1] ^ B[1]):
-            found.problems.append(f"{layer.experts}.{expert} {role}: has one of the two factors only")
+            found.unread.append(f"{layer.experts}.{expert} {role}: has one of the two factors only")
     if not layer.shape.has_gate and "up" in roles:
         roles[GATE_UP], ids[GATE_UP] = roles.pop("up"), ids.pop("up")
     if parts := roles.keys() & {"gate", "up"}:
@@ -386,12 +402,12 @@ def _stack(
         every = frozenset(parts)
     where = f"{layer.experts} {role}: lora_{factor}"
     if not parts:
-        found.problems.append(f"{where} is missing")
+        found.unread.append(f"{where} is missing")
         return None
     shapes = {tuple(part.shape) for part in parts.values()}
     features = {part.shape[1 if factor == "A" else 0] for part in parts.values() if part.ndim == 2}
     if len(shapes) != 1 or features != {into if factor == "A" else out} or (whole is not None and len(parts) != count):
-        found.problems.append(
+        found.unread.append(
             f"{where} {[*min(shapes)]} does not fit {count} experts of {into} features to {out}"
             if len(shapes) == 1
             else f"{where} has another rank for some experts"

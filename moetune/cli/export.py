@@ -58,7 +58,7 @@ def export(
     if into is not None and (check or format_ != "merged"):
         raise UserError(f"--into {into} is for --format merged, and prints losses without --check")
     if out is not None:
-        is_occupied(expanded(out), overwrite)
+        is_occupied(out := expanded(out), overwrite)
     with heavy_imports():
         from moetune.exporting.export import export as export_trained
         from moetune.exporting.finished_run import open_run
@@ -89,7 +89,12 @@ def export(
         f"{result.format} of step {result.step}: {counted(result.tensors, 'tensor')}, {result.bytes:,} bytes, in "
         f"{result.out}"
     ]
-    checked = check_export(run, out, check) if check else None if into is None else check_rounded(run, out)
+    try:
+        checked = check_export(run, out, check) if check else None if into is None else check_rounded(run, out)
+    except UserError as error:
+        raise UserError(
+            f"{str(out)!r} was written; {'--check' if check else 'comparing losses'} failed: {error}"
+        ) from error
     shown += _of_survival(result.survival)
     if checked is not None:
         if checked.unread is not None:

@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
+
 from moetune.cli.options import (
     Json,
     KeepQuantized,
@@ -19,6 +21,7 @@ from moetune.cli.options import (
     opened,
     option,
     refuse_card,
+    refuse_given,
     target,
     utf8,
 )
@@ -41,6 +44,7 @@ Seed = Annotated[int, number("Seed of the sampling.", 0, 2**63 - 1)]
 
 
 def generate(
+    context: typer.Context,
     model: Opens,
     prompt: Annotated[str | None, option("TEXT", "Text to continue.", check=utf8)] = None,
     chat: Annotated[bool, flag("--chat", "Take the prompt as a message for the chat template.")] = False,
@@ -66,6 +70,10 @@ def generate(
     refuse_card(gpu, predict)
     if (prompt is None) == (prompts is None):
         raise UserError("give --prompt TEXT, or --prompts FILE with --out FILE.jsonl")
+    if prompts is not None:
+        refuse_given(context, "is for --prompt; records of --prompts with messages take the chat template", "chat")
+    else:
+        refuse_given(context, "is for --prompts FILE; --prompt is one prompt, with one text", "batch", "samples")
     if (prompts is None) != (out is None) and not (predict and out is None):
         raise UserError("--prompts FILE and --out FILE.jsonl belong together: give both, or neither")
     with heavy_imports():

@@ -20,6 +20,7 @@ from moetune.cli.options import (
     heavy_imports,
     in_a_folder,
     option,
+    refuse_given,
 )
 from moetune.errors import UserError, suggest
 from moetune.files import refuse_taken, write_output
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 def init(
+    context: typer.Context,
     recipe: Annotated[str, argument("RECIPE|MODEL", "Recipe name; `moetune init --list` shows them. Or a model.")] = "",
     gpu: Annotated[
         str | None,
@@ -50,6 +52,9 @@ def init(
         return
     refuse_taken(out)
     if recipe in known:
+        refuse_given(
+            context, f"is for a plan for a MODEL, and {recipe!r} is a recipe; leave it out", "gpu", "goal", "tight"
+        )
         # the command in a recipe's header names the recipe's path in the repository; replace it by the new file's
         text = read_recipe(recipe).replace(f"configs/{recipe}.yaml", str(out))
     elif recipe and (card := gpu or _here(recipe, known)) is not None:

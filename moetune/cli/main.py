@@ -108,8 +108,8 @@ app.add_typer(adapter, name="adapter")
 def main() -> None:
     """Run the command in `sys.argv` and exit the process.
 
-    Exit codes: 0: done; 1: the command ran and its answer is no; 2: bad input, or the system lacks memory, disk space
-    or another resource; 70: an internal error of moetune; 130: interrupted.
+    Exit codes: 0: done; 1: the command ran and its answer is no, or the GPU's memory ran out; 2: bad input, or the
+    system lacks host memory, disk space or another resource; 70: an internal error of moetune; 130: interrupted.
     """
     code = _run()
     try:
@@ -149,14 +149,15 @@ def _run() -> int:
 
 
 def _failed(error: BaseException) -> int:
-    """Print the exception that ended the command; return its exit code: 2 for bad input, 70 for an internal error."""
+    """Print the exception that ended the command; return its exit code: 1 if the GPU's memory ran out, 2 for bad input,
+    70 for an internal error."""
     system = error if isinstance(error, UserError) else _of_system(error)
     trace = printable("".join(traceback.format_exception(error))) if _debug or system is None else ""
     if system is None:
         _say(trace.rstrip(), trace)
         return _INTERNAL
     _say(f"{trace}error: {system}", str(system))
-    return 2
+    return 1 if _is_of_gpu(error) else 2
 
 
 def _say(text: str, message: str) -> None:
@@ -166,13 +167,23 @@ def _say(text: str, message: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
+def _is_of_gpu(error: BaseException) -> bool:
+    """Return whether an exception is `torch.OutOfMemoryError`: a GPU has no memory left. torch is not imported."""
+    return any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+
+
 def _of_system(error: BaseException) -> UserError | None:
     """Return a `UserError` for an exception that the system or the user's input caused; None for an internal error.
 
-    Such exceptions are: no memory left, text that is not UTF-8, and errors of files and disks. Input that is nested too
-    deeply is refused by its reader; a `RecursionError` that arrives here is an internal error.
+    Such exceptions are: no memory left, of the host or of a GPU; text that is not UTF-8; and errors of files and disks.
+    Input that is nested too deeply is refused by its reader; a `RecursionError` that arrives here is an internal error.
     """
-    if isinstance(error, MemoryError) or any(name in str(error) for name in _OF_MEMORY.get(type(error), ())):
+    if _is_of_gpu(error):
+        reason = (
+            "the GPU has no more memory for this command; take a smaller batch or shorter sequences (--predict, where "
+            f"the command has it, shows what it needs): {one_line(error)}"
+        )
+    elif isinstance(error, MemoryError) or any(name in str(error) for name in _OF_MEMORY.get(type(error), ())):
         reason = "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
     elif isinstance(error, UnicodeError):
         reason = f"a text is not UTF-8: {one_line(error)}"

@@ -67,8 +67,9 @@ def known_gpu(value: str | None) -> str | None:
 
 
 def existing_run(folder: Path) -> Path:
-    """Return `folder` unchanged if it is an existing folder; raise `UserError` otherwise."""
-    if not expanded(folder).is_dir():
+    """Return the path of an existing folder, with `~` expanded; raise `UserError` if there is none."""
+    folder = expanded(folder)
+    if not folder.is_dir():
         raise UserError(f"run folder {str(folder)!r} does not exist.{suggest(folder.name, names_in(folder.parent))}")
     return folder
 
@@ -125,6 +126,15 @@ def refuse_card(gpu: str | None, predict: bool) -> None:
     """Raise `UserError` if a command was given `--gpu` without `--predict`."""
     if gpu is not None and not predict:
         raise UserError("--gpu is the card that --predict predicts for; the command itself uses this machine's GPU")
+
+
+def refuse_given(context: typer.Context, reason: str, *names: str) -> None:
+    """Raise `UserError` if one of the running command's parameters `names` is on its command line, even with its
+    default value. The message is the option's name and `reason`."""
+    for param in context.command.params:
+        source = context.get_parameter_source(str(param.name))
+        if param.name in names and source is not None and source.name == "COMMANDLINE":
+            raise UserError(f"{param.opts[0]} {reason}")
 
 
 # --- Options ------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from moetune.cli.options import (
     number,
     option,
     read_run,
+    refuse_given,
     refuse_set,
     trl_settings,
 )
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 
 def plan(
+    context: typer.Context,
     what: Annotated[str, argument("MODEL|RUN.yaml", "A model to plan for, or a run file.")],
     solve: Annotated[
         str | None, option("KEY", "For a run file: find the largest value of this setting that fits.")
@@ -82,8 +84,10 @@ def plan(
         raise UserError("--trainer predicts memory of training only; leave --tokens and train.eval_micro_batch out")
     progress: Any = terminal(stderr=True)
     if solve is not None:
-        if html or figure or write or tokens:
-            raise UserError("--html, --figure, --write and --tokens need a plan for a model, not --solve")
+        refuse_given(
+            context, "is for a plan for a model, not for --solve; leave it out",
+            "count", "goal", "host", "data", "tokens", "min_sequence", "all_", "explain", "write", "html", "figure",
+        )  # fmt: skip
         with heavy_imports():
             from moetune.memory.assumed_routing import parse_routing
             from moetune.planning.predictor import Predictor

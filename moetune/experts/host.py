@@ -222,7 +222,6 @@ class ExpertPrefetcher:
 
     def _go_to(self, number: int, in_backward: bool) -> None:
         """Make layer `number` current: free layers that are no longer needed, and copy this one and the next."""
-        self._at = number, in_backward
         following = next((later for later in self._layers if later > number), None)
         if in_backward:
             if number in self._backward_of:
@@ -239,6 +238,7 @@ class ExpertPrefetcher:
                     module.get_buffer(name) for module, name in self._names(one)
                 )
         self._on_device[number].wait()
+        self._at = number, in_backward  # not before: memory may have run out while it was copied
 
     def _free(self, number: int) -> None:
         self._on_device.pop(number, None)

@@ -1,9 +1,13 @@
 """`moetune adapter`: open an adapter and its base, check, convert, merge and compare (layouts: `moetune.adapters`)."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from moetune.adapters import check as checks
 from moetune.adapters.base import AdapterBase, base_of, stacks_of
@@ -14,7 +18,7 @@ from moetune.adapters.files import StoredAdapter, open_adapter, write_adapter
 from moetune.adapters.read import Read, read, sure
 from moetune.adapters.write import laid_out
 from moetune.config.schema import ModelConfig
-from moetune.errors import UserError, first_of
+from moetune.errors import UserError, first_of, shown
 from moetune.exporting.folder import keep_apart, new_folder, write_export_manifest
 from moetune.exporting.formats.merged import copy_checkpoint
 from moetune.exporting.formats.updates import Update, expert_with_lora, linear_with_lora, new_rows, placed, whole
@@ -22,7 +26,7 @@ from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import Base
-from moetune.models.hub.tensor_files import Held
+from moetune.models.hub.tensor_files import Held, Stored
 from moetune.run.resolve import resolve_model
 from moetune.run.resolved import ResolvedModel
 
@@ -77,15 +81,15 @@ def convert_adapter(
             the base or has no place in the program's layout; or `out` is occupied. Nothing is written then.
     """
     out, stored = Path(out), _open(adapter)
-    _, of_base = _open_base(base)
+    model, of_base = _open_base(base)
     found = _read_whole(stored, of_base, layout)
-    keep_apart(out, "converted", stored.folder)
+    keep_apart(out, "converted", stored.folder, *model.source.local_folders())
     laid = laid_out(found.adapter, of_base, program)
-    named = stored.settings.get("base_model_name_or_path")
-    laid.settings["base_model_name_or_path"] = named if isinstance(named, str) and named else base
+    laid.settings["base_model_name_or_path"] = _named_base(stored) or base
     with new_folder(out, overwrite) as folder:
         size = write_adapter(folder, laid.tensors, laid.settings, laid.record())
-    return AdapterWritten(str(out), found.layout, found.reasons, len(laid.tensors), size, list(laid.notes))
+    notes = [*laid.notes, *_of_another_base(stored, base, model)]
+    return AdapterWritten(str(out), found.layout, found.reasons, len(laid.tensors), size, notes)
 
 
 def merge_adapter(
@@ -98,15 +102,17 @@ def merge_adapter(
     `overwrite` replaces an earlier export in `out`.
 
     Raises:
-        UserError: the base has no weights on this machine; the adapter cannot be read, its layout is in doubt, or a
-            part of it matches nothing in the base; or `out` is occupied. Nothing is written then.
+        UserError: the base has no weights on this machine; the adapter cannot be read, its layout is in doubt, a part
+            of it matches nothing in the base, or it was made on another base; or `out` is occupied. Nothing is written
+            then.
     """
     out, stored = Path(out), _open(adapter)
     model, of_base = _open_base(base)
     source = model.source.checkpoint()
     found = _read_whole(stored, of_base, layout)
-    keep_apart(out, "merged", stored.folder, source)
+    keep_apart(out, "merged", stored.folder, *model.source.local_folders())
     tensors = open_checkpoint(source)
+    _refuse_other_values(stored, found.frozen, model, tensors)
     targets = placed(model, _updates(found.adapter, of_base), tensors)
     changed: set[str] = set()
     with new_folder(out, overwrite, sum(tensor.nbytes for tensor in tensors.values())) as folder:
@@ -118,7 +124,8 @@ def merge_adapter(
         of = Base(model.source.name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": of})
     size = sum(tensors[key].nbytes for key in changed)
-    return AdapterWritten(str(out), found.layout, found.reasons, len(changed), size, [])
+    notes = _of_another_base(stored, base, model)
+    return AdapterWritten(str(out), found.layout, found.reasons, len(changed), size, notes)
 
 
 def diff_adapters(
@@ -132,15 +139,23 @@ def diff_adapters(
         layouts: the layouts that the two are in, each one of `moetune.adapters.read.LAYOUTS` or None to be detected.
 
     Raises:
-        UserError: base or an adapter cannot be read, or an adapter's files allow two layouts; or `a` names no base.
+        UserError: base or an adapter cannot be read, or an adapter's files allow two layouts; a part of an adapter
+            matches nothing in the base, or there is nothing to compare; or `a` names no base.
     """
     first, second = _open(a), _open(b)
-    named = base or first.settings.get("base_model_name_or_path")
-    if not isinstance(named, str) or not named:
+    named = base or _named_base(first)
+    if named is None:
         raise UserError(f"{first} names no base; give --base")
     _, of_base = _open_base(named)
     read_both = [read(one, of_base, layout) for one, layout in zip((first, second), layouts, strict=True)]
-    return difference(of_base, read_both[0].adapter, read_both[1].adapter, (str(a), str(b)))
+    for stored, one in zip((first, second), read_both, strict=True):
+        if one.unread:
+            lines = "\n  ".join(first_of(one.unread))
+            raise UserError(f"{stored} does not fit {named!r}, so a part of it would not be compared:\n  {lines}")
+    found = difference(of_base, read_both[0].adapter, read_both[1].adapter, (str(a), str(b)))
+    if found.equal and not found.compared:
+        raise UserError(f"there is nothing to compare: neither {first} nor {second} has an update that is not zero")
+    return found
 
 
 def _open(adapter: Path | str) -> StoredAdapter:
@@ -156,6 +171,23 @@ def _open_base(base: str) -> tuple[ResolvedModel, AdapterBase]:
     and the tensor names of its checkpoint."""
     model = resolve_model(ModelConfig.named(base), "cpu")
     return model, base_of(model.source, model.plain, model.structure, base)
+
+
+def _named_base(stored: StoredAdapter) -> str | None:
+    """Return the base that an adapter's settings name; None if they name none."""
+    named = stored.settings.get("base_model_name_or_path")
+    return named if isinstance(named, str) and named else None
+
+
+def _of_another_base(stored: StoredAdapter, base: str, model: ResolvedModel) -> list[str]:
+    """Return a note if an adapter's settings name another base than the one that the user named, `base`, which is
+    `model`; else an empty list. Two names may stand for the same weights, so this is no error."""
+    named, source = _named_base(stored), model.source
+    known = {base, source.name, source.folder}
+    known |= {str(path) for folder in source.local_folders() for path in (folder.absolute(), folder.resolve())}
+    if named is None or named in known or os.path.abspath(os.path.expanduser(named)) in known:
+        return []
+    return [f"{stored} names the base {shown(named)}, and it is read with {base!r}"]
 
 
 def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) -> Read:
@@ -190,3 +222,28 @@ def _updates(adapter: Adapter, base: AdapterBase) -> Iterator[Update]:
     for name, tensor in adapter.saved.items():
         first = base.structure.tied.get(name, name)
         yield Update(first, None, False, partial(whole, Held(tensor)), tensor.dtype)
+
+
+def _refuse_other_values(
+    stored: StoredAdapter, frozen: Mapping[str, Tensor], model: ResolvedModel, tensors: Mapping[str, Stored]
+) -> None:
+    """Raise `UserError` if a frozen weight that an adapter stores beside its factors is not the base's.
+
+    Args:
+        frozen: name of a parameter of the plain model -> its stored value, which may have been rounded to 16 bits.
+        tensors: the tensors of the base checkpoint by name.
+    """
+    tied = model.structure.tied
+    parts = [
+        Update(tied.get(name, name), None, False, partial(whole, Held(value)), value.dtype)
+        for name, value in frozen.items()
+    ]
+    for part, mapping in placed(model, parts, tensors):
+        for key, start, rows in new_rows(part, mapping, tensors):
+            here = tensors[key].rows(start, start + len(rows)).float()
+            # rounding changes a bfloat16 by 2⁻⁹ of itself, and the smallest float16 by 2⁻²⁵
+            if not torch.allclose(rows.float(), here, rtol=2**-8, atol=2**-24):
+                raise UserError(
+                    f"{stored} was made on another base than {model.source.name!r}: it stores {part.parameter}, which "
+                    "is frozen, with other values; give the base that it was trained on"
+                )

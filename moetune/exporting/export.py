@@ -78,6 +78,8 @@ def export(
     else:
         run = in_memory(trained) if isinstance(trained, Adapted) else open_run(Path(trained))
     kept = [expanded(run.config.model.path), *(() if run.path is None else (run.path,))]
+    if (quantized := run.adapted.run.model.source.quantized_base) is not None:
+        kept.append(quantized.source)
     if run.config.model.weights == "pretrained" and format != "peft":  # a PEFT adapter may need no base
         kept.append(base_folder(run))
     keep_apart(out, "exported", *kept)

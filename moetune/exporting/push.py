@@ -32,9 +32,9 @@ def model_card(run: Path, format: str) -> ModelCard:
         "steps": f"{train.steps} of {train.micro_batch * train.accumulate} × {train.sequence_length} tokens",
         "optimizer": ", ".join({f"{one.name}, lr {one.lr:g}": None for one in config.optimizers.values()}),
     }
-    losses = [line for line in folder.metrics() if "eval_loss" in line]
-    for line in losses[:1] + losses[1:][-1:]:
-        facts[f"held-out loss at step {line['step']}"] = f"{line['eval_loss']:.4f}"
+    losses = [(line["step"], loss) for line in folder.metrics() if (loss := line.get("eval_loss")) is not None]
+    for step, loss in losses[:1] + losses[1:][-1:]:
+        facts[f"held-out loss at step {step}"] = f"{loss:.4f}"
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items() if value is not None)
     trained = f"Trained with moetune on {base}, whose frozen weights stayed in {config.model.base}."
     tags = ["moetune", "mixture-of-experts"]

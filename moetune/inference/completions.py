@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from moetune.errors import UserError, shown
+from moetune.errors import UserError, one_line, shown
 from moetune.files import expanded, lock, refuse_existing, write_output
 from moetune.inference.generate import Message, continued, has_static_cache, token_ids
 from moetune.inference.opened import Found, Opened, open_model
@@ -70,8 +70,9 @@ def complete(
 
     Raises:
         UserError: `out` exists or cannot be written, or another process writes it; it was begun with other arguments; a
-            record has no prompt, or has `generated` already; several samples are asked for at temperature 0; a prompt
-            takes all positions of the model or has tokens that it does not have; or the model computes NaN.
+            record has no prompt, has `generated` already, or cannot be written as JSON; several samples are asked for
+            at temperature 0; a prompt takes all positions of the model or has tokens that it does not have; or the
+            model computes NaN.
     """
     out, console = expanded(out), console or terminal(stderr=True)
     try:
@@ -125,7 +126,7 @@ def fullest_batch(found: Found, prompts: str, *, batch: int = 8, samples: int = 
 
 def _records(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, record) for each record of a file or data set; `place` is text for messages, such as `a.jsonl, line
-    3`. Raise `UserError` for a record that cannot be read, or if there is none."""
+    3`. Raise `UserError` for a record that cannot be read, or cannot be written as JSON, and if there is none."""
     empty = True
     for source in open_sources(spec):
         for row in source.rows:
@@ -136,6 +137,10 @@ def _records(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise UserError(f"{where}: {shown(row.value)} is no object with prompt, text or messages")
             if GENERATED in row.value:
                 raise UserError(f"{where}: holds {GENERATED!r} already; rename it or leave it out")
+            try:
+                json.dumps(row.value, ensure_ascii=False).encode()
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{where}: cannot be written to --out as JSON: {one_line(error)}") from error
             yield where, row.value
     if empty:
         raise UserError(f"{spec!r} holds no records")

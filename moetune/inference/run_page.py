@@ -65,7 +65,7 @@ def run_page(path: Path, run: ResolvedRun) -> tuple[View, list[Chart]]:
 
 def _words(metrics: Metrics, steps: int) -> Iterator[str]:
     """Yield the headline and the summary lines: steps done of the run's `steps`, losses, speed, skipped steps."""
-    evaluations = [line for line in metrics if "eval_loss" in line]
+    evaluations = [line for line in metrics if line.get("eval_loss") is not None]
     losses = [line["loss"] for line in metrics if line.get("loss") is not None]
     done = f"{max((line['step'] for line in metrics), default=0):,} of {counted(steps, 'step')}"
     if len(evaluations) > 1:

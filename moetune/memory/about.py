@@ -91,8 +91,8 @@ def trains(run: ResolvedRun) -> Iterator[str]:
     """Yield one phrase for each group of trained parameters: experts, routers, LoRA, and `adapt.also`."""
     adapt, selection = run.config.adapt, run.selection
     if selection.experts:
-        count = sum(map(len, selection.experts.values()))
-        ids = ranges(next(iter(selection.experts.values())))
+        count, chosen = sum(map(len, selection.experts.values())), list(selection.experts.values())
+        ids = ranges(chosen[0]) if chosen.count(chosen[0]) == len(chosen) else "chosen by layer,"
         yield f"{counted(count, 'expert')}: {ids} of layers {ranges(selection.experts)}"
     if adapt.router != "none":
         yield f"routers of {'all layers' if adapt.router == 'all' else f'layers {ranges(adapt.router)}'}"

@@ -30,26 +30,35 @@ def by_kind(run: ResolvedRun, routing: AssumedRouting, find: Callable[[int], _Va
 def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
     """Return one key per rank, in rank order; ranks with equal keys need equal memory.
 
-    A key holds the numbers of trained experts and of experts with LoRA in each layer; the rank's shard if some trained
-    tensor does not divide evenly among the FSDP ranks; its `tp` index if the tokens do not divide evenly among the
-    tensor-parallel ranks; and with `by_expert` its `ep` index, because experts then receive different numbers of
-    tokens.
+    A key holds how the rank's experts of each layer train; the rank's shard if some trained tensor does not divide
+    evenly among the FSDP ranks; its `tp` index if the tokens do not divide evenly among the tensor-parallel ranks; and
+    with `by_expert` its `ep` index, because experts then receive different numbers of tokens.
     """
     run = resolve(run, "cuda")
     parallel = run.config.parallel
     if parallel.ranks == 1:
         return [()]
-    is_even, selection = divides_evenly(run), run.selection
+    is_even, experts = divides_evenly(run), [_experts_at(run, ep) for ep in range(parallel.ep)]
     shares_evenly = run.config.train.micro_batch * run.config.train.sequence_length % token_shares(parallel) == 0
     kinds: list[Hashable] = []
     for rank in range(parallel.ranks):
         at = Coordinates.of(parallel, rank)
-        held = {layer: set(of_ranks[at.ep]) for layer, of_ranks in run.placement.items()}
-        trained = tuple(len(held[layer] & set(ids)) for layer, ids in selection.experts.items() if layer in held)
-        lora = tuple(len(held[layer] & set(ids)) for layer, ids in selection.lora_experts.items() if layer in held)
         shard = () if is_even else (at.fsdp, at.shard)
-        kinds.append((trained, lora, shard, at.ep if by_expert else 0, 0 if shares_evenly else at.tp))
+        kinds.append((experts[at.ep], shard, at.ep if by_expert else 0, 0 if shares_evenly else at.tp))
     return kinds
+
+
+def _experts_at(run: ResolvedRun, ep: int) -> Hashable:
+    """Return, for each layer whose experts are divided, how many of those at index `ep` train in full, and whether each
+    other one, in order, has LoRA. Only neighbours of one kind are computed together (`groups_of`)."""
+    found = []
+    for layer, of_ranks in run.placement.items():
+        both = run.selection.experts, run.selection.lora_experts
+        trained, lora = (frozenset(chosen.get(layer, ())) for chosen in both)
+        if trained or lora:
+            others = tuple(expert in lora for expert in of_ranks[ep] if expert not in trained)
+            found.append((len(of_ranks[ep]) - len(others), others))
+    return tuple(found)
 
 
 def divides_evenly(run: ResolvedRun) -> bool:

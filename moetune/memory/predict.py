@@ -4,7 +4,7 @@ import gc
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -31,7 +31,7 @@ from moetune.memory.trace import NotTraceable, Trace, trace
 from moetune.memory.trace.steps import STEPS
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
-from moetune.parallel.coordinates import Coordinates, data_ranks
+from moetune.parallel.coordinates import data_ranks
 from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
@@ -126,14 +126,11 @@ def predict(
     if run.structure.moe_layers:
 
         def peak(assumed: AssumedRouting, rank: int) -> int:
-            if assumed == routing and (method == "formula" or tracing is not trace):
-                return found[rank].parts().total
-            try:
-                if tracing is trace:
+            is_found = assumed == routing
+            if tracing is trace and not (is_found and method == "formula"):
+                with suppress(NoClosedForm):
                     return depths.at(run, rank, card, assumed).parts().total
-            except NoClosedForm:
-                pass
-            return tracing(run, assumed, rank=rank, gpu=card).parts().total
+            return (found[rank] if is_found else tracing(run, assumed, rank=rank, gpu=card)).parts().total
 
         report = replace(report, unknowns=(*_of_routing(run, routing, report.load.gpu, peak), *report.unknowns))
     if method != "formula" and name is not None and card.bandwidth is None:
@@ -146,14 +143,22 @@ def predict(
         note = "another layout may fit: compare layouts with `moetune compare` (docs/guides/parallel.md)"
         return _noting(report, note)
 
+    not_tried = False
+
     def needs(config: RunConfig) -> MemoryReport:
+        nonlocal not_tried
         changed = resolve(config, run.device_type, like=run)
-        return predict(changed, method="formula", gpu=name, routing=routing, depths=depths, advise=False)
+        try:
+            return predict(changed, method="formula", gpu=name, routing=routing, depths=depths, advise=False)
+        except NoClosedForm:
+            not_tried = True
+            raise
 
     changes = tuple(one.change_of(report) for one in islice(fitting(config, report, needs), 3))
-    if not changes:
-        return _noting(report, "no change of the run file is known that makes it fit")
-    return replace(report, changes=changes)
+    if changes:
+        return replace(report, changes=changes)
+    but = "; changes with which the run has no closed form were not tried" if not_tried else ""
+    return _noting(report, f"no change of the run file is known that makes it fit{but}")
 
 
 def _by_documents(run: ResolvedRun) -> list[str]:
@@ -229,19 +234,21 @@ def _of_routing(
 ) -> Iterator[Unknown]:
     """Yield, as an `Unknown`, by how much the peak is lower for `routing.lowest` and higher for `routing.highest`.
 
-    Nothing is yielded if the routing has neither.
+    Nothing is yielded if the routing has neither. The peak for a routing is that of the rank that then needs most.
 
     Args:
         loading: bytes of the peak while weights are loaded, below which no step matters.
-        peak: (routing, rank) -> bytes of live tensors at the peak of a step. The rank is one with the last experts of
-            each layer, which are the fullest.
+        peak: (routing, rank) -> bytes of live tensors at the peak of a step.
     """
-    parallel = run.config.parallel
-    rank = next(rank for rank in range(parallel.ranks) if Coordinates.of(parallel, rank).ep == parallel.ep - 1)
     others = (routing.lowest, routing.highest)
     if not any(others):
         return
-    expected, low, high = (max(peak(one or routing, rank), loading) for one in (routing, *others))
+
+    def most(assumed: AssumedRouting) -> int:
+        return max(loading, *by_kind(run, assumed, lambda rank: peak(assumed, rank)).values())
+
+    expected = most(routing)
+    low, high = (expected if one is None else most(one) for one in others)
     of = (routing.lowest or routing).name, (routing.highest or routing).name
     why = f"tokens of the fullest experts: {of[0]} to {of[1]}"
     yield Unknown("routing", max(0, expected - low), max(0, high - expected), why)

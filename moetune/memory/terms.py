@@ -91,8 +91,8 @@ def _term(part: PartName, name: str, alike: Counter[_Alike], sizes: Mapping[str,
     formulas = dict.fromkeys(_times(count, one.formula) for one, count in ones if one.formula)
     known = _STORED.get(name.partition(", ")[2]) or _STATES.get(name.partition(": ")[2])
     formula = known or " + ".join(list(formulas)[:3]) + (" + …" if len(formulas) > 3 else "")
-    used = sorted({letter for one, _ in ones for letter in re.findall(r"[A-Za-z]\S*", one.formula)} & sizes.keys())
-    numbers = ", ".join(f"{letter} = {sizes[letter]:,}" for letter in used) if not known else ""
+    factors = {factor.rstrip("²").partition("^")[0] for one, _ in ones for factor in one.formula.split("·")}
+    numbers = ", ".join(f"{name} = {sizes[name]:,}" for name in sorted(factors & sizes.keys())) if not known else ""
     total = sum(one.bytes * count for one, count in ones)
     numbers = numbers or f"{alike.total():,} storages"
     return Term(part, name, formula, numbers, total, f"concepts/{_PAGES[part]}.md")

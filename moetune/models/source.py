@@ -68,6 +68,12 @@ class ModelSource:
             raise UserError(f"model {self.name!r} has no weights to load; use model.weights=random")
         return Path(self.folder) if Path(self.folder).is_dir() else download(self.folder)
 
+    def local_folders(self) -> list[Path]:
+        """Return the folder of the weights, if they are on this machine, and for a quantized base also that of the
+        checkpoint that was quantized."""
+        quantized = None if self.quantized_base is None else self.quantized_base.source
+        return [folder for folder in (self.local_folder(), quantized) if folder is not None]
+
     def checkpoint(self) -> Path:
         """Return the folder of the published checkpoint; for a quantized base, of the checkpoint that was quantized.
 

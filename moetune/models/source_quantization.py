@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator
 from transformers import PretrainedConfig
 
 from moetune.config.schema import FP8_BLOCK, ModelConfig, QuantizedDtype, Storage
-from moetune.errors import UserError
+from moetune.errors import UserError, shown
 from moetune.files import check_path
 from moetune.json_files import Amount, read_json
 from moetune.models.hub.fingerprint import Base, Fingerprint
@@ -139,27 +139,53 @@ def quantization_of(config: PretrainedConfig) -> SourceQuantization:
     """Return the format of a checkpoint from the `quantization_config` in its configuration.
 
     ModelOpt's settings may also be in a file of their own (`models/source.py`).
+
+    Raises:
+        UserError: a setting that is read has a value of the wrong type, or a pattern is no regular expression.
     """
     raw: Any = getattr(config, "quantization_config", None)
     if raw is None:
         return SourceQuantization()
+    if not isinstance(raw, Mapping) and not hasattr(raw, "to_dict"):
+        raise UserError(f"config.json: quantization_config {shown(raw)} is not valid: give an object")
     settings: Mapping[str, Any] = raw if isinstance(raw, Mapping) else raw.to_dict()
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     match method:
         case "mxfp4":
             return SourceQuantization(method, "mxfp4")
         case "fp8" if settings.get("weight_block_size"):
-            is_kept = [*settings["weight_block_size"]] == [FP8_BLOCK, FP8_BLOCK]
-            left_out = tuple(settings.get("modules_to_not_convert") or ())
+            size = settings["weight_block_size"]
+            if not isinstance(size, list | tuple) or len(size) != 2 or not all(isinstance(one, int) for one in size):
+                raise _invalid("weight_block_size", size, "give two numbers")
+            is_kept = [*size] == [FP8_BLOCK, FP8_BLOCK]
+            left_out = _patterns(settings, "modules_to_not_convert")
             return SourceQuantization(method, "fp8" if is_kept else None, gate_up_apart=is_kept, left_out=left_out)
         case "modelopt" if settings.get("quant_algo") in ("NVFP4", "W4A16_NVFP4"):
-            left_out = tuple(settings.get("ignore") or settings.get("exclude_modules") or ())
+            left_out = _patterns(settings, "ignore") or _patterns(settings, "exclude_modules")
             return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out)
         case "compressed-tensors" if settings.get("format") == "nvfp4-pack-quantized":
-            left_out = tuple(settings.get("ignore") or ())
+            left_out = _patterns(settings, "ignore")
             return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out)
         case "bitsandbytes" if settings.get("load_in_4bit", settings.get("_load_in_4bit")):
             is_nf4 = settings.get("bnb_4bit_quant_type") == "nf4"
             double_quant = bool(settings.get("bnb_4bit_use_double_quant"))
             return SourceQuantization(method, "nf4" if is_nf4 else None, double_quant, gate_up_apart=is_nf4)
     return SourceQuantization(method, is_read=False)
+
+
+def _patterns(settings: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return the patterns (`SourceQuantization.left_out`) under a key of `quantization_config`, none if it is missing;
+    raise `UserError` if they are no list of strings, or one is no regular expression after `re:`."""
+    found = settings.get(key) or ()
+    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
+        raise _invalid(key, found, "give a list of names")
+    for one in found:
+        try:
+            re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
+        except (re.error, OverflowError, RecursionError) as error:
+            raise _invalid(key, one, str(error)) from None
+    return tuple(found)
+
+
+def _invalid(key: str, value: object, reason: str) -> UserError:
+    return UserError(f"config.json: quantization_config.{key} {shown(value)} is not valid: {reason}")

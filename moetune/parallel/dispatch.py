@@ -59,9 +59,11 @@ class TokenDispatcher:
         self._ep, self._tp, self._trained = ep, tp, trained
         # layer index -> ids of all experts, those of the first rank first
         self._order = {layer: [expert for held in of_ranks for expert in held] for layer, of_ranks in placement.items()}
+        # layer index -> for each expert its place in that order
+        self._places = {layer: sorted(range(len(order)), key=order.__getitem__) for layer, order in self._order.items()}
         self._positions = {
-            layer: torch.tensor([order.index(expert) for expert in range(len(order))], device=ep.device_type)
-            for layer, order in self._order.items()  # on the device of the tokens
+            layer: torch.tensor(places, device=ep.device_type)  # on the device of the tokens
+            for layer, places in self._places.items()
         }
 
     def dispatch(
@@ -91,7 +93,7 @@ class TokenDispatcher:
         held = len(experts) // ranks
         places, rows = self._positions[layer][ids_TK.flatten()], ids_TK.numel()
         order, counts_E = sorted_positions(places, len(experts))
-        read = reading(counts_E, [experts.index(expert) for expert in range(len(experts))], rows)
+        read = reading(counts_E, self._places[layer], rows)
         counts = hooks.count_rows(layer, ids_TK, len(experts), read)
         send_counts = [[counts[e] for e in experts[r * held : (r + 1) * held]] for r in range(ranks)]
         send_RL = torch.tensor(send_counts, device=hidden_TH.device)

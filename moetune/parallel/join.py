@@ -40,6 +40,12 @@ def check_launch(parallel: ParallelConfig) -> None:
             f"{counted(torch.cuda.device_count(), 'GPU')}; each rank needs one of its own. "
             f"Start the other ranks on other machines with torchrun"
         )
+    local = number_in_environment("LOCAL_RANK", number_in_environment("RANK", 0)) if started > 1 else 0
+    if torch.cuda.is_available() and local >= torch.cuda.device_count():
+        raise UserError(
+            f"LOCAL_RANK says that this is process {local} of this machine, which has "
+            f"{counted(torch.cuda.device_count(), 'GPU')}; set it to 0 and up on each machine, as torchrun does"
+        )
 
 
 @contextmanager

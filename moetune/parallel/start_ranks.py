@@ -84,11 +84,11 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
                 streams: dict[str, Any] = {} if rank == 0 else {"stdin": nothing, "stdout": nothing, "stderr": log}
                 processes.append(subprocess.Popen(command, env=env, **streams))
         with _passing_on(processes) as passed:
-            code = _wait(processes)
+            code, stopped = _wait(processes)
         if code and signal.SIGINT in passed:
             raise KeyboardInterrupt
         if code and not passed:
-            print(_first_error(folder, processes), file=sys.stderr)
+            print(_first_error(folder, processes, stopped), file=sys.stderr)
         return code
 
 
@@ -114,13 +114,16 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]
             signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Wait until all processes have ended, and return the exit code that `start_ranks` documents.
+def _wait(processes: list[subprocess.Popen[bytes]]) -> tuple[int, set[int]]:
+    """Wait until all processes have ended. Return the exit code that `start_ranks` documents, and the stopped ranks.
 
-    After a failure, the others get `_GRACE` seconds to end, then SIGTERM, and after as long again SIGKILL.
+    After a failure, the others get `_GRACE` seconds to end, then are stopped: by SIGTERM, and after as long again by
+    SIGKILL.
     """
+    stopped = set[int]()
     while not _have_ended(processes, 0.0):
         if any(process.poll() for process in processes) and not _have_ended(processes, _GRACE):
+            stopped |= {rank for rank, process in enumerate(processes) if process.poll() is None}
             for process in processes:
                 process.terminate()
             if not _have_ended(processes, _GRACE):
@@ -128,7 +131,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
                     process.kill()
     failed = [process.returncode for process in processes if process.returncode]
     usual = [code for code in failed if code > 0]  # processes that this launcher ended have a negative code
-    return usual[0] if usual else (128 - failed[0] if failed else 0)
+    return usual[0] if usual else (128 - failed[0] if failed else 0), stopped
 
 
 def _have_ended(processes: list[subprocess.Popen[bytes]], patience: float) -> bool:
@@ -141,8 +144,9 @@ def _have_ended(processes: list[subprocess.Popen[bytes]], patience: float) -> bo
     return not is_running
 
 
-def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
-    """Return the error line for the rank that failed first, or for a rank that a signal ended.
+def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]], stopped: set[int]) -> str:
+    """Return the error line for the rank that failed first, or for a rank that a signal ended, unless it is one of the
+    ranks `stopped` by this launcher.
 
     `folder` has what the ranks wrote: `<rank>.json` from `note_failure`, and `<rank>.log`, stderr of all but rank 0.
     """
@@ -152,7 +156,7 @@ def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]]) -> str:
         if file.is_file():
             noted = read_json(file, dict[str, dict[str, Any]])["message"]
             errors.append((noted["at"], rank, noted["message"]))
-        elif code < 0 and code != -signal.SIGTERM:
+        elif code < 0 and rank not in stopped and code != -signal.SIGTERM:
             return f"error: rank {rank} was ended by {signal.Signals(-code).name}; the other ranks were stopped"
         elif code > 0:
             tail = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace")[-4000:]

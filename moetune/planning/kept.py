@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from moetune.adapt.guard import as_known
 from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.closed_form import store
 from moetune.memory.predict import allocator_here
@@ -67,7 +68,9 @@ def kept(
         gpu, routing, trainer: as in `what_decides`.
         trace: makes the report.
     """
-    config = run.config.model_dump(mode="json", exclude={"output"})
+    name = gpu or run.config.hardware.gpu
+    known = as_known(run, None if name is None else _card(gpu, run.config.hardware.gpu))  # as `predict` does
+    config = known.config.model_dump(mode="json", exclude={"output"})
     key = store.key_of(what_decides(config, run.model, gpu, routing, trainer), rank=0)
     if (there := store.read_content(key, _content())) is None:
         report = trace()

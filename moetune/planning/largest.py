@@ -118,6 +118,7 @@ def largest_runs(
             continue  # it is searched again, for lower ranks
         if any(found.goal == strategy.goal and found.strategy.slowness < strategy.slowness for found in fitting_runs):
             slower.append(strategy)  # it began while a faster one was in doubt, which fits
+            progress.all -= strategy in counted
             continue
         searched.append(strategy)
         progress.searched += 1

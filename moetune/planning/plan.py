@@ -210,7 +210,7 @@ def plan(
     candidates = _useful_first(candidates) + rest
     if tokens is not None:
         candidates = [_training_on(one, tokens) for one in candidates]
-    ways = (progress.searched, progress.all if is_whole else max(progress.all, progress.searched + 1))
+    ways = (progress.searched, progress.searched if is_whole else max(progress.all, progress.searched + 1))
     notes = [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
     notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
     notes += [f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out" for one in unfit]

@@ -135,11 +135,12 @@ class Search:
         """
         if self.predictor.trainer is None and self.predictor.takes_minutes(found.config):
             return []
-        larger, runs = found.next_larger, [(found.config, True)]
-        if larger is not None and larger.report is None:
-            runs.append((larger.config, False))
-        elif larger is not None and self.left(larger.report) >= -UNSURE:
-            runs.append((larger.config, True))
+        runs = [(found.config, True)]
+        if (larger := found.next_larger) is not None:
+            if larger.report is None:
+                runs.append((larger.config, False))
+            elif self.left(larger.report) >= -UNSURE:
+                runs.append((larger.config, True))
         return runs
 
     def predict(self, run: tuple[RunConfig, bool]) -> None:
@@ -163,9 +164,9 @@ class Search:
         whose trace `takes_minutes` is returned with its whole report by closed form, which says so in a note.
         """
         if self.predictor.trainer is None and self.predictor.takes_minutes(found.config):
-            whole = self.whole(found)
+            by_form = self.whole(found)
             note = f"{found.trains}: by closed form, because a trace of so many experts takes minutes"
-            return replace(whole, report=replace(whole.report, notes=(*whole.report.notes, note)))
+            return replace(by_form, report=replace(by_form.report, notes=(*by_form.report.notes, note)))
         sure: Candidate | None = None
         now: Candidate | None = found
         margin = 0

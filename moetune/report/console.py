@@ -63,9 +63,9 @@ def _on_stderr(text: str) -> str:
 
 
 def note(*texts: str) -> None:
-    """Print a line that begins with `note: ` on stderr for each of the texts."""
+    """Print a line that begins with `note: ` on stderr for each of the texts, with control characters escaped."""
     for text in texts:
-        print(f"note: {text}", file=sys.stderr)
+        print(f"note: {printable(text)}", file=sys.stderr)
 
 
 def terminal(*, stderr: bool = False, quiet: bool = False) -> Console:

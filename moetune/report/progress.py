@@ -66,8 +66,8 @@ class ProgressBar:
         remaining time; of an evaluation, the held-out loss as a line of its own."""
         step = line["step"]
         if "eval_loss" in line:
-            text = f"step {step}: held-out loss {line['eval_loss']:.4f}"
-            self.console.print(text, highlight=False, soft_wrap=True)
+            loss = "not finite" if line["eval_loss"] is None else f"{line['eval_loss']:.4f}"
+            self.console.print(f"step {step}: held-out loss {loss}", highlight=False, soft_wrap=True)
             return
         loss = "" if line["loss"] is None else f"loss {line['loss']:.4f}  "
         news = f"{loss}{line['tokens_per_second']:,.0f} tokens/s"

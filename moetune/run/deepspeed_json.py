@@ -73,12 +73,20 @@ def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
 def reduce_bucket(parallel: ParallelConfig, trained: int = 0) -> int:
     """Return the number of gradient elements that DeepSpeed reduces at a time.
 
-    This is `zero_optimization.reduce_bucket_size` of the user's file if it is a number, else `_BUCKET`, or `trained` if
-    fewer parameters train (0: unknown). Raise `UserError` if the file cannot be read.
+    This is `zero_optimization.reduce_bucket_size` of the user's file, if it is there and not `auto`; else `_BUCKET`, or
+    `trained` if fewer parameters train (0: unknown). Raise `UserError` if the file cannot be read, or the value is no
+    number.
     """
     of_zero = {} if parallel.deepspeed is None else _read(parallel.deepspeed).get("zero_optimization", {})
     size = of_zero.get("reduce_bucket_size", "auto") if isinstance(of_zero, dict) else "auto"
-    return min(trained or _BUCKET, _BUCKET) if size == "auto" else int(size)
+    if size == "auto":
+        return min(trained or _BUCKET, _BUCKET)
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 1 <= size < 2**63:
+        raise UserError(
+            f"parallel.deepspeed: {parallel.deepspeed!r} has zero_optimization.reduce_bucket_size: {json.dumps(size)}; "
+            "give a number of elements from 1 up, or leave it out"
+        )
+    return int(size)
 
 
 def _decided(config: RunConfig) -> dict[str, Any]:

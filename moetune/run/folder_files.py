@@ -34,7 +34,7 @@ class MetricsLine(TypedDict, total=False):
 
     step: Annotated[int, Field(ge=0, lt=2**53)]
     loss: _Loss | None
-    eval_loss: _Loss
+    eval_loss: _Loss | None
     lr: _Loss | None
     grad_norm: _Loss | None
     tokens_per_second: Annotated[float, Field(ge=0, le=_LARGEST)] | None

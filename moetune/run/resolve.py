@@ -6,6 +6,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from moetune.compat.transformers import set_attention
 from moetune.config.load import load_run_config
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig, ResolvedTrain, resolved
 from moetune.config.schema import ModelConfig, RunConfig
@@ -152,7 +153,7 @@ def _plain_of(source: ModelSource, dtype: str) -> tuple[PretrainedConfig, PreTra
     settings = copy.deepcopy(source.config)
     if getattr(settings, "quantization_config", None) is not None:
         del settings.quantization_config
-    settings._attn_implementation = "eager"
+    set_attention(settings, "eager")
     settings.use_cache = False
     settings.dtype = DTYPES[dtype]
     return settings, meta_model(settings)

@@ -341,6 +341,20 @@ def refuse_unpredictable(config: RunConfig) -> None:
     raise_problems(unpredictable_settings(config))
 
 
+def divided_start(config: RunConfig) -> Iterator[str]:
+    """Yield a line if `adapt.start_from` is set and FSDP2 divides the model over ranks before it would be loaded.
+
+    DeepSpeed divides the model afterwards. A resumed run does not load it, so this is no problem of the run file.
+    """
+    parallel = config.parallel
+    divide = [f"parallel.{axis}: {size}" for axis in ("fsdp", "ep", "tp") if (size := getattr(parallel, axis)) > 1]
+    if config.adapt.start_from is not None and parallel.engine == "fsdp2" and divide:
+        yield (
+            f"adapt.start_from: it cannot be loaded into a model that {' and '.join(divide)} divide over ranks; set "
+            "that to 1, or write a base with it (moetune adapter merge; for a delta, moetune apply) and train on it"
+        )
+
+
 def missing_packages(config: RunConfig, device_type: DeviceType) -> Iterator[str]:
     """Yield a line if the run's attention needs the package flash-attn or a GPU, and this machine lacks it."""
     if config.model.attention != "flash_attention_2":

@@ -107,9 +107,9 @@ class Loop:
         self.watcher.begin(self)
         if self.reporters is not None:
             self.reporters.begin()
-        interval = Interval()
         if self.data.eval is not None and resume is None:
             self._evaluate(0.0)
+        interval = Interval()  # its clock starts here
 
         with Signals(ranks, self.device) as signals:
             an_epoch = -(-len(share(range(len(rows)), train.micro_batch, ranks)) // train.accumulate)
@@ -172,6 +172,7 @@ class Loop:
                             self.reporters.end()
                         return
                     if signal:
+                        ranks.barrier()  # the launcher stops the first rank, which still writes, once another has ended
                         interrupted = Interrupted(signal)
                         self._say(f"{interrupted}: step {self.step} is saved in {self.folder.checkpoints()[-1]}")
                         raise interrupted
@@ -295,9 +296,11 @@ class Loop:
             sums += torch.stack([loss.double(), predicted.double()])
         model.train()
         total, tokens = self.ranks.total_over_data(sums).tolist()
-        self._log({"step": self.step, "eval_loss": total / tokens, "eval_tokens": int(tokens)}, epoch)
+        mean = total / tokens
+        as_json = mean if math.isfinite(mean) else None  # JSON has no NaN
+        self._log({"step": self.step, "eval_loss": as_json, "eval_tokens": int(tokens)}, epoch)
         if self.step:
-            self.held_out[self.step] = total / tokens
+            self.held_out[self.step] = mean
 
     def _save(self) -> None:
         """Write a checkpoint; raise `UserError` if a trained weight is not finite."""
@@ -395,7 +398,7 @@ class Watcher:
         """Called with each line that was written to `metrics.jsonl`, as a dict."""
 
     def out_of_memory(self, run: ResolvedRun, loop: Loop | None) -> DoesNotFit | None:
-        """Return an error that explains why memory ran out, or None; `loop` is None before the model is built."""
+        """Return an error that explains why memory ran out, or None; `loop` is None without an optimizer yet."""
         return None
 
     def end(self) -> None:

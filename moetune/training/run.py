@@ -58,8 +58,9 @@ class TrainResult(Answer):
         steps: number of updates since the run began.
         trainable: number of parameters that train: `total`, and for each of `router`, `experts`, `lora`, `other`.
         train_tokens: number of tokens trained on since the run began, without padding.
-        eval_loss_before: held-out loss before the first step, in nats per predicted token; None without held-out data.
-        eval_loss_after: the last held-out loss, in the same unit; None without held-out data.
+        eval_loss_before: held-out loss before the first step, in nats per predicted token; None without held-out data,
+            or if it was not finite.
+        eval_loss_after: the last held-out loss, in the same unit; None likewise.
     """
 
     output: str
@@ -177,9 +178,9 @@ def train(
             for reason in folder.damaged:
                 say(f"skipping damaged {reason}")
             say(f"resuming from {checkpoint}")
-        loop = Loop(adapted, data, folder, pad_token_id(tokenizer), console, warnings, watcher, checkpoint)
-        failed = None
+        loop, failed = None, None
         try:
+            loop = Loop(adapted, data, folder, pad_token_id(tokenizer), console, warnings, watcher, checkpoint)
             loop.train()
         except torch.OutOfMemoryError as error:
             failed = error.with_traceback(None)  # the traceback would keep the step's tensors alive
@@ -195,6 +196,7 @@ def train(
                 raise failed
             folder.write_if_possible(OUT_OF_MEMORY_FILE, json.dumps(found.found, indent=2) + "\n")
             raise found
+        assert loop is not None
         warnings.at_end(loop.total_load)
         return TrainResult(output, loop.step, counts, loop.tokens, *_held_out(folder))
 
@@ -267,10 +269,7 @@ def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> lis
         f"length: {counted(config.train.steps, 'step')} of {an_epoch:,} an epoch, {epochs:.3g} epochs",
     ]
     if epochs > MANY_EPOCHS:
-        lines.append(
-            f"warning: every example is seen {epochs:.0f} times; train.epochs says how often it should be, and "
-            f"train.steps={an_epoch} is once"
-        )
+        lines.append(f"warning: every example is seen {epochs:.0f} times; train.steps={an_epoch} would be once")
     return lines
 
 
@@ -373,6 +372,7 @@ def _way_to_go_on(folder: RunWriter, checkpoint: Path, config: RunConfig) -> str
 
 
 def _held_out(folder: RunWriter) -> tuple[float | None, float | None]:
-    """Return the first and the last held-out loss in `metrics.jsonl`; (None, None) without any."""
+    """Return the first and the last held-out loss in `metrics.jsonl`, None for one that was not finite; (None, None)
+    without any."""
     losses = [line["eval_loss"] for line in folder.metrics() if "eval_loss" in line]
     return (losses[0], losses[-1]) if losses else (None, None)

@@ -9,7 +9,7 @@ from torch import nn
 from moetune.adapt.build import Adapted
 from moetune.adapt.reference import Reference
 from moetune.compat.trl import SelfReferencing
-from moetune.config.schema import OptimizerConfig, RunConfig
+from moetune.config.schema import OptimizerConfig, RunConfig, TrainConfig
 from moetune.errors import UserError, suggest
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
@@ -44,6 +44,8 @@ _OPTIMIZERS = {
     "sgd": "sgd",
 }
 """Optimizer of a run file -> its name in transformers, whose Trainer makes it."""
+_THIRD_BETA = 0.9999
+"""The third beta that transformers' Trainer gives AdEMAMix."""
 
 REASONS = {
     "bf16": "the model computes in `model.dtype`; autocast would keep 16-bit copies of float32 weights, and make "
@@ -103,11 +105,13 @@ def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:
         trainer: `sft`, `dpo`, `kto`, `orpo` or `grpo`.
 
     Raises:
-        UserError: TRL has no such trainer here, or the run's optimizer does not exist in transformers' Trainer.
+        UserError: TRL has no such trainer here, or the run's optimizer does not exist in transformers' Trainer; or TRL
+            would ignore settings of the run file that change what is learned.
     """
     if trainer not in TRAINERS:
         raise UserError(f"no arguments for the trainer {trainer!r}: {', '.join(TRAINERS)}.{suggest(trainer, TRAINERS)}")
     run = resolve(run)
+    _refuse_what_trl_lacks(run)
     config, train = run.config, run.config.train
     arguments = {
         "per_device_train_batch_size": train.micro_batch,
@@ -154,6 +158,21 @@ def prompt_length(config: RunConfig, completion: Any) -> int:
     return config.train.sequence_length - completion
 
 
+def _refuse_what_trl_lacks(run: ResolvedRun) -> None:
+    """Raise one `UserError` that names all settings that change what is learned and that TRL would ignore."""
+    train, lora, usual = run.config.train, run.config.adapt.lora, TrainConfig()
+    keys = ("max_grad_value", "on_nonfinite", "router_z_loss", "router_aux_scope", "router_bias_rate")
+    found = [f"train.{key}: {value}" for key in keys if (value := getattr(train, key)) != getattr(usual, key)]
+    if lora is not None and lora.lr_ratio != 1:
+        found.append(f"adapt.lora.lr_ratio: {lora.lr_ratio:g}")
+    if run.config.model.dtype == "fp16":
+        found.append("the loss scale of model.dtype: fp16")
+    third = [beta for one in set(run.optimizers.values()) for beta in (one.betas or ())[2:] if beta != _THIRD_BETA]
+    found += [f"the third of optimizer.betas, {beta:g}" for beta in third]
+    if found:
+        raise UserError(f"TRL's trainers would ignore {', '.join(found)}; leave that out, or train with moetune train")
+
+
 def _optimizer_arguments(run: ResolvedRun) -> dict[str, Any]:
     """Return the arguments of the run's optimizer; raise `UserError` if transformers' Trainer has none like it."""
     several = set(run.optimizers.values())
@@ -171,7 +190,7 @@ def _optimizer_arguments(run: ResolvedRun) -> dict[str, Any]:
         "learning_rate": one.lr,
         "weight_decay": one.weight_decay,
     }
-    if one.betas is not None and len(one.betas) == 2:
+    if one.betas is not None:
         arguments |= {"adam_beta1": one.betas[0], "adam_beta2": one.betas[1]}
     if one.eps is not None:
         arguments["adam_epsilon"] = one.eps

@@ -15,10 +15,10 @@ def ending(path: Path) -> Iterator[str]:
     """Yield lines that sum up the finished run in the folder `path`: best held-out loss, peak memory, files, what to do
     next."""
     folder, config = RunFolder(path), load_run_config(path / RUN_FILE)
-    evaluations = [line for line in folder.metrics() if "eval_loss" in line]
-    if len(evaluations) > 1:
-        best = min(evaluations, key=lambda line: line["eval_loss"])
-        yield f"best held-out loss {best['eval_loss']:.4f}, at step {best['step']}"
+    losses = {line["step"]: loss for line in folder.metrics() if (loss := line.get("eval_loss")) is not None}
+    if len(losses) > 1:
+        best = min(losses, key=losses.__getitem__)
+        yield f"best held-out loss {losses[best]:.4f}, at step {best}"
     if (path / MEMORY_FILE).is_file():
         memory = read_json(path / MEMORY_FILE, MemoryFile)
         predicted, measured = memory["predicted"], memory["measured"]["peak_allocated"]

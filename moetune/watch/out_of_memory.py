@@ -84,7 +84,7 @@ class OutOfMemory:
         where, refused = self.where, self.refused
         micro_step = f"micro-step {where.micro_step}, " if where.phase in ("forward", "backward") else ""
         moment = f"in step {where.step}, {micro_step}{where.phase}"
-        moment = "while the weights were loaded" if where.phase == "load" else moment
+        moment = "before the first step" if where.phase == "load" else moment
         wanted, allocated, available = map(gib, (refused.wanted, refused.allocated, refused.available))
         yield f"out of memory {moment}: {wanted} requested, {allocated} of {available} in use"
         yield f"  {'':26}{'actual':>12}{'predicted':>12}"

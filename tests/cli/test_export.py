@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
 
+from moetune.errors import UserError
 from tests import small
 
 
@@ -165,9 +166,24 @@ def test_a_push_that_would_fail_is_said_before_the_export(
     assert not (run.parent / "unpushed").exists()
 
 
+def test_a_check_that_fails_leaves_the_export(
+    run: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise UserError("no memory")
+
+    monkeypatch.setattr("moetune.inference.check.check_export", fail)
+    out = run.parent / "merged"
+    ended = moetune("export", run, "--format", "merged", "--out", out, "--check", "1")
+    assert (ended.code, ended.out) == (2, "")
+    assert f"error: '{out}' was written; --check failed: no memory\n" in ended.err
+    assert (out / "config.json").is_file()
+
+
 def test_what_is_pushed_has_a_card_and_no_manifest(
     run: Path, moetune: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With `~` in both paths."""
     asked: dict[str, Any] = {}
 
     def upload_folder(self: Any, **options: Any) -> Any:
@@ -178,7 +194,8 @@ def test_what_is_pushed_has_a_card_and_no_manifest(
     monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: asked.update(options, name=name))
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
     out = run.parent / "delta"
-    arguments = ("export", run, "--format", "delta", "--out", out, "--push", "me/mine")
+    monkeypatch.setenv("HOME", str(run.parent))
+    arguments = ("export", f"~/{run.name}", "--format", "delta", "--out", "~/delta", "--push", "me/mine")
     ended = moetune(*arguments)
     assert ended.out.splitlines()[-1] == "pushed to https://hub/commit"
     assert (asked["name"], asked["private"], asked["ignore_patterns"]) == (

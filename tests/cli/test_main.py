@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import moetune as package
@@ -106,6 +107,7 @@ def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, s
     [
         (FileNotFoundError(2, "gone", "x\x1b[31m"), 2, r"'x\x1b[31m': gone; moetune --debug shows where"),
         (OSError(28, "No space left on device"), 2, "exhausted: No space left on device"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), 1, "error: the GPU has no more memory for this command"),
         (MemoryError(), 2, "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"),
         (EOFError("ended"), 70, "Traceback"),
         (RecursionError("maximum recursion depth exceeded"), 70, "Traceback"),

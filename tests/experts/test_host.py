@@ -142,6 +142,31 @@ def test_copies_are_not_the_hosts_memory() -> None:
     assert stays_on_host(stack.data)
 
 
+def test_a_copy_for_which_no_memory_was_left_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetcher = ExpertPrefetcher(torch.device("cpu"))
+    stacks = [QuantizedExperts(1, (4, 64), "fp32", prefetcher=prefetcher) for _ in range(2)]
+    for number, stack in enumerate(stacks):
+        prefetcher.add_layer(number, [stack])
+        stack.quantize_(0, torch.full((4, 64), number + 1.0))
+    copied = CopyStream.to_device
+    for fails in (1, 2):  # the copy of the layer itself, and of the following one
+        made: list[int] = []
+
+        def to_device(stream: CopyStream, sources: Any, made: list[int] = made, fails: int = fails) -> Any:
+            made.append(1)
+            if len(made) == fails:
+                raise torch.OutOfMemoryError
+            return copied(stream, sources)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CopyStream, "to_device", to_device)
+            with pytest.raises(torch.OutOfMemoryError):
+                stacks[0].matrix(0, torch.float32)
+            assert torch.equal(stacks[0].matrix(0, torch.float32), torch.ones(4, 64))
+        assert torch.equal(stacks[1].matrix(0, torch.float32), torch.full((4, 64), 2.0))
+        prefetcher.free()
+
+
 def test_a_tracker_tells_the_hosts_memory_by_its_marks() -> None:
     device = torch.device("cpu")
     with Tracker({}) as tracker:

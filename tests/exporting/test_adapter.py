@@ -1,5 +1,8 @@
 """Adapters of stock PEFT and of toys, converted and merged: stock transformers computes what the adapter computed."""
 
+import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +104,44 @@ def test_a_router_that_an_adapter_holds_whole_is_merged_and_kept(tmp_path: Path)
     assert not (tmp_path / "vllm").exists()
 
 
+def test_lora_on_the_head_is_merged_beside_its_frozen_weight(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """PEFT stores the frozen `lm_head` with its factors: no update, and to be that of the base."""
+    path, stock = str(base("mixtral")), tmp_path / "stock"
+    expected = logits(stock_adapter(base("mixtral"), stock, target_modules=["q_proj", "lm_head"]))
+    name, file = "base_model.model.lm_head.base_layer.weight", stock / "adapter_model.safetensors"
+    tensors = load_file(file)
+    assert name in tensors
+    report = check_adapter(path, stock)
+    assert (report.problems, report.saved, report.programs["peft"]) == ([], [], None)
+    for program in ("peft", "vllm"):
+        assert convert_adapter(path, stock, program, tmp_path / program).notes == []
+        assert json.loads((tmp_path / program / "adapter_config.json").read_text())["modules_to_save"] is None
+    save_file(tensors | {name: tensors[name].bfloat16()}, file)
+    for adapter in (stock, tmp_path / "vllm"):
+        merge_adapter(path, adapter, tmp_path / "merged", overwrite=True)
+        torch.testing.assert_close(logits(loaded(tmp_path / "merged")), expected, atol=1e-5, rtol=1e-5)
+    other = write_base(tmp_path / "other", "mixtral", num_hidden_layers=2, seed=1)
+    with pytest.raises(UserError, match=r"made on another base than 'other': it stores lm_head\.weight"):
+        merge_adapter(str(other), stock, tmp_path / "merged", overwrite=True)
+    (said,) = convert_adapter(str(other), stock, "peft", tmp_path / "peft", overwrite=True).notes
+    assert said == f"adapter {str(stock)!r} names the base {path!r}, and it is read with {str(other)!r}"
+
+
+def test_adapters_of_which_a_part_is_not_read_are_not_the_same(base: Callable[[str], Path], tmp_path: Path) -> None:
+    path, of = str(base("mixtral")), base_in(base("mixtral"))
+    adapter = make_adapter(of)
+    write(tmp_path / "one", adapter, of, "peft")
+    foreign = {"foreign.lora_A.weight": torch.ones(3, 2)}
+    write(tmp_path / "other", adapter, of, "peft", lambda tensors, _: tensors.update(foreign))
+    assert diff_adapters(tmp_path / "one", tmp_path / "one", base=path).equal
+    with pytest.raises(UserError, match=r"other' does not fit .*\n  foreign: lora_B is missing"):
+        diff_adapters(tmp_path / "one", tmp_path / "other", base=path)
+    zero = {name: replace(one, B=torch.zeros_like(one.B)) for name, one in adapter.linears.items()}
+    write(tmp_path / "zero", replace(adapter, linears=zero, experts={}), of, "peft")
+    with pytest.raises(UserError, match="nothing to compare"):
+        diff_adapters(tmp_path / "zero", tmp_path / "zero", base=path)
+
+
 def test_only_what_has_factors_changes_in_the_base(tmp_path: Path) -> None:
     """The rest of the checkpoint is that of the base, byte for byte, in bfloat16 as well."""
     base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=2, dtype=torch.bfloat16)
@@ -155,6 +196,8 @@ def test_what_is_refused_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--from peft"):
         convert_adapter(str(base), tmp_path / "grouped", "vllm", tmp_path / "out")
     convert_adapter(str(base), tmp_path / "grouped", "vllm", tmp_path / "out", layout="unsloth-grouped")
+    with pytest.raises(UserError, match="holds what is being converted"):
+        convert_adapter(str(base), tmp_path / "grouped", "vllm", base, layout="unsloth-grouped", overwrite=True)
     with pytest.raises(UserError, match="does not exist"):
         check_adapter(str(base), tmp_path / "nothing")
     (tmp_path / "pickled").mkdir()

@@ -96,6 +96,7 @@ def test_a_second_process_is_refused(opened: Opened, tmp_path: Path) -> None:
         ({"question": "x"}, r"line 2: has the keys 'question'; give it one of prompt, text and messages"),
         ({"prompt": "x", "messages": []}, "give it one of"),
         ({"prompt": 3}, "prompt is a number, not text"),
+        ({"prompt": "x", "note": "\ud800"}, "line 2: cannot be written to --out as JSON: .* surrogates not allowed"),
         ({"prompt": "x", "generated": "y"}, "holds 'generated' already"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing to answer"),
         ({"messages": "x"}, "messages is text, not a list"),

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from moetune.config.schema import RunConfig
+from moetune.memory.about import trains
 from moetune.memory.assumed_routing import BALANCED, PUBLISHED, UNKNOWN, AssumedRouting, parse_routing
 from moetune.memory.closed_form.depth import Depths
-from moetune.memory.predict import Method, predict
+from moetune.memory.predict import Method, NoClosedForm, predict
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts, RankMemory
+from moetune.memory.trace import Trace, trace
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import find_gpu, gpu_names
-from moetune.run.resolve import resolve
+from moetune.run.resolve import ResolvedRun, resolve
 from tests.memory.models import toy_run, write_toy
 from tests.thinned import in_pairs
 
@@ -167,3 +169,48 @@ def test_a_full_card_gives_back_what_is_unused(tmp_path: Path) -> None:
     size = free.peak_reserved + free.outside_allocator - (1 << 20)
     full = predict(run, gpu=f"{size}B").fullest
     assert full.peak_allocated <= full.peak_reserved <= size - full.outside_allocator
+
+
+class NoForms(Depths):
+    """Of runs that have no closed form."""
+
+    def at(self, *_: Any, **options: Any) -> Trace:
+        raise NoClosedForm("none")
+
+
+def test_a_run_without_a_closed_form_is_traced_once_for_each_routing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[str] = []
+
+    def counted(run: ResolvedRun, routing: AssumedRouting, **options: Any) -> Trace:
+        traced.append(routing.name)
+        return trace(run, routing, **options)
+
+    monkeypatch.setattr("moetune.memory.predict.trace", counted)
+    report = predict(toy(write_toy(tmp_path, "mixtral")), depths=NoForms(), tracing=counted)
+    assert traced == [BALANCED.name, PUBLISHED.name]
+    assert report.unknowns[0].cause == "routing"
+
+
+@pytest.mark.parametrize(("depths", "is_tried"), [(NoForms(), False), (Depths(), True)])
+def test_what_was_not_tried_is_said(depths: Depths, is_tried: bool, tmp_path: Path) -> None:
+    run = toy_run(write_toy(tmp_path, "llama"), "llama", {"also": ["norm"]})
+    most = predict(run, gpu="24GiB", routing=BALANCED).span.high
+    report = predict(run, method="trace", gpu=f"{most - 1}B", routing=BALANCED, depths=depths)
+    note = "no change of the run file is known that makes it fit; changes with which the run has no closed form were "
+    assert (report.notes[-1].startswith(note), bool(report.changes)) == (not is_tried, is_tried)
+
+
+def test_values_of_all_sizes_in_a_formula(tmp_path: Path) -> None:
+    terms = predict(toy(write_toy(tmp_path, "mixtral")), method="formula").terms
+    shown = [term.numbers for term in terms if term.formula.endswith("·B·S")]
+    assert shown
+    assert all("B = 2, S = 32" in numbers for numbers in shown)
+
+
+def test_experts_are_named_where_all_layers_have_the_same(tmp_path: Path) -> None:
+    model = write_toy(tmp_path, "mixtral", num_hidden_layers=2)
+    for ids, said in (([0, 1], "4 experts: 0-1 of layers 0-1"), ({0: [0], 1: [3]}, "2 experts: chosen by layer")):
+        run = resolve(toy_run(model, "mixtral", {"experts": {"ids": ids}}), "cuda")
+        assert next(trains(run)).startswith(said)

@@ -9,6 +9,9 @@ from moetune.errors import UserError
 from moetune.models.source import find_model_source
 from tests.toys import toy_config
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+NVFP4 = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+
 
 def folder_with(tmp_path: Path, config: object) -> str:
     text = config if isinstance(config, str) else json.dumps(config)
@@ -74,6 +77,18 @@ def test_hub_without_network_suggests_a_catalog_model(monkeypatch: pytest.Monkey
             "says 2147483648 layers, and no model has more than 1,000",
         ),
         ({"model_type": "llama4", "text_config": {"num_hidden_layers": 10**400}}, r"says 1000+\.\.\. layers, and no"),
+        (
+            {"model_type": "mixtral", "quantization_config": {"quant_method": "fp8", "weight_block_size": 128}},
+            r"config\.json: quantization_config\.weight_block_size 128 is not valid",
+        ),
+        (
+            {"model_type": "mixtral", "quantization_config": FP8 | {"modules_to_not_convert": "lm_head"}},
+            r"config\.json: quantization_config\.modules_to_not_convert 'lm_head' is not valid: give a list",
+        ),
+        (
+            {"model_type": "mixtral", "quantization_config": NVFP4 | {"ignore": ["lm_head", "re:("]}},
+            r"config\.json: quantization_config\.ignore 're:\(' is not valid: missing \)",
+        ),
         ({"model_type": "t5"}, "'t5' is not a causal language model"),
         ({"model_type": "vit"}, "'vit' is not a causal language model"),
     ],

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
+from moetune.memory.closed_form.depth import Depths
 from moetune.memory.equal_ranks import kinds_of_ranks
 from moetune.memory.predict import predict
 from moetune.memory.trace import trace
-from moetune.run.resolve import resolve
+from moetune.run.resolve import ResolvedRun, resolve
 from tests import small
 from tests.memory.models import toy_run, write_toy
 
@@ -43,8 +44,8 @@ def test_every_rank_is_reported(small_model: Path) -> None:
 
     report = predict(config_of(small_model, "experts", fsdp=4, ep=2), method="trace", tracing=counted)
     assert [rank.rank for rank in report.ranks] == [0, 1, 2, 3]
-    # one trained expert on each rank, and every row divides by four; the last experts have most rows at uneven routing
-    assert traced == [0, 1]
+    # one trained expert on each rank, and every row divides by four; at uneven routing experts receive unlike rows
+    assert traced == [0, 0, 1]
     assert {one.axis for one in report.collectives} == {"fsdp", "efsdp", "ep"}
     assert report.to_json()["collectives"]
 
@@ -106,3 +107,35 @@ def test_weights_that_stay_gathered_have_a_closed_form(
     config = config.model_copy(update={"model": config.model.model_copy(update={"base": "fp32", "dtype": "fp32"})})
     formula, traced = (predict(config, method=method).ranks[0].parts for method in ("formula", "trace"))
     assert formula == traced
+
+
+def test_ranks_differ_by_which_experts_are_computed_together(tmp_path: Path) -> None:
+    """Four of eight have LoRA, two on each rank: on the first they alternate with the others, on the second they do
+    not, so that groups are larger."""
+    toy = write_toy(tmp_path, "mixtral", experts=8, intermediate_size=512)
+    layout = {"parallel": {"fsdp": 2, "ep": 2}, "hardware": {"count": 2}, "train": {"sequence_length": 256}}
+
+    def run(**some: Any) -> ResolvedRun:
+        lora = {"rank": 4, "alpha": 8, "targets": ["experts"], **some}
+        return resolve(toy_run(toy, "mixtral", {"lora": lora}, **layout), "cuda")
+
+    mixed = run(ids=[0, 1, 3, 4])
+    assert set(mixed.placement.values()) == {((0, 2, 3, 6), (1, 4, 5, 7))}
+    assert len(set(kinds_of_ranks(mixed, by_expert=False))) == 2
+    assert len(set(kinds_of_ranks(run(), by_expert=False))) == 1
+    first, second = (trace(mixed, BALANCED, rank=rank).parts().total for rank in range(2))
+    assert second > first
+
+
+def test_the_fullest_rank_may_be_any(tmp_path: Path) -> None:
+    """A recorded load, under which the first rank receives most."""
+    toy = write_toy(tmp_path, "mixtral", intermediate_size=512)
+    adapt = {"lora": {"rank": 4, "alpha": 8, "targets": ["experts"]}}
+    layout = {"parallel": {"fsdp": 2, "ep": 2}, "hardware": {"count": 2}, "train": {"sequence_length": 256}}
+    run = resolve(toy_run(toy, "mixtral", adapt, **layout), "cuda")
+    load = tuple((layer.index, (8.0, 2.0, 1.0, 1.0)) for layer in run.structure.moe_layers)
+    routing, depths = AssumedRouting("recorded", None, load, lowest=BALANCED), Depths()
+    uneven, even = (predict(run, method="formula", routing=one, depths=depths) for one in (routing, BALANCED))
+    assert uneven.ranks[0].peak_allocated > max(even.ranks[0].peak_allocated, uneven.ranks[1].peak_allocated)
+    assert uneven.unknowns[0].cause == "routing"
+    assert uneven.unknowns[0].below == pytest.approx(uneven.required - even.required, rel=0.01)

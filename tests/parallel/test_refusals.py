@@ -7,6 +7,7 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
+from moetune.run.validation import divided_start
 from tests import small
 from tests.resolved import train, verify
 
@@ -43,6 +44,11 @@ def config_of(model: Path, data: Path, tmp_path: Path, parallel: dict[str, Any],
             "master_weights: stochastic would round",
         ),
         (TWO | {"ep": 2, "load": "none.json"}, {}, r"parallel\.load 'none\.json'"),
+        (
+            TWO | {"ep": 2},
+            {"adapt": {"start_from": "adapter"}},
+            r"adapt\.start_from: .* parallel\.fsdp: 2 and parallel\.ep: 2 divide .*moetune adapter merge",
+        ),
     ],
 )
 def test_refused(
@@ -51,6 +57,12 @@ def test_refused(
     with pytest.raises(UserError, match=said):
         train(config_of(small_model, small_data, tmp_path, parallel, **sections), device="cpu", dry_run=True)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("parallel", [{"replicate": 2}, TWO | {"engine": "deepspeed"}])
+def test_a_start_is_loaded_where_ranks_hold_the_whole_model(parallel: dict[str, Any], tmp_path: Path) -> None:
+    start = {"adapt": {"start_from": "adapter"}}
+    assert not [*divided_start(config_of(tmp_path, tmp_path, tmp_path, parallel, **start))]
 
 
 def test_verify_measures_one_process(small_model: Path, small_data: Path, tmp_path: Path) -> None:

@@ -122,6 +122,30 @@ def test_the_first_failure_is_the_one_that_is_told(capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err.strip() == "error: rank 1: it was me"
 
 
+_ONE_IS_DEAF = """
+import os, signal, sys, time
+from pathlib import Path
+from moetune.parallel.start_ranks import note_failure
+ready = Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.touch()
+    time.sleep(600)
+while not ready.exists():
+    time.sleep(0.02)
+note_failure("out of memory")
+sys.exit(2)
+"""
+
+
+def test_a_rank_that_has_to_be_killed_is_not_the_one_that_failed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moetune.parallel.start_ranks._GRACE", 0.2)
+    assert start_ranks([sys.executable, "-c", _ONE_IS_DEAF, str(tmp_path / "ready")], 2) == 2
+    assert capfd.readouterr().err.strip() == "error: rank 0: out of memory"
+
+
 def test_what_all_ranks_find_wrong_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys; from moetune.parallel.start_ranks import note_failure; note_failure('no such router'); sys.exit(2)"

@@ -1,5 +1,6 @@
 """A traced report, and what a search found, are read from disk when the same is asked again."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,11 +8,13 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.memory.closed_form import store
+from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.planning import predictor
 from moetune.planning.candidate import Candidate, worth
 from moetune.planning.predictor import Predictor
 from moetune.planning.search import Search
 from moetune.planning.strategies import Strategy, strategies
+from moetune.run.resolve import ResolvedRun
 
 
 def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +38,24 @@ def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: py
         file.write_bytes(file.read_bytes()[:-9])
     assert Predictor().traced(run(64)) == first
     assert len(traced) == 4
+
+
+def test_a_run_is_traced_again_once_a_kernel_has_failed(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
+    raw = {"model": {"path": str(small_model)}, "adapt": {"router": "all"}, "train": {"sequence_length": 64}}
+    run = RunConfig.model_validate(raw)
+    assert not Predictor("l40s").traced(run).notes
+
+    def as_known(one: ResolvedRun, card: Gpu | None) -> ResolvedRun:
+        assert card == find_gpu("l40s")
+        return replace(one, config=one.config.but(hardware={"without_kernels": ("gather_rows",)}))
+
+    for module in ("moetune.planning.kept", "moetune.memory.predict"):
+        monkeypatch.setattr(f"{module}.as_known", as_known)
+    for _ in range(2):
+        assert "gather_rows" in Predictor("l40s").traced(run).notes[0]
 
 
 def test_a_strategy_is_searched_once(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

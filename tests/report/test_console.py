@@ -10,7 +10,7 @@ import yaml
 from rich.table import Table
 
 import moetune as package
-from moetune.report.console import terminal
+from moetune.report.console import note, terminal
 from tests import small
 
 NAME = "x[/]y [bold red]z[/bold red] :key:"
@@ -25,6 +25,11 @@ def test_a_name_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     table.add_row(NAME)
     console.print(table)
     assert capsys.readouterr().out.count(NAME) == 5
+
+
+def test_a_note_does_not_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    note("one\r\x1b[A", "other")
+    assert capsys.readouterr().err == "note: one\\r\\x1b[A\nnote: other\n"
 
 
 def test_everything_is_printed_there() -> None:

@@ -69,6 +69,8 @@ def test_a_users_json_is_merged(tmp_path: Path) -> None:
         ('{"zero_optimization": 2}', "zero_optimization: 2, and the run file makes it {"),
         ('{"optimizer": {"type": "Adam"}}', "optimizer: leave it out; optimizer: of the run file says it"),
         ('{"zero_optimization": {"offload_param": {}}}', "zero_optimization.offload_param: leave it out"),
+        ('{"zero_optimization": {"reduce_bucket_size": "large"}}', 'reduce_bucket_size: "large"; give a number'),
+        ('{"zero_optimization": {"reduce_bucket_size": [5]}}', "reduce_bucket_size: [5]; give a number"),
         ("[1]", "[1]: Input should be an object"),
         ("{", "cannot be read: Invalid JSON"),
     ],

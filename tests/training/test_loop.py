@@ -24,15 +24,19 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.closed_form.form import kind_of
 from moetune.models.source import find_model_source
+from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedRun, resolve
-from moetune.training import interrupt, run
+from moetune.training import interrupt, loop, run
 from moetune.training.data.load import Datasets, data_of
 from moetune.training.folder.checkpoint import parts_of
 from moetune.training.folder.manifest import write_manifest
 from moetune.training.folder.run_writer import RunWriter
 from moetune.training.interrupt import Interrupted
+from moetune.training.loop import Loop
+from moetune.training.metrics import Interval
 from moetune.training.order import shuffled
 from moetune.training.step.stepper import Stepper
+from moetune.watch.ending import ending
 from moetune.watch.memory_record import MemoryRecord
 from tests import small
 from tests.resolved import build, train, verify
@@ -307,6 +311,21 @@ def test_a_signal_ends_the_run_after_the_step_which_is_saved(
     assert trained(whole) == small.metrics_without_times(tmp_path / "run")
 
 
+def test_after_a_signal_ranks_wait_for_the_first_to_name_the_checkpoint(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a rank ends, the launcher stops those that do not end soon."""
+    happened: list[str] = []
+    step, save = MemoryRecord.step_ends, Loop._save
+    monkeypatch.setattr(MemoryRecord, "step_ends", lambda self: (step(self), signal.raise_signal(signal.SIGINT)))
+    monkeypatch.setattr(Loop, "_save", lambda self: (save(self), happened.append("saved")))
+    monkeypatch.setattr(Loop, "_say", lambda *_: happened.append("said"))
+    monkeypatch.setattr(Ranks, "barrier", lambda _: happened.append("waited"))
+    with pytest.raises(Interrupted):
+        train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 5}))
+    assert happened[-3:] == ["saved", "waited", "said"]
+
+
 def test_a_second_signal_ends_it_at_once(
     small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +421,7 @@ def test_what_is_known_of_the_length_is_said(small_model: Path, small_data: Path
     assert lines[1].startswith("data: 14 examples in 14 sequences, ")
     assert lines[2:] == [
         "length: 50 steps of 4 an epoch, 12.5 epochs",
-        "warning: every example is seen 12 times; train.epochs says how often it should be, and train.steps=4 is once",
+        "warning: every example is seen 12 times; train.steps=4 would be once",
     ]
 
 
@@ -466,6 +485,33 @@ def test_early_stopping_keeps_and_exports_the_best(
     shutil.rmtree(tmp_path / "run/checkpoints" / f"step-{last}")
     assert train(config, resume="auto").steps == last  # what follows the best runs again, and ends as before
     assert small.metrics_without_times(tmp_path / "run") == lines
+
+
+def test_the_first_evaluation_does_not_count_as_training_time(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(loop, "Interval", lambda: (happened.append("clock starts"), Interval())[1])
+    monkeypatch.setattr(Loop, "_evaluate", lambda *_: happened.append("evaluated"))
+    train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 1}, data={"validation": 0.2}))
+    assert happened[:2] == ["evaluated", "clock starts"]
+
+
+def test_a_held_out_loss_that_is_not_finite_is_null_and_never_the_best(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, said = iter([1.0, math.nan, 5.0, math.inf, math.nan]), io.StringIO()
+    monkeypatch.setattr(loop, "held_out_loss", lambda *_: (torch.tensor(next(losses)), torch.tensor(1)))
+    settings = {"steps": 9, "eval_every": 1, "eval_micro_batch": 64, "early_stopping": {"patience": 2}}
+    config = small.run_config(small_model, small_data, tmp_path / "run", train=settings, data={"eval": str(small_data)})
+    result = train(config, console=Console(file=said, width=500))
+    lines = small.read_metrics(tmp_path / "run")
+    assert [line["eval_loss"] for line in lines if "eval_loss" in line] == [1.0, None, 5.0, None, None]
+    assert (result.steps, result.eval_loss_before, result.eval_loss_after) == (4, 1.0, None)
+    assert "step 4: held-out loss not finite" in said.getvalue()
+    assert "best held-out loss 1.0000, at step 0" in ending(tmp_path / "run")
+    assert [path.name for path in RunWriter(tmp_path / "run").checkpoints()] == ["step-2", "step-4"]
+    assert train(config, resume="auto").steps == 4
 
 
 def test_early_stopping_needs_held_out_data(small_model: Path, small_data: Path, tmp_path: Path) -> None:

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from moetune.config.load import read_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import DoesNotFit, UserError
 from moetune.memory.trace.tracker import Tracker
+from moetune.training import loop
 from moetune.training.folder.run_folder import RunFolder
 from moetune.watch import memory_record, out_of_memory
+from moetune.watch.train import Watch
 from tests import small
 from tests.resolved import train
 from tests.thinned import thinned
@@ -162,6 +165,19 @@ def test_the_command_exits_with_one(
     assert (found["schema"], found["out_of_memory"]["phase"], found["last_checkpoint"]) == (1, "forward", None)
     assert "error: out of memory in step 1, micro-step 0, forward" in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_memory_that_runs_out_as_the_optimizer_is_made_is_reported(
+    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Any) -> None:
+        raise torch.OutOfMemoryError("of copies of the weights")
+
+    monkeypatch.setattr(loop, "make_optimizer", full)
+    monkeypatch.setattr(Watch, "out_of_memory", lambda self, run, loop: DoesNotFit("a report", {"loop": loop}))
+    with pytest.raises(DoesNotFit, match="a report"):
+        train(small.run_config(small_model, small_data, tmp_path / "run"))
+    assert json.loads((tmp_path / "run/out_of_memory.json").read_text()) == {"loop": None}
 
 
 @pytest.mark.parametrize(

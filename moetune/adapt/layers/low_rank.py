@@ -32,7 +32,8 @@ def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float
     """Return base(x) + scale·B(A(x)), [..., q], as one autograd function; gradients flow to x, A and B.
 
     Returns None if the layers must be run separately: `base` is not a plain, 4-bit or quantized linear layer, or has a
-    parameter that trains; a weight is a DTensor; or a layer has forward hooks (as under tensor parallelism).
+    parameter that trains; a weight is a DTensor (as under tensor parallelism); or a layer has forward hooks (which
+    gather its weights, under FSDP2 and ZeRO-3).
 
     Args:
         x: input [..., p].

@@ -68,8 +68,14 @@ def _in_pefts_layout(stored: StoredAdapter, adapted: Adapted) -> StoredAdapter:
         lines = "\n  ".join(first_of(found.problems))
         raise UserError(f"{stored}, read as {found.layout}:\n  {lines}")
     laid = laid_out(found.adapter, base, "peft")
+    # compared with the base, under their names in an adapted model
+    frozen = {".base_layer.".join(name.rsplit(".", 1)): tensor for name, tensor in found.frozen.items()}
     return replace(
-        stored, tensors=laid.tensors, settings=laid.settings, scales=Scales.model_validate(laid.settings), record={}
+        stored,
+        tensors=laid.tensors | frozen,
+        settings=laid.settings,
+        scales=Scales.model_validate(laid.settings),
+        record={},
     )
 
 

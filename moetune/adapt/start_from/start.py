@@ -12,6 +12,8 @@ from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT, Delta, read_delta, read_manifest
 from moetune.models.hub.fingerprint import Base
+from moetune.run import validation
+from moetune.run.resolved import raise_problems
 
 _RUN_FILE, _CHECKPOINTS = "run.yaml", "checkpoints"
 """Names as in training/folder/run_folder.py, which cannot be imported here because it imports this package."""
@@ -52,11 +54,12 @@ def open_start(adapted: Adapted) -> Start | None:
     """Open and check the folder that `adapt.start_from` names; return None if the setting is not used.
 
     `adapted` is the run's model, on the meta device. Raises `UserError` if the folder does not exist, is neither
-    adapter nor delta, is damaged, or does not fit the run.
+    adapter nor delta, is damaged, or does not fit the run; or if the run's ranks divide the model.
     """
     start_from = adapted.run.config.adapt.start_from
     if start_from is None:
         return None
+    raise_problems(validation.divided_start(adapted.run.config))
     folder = expanded(start_from)
     if not folder.is_dir():
         raise UserError(f"adapt.start_from: folder {str(folder)!r} does not exist")

@@ -28,7 +28,8 @@ Tensors = Mapping[str, Tensor]
 def write_peft(run: FinishedRun, out: Path) -> Written:
     """Write the trained tensors of a run as a PEFT adapter: `adapter_config.json` and `adapter_model.safetensors`.
 
-    Loaded by PEFT onto the unquantized model in the run's `model.path`, it computes what the trained model computes.
+    Loaded by PEFT onto the unquantized model in the run's `model.path`, or the checkpoint that was quantized to it, it
+    computes what the trained model computes.
 
     Raises:
         UserError: the run has no LoRA; it trains something that PEFT cannot hold, such as whole experts; its base has
@@ -40,10 +41,12 @@ def write_peft(run: FinishedRun, out: Path) -> Written:
     saved = saved_modules(run.adapted)
     trained = {name: stored.rows() for name, stored in run.trained.items()}
     model = run.adapted.run.model
-    base = base_of(model.source, model.plain, model.structure, model.source.name)
+    source = model.source
+    base = base_of(source, model.plain, model.structure, source.name)
     adapter = trained_adapter(run.adapted, run.config.adapt.lora, trained, _saved_tensors(run, saved, trained))
     laid = laid_out(adapter, base, "peft")
-    laid.settings["base_model_name_or_path"] = model.source.folder or model.source.name
+    original = source.folder if source.quantized_base is None else str(source.quantized_base.source)
+    laid.settings["base_model_name_or_path"] = original or source.name
     refuse_lost(copy.deepcopy(model.plain), laid.tensors, laid.settings)
     return written(out, laid)
 

@@ -93,14 +93,17 @@ def probes_of(run: ResolvedRun, ep: int = 0) -> tuple[ResolvedRun, ResolvedRun] 
     """Return two runs with few trained experts, from whose records that of this run can be derived (experts.py), on the
     rank with the index `ep` on that axis.
 
-    None if this run needs a record of its own: layers or ranks train different numbers of experts, only some of the
-    others have LoRA or its optimizer is 8-bit, experts are sharded, or no two numbers of experts suit.
+    None if this run needs a record of its own: a single expert of a layer trains, layers or ranks train different
+    numbers of experts, only some of the others have LoRA or its optimizer is 8-bit, experts are sharded, or no two
+    numbers of experts suit.
     """
     banks = {layer: bank for layer, bank in banks_of(run, ep).items() if bank.trained}
     same = {_alike(bank) for bank in banks.values()}
     if len(same) != 1 or expert_shards(run.config.parallel) > 1:
         return None
     bank = next(iter(banks.values()))
+    if len(bank.trained) < 2:
+        return None  # the first group of experts that train is also the last
     if bank.lora and (len(bank.lora) != bank.sizes["frozen"] or run.optimizers["lora"].name.endswith("8bit")):
         return None  # 8-bit optimizers keep the states of small tensors in 32 bits
     numbers = (number for number in range(_FIRST, len(bank.held)) if bank.training(number).serves(bank))

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from moetune.adapt.documents import DOCUMENT_LENGTHS
+from moetune.adapt.guard import as_known
 from moetune.config.resolved import ResolvedConfig
 from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
@@ -41,7 +42,7 @@ from moetune.parallel.distribute import reshard
 from moetune.run.keeps import recomputes_layers
 from moetune.run.resolve import ResolvedRun
 from moetune.training.step.batch import Batch
-from moetune.training.step.lm_head import split
+from moetune.training.step.lm_head import LMHead, split
 from moetune.training.step.loss import Chunks
 
 
@@ -121,6 +122,8 @@ class ClosedForm:
                 sorted(linears.intersection(run.selection.lora_linears)),
                 [self.kinds[layer] for layer in self.stack.kept],
             ]
+        else:
+            kind["placement"] = dict(run.placement)  # depends on what is in the file `parallel.load`
         return store.key_of(kind, self.rank)
 
     @overload
@@ -157,17 +160,22 @@ class ClosedForm:
         size = self._size(config, routing)
         recorded = known.records[size.shape]
         events, layers = known.events(size.shape, self.stack)
-        unlike = list(dict.fromkeys(size.rows.values())) or [ExpertRows((size.batch.tokens,))]
-        sizes = [size.sizes | exchanged(self.run, rows) for rows in unlike]
+        of_layers = [(rows, self._received(layer, rows)) for layer, rows in size.rows.items()]
+        unlike = [one for number, one in enumerate(of_layers) if one not in of_layers[:number]]
+        unlike = unlike or [(ExpertRows((size.batch.tokens,)), {})]
+        sizes = [size.sizes | received for _, received in unlike]
         table = np.stack(
-            [recorded.bytes_at(*both, size.batch, size.held_out) for both in zip(sizes, unlike, strict=True)]
+            [
+                recorded.bytes_at(of, rows, size.batch, size.held_out)
+                for of, (rows, _) in zip(sizes, unlike, strict=True)
+            ]
         )
         if ((table != table[0]).any(0) & (recorded.layers < 0)).any():
             raise NoClosedForm(
                 "layers whose experts receive different numbers of tokens share a tensor; use --method trace"
             )
         of_layer = np.zeros(max([*size.rows, *layers.tolist()], default=0) + 2, dtype=np.int64)
-        of_layer[list(size.rows)] = [unlike.index(rows) for rows in size.rows.values()]
+        of_layer[list(size.rows)] = [unlike.index(one) for one in of_layers]
         values = table[of_layer[layers], events.like]
         found = Trace(recorded.log, events, values, formula=recorded.formula, sizes=sizes[0])
         return replace(found, load=load_peaks(self.run, found))
@@ -187,15 +195,25 @@ class ClosedForm:
         """Return all records, among them that of a run's shape: read from disk, or recorded now and written to disk.
         Arguments and errors are those of `at`."""
         if not self.knows(config, routing):
+            self._read_again()
+        if not self.knows(config, routing):
             known = self.recorded
             with self._steps() as steps:
                 if known is None:
                     known = self.recorded = Recorded(self._head(steps))
                 shape = self.shape(config, routing)
                 known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
+            self._read_again()
             store.write(self.key, known)
         assert self.recorded is not None
         return self.recorded
+
+    def _read_again(self) -> None:
+        """Add the records that other processes have written since `recorded` was read."""
+        found = store.read(self.key)
+        if found is not None and self.recorded is not None:
+            for shape, one in found.records.items():
+                self.recorded.records.setdefault(shape, one)
 
     def _head(self, steps: Steps) -> KnownHead:
         """Return the sizes of the LM head, which runs of a model share, however its weights are stored, unless they
@@ -206,7 +224,8 @@ class ClosedForm:
         trained = run.selection.full & outside, frozenset(linears.intersection(run.selection.lora_linears))
         card = self.gpu and self.gpu.capability, run.config.hardware.without_kernels
         stored = run.config.model.model_copy(update={"base": "auto", "double_quant": True, "experts_on": "gpu"})
-        known, key = _HEADS.setdefault(run.model.plain, {}), (stored, run.config.packs, *trained, *card)
+        drops = run.config.adapt.lora is not None and run.config.adapt.lora.dropout > 0
+        known, key = _HEADS.setdefault(run.model.plain, {}), (stored, run.config.packs, *trained, drops, *card)
         if key not in known:
             known[key] = _head_of(steps)
         return known[key]
@@ -229,7 +248,8 @@ class ClosedForm:
         memory = replace(self.run, config=config).loss_bytes()
         batch = Chunks.of(memory, head, train.micro_batch * length)
         more = evaluated_rows(config) if evaluated_rows(config) > train.micro_batch else 0
-        held_out = Chunks.of(memory, head, more * length) if more else None
+        without_gradients = replace(head, row_bytes=head.held_out_row_bytes)
+        held_out = Chunks.of(memory, without_gradients, more * length) if more else None
         rows = self._rows(batch.tokens, held_out.tokens if held_out else 0, routing)
         idle = {one.idle for one in rows.values()} or {((), ())}
         if len(idle) > 1:
@@ -260,6 +280,13 @@ class ClosedForm:
             return known[key]
 
         return {layer.index: of(layer) for layer in self.run.structure.moe_layers}
+
+    def _received(self, layer: int, rows: ExpertRows) -> Sizes:
+        """Return the sizes r0, r1, … and q0, q1, … at which the storages of a layer are evaluated: all are the tokens
+        sent to this rank's experts, because no storage has the rows of another rank's. The name in a record can be that
+        of another rank, which was sent as many, or which holds the same experts in the first layer."""
+        placed = self.run.placement.get(layer, ())
+        return exchanged([placed[self.ep] for _ in placed], rows)
 
     @contextmanager
     def _steps(self) -> Iterator[Steps]:
@@ -320,6 +347,7 @@ def kind_of(run: ResolvedRun) -> dict[str, Any]:
     kind["train"]["expert_memory"] = run.expert_memory
     kind["train"]["recomputes"] = recomputes_layers(config.train)
     kind["train"]["inputs_on_host"] = config.train.checkpointing == "offload"
+    kind["train"]["router_aux_scope"] = config.train.router_aux_scope
     kind["train"]["keeps"] = {layer: sorted(kept) for layer, kept in run.keeps.items()}
     kind["train"]["dense_router_gradient"] = config.train.dense_router_gradient
     kind["train"]["accumulate"] = min(config.train.accumulate, 2 if config.parallel.ranks == 1 else 3)
@@ -355,8 +383,10 @@ def _head_of(steps: Steps) -> KnownHead:
         batch = batches_of(adapted, length)(rows)
         inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "is_token")}
         tracker = Tracker({})
-        with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (_, tail):
-            known = KnownHead(tail.vocabulary, tail.width, tail.row_bytes, trains)
+        with torch.no_grad(), steps.counting(BALANCED), tracker, split(adapted.model, inputs) as (hidden, tail):
+            with torch.enable_grad():  # LoRA then makes other tensors
+                training = LMHead(tail, hidden[0, :0])
+            known = KnownHead(tail.vocabulary, tail.width, training.row_bytes, tail.row_bytes, trains)
         reshard(adapted.model)  # so that the next pass starts in the same state
         return known, Counter((block.op, block.bytes) for block in tracker.log.blocks), batch
 
@@ -381,10 +411,16 @@ def record_ahead(run: ResolvedRun) -> None:
     """Record the steps of all kinds of ranks of a run and write them to disk, before the ranks start.
 
     A rank cannot record while it runs, because recording needs a fake process group. For a run without a closed form
-    nothing is written or raised; its `memory.json` then has no prediction.
+    nothing is written or raised; its `memory.json` then has no prediction. On CUDA the ranks ask for the card that they
+    run on, whatever `hardware.gpu` says: it is taken to be the first of this machine.
     """
-    card = find_gpu(run.config.hardware.gpu or "l40s") if run.device_type == "cuda" else None
+    from moetune.memory.measurement.verify import catalog_name  # which imports this module
+
+    card = None
     try:
+        if run.device_type == "cuda":
+            card = find_gpu(catalog_name(torch.device("cuda", 0)))
+            run = as_known(run, card)
         by_kind(run, BALANCED, lambda rank: ClosedForm(run, rank, card).at(run.config))
     except UserError:
         return

@@ -93,9 +93,9 @@ def _about(record: Record) -> Iterator[_About]:
 def probes_of(run: ResolvedRun) -> tuple[ResolvedRun, ResolvedRun] | None:
     """Return the run with the ranks `HIGHEST` and `LOWEST`, from whose records that of this run can be derived.
 
-    None if this run needs a record of its own: it has no LoRA, several ranks, a rank that is not between these, LoRA
-    outside of the decoder layers, where the loss depends on it, or an 8-bit optimizer and factors of which the lowest
-    rank has states in 32 bits and the highest in 8.
+    None if this run needs a record of its own: it has no LoRA, ranks that differ by target or layer, a single rank that
+    is not between these, LoRA outside of the decoder layers, where the loss depends on it, or an 8-bit optimizer and
+    factors of which the lowest rank has states in 32 bits and the highest in 8.
     """
     lora, linears = run.config.adapt.lora, run.structure.linears()
     if lora is None or not isinstance(lora.rank, int) or not LOWEST <= lora.rank < HIGHEST:

@@ -316,7 +316,8 @@ def _recorded(steps: Steps, probe: ProbeSizes) -> tuple[Log, Sizes, ExpertRows, 
             for chunks in (probe.batch, probe.held_out)
         )
     )
-    return log, probe.sizes() | exchanged(adapted.run, rows), rows, _places_of(log, batch, held_out)
+    placed = next(iter(adapted.run.placement.values()), ())
+    return log, probe.sizes() | exchanged(placed, rows), rows, _places_of(log, batch, held_out)
 
 
 def _places_of(log: Log, batch: NotedChunks, held_out: NotedChunks) -> np.ndarray:

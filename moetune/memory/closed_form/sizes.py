@@ -11,7 +11,7 @@ A monomial is a product of powers of sizes, such as B·S². The sizes have these
 | S↑n, S+256 | | S rounded up to a multiple of n; S plus 128 rows for each of two documents, as attention kernels pad |
 | ⌈S/n⌉ | | tiles of n tokens in a sequence, each of which has a workspace in attention kernels |
 | n | n | tokens received by the experts that are computed together |
-| r0, r1, … | q0, q1, … | tokens sent to the experts of each `ep` rank |
+| r0, r1, … | q0, q1, … | tokens sent to the experts of each `ep` rank, in a record; else to those of this rank |
 | c, c′ | d, d′ | tokens of a chunk of the loss; of the last chunk |
 | b | e | tokens of a block of a chunk, whose logits are in float32 at once |
 | b′, b″ | e′, e″ | tokens of the last block in a chunk; of the last block in the last chunk |
@@ -29,7 +29,6 @@ from operator import itemgetter
 import numpy as np
 
 from moetune.memory.trace.log import Block
-from moetune.run.resolve import ResolvedRun
 from moetune.training.step.loss import Chunks
 
 Sizes = dict[str, int]
@@ -202,12 +201,9 @@ class ExpertRows:
         return sum(counts[expert] for expert in block.experts)
 
 
-def exchanged(run: ResolvedRun, rows: ExpertRows) -> Sizes:
-    """Return the sizes r0, r1, … and q0, q1, …: tokens sent to the experts of each `ep` rank, from `rows`, the tokens
-    of each expert; empty without `ep`."""
-    if not run.placement:
-        return {}
-    placed = next(iter(run.placement.values()))
+def exchanged(placed: Sequence[Sequence[int]], rows: ExpertRows) -> Sizes:
+    """Return the sizes r0, r1, … and q0, q1, …: tokens sent to the experts of each `ep` rank, the ids of which are
+    `placed`, from `rows`, the tokens of each expert; empty without `ep`."""
     return {
         f"{name}{rank}": sum(counts[expert] for expert in held)
         for name, counts in (("r", rows.trained), ("q", rows.held_out))

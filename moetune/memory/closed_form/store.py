@@ -2,7 +2,8 @@
 
 Files are in `$MOETUNE_CACHE`, or else in `moetune/closed_form` under `$XDG_CACHE_HOME` or `~/.cache`. Reading executes
 nothing from a file. A file that cannot be read or written is treated as missing. File names are digests of the run's
-kind, the rank, the versions of libraries and moetune's source, so that outdated records are never found.
+kind, the rank, torch's switches, the versions of libraries and moetune's source, so that outdated records are never
+found.
 """
 
 import gzip
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from pydantic import TypeAdapter
 
 from moetune.errors import UserError
@@ -36,7 +38,8 @@ class KnownHead:
     Attributes:
         vocabulary: number of logits of a token.
         width: bytes of a logit.
-        row_bytes: bytes, for one token, of all tensors of logits that the head allocates.
+        row_bytes: bytes, for one token, of all tensors of logits that the head allocates in training.
+        held_out_row_bytes: the same in an evaluation, without gradients, where LoRA on the head makes more tensors.
         trains: whether any parameter outside of the decoder stack trains.
         loops: whether the model's code loops over documents or pieces of a sequence, so that the number of tensors
             depends on its length.
@@ -47,6 +50,7 @@ class KnownHead:
     vocabulary: int
     width: int
     row_bytes: int
+    held_out_row_bytes: int
     trains: bool
     loops: bool = False
     copies: bool = False
@@ -74,13 +78,21 @@ class Recorded:
 def key_of(kind: dict[str, Any], rank: int) -> str:
     """Return the digest that names the file of a kind of run's records for one rank: 32 hexadecimal digits. `kind` has
     the settings that the step's storages depend on, as JSON values."""
-    whole = {"kind": kind, "rank": rank, "versions": _versions(), "source": source_digest("**/*.py")}
+    about = {"versions": _versions(), "switches": _switches(), "source": source_digest("**/*.py")}
+    whole = {"kind": kind, "rank": rank, **about}
     return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 @cache
 def _versions() -> dict[str, str]:
     return {name: version(name) for name in _MADE_BY}
+
+
+def _switches() -> list[bool]:
+    """Return which kernels of attention torch may choose, and whether operations must be deterministic."""
+    of = torch.backends.cuda
+    kernels = of.flash_sdp_enabled, of.mem_efficient_sdp_enabled, of.cudnn_sdp_enabled, of.math_sdp_enabled
+    return [is_on() for is_on in (*kernels, torch.are_deterministic_algorithms_enabled)]
 
 
 def folder() -> Path:

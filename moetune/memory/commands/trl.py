@@ -15,6 +15,7 @@ from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.tracing import faked
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
+from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
 from moetune.training.trl import TrlTrainer, prompt_length, trl_arguments
@@ -33,6 +34,7 @@ def predict_trl(
 
     Every row is as long as `max_length`, and its prompt has one token; GRPO's rows have `train.sequence_length` tokens,
     of which the last `max_completion_length` are generated. The report has no time and no changes.
+    As in a real run, `train.checkpointing: auto` counts as `full` and `train.keep_rows: auto` as `none`.
 
     Args:
         more: arguments of TRL's configuration that replace those of `trl_arguments`.
@@ -40,7 +42,7 @@ def predict_trl(
 
     Raises:
         UserError: as `predict` and `trl_arguments`; TRL is not installed or refuses the arguments; the run has several
-            ranks or `keep_rows: auto`.
+            ranks.
         NotTraceable: as `predict`.
     """
     if find_spec("trl") is None:
@@ -48,8 +50,7 @@ def predict_trl(
     run = resolve(run, "cuda")
     if run.config.parallel.ranks > 1:
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
-    if run.config.train.keep_rows == "auto":
-        raise UserError("train.keep_rows: auto is by moetune's own steps; give a number of layers, or none")
+    run = run.keeping({}) if is_open(run.config.train) else run
     options: dict[str, Any] = {"gpu": gpu, "routing": routing, "allocator": allocator}
     tracing = partial(trace_trl, trainer=trainer, more=more or {})
     report = predict(run, method="trace", tracing=tracing, advise=False, **options)

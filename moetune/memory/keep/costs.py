@@ -181,10 +181,16 @@ def _peaks(traced: Trace, paths: list[str]) -> tuple[list[int], list[int], int]:
     pass of each layer, whose `paths` are given; and between the two passes of the last layer."""
     layers = {path: number for number, path in enumerate(paths)}
     passes = {"forward": [0] * len(paths), "backward": [0] * len(paths)}
-    marks = [mark for mark in traced.marks if mark.phase in ("forward", "backward", "recompute")]
-    last = max((mark.step, mark.micro_step) for mark in marks)
+    marks = traced.marks
+    stops = [*(mark.at for mark in marks[1:]), traced.end + 1]
+    within = [
+        (mark, stop)
+        for mark, stop in zip(marks, stops, strict=True)
+        if mark.phase in ("forward", "backward", "recompute")
+    ]
+    last = max((mark.step, mark.micro_step) for mark, _ in within)
     end, now = 0, None
-    for mark, stop in zip(marks, [*(mark.at for mark in marks[1:]), traced.end + 1], strict=True):
+    for mark, stop in within:
         if (mark.step, mark.micro_step) != last:
             continue
         inside = next((n for path, n in layers.items() if f"{mark.module}.".startswith(f"{path}.")), None)

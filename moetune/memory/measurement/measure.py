@@ -27,7 +27,7 @@ class Measured:
         peak_process: GPU memory that all processes on the GPU use after the last step, as the driver reports; None on a
             CPU.
         tokens_per_second: over all steps but the first, which loads kernels and creates optimizer states; over the
-            first if there is only one.
+            first if there is only one. An evaluation does not count.
         routing: the rows that each expert received in each call, for a prediction that replays them. Its `load` holds,
             for each layer, the rows of the call in which a single expert received most.
         trace: on a CPU the recorded storages, as in a prediction; None on CUDA, where torch's counters are read.
@@ -77,10 +77,10 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    began: list[float] = []  # start time of each step, in seconds
+    began: list[float] = []  # start time of each step, and of what follows the last one, in seconds
 
     def batch(rows: int) -> Batch:
-        if len(began) == tracker.step:
+        if len(began) == tracker.step + (tracker.phase == "evaluation"):
             began.append(now())
         return make(rows)
 
@@ -104,7 +104,7 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         trace = running.run(tracker, config.train.accumulate, steps=steps, tracking=not on_cuda)
-        ended = now()
+        began.append(now())
     fullest = tuple((layer, tuple(map(float, rows))) for layer, rows in sorted(load.items()))
     routing = Replayed("measured", None, fullest, steps=steps, calls=tuple(map(tuple, counts)))
     timed = max(1, steps - 1)
@@ -114,7 +114,7 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
         peak_allocated=torch.cuda.max_memory_allocated(device) if on_cuda else trace.parts(trace.peak).total,
         peak_reserved=torch.cuda.max_memory_reserved(device) if on_cuda else None,
         peak_process=total - free if on_cuda else None,
-        tokens_per_second=tokens / (ended - began[steps - timed]),
+        tokens_per_second=tokens / (began[steps] - began[steps - timed]),
         routing=routing,
         received=received,
         trace=None if on_cuda else trace,

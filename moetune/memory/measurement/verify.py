@@ -84,8 +84,8 @@ def verify(
         predicted = dict(zip(_NAMES, (allocated, None, None, on_host), strict=True))
     else:
         card, allocator = catalog_name(device), allocator_here()
-        rank = predict(run, method="trace", gpu=card, routing=routing, allocator=allocator).fullest
-        predicted = {name: getattr(rank, name) for name in _NAMES}
+        report = predict(run, method="trace", gpu=card, routing=routing, allocator=allocator, advise=False)
+        predicted = {name: getattr(report.fullest, name) for name in _NAMES}
     return Outcome(
         predicted=predicted,
         measured={name: getattr(measured, name) for name in predicted},

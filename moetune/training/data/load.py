@@ -79,7 +79,7 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
 
     Raises:
         UserError: data cannot be found or read, records cannot be used (all such problems, one per line), or the
-            weights or `data.validation` leave no record to train on.
+            weights or `data.validation` leave no record to train on or, with `data.eval`, to evaluate on.
     """
     problems: dict[str, None] = {}
     documents = Documents()
@@ -113,6 +113,8 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
         training, held_out = _split(training, data.validation, draw)
     if not len(training.documents):
         raise UserError("data.train: the weights leave no record; raise them")
+    if data.evaluates and not len(held_out.documents):
+        raise UserError("data.eval: the weights leave no record; raise them")
     length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
     rows, counts = _laid(training, documents, length, padding)
     held_rows, held_counts = _laid(held_out, documents, length, padding) if data.evaluates else (None, None)

@@ -10,6 +10,7 @@ A checkpoint gets its final name when it is complete, and its manifest has the S
 whether run.yaml, inputs.json and metrics.jsonl in the run folder are damaged.
 """
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -147,19 +148,21 @@ class RunFolder:
         return parse_metrics(text, self.metrics_file)
 
     def held_out(self) -> dict[int, float]:
-        """Return step -> held-out loss of the evaluations after the first update, from the metrics."""
-        return {line["step"]: line["eval_loss"] for line in self.metrics() if line["step"] and "eval_loss" in line}
+        """Return step -> held-out loss of the evaluations after the first update, as in the metrics; NaN for null."""
+        found = {line["step"]: line["eval_loss"] for line in self.metrics() if line["step"] and "eval_loss" in line}
+        return {step: math.nan if loss is None else loss for step, loss in found.items()}
 
 
 def best_step(held_out: Mapping[int, float]) -> int | None:
-    """Return the step of the lowest loss in `held_out` (step -> loss), the first of equal ones; None if it is empty."""
-    return min(sorted(held_out), key=held_out.__getitem__, default=None)
+    """Return the step of the lowest finite loss in `held_out` (step -> loss), the first of equal ones; None without."""
+    finite = sorted(step for step, loss in held_out.items() if math.isfinite(loss))
+    return min(finite, key=held_out.__getitem__, default=None)
 
 
 def is_stopped(held_out: Mapping[int, float], early: EarlyStoppingConfig | None) -> bool:
     """Return whether early stopping ends a run: at least `early.patience` evaluations came after the best one.
 
-    `held_out` is step -> held-out loss. False without `early` or evaluations.
+    `held_out` is step -> held-out loss. False without `early` or a finite loss.
     """
     best = best_step(held_out)
     return early is not None and best is not None and sum(step > best for step in held_out) >= early.patience

@@ -293,7 +293,10 @@ class RunWriter(RunFolder):
         self.ranks.barrier()
 
     def remove_leftovers(self) -> None:
-        """Delete the temporary files, and the half-written and half-deleted checkpoints, of a killed run."""
+        """Delete the temporary files, and the half-written and half-deleted checkpoints, of a killed run, on the first
+        rank."""
+        if not self.ranks.is_first:
+            return
         for leftover in self.checkpoints_path.glob(".step-*"):
             if self._is_our_aside(leftover):
                 shutil.rmtree(leftover)

@@ -20,8 +20,11 @@ def as_float(value: Tensor) -> float:
 def bound_(gradient: Tensor, bound: float) -> None:
     """Clip every element of a gradient to the range ±bound, in place.
 
-    If an element is NaN or infinite, all elements become NaN, so that a later check of the norm finds it.
+    If an element is NaN or infinite, all elements become NaN, so that a later check of the norm finds it. A gradient
+    without elements, as of an empty shard, is left as it is.
     """
+    if not gradient.numel():
+        return
     bound = min(bound, torch.finfo(gradient.dtype).max)
     largest = torch.linalg.vector_norm(gradient, torch.inf)
     gradient.clamp_(-bound, bound).add_(largest * 0)
@@ -43,7 +46,7 @@ def generator_states(device: torch.device) -> list[Tensor]:
 
 
 def set_generator_states(states: list[Tensor], device: torch.device) -> None:
-    """Restore the states that `generator_states` returned for the same device."""
+    """Restore the states that `generator_states` returned; those of a CPU leave the generator of a GPU as it is."""
     torch.set_rng_state(states[0])
-    if device.type == "cuda":
+    if device.type == "cuda" and len(states) > 1:
         torch.cuda.set_rng_state(states[1], device)

@@ -141,7 +141,8 @@ class Stepper:
         If `measures_first`, it runs twice: to measure the norm, and, unless a gradient is not finite, to update.
         """
         train, device = self.config.train, self.adapted.model.device
-        bound = train.max_grad_value * self._scale if train.accumulate == 1 else 0.0
+        # Without updates in backward, `_norm` clips the sums over all micro-batches.
+        bound = train.max_grad_value * self._scale if self._updates_in_backward else 0.0
         if not self.measures_first:
             with fused.updating(1.0, bound, checked=False) as measured:
                 done = once()

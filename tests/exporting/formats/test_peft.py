@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from moetune.training.folder.checkpoint import TRAINED_FILE
 from tests import small
 from tests.exporting.runs import ToyRun, trained_of, write_base, write_run
 from tests.reference import token_ids
-from tests.resolved import build, train
+from tests.resolved import build, train, write_quantized_base
 from tests.thinned import thinned
 
 LORA = {"rank": 3, "alpha": 7.5}
@@ -129,6 +130,23 @@ def test_a_run_that_trained(small_model: Path, small_data: Path, tmp_path: Path)
     assert_holds(adapted, tmp_path / "run" / "checkpoints" / "step-3" / TRAINED_FILE)
     adapted.model.eval()
     assert_same(logits(stock(small_model, tmp_path / "adapter")), logits(adapted.model))
+
+
+def test_an_adapter_of_a_quantized_base_names_the_checkpoint_that_was_quantized(
+    base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """PEFT loads this one, and not the quantized base; neither is replaced."""
+    original, packed = base("mixtral"), tmp_path / "packed"
+    write_quantized_base(str(original), packed, "nf4", True)
+    run = write_run(tmp_path / "run", original, {"lora": LORA})
+    file = run.path / "run.yaml"
+    file.write_text(file.read_text().replace(str(original), str(packed)))
+    export(run.path, "peft", tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(original.resolve())
+    for folder in (original, packed):
+        with pytest.raises(UserError, match="holds what is being exported"):
+            export(run.path, "peft", folder, overwrite=True)
 
 
 def assert_holds(adapted: Any, file: Path) -> None:

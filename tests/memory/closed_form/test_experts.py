@@ -181,6 +181,13 @@ def test_a_single_expert_that_is_computed_alone_has_its_own_record(tmp_path: Pat
     assert [steps.adapted.run.selection.experts[1] for steps, *_ in recorded] == [(0,)]
 
 
+def test_a_single_expert_has_its_own_record_where_each_is_computed_alone(tmp_path: Path, recorded: list[Any]) -> None:
+    """Its group is the first and the last at once: none follows that frees its gradient once it is on the host."""
+    train = {"expert_memory": "0", "accumulate": 1}
+    settings = {"model": {"weights": "pretrained", "dtype": "bf16"}, "optimizer": OPTIMIZERS["offload"], "train": train}
+    same(run_of(toy(tmp_path, "mixtral"), "mixtral", "1-5", 1, settings), Depths(), recorded)
+
+
 @pytest.mark.parametrize(
     "choice",
     [

@@ -1,17 +1,21 @@
 """The closed form is what a trace says, at sizes that were never recorded."""
 
+import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.memory.assumed_routing import AssumedRouting, parse_routing
+from moetune.memory.assumed_routing import PUBLISHED, AssumedRouting, parse_routing
+from moetune.memory.closed_form import form as closed_forms
 from moetune.memory.closed_form import store
-from moetune.memory.closed_form.form import ClosedForm
+from moetune.memory.closed_form.form import ClosedForm, record_ahead
 from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
@@ -206,6 +210,19 @@ def test_several_ranks(tmp_path: Path) -> None:
     assert ClosedForm(run, rank=1).at(config).parts().total == pytest.approx(traced.parts().total, rel=1e-3)
 
 
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (4, 2)])
+def test_ranks_that_hold_other_experts_in_each_layer(ranks: int, rank: int, tmp_path: Path) -> None:
+    """At uneven routing a rank receives the rows of the experts that it holds in this layer: not those of the first
+    layer, nor as many as another rank that received as many in the recorded step."""
+    toy = write_toy(tmp_path, "mixtral", experts=8, num_hidden_layers=2)
+    layout = {"parallel": {"fsdp": ranks, "ep": ranks}, "hardware": {"count": ranks}, "train": {"micro_batch": 8}}
+    run = resolve(toy_run(toy, "mixtral", {"experts": {"ids": {0: [0], 1: [7]}}}, **layout), "cuda")
+    assert len(set(run.placement.values())) == 2
+    form = ClosedForm(run, rank)
+    for routing in (parse_routing("worst"), PUBLISHED):
+        assert form.at(run.config, routing).parts() == trace(run, routing, rank=rank).parts()
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("adapt", "parallel"),
@@ -232,6 +249,20 @@ def test_uneven_shares_of_the_tokens_are_left_to_the_trace(tmp_path: Path) -> No
     run = resolve(toy_run(toy, "mixtral", ADAPT["router"], **parallel), "cuda")
     with pytest.raises(NoClosedForm, match=r"parallel\.tp: 2 ranks.* 33; use --method trace"):
         ClosedForm(run).at(sized(run.config, 1, 33))
+
+
+def test_lora_on_the_head(tmp_path: Path) -> None:
+    """In training it makes one tensor of logits, but three with dropout and of held-out data: other chunks of the loss.
+    Here each of these is the fullest moment of a run."""
+    toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=1, vocab_size=4096)
+    card, run = find_gpu("l40s"), None
+    for dropout, evaluated in ((0.0, None), (0.1, None), (0.0, 64)):
+        lora = {"rank": 4, "alpha": 8, "targets": ["attention", "lm_head"], "dropout": dropout}
+        train = {"micro_batch": 16, "loss_memory": "2MiB", "eval_micro_batch": evaluated}
+        sections = {"train": train, "data": {"eval": None if evaluated is None else "unread"}}
+        run = resolve(toy_run(toy, "mixtral", {"lora": lora}, **sections), "cuda", like=run)
+        found, traced = ClosedForm(run, gpu=card).at(run.config), trace(run, gpu=card)
+        assert found.parts().total == pytest.approx(traced.parts().total, rel=1e-4)  # each chunk has a loss of 4 bytes
 
 
 def test_a_workspace_for_each_tile_of_a_single_head(tmp_path: Path) -> None:
@@ -264,6 +295,42 @@ def test_records_are_kept_and_a_damaged_one_is_made_again(tmp_path: Path, monkey
     assert list((tmp_path / "cache").iterdir()) == [file]
 
 
+def test_processes_keep_each_others_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: list[Any]
+) -> None:
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "cache"))
+    toy = write_toy(tmp_path / "toy", "mixtral", experts=2, num_hidden_layers=1)
+    run = resolve(toy_run(toy, "mixtral", ADAPT["router"]), "cuda")
+    shapes = [sized(run.config, 2, length) for length in (32, 48, 40)]
+    one, other = ClosedForm(run), ClosedForm(run)
+    one.at(shapes[0])
+    other.at(shapes[0])
+    one.at(shapes[1])
+    other.at(shapes[2])  # which has not read the second
+    assert len(recorded) == 3
+    kept = store.read(one.key)
+    assert kept is not None
+    assert len(kept.records) == 3
+    one.at(shapes[2])
+    other.at(shapes[1])
+    assert len(recorded) == 3
+
+
+def test_the_step_of_ranks_is_recorded_for_the_card_that_they_run_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the kernels that failed there, whatever card the run file names."""
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "cache"))
+    layout = {"parallel": {"fsdp": 2}, "hardware": {"count": 2, "gpu": "44GiB"}}
+    toy, card = write_toy(tmp_path / "toy", "mixtral", experts=2, num_hidden_layers=1), find_gpu("h100")
+    run = resolve(toy_run(toy, "mixtral", ADAPT["router"], **layout), "cuda")
+    without = replace(run, config=run.config.but(hardware={"without_kernels": ("gated",)}))
+    monkeypatch.setattr("moetune.memory.measurement.verify.catalog_name", lambda device: "h100")
+    monkeypatch.setattr(closed_forms, "as_known", lambda run, there: without if there == card else run)
+    record_ahead(run)
+    assert ClosedForm(without, 0, card).at(without.config, may_record=False) is not None
+
+
 def test_a_cache_that_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOETUNE_CACHE", "~nosuch/x")
     with pytest.raises(UserError, match=r"MOETUNE_CACHE: '~nosuch/x'.*no user 'nosuch'"):
@@ -280,6 +347,24 @@ def test_what_changes_storages_changes_the_kind(tmp_path: Path) -> None:
     keys.add(ClosedForm(resolve(config, "cuda"), rank=1).key)
     assert len(keys) == 4
     assert store.folder().name
+
+
+def test_what_changes_the_step_of_all_layers_changes_the_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With router losses: the experts on each rank, of which the run file only names the file."""
+    toy, load, keys = write_toy(tmp_path / "toy", "mixtral"), tmp_path / "load.json", set[str]()
+    layout = {"parallel": {"fsdp": 2, "ep": 2, "load": str(load)}, "hardware": {"count": 2}}
+    layers = range(resolve(toy_run(toy, "mixtral", ADAPT["router"]), "cuda").structure.num_layers)
+    for tokens in ([9, 1, 1, 1], [1, 9, 1, 1]):
+        load.write_text(json.dumps({"expert_load": dict.fromkeys(layers, tokens)}))
+        for scope in ("model", "layer"):
+            train = {"router_aux_loss": 0.1, "router_aux_scope": scope}
+            run = resolve(toy_run(toy, "mixtral", ADAPT["router"], train=train, **layout), "cuda")
+            keys.add(ClosedForm(run).key)
+    assert len(keys) == 4
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    keys.add(ClosedForm(run).key)
+    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
+    assert len(keys | {ClosedForm(run).key}) == 6
 
 
 def test_router_losses(tmp_path: Path) -> None:

@@ -231,10 +231,18 @@ def test_the_report(toy: Path) -> None:
     assert "4 completions of 24 tokens are generated at once, 4 for each prompt of 40 tokens" in report.assumptions
 
 
+@pytest.mark.parametrize("auto", ["checkpointing", pytest.param("keep_rows", marks=pytest.mark.full)])
+def test_nothing_is_kept_that_a_real_run_does_not_keep(auto: str, toy: Path) -> None:
+    """A model that is built for TRL is not settled by a card."""
+    run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, train={auto: "auto"}, hardware={"gpu": "24GiB"})
+    assert build(resolve(run, "cpu"), "cpu").run.keeps == {}
+    report = predict_trl(run, "orpo", routing=BALANCED)
+    assert dict(report.about)["batch"].endswith("checkpointing full")
+
+
 @pytest.mark.parametrize(
     ("train", "trainer", "more", "named"),
     [
-        ({"keep_rows": "auto"}, "dpo", {}, "keep_rows"),
         ({"micro_batch": 1}, "kto", {}, "batch size"),
         ({}, "dpo", {"betta": 1}, "betta"),
         ({}, "dpo", {"loss_type": "none"}, "none"),

@@ -165,6 +165,16 @@ def test_a_step_repeats_less_and_its_run_file_says_it_all(tmp_path: Path) -> Non
     assert full.work["experts"].flops - mixed.work["experts"].flops == pytest.approx(rows / 8)
 
 
+def test_what_follows_the_last_backward_pass_is_no_part_of_it(tmp_path: Path) -> None:
+    """Such as an evaluation, in larger batches than the steps."""
+    run, card = auto(tmp_path, "llama", 2), find_gpu("l40s")
+    sections = {"data": {"eval": "unread"}, "train": {"eval_micro_batch": 64}}
+    evaluates = replace(run, config=run.config.but(**sections))
+    without, found = (Costs.of(one.keeping({}), one, card, BALANCED) for one in (run, evaluates))
+    assert found.peak > without.peak
+    assert found.options == without.options
+
+
 def test_before_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was kept is kept again where it surely fits, and on a CPU always."""
     run = auto(tmp_path, "mixtral", 8)

@@ -380,6 +380,8 @@ def test_weights_and_a_held_out_share(tmp_path):
         read(validation=0.25, eval=two)
     with pytest.raises(UserError, match="leaves none to train on"):
         read(validation=0.99)
+    with pytest.raises(UserError, match=r"data\.eval: the weights leave no record"):
+        read(eval=[{"path": two, "weight": 0.01}])
 
 
 def test_empty_data_sets_are_named(tmp_path):

@@ -13,7 +13,7 @@ from torch import Tensor
 from moetune.config.schema import TrainConfig
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
-from moetune.training.folder import checkpoint
+from moetune.training.folder import checkpoint, trainer_state
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.optim.schedule import rate_factor
 from moetune.training.step.micro_step import count_loss_tokens
@@ -287,3 +287,12 @@ def test_ctrl_c_while_writing_is_ctrl_c(small_model: Path, tmp_path: Path, monke
     monkeypatch.setattr("torch.distributed.checkpoint.hf_storage.HuggingFaceStorageWriter.write_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.write(tmp_path / "checkpoint")
+
+
+def test_generators_of_a_cpu_are_read_on_a_gpu(tmp_path: Path) -> None:
+    """Whose own generator stays as it is."""
+    torch.manual_seed(3)
+    trainer_state.write_generators(tmp_path, 0, torch.device("cpu"))
+    drawn = torch.rand(4)
+    trainer_state.read_generators(tmp_path, 0, torch.device("cuda"))
+    assert torch.rand(4).equal(drawn)

@@ -133,6 +133,15 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
     assert [path.name for path in folder.checkpoints_path.iterdir()] == ["step-1"]
 
 
+def test_only_the_first_rank_removes_leftovers(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run")
+    leftover = folder.new_checkpoint(1, keep=1).__enter__()
+    RunWriter(folder.path, SimpleNamespace(is_first=False)).remove_leftovers()  # type: ignore[arg-type]
+    assert leftover.exists()
+    RunWriter(folder.path).remove_leftovers()
+    assert not leftover.exists()
+
+
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     folder = started(tmp_path / "run")
     kept = []
