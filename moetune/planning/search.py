@@ -283,6 +283,8 @@ class Search:
         )
         layers, each = search.most(more_than)
         if layers * each <= worth(more_than):
+            if not more_than:  # even the smallest does not fit
+                self._note_beyond(Candidate(strategy, runs.smallest(strategy), report(1, step), step))
             return None
         candidate = Candidate(strategy, runs.of_experts(strategy, layers, each), report(layers, each), layers * each)
         more = bisect_right(depths, layers)

@@ -399,6 +399,23 @@ def test_no_strategy_is_tried_that_so_many_cards_refuse(count: int, small_model:
             assert not [*validation.unsharable_optimizers(search.runs.smallest(strategy))], strategy.words
 
 
+def test_experts_of_which_none_fits_tell_it_of_other_optimizers(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
+    monkeypatch.setattr("moetune.planning.bounds._UNLIKE", 0)
+    roomy = search_of(small_model, "44GiB")
+    there = [one for one in strategies("experts", roomy.structure, 1) if one.settings["model.base"] == "nf4"]
+    other, one = (next(of for of in there if of.settings["optimizer.name"] == name) for name in ("adamw", "adamw8bit"))
+    needs = roomy.predictor.of(roomy.runs.smallest(one)).span.high
+    search = search_of(small_model, f"{needs - (1 << 16)}B")
+    assert not search.bounds.is_doubtful(other)
+    assert not search._exceeds(other)
+    assert search.largest(one) is None
+    monkeypatch.setattr(Predictor, "of", None)  # nothing is predicted
+    assert search._exceeds(other)
+
+
 def test_what_a_larger_run_needs_excludes_no_smaller_one(
     small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
