@@ -160,10 +160,9 @@ class ClosedForm:
         size = self._size(config, routing)
         recorded = known.records[size.shape]
         events, layers = known.events(size.shape, self.stack)
-        of_layers = [(rows, self._received(layer, rows)) for layer, rows in size.rows.items()]
-        unlike = [one for number, one in enumerate(of_layers) if one not in of_layers[:number]]
-        unlike = unlike or [(ExpertRows((size.batch.tokens,)), {})]
-        sizes = [size.sizes | received for _, received in unlike]
+        of_layers = [(rows, tuple(self._received(layer, rows).items())) for layer, rows in size.rows.items()]
+        unlike = list(dict.fromkeys(of_layers)) or [(ExpertRows((size.batch.tokens,)), ())]
+        sizes = [size.sizes | dict(received) for _, received in unlike]
         table = np.stack(
             [
                 recorded.bytes_at(of, rows, size.batch, size.held_out)
