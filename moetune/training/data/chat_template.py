@@ -48,11 +48,11 @@ class ChatTemplate:
         if not tokenizer.is_fast:
             raise UserError("chat data needs a tokenizer with offsets (a tokenizer.json file); this one has none")
         try:
-            self._template = tokenizer.get_chat_template()
+            template = tokenizer.get_chat_template()
         except ValueError as error:  # several named templates, and none is the default
             raise UserError(f"the tokenizer's chat template cannot be used: {error}") from None
         self._tokenizer = tokenizer
-        self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
+        self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
     def write(self, messages: Messages, tools: Tools) -> tuple[list[Spanned], Marking]:
         """Render a chat; return its texts, each with the [start, end) character ranges to train on, and how these were
@@ -68,15 +68,14 @@ class ChatTemplate:
             MalformedError: the template raises an error, leaves out part of the chat, or exceeds 10 s or 1 GiB.
         """
         try:
-            with _bounded():
-                messages = self._with_content(messages, tools)
-                self._refuse_ignored(messages, tools)
-                self._refuse_lost_content(messages, tools)
-                if self._has_markers:
-                    text, spans = self._marked(messages, tools)
-                    texts = [(text, _weighted(messages, spans))]
-                else:
-                    texts = self._turns(messages, tools)
+            messages = self._with_content(messages, tools)
+            self._refuse_ignored(messages, tools)
+            self._refuse_lost_content(messages, tools)
+            if self._has_markers:
+                text, spans = self._render(messages, tools)
+                texts = [(text, _weighted(messages, spans))]
+            else:
+                texts = self._turns(messages, tools)
         except UserError as error:
             raise MalformedError(str(error)) from None
         except Exception as error:  # template code can raise any exception
@@ -87,11 +86,29 @@ class ChatTemplate:
             checked_text(text, "rendered chat")
         return texts, "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
 
-    def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> str:
-        rendered: Any = self._tokenizer.apply_chat_template(
-            messages, tools, tokenize=False, add_generation_prompt=prompt
-        )
-        return rendered
+    def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> Spanned:
+        """Return a chat as the template writes it, and the character ranges of its `{% generation %}` blocks.
+
+        This is the only place where the template is run, and what transformers' `apply_chat_template` does: keys of
+        null are left out. `prompt` appends the generation prompt.
+
+        Raises:
+            UserError: the template takes more than `_SECONDS`.
+            MemoryError: it takes more than `_BYTES` of memory, on systems with /proc.
+        """
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        options = dict(self._tokenizer.special_tokens_map)
+        with _bounded():
+            rendered: Any = render_jinja_template(
+                [chat],
+                tools,
+                chat_template=self._tokenizer.get_chat_template(tools=tools),
+                return_assistant_tokens_mask=self._has_markers,
+                add_generation_prompt=prompt,
+                **options,
+            )
+        (text,), spans = rendered
+        return text, [(low, high) for low, high in spans[0]] if self._has_markers else []
 
     def _with_content(self, messages: Messages, tools: Tools) -> Messages:
         """Return the messages, with "" for contents of None if the template would otherwise write `None` or fail."""
@@ -99,12 +116,12 @@ class ChatTemplate:
             return messages
         empty = [{**message, "content": message["content"] or ""} for message in messages]
         try:
-            written = self._render(messages, tools)
+            written = self._render(messages, tools)[0]
         except UserError:  # the time limit
             raise
         except Exception:
             return empty
-        return empty if written.count("None") > self._render(empty, tools).count("None") else messages
+        return empty if written.count("None") > self._render(empty, tools)[0].count("None") else messages
 
     def _refuse_ignored(self, messages: Messages, tools: Tools) -> None:
         """Raise `MalformedError` if the template ignores the tools, the text before `</think>`, or a key of a message
@@ -129,12 +146,12 @@ class ChatTemplate:
         for what, at, without in cases:
             turns = (end for end, one in enumerate(messages, 1) if end > at and one["role"] == "assistant")
             end = len(messages) if self._has_markers else next(turns, len(messages))
-            full = self._render(messages[:end], tools)
+            full = self._render(messages[:end], tools)[0]
             try:
                 if without is None:
-                    fewer = self._render(messages, None)
+                    fewer = self._render(messages, None)[0]
                 else:
-                    fewer = self._render([*messages[:at], without, *messages[at + 1 : end]], tools)
+                    fewer = self._render([*messages[:at], without, *messages[at + 1 : end]], tools)[0]
             except UserError:  # the time limit
                 raise
             except Exception:  # the template fails without it, so it is not ignored
@@ -148,26 +165,15 @@ class ChatTemplate:
         If the template has no `{% generation %}` markers, content also counts as kept if it appears in the chat cut
         after any turn of the assistant, because `_turns` trains on such cuts.
         """
-        lost = lost_content(messages, lambda some: self._render(some, tools))
+        lost = lost_content(messages, lambda some: self._render(some, tools)[0])
         for end, message in enumerate(messages, 1):
             if not lost or self._has_markers:
                 break
             if message["role"] == "assistant" and min(lost) < end < len(messages):
-                in_turn = lost_content(messages[:end], lambda some: self._render(some, tools))
+                in_turn = lost_content(messages[:end], lambda some: self._render(some, tools)[0])
                 lost = {at: what for at, what in lost.items() if at >= end or at in in_turn}
         for what in lost.values():
             raise _left_out(what)
-
-    def _marked(self, messages: Messages, tools: Tools) -> Spanned:
-        """Return the rendered chat and the character ranges that the template's `{% generation %}` blocks wrote.
-
-        `apply_chat_template(return_assistant_tokens_mask=True)` uses the same blocks, but ignores the rest of the chat
-        if a block begins with a character that no token covers.
-        """
-        options: dict[str, Any] = {"return_assistant_tokens_mask": True, **self._tokenizer.special_tokens_map}
-        rendered: Any = render_jinja_template([messages], tools, chat_template=self._template, **options)
-        texts, spans = rendered
-        return texts[0], [(low, high) for low, high in spans[0]]
 
     def _turns(self, messages: Messages, tools: Tools) -> list[Spanned]:
         """Render a chat up to each turn of the assistant, for a template without `{% generation %}` markers.
@@ -187,8 +193,8 @@ class ChatTemplate:
                     "the assistant speaks first, and without {% generation %} markers in the chat template "
                     "nothing shows where its part begins"
                 )
-            before = self._render(messages[:index], tools, prompt=True)
-            after = self._render(messages[: index + 1], tools)
+            before = self._render(messages[:index], tools, prompt=True)[0]
+            after = self._render(messages[: index + 1], tools)[0]
             if not after.startswith(before):
                 raise MalformedError(
                     f"the chat template does not begin message {index + 1} with its own generation prompt, so what is "
@@ -199,7 +205,7 @@ class ChatTemplate:
             if texts and after.startswith(texts[-1][0]):
                 spans = texts.pop()[1] + spans
             texts.append((after, spans))
-        full = self._render(messages, tools)
+        full = self._render(messages, tools)[0]
         if full.startswith(texts[-1][0]):
             texts[-1] = full, texts[-1][1]
         return texts
