@@ -37,6 +37,7 @@ class Reading:
         cut: number of documents that were truncated because they are too long.
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
+        ends: control tokens at the end of a turn of the assistant -> number of turns.
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))
@@ -45,6 +46,7 @@ class Reading:
     cut: int = 0
     unended: int = 0
     chats: Counter[Marking] = field(default_factory=Counter)
+    ends: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
 
 def read_documents(
@@ -82,9 +84,10 @@ def read_documents(
             if encoder is None:
                 with reading("the tokenizer"):
                     encoder = Encoder(tokenizer, format_of(record) if format == "auto" else format)
-            encoded, marking = encoder.encode(record)
-            if marking:
-                read.chats[marking] += 1
+            encoded, written = encoder.encode(record)
+            if written:
+                read.chats[written.marking] += 1
+                read.ends.update(written.ends)
             of_record = len(documents)
             for document in encoded:
                 if len(document) > longest and not document.divisible:
