@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError, one_line, time_limit
-from moetune.training.data.formats import MalformedError, checked_text
 from moetune.training.data.marks import REASONING, Layout, Messages, Text, marked, missing_word
+from moetune.training.data.tool_calls import fitted, refuse_lost_parameters
 from moetune.training.data.turn_ends import Spanned, TurnEnds
 from moetune.training.data.turns import TurnFinder
+from moetune.training.data.values import MalformedError, checked_text
 
 _SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering a chat once
 _MAY_BE_IGNORED = (("tool_calls",), ("function_call",), REASONING, ("name",))
@@ -98,8 +99,7 @@ class ChatTemplate:
                 is run once.
         """
         try:
-            # Null beside tool calls: some templates write the word None, others fail without the key.
-            messages = [message | {"content": message["content"] or ""} for message in messages]
+            messages = fitted(messages, lambda some: self._render(some, tools)[0])
             text, spans = self._render(messages, tools)
             if tools and self._tried(messages, None) == text:
                 raise _left_out("tools")
@@ -123,6 +123,7 @@ class ChatTemplate:
             raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
         for text, _ in texts:
             checked_text(text, "rendered chat")
+        refuse_lost_parameters(tools, texts[-1][0])
         marking: Marking = "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
         return Written(texts, marking, ends)
 

@@ -19,15 +19,14 @@ from moetune.errors import UserError, reading
 from moetune.training.data.chat_template import ChatTemplate, Written
 from moetune.training.data.documents import Document
 from moetune.training.data.formats import (
-    MalformedError,
     alpaca_chat,
     alpaca_prompt,
+    chat_of,
     checked_messages,
-    checked_text,
-    checked_tools,
     sharegpt_chat,
-    with_system,
 )
+from moetune.training.data.tool_calls import checked_tools
+from moetune.training.data.values import MalformedError, checked_text
 from moetune.training.step.loss import IGNORED
 
 Format = Literal["text", "prompt", "chat", "alpaca", "sharegpt"]
@@ -92,7 +91,7 @@ class Encoder:
         elif self.format == "alpaca":
             record = alpaca_prompt(record) if self._template is None else alpaca_chat(record)
         elif self.format == "chat":
-            record = with_system(record)
+            record = chat_of(record)
         written: Written | None = None
         with reading("the record, by the tokenizer,"):
             if self._template is not None:

@@ -14,8 +14,9 @@ from moetune.errors import UserError, counted, one_line, reading
 from moetune.training.data.chat_template import Marking
 from moetune.training.data.documents import Documents
 from moetune.training.data.encoder import Encoder, format_of
-from moetune.training.data.formats import MalformedError, kind, with_alpaca_names
+from moetune.training.data.formats import with_known_keys
 from moetune.training.data.sources import Source
+from moetune.training.data.values import MalformedError, kind
 from moetune.training.step.loss import IGNORED
 
 _MOST_PROBLEMS, _MOST_NUMBERS = 20, 3
@@ -80,7 +81,7 @@ def read_documents(
             if not isinstance(row.value, dict):
                 raise MalformedError(f"{kind(row.value)}, not an object with keys")
             misread = misread or row.value
-            record = with_alpaca_names(row.value)
+            record = with_known_keys(row.value)
             if encoder is None:
                 with reading("the tokenizer"):
                     encoder = Encoder(tokenizer, format_of(record) if format == "auto" else format)
