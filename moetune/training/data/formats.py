@@ -34,8 +34,8 @@ _AS_ALPACA = (("instruction", "context", "response"), ("question", "context", "a
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
 """Types of a message's parts in the formats of OpenAI and of Hugging Face's processors."""
-_TRAINED = ("messages", "conversations", "completion", "output", "text")
-"""The keys of the formats that hold what is trained on."""
+_TRAINED = ("completion", "output", "text")
+"""Keys of other formats that hold what is trained on."""
 
 
 def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:

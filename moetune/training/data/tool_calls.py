@@ -145,13 +145,17 @@ def refuse_lost_parameters(tools: list[dict[str, Any]] | None, text: str) -> Non
     Templates that write a syntax of their own look for the parameters where JSON Schema has them, in `properties`.
     """
     for tool in tools or ():
-        parameters = tool["function"].get("parameters") or {}
-        properties = parameters.get("properties", parameters) if isinstance(parameters, dict) else {}
-        schemas = {name for name, schema in properties.items() if isinstance(schema, dict)}
-        if lost := [name for name in sorted(schemas) if name not in text and json.dumps(name)[1:-1] not in text]:
+        parameters = tool["function"].get("parameters")
+        if not isinstance(parameters, dict):
+            continue
+        # Without a `type`, the parameters themselves may stand where the schema belongs.
+        properties = parameters.get("properties") or ({} if isinstance(parameters.get("type"), str) else parameters)
+        schemas = sorted(name for name, schema in properties.items() if isinstance(schema, dict))
+        if lost := [name for name in schemas if name not in text and json.dumps(name)[1:-1] not in text]:
             raise MalformedError(
                 f"the chat template leaves out parameter {lost[0]!r} of the tool {tool['function']['name']!r}, which "
-                'would be lost; write parameters as JSON Schema, {"type": "object", "properties": {…}}'
+                'would be lost; write parameters as JSON Schema, {"type": "object", "properties": {…}}, or name a '
+                "template that writes them in data.chat_template"
             )
 
 

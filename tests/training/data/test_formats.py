@@ -1,11 +1,14 @@
 """Records of other programs, as chats: what is trained is what the same chat trains in the plain spelling."""
 
+import csv
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tests.training.data.test_load import ASSISTANT, CHATML, MARKED, USER, make_tokenizer
-from tests.training.data.test_tool_calls import encoded, refusal
+from tests.training.data.test_load import ASSISTANT, CHATML, MARKED, USER, load, make_tokenizer
+from tests.training.data.test_tool_calls import SPELLINGS, chat, encoded, refusal, templated
 
 PLAIN = {"messages": [USER, ASSISTANT]}
 
@@ -40,6 +43,23 @@ def test_other_spellings_of_a_chat_train_its_tokens(template, record):
     assert encoded(tokenizer, record) == encoded(tokenizer, PLAIN)
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def test_chats_as_json_text_from_every_file(tmp_path, suffix):
+    """Files with columns hold messages, arguments and tools as JSON text, because these are unlike from row to row."""
+    file, record = tmp_path / f"data.{suffix}", SPELLINGS["all as text"]
+    if suffix == "csv":
+        with file.open("w", newline="") as handle:
+            csv.writer(handle).writerows([record.keys(), record.values()])
+    elif suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([record]), file)
+    else:
+        file.write_text(json.dumps([record] if suffix == "json" else record))
+    tokenizer = templated("qwen2_5")
+    (row,) = load(file, tokenizer, 4096, packing=False).train
+    ((written, _),) = encoded(tokenizer, chat())
+    assert tokenizer.decode(row["input_ids"]) == written
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prompts", "marked"])
 def test_of_a_conversational_prompt_nothing_trains(template):
     tokenizer, again = make_tokenizer(template), {"role": "assistant", "content": "no"}
@@ -69,6 +89,10 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ({"prompt": ["hi"], "completion": [ASSISTANT]}, "message 1 is text, not an object"),
         ({"prompt": "hi", "chosen": "yes", "rejected": "no"}, "docs/guides/preferences.md"),
         ({"chosen": [USER, ASSISTANT], "rejected": [USER, ASSISTANT]}, "docs/guides/preferences.md"),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}], "chosen": {}, "rejected": {}},
+            "docs/guides/preferences.md",
+        ),
         ({"prompt": "hi", "completion": "no", "label": False}, "docs/guides/preferences.md"),
         (
             {"messages": "[{'role': 'user', 'content': 'hi'}]"},
