@@ -133,7 +133,7 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(turn, dict):
             raise MalformedError(f"turn {number} is {kind(turn)}, not an object with from and value")
         speaker = turn.get("from", turn.get("role"))
-        if speaker not in _SPEAKERS:
+        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             raise MalformedError(f"turn {number}: unknown speaker {speaker!r}; it may be {', '.join(_SPEAKERS)}")
         said = turn.get("value", turn.get("content"))
         message = {"role": _SPEAKERS[speaker], "content": said}

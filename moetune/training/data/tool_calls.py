@@ -191,7 +191,7 @@ def _linked(messages: Messages) -> Messages:
     for at, message in enumerate(messages):
         if "tool_calls" not in message:
             continue
-        given = {call.get("id") for call in message["tool_calls"]}
+        given = [call.get("id") for call in message["tool_calls"]]
         calls: list[dict[str, Any]] = []
         follows = True  # whether there are only results between the message and the one at `place`
         for place, call in enumerate(message["tool_calls"], at + 1):
