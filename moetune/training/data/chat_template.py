@@ -21,7 +21,7 @@ from moetune.training.data.turns import TurnFinder
 from moetune.training.data.values import MalformedError, checked_text
 
 _SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering a chat once
-_MAY_BE_IGNORED = (("tool_calls",), ("function_call",), REASONING, ("name",))
+_MAY_BE_IGNORED = (("tool_calls",), REASONING, ("name",))
 """Keys of a message that some templates ignore; each tuple lists alternative names of one key."""
 _MARK = "qyzzyq"
 Marking = Literal["markers", "prompts", "turns"]
@@ -103,6 +103,7 @@ class ChatTemplate:
             text, spans = self._render(messages, tools)
             if tools and self._tried(messages, None) == text:
                 raise _left_out("tools")
+            refuse_lost_parameters(tools, text)
             marks = marked(messages)
             if self._has_markers:
                 layout = self._layout(text, len(messages), marks, tools)
@@ -123,7 +124,6 @@ class ChatTemplate:
             raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
         for text, _ in texts:
             checked_text(text, "rendered chat")
-        refuse_lost_parameters(tools, texts[-1][0])
         marking: Marking = "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
         return Written(texts, marking, ends)
 
