@@ -88,6 +88,21 @@ class Adapter:
             found |= {f"{path}.{name}": factors for name, factors in projections.items()}
         return found
 
+    def unties(self, tied: Mapping[str, str]) -> list[str]:
+        """Return those of the names `tied` (second name of a weight -> first) that are a weight of their own with it.
+
+        PEFT changes a module alone, whatever its weight is tied to; only if both were saved with one value, they are
+        one weight.
+        """
+        with_factors = {f"{path}.weight" for path in self.linears}
+        apart = []
+        for name, first in tied.items():
+            one, other = self.saved.get(name), self.saved.get(first)
+            is_one = one is other if one is None or other is None else one.float().equal(other.float())
+            if not is_one or not with_factors.isdisjoint((name, first)):
+                apart.append(name)
+        return apart
+
 
 def parted(shape: ExpertShape, fused: Factors) -> tuple[Factors, Factors]:
     """Return the factors of gate and of up, from those of the fused projection (A [E, R, H], B [E, 2I, R]).

@@ -187,9 +187,15 @@ class _Reading:
 
     def _full(self, wanted: set[str]) -> dict[str, Tensor]:
         """Return the values of the parameters in `wanted`, which train in full precision, and report what is missing. A
-        parameter may be stored under its own name or under one that is tied to it."""
+        tied parameter has to be stored under all its names, in one value: PEFT trains a module that is saved alone
+        apart from the others."""
         values: dict[str, Tensor] = {}
         tied = self.adapted.structure.tied
+        stored_once = [pair for pair in tied.items() if pair[1] in wanted and len(self.left.keys() & {*pair}) == 1]
+        for pair in stored_once:
+            alone = next(name for name in pair if name in self.left)
+            other = next(name for name in pair if name != alone)
+            self.problems.append(f"{alone} is in the adapter without {other}, so it unties them; the run trains them tied")
         for stored in list(self.left):
             name = tied.get(stored, stored)
             if name not in wanted:

@@ -221,6 +221,11 @@ def read_published(target: LoadTarget, model: ResolvedModel) -> None:
     """Read the checkpoint of a model into the target's model, which is on the meta device; download it first if needed.
     Raise `UserError` if it cannot be found, downloaded or read, or does not fit the model."""
     folder = model.source.weights()
+    if model.source.with_tensors().is_apart != model.source.is_apart:  # they have just been downloaded
+        raise UserError(
+            f"the weights of {model.source.name!r} hold an LM head of their own, although config.json ties it to the "
+            "embedding (tie_word_embeddings); they are on this machine now: run the command again"
+        )
     CheckpointReader(folder, model.plain, model.source.name, target).read_all(target.model)
     finish_reading(target.model, folder)
 

@@ -32,11 +32,10 @@ from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
 from moetune.models.hub.tensor_files import Stored
-from moetune.models.source_quantization import BEGUN, QuantizedManifest
+from moetune.models.source_quantization import BEGUN, REST, QuantizedManifest
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedModel, ResolvedRun
 
-REST = "rest.safetensors"
 _KIND = "quantized base"
 """Kind of the folder in its ledger, `.moetune`."""
 _AGAIN = "write it again with moetune quantize"
