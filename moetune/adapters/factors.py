@@ -91,17 +91,18 @@ class Adapter:
     def unties(self, tied: Mapping[str, str]) -> list[str]:
         """Return those of the names `tied` (second name of a weight -> first) that are a weight of their own with it.
 
-        PEFT changes a module alone, whatever its weight is tied to; only if both were saved with one value, they are
-        one weight.
+        PEFT gives factors to one module, whatever its weight is tied to.
         """
         with_factors = {f"{path}.weight" for path in self.linears}
-        apart = []
-        for name, first in tied.items():
-            one, other = self.saved.get(name), self.saved.get(first)
-            is_one = one is other if one is None or other is None else one.float().equal(other.float())
-            if not is_one or not with_factors.isdisjoint((name, first)):
-                apart.append(name)
-        return apart
+        lone = [name for name, first in tied.items() if not with_factors.isdisjoint((name, first))]
+        return [*lone, *untied_in(self.saved, tied)]
+
+
+def untied_in(saved: Mapping[str, Tensor], tied: Mapping[str, str]) -> list[str]:
+    """Return those of the names `tied` (second name of a weight -> first) that are a weight of their own where an
+    adapter holds `saved` whole: PEFT unties a module that it saves alone, and saves one weight under both names."""
+    pairs = {name: [saved[one] for one in (name, first) if one in saved] for name, first in tied.items()}
+    return [n for n, held in pairs.items() if held and not (len(held) == 2 and held[0].float().equal(held[1].float()))]
 
 
 def parted(shape: ExpertShape, fused: Factors) -> tuple[Factors, Factors]:

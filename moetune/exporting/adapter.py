@@ -20,7 +20,7 @@ from moetune.adapters.write import laid_out
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of, shown
 from moetune.exporting.folder import keep_apart, new_folder, write_export_manifest
-from moetune.exporting.formats.merged import copy_checkpoint
+from moetune.exporting.formats.merged import copy_checkpoint, untie_if_apart
 from moetune.exporting.formats.updates import Update, expert_with_lora, linear_with_lora, new_rows, placed, whole
 from moetune.files import expanded
 from moetune.json_files import Answer
@@ -113,22 +113,20 @@ def merge_adapter(
     found = _read_whole(stored, of_base, layout)
     keep_apart(out, "merged", stored.folder, *model.source.local_folders())
     tensors = open_checkpoint(source)
-    apart: dict[str, Stored] | None = {} if model.source.is_apart else None
-    notes = _of_another_base(stored, base, model)
-    for name in found.adapter.unties(model.structure.tied):
-        first = model.structure.tied[name]
-        notes.append(f"{name} is apart from {first} with it: out has both (config.json: tie_word_embeddings: false)")
-        model, apart = _taken_apart(model, tensors)
-        tensors |= apart
+    added: dict[str, Stored] = {}
+    if found.adapter.unties(model.structure.tied):
+        model, added = _taken_apart(model, tensors)
+        tensors |= added
     _refuse_other_values(stored, found.frozen, model, tensors)
     targets = placed(model, _updates(found.adapter, of_base, model.structure.tied), tensors)
     changed: set[str] = set()
     with new_folder(out, overwrite, sum(tensor.nbytes for tensor in tensors.values())) as folder:
-        fingerprint, places = copy_checkpoint(source, folder, apart=apart)
+        fingerprint, places = copy_checkpoint(source, folder, added=added)
         for update, mapping in targets:
             for key, start, rows in new_rows(update, mapping, tensors):
                 places[key].write(rows, start)
                 changed.add(key)
+        notes = [*untie_if_apart(folder), *_of_another_base(stored, base, model)]
         of = Base(model.source.name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": of})
     size = sum(tensors[key].nbytes for key in changed)

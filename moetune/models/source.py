@@ -115,7 +115,8 @@ def find_model_source(path: str) -> ModelSource:
     """Find a model by `model.path`: a catalog name, a local folder or a hub id.
 
     A local folder with a config.json takes precedence over a catalog name. Read are the configuration, for a quantized
-    base the manifest, and, if the configuration ties two weights and the files hold both, these. Catalog names and folders need no network. A model's own code never runs.
+    base the manifest, and two weights that the configuration ties, if the files hold both. Catalog names and folders
+    need no network. A model's own code never runs.
 
     Raises:
         UserError: no such model exists; its configuration is invalid or not of a causal language model; or a quantized

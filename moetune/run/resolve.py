@@ -29,7 +29,16 @@ from moetune.run.resolved import ResolvedModel, ResolvedRun, raise_problems
 
 AnyRun = ResolvedRun | RunConfig | Path | str
 """A run in any accepted form: a resolved run, a `RunConfig`, or the path of a run file."""
-__all__ = ["AnyRun", "ResolvedModel", "ResolvedRun", "examine", "raise_problems", "resolve", "resolve_model", "untied_model"]
+__all__ = [
+    "AnyRun",
+    "ResolvedModel",
+    "ResolvedRun",
+    "examine",
+    "raise_problems",
+    "resolve",
+    "resolve_model",
+    "untied_model",
+]
 
 
 def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: ResolvedRun | None = None) -> ResolvedRun:

@@ -163,7 +163,11 @@ class CheckpointReader:
         unmapped = self._stored.keys() - {key for mapping in self._mappings.values() for key in mapping.every_key()}
         too_many = unmapped | (self._mappings.keys() - self._names)
         missing, unexpected = unmatched_keys(plain, self._missing, too_many)
-        yield from (f"missing {name}" for name in sorted(missing))
+        head = getattr(plain.get_output_embeddings(), "weight", None)
+        for name in sorted(missing):
+            is_head = plain.get_parameter_or_buffer(name) is head
+            hint = " (set tie_word_embeddings: true in config.json if the embedding is the head)" if is_head else ""
+            yield f"missing {name}{hint}"
         yield from (f"unexpected {name}" for name in sorted(unexpected))
         of_experts = {f"{path}.{stack}": x for path, x in self._target.layers.items() for stack in stacks(x)}
         for name, mapping in self._mappings.items():

@@ -7,10 +7,12 @@ a quantized format is written dequantized, in 16 bits.
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.formats.updates import new_rows, placed, updates
@@ -19,7 +21,7 @@ from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
 from moetune.models.hub.snapshot import copy_small_file, small_files
 from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
-from moetune.run.resolved import ResolvedModel
+from moetune.models.source import find_model_source
 
 
 def write_merged(run: FinishedRun, out: Path) -> Written:
@@ -33,14 +35,14 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     base = open_checkpoint(folder)
     model = run.adapted.run.model
     targets = placed(model, updates(run), base)
-    fingerprint, places = copy_checkpoint(folder, out, apart={} if model.source.is_apart else None)
+    fingerprint, places = copy_checkpoint(folder, out)
     of_base = confirmed_base(run, folder, fingerprint)
     changed: set[str] = set()
     for update, mapping in targets:
         for key, start, rows in new_rows(update, mapping, base):
             places[key].write(rows, start)
             changed.add(key)
-    notes = of_apart(model)
+    notes = untie_if_apart(out)
     if any(isinstance(tensor, Quantized) for tensor in base.values()):
         method = model.source.quantization.method
         notes += (f"the base is published quantized ({method}); all weights are in 16 bits here, unless with --into",)
@@ -48,11 +50,18 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     return Written(len(changed), sum(base[key].nbytes for key in changed), notes)
 
 
-def of_apart(model: ResolvedModel) -> tuple[str, ...]:
-    """Return notes about the `config.json` of an export, if that of the model ties what its files hold apart."""
-    if not model.source.is_apart:
-        return ()
-    return ("the base has an LM head of its own; config.json says so now (tie_word_embeddings: false)",)
+def untie_if_apart(out: Path) -> tuple[str, ...]:
+    """Write to the `config.json` in `out` that nothing is tied, if the weights there hold apart what it ties, so that
+    programs which go by the configuration alone read them too. Return a note if so."""
+    with suppress(UserError):  # a copy of what transformers does not know
+        if find_model_source(str(out)).is_apart:
+            config = read_json(out / "config.json", dict[str, Any])
+            for section in (config, config.get("text_config")):
+                if isinstance(section, dict):
+                    section["tie_word_embeddings"] = False
+            _write_json(out / "config.json", config)
+            return ("the LM head is a tensor of its own; config.json says so now (tie_word_embeddings: false)",)
+    return ()
 
 
 def bytes_needed(run: FinishedRun) -> int:
@@ -64,15 +73,13 @@ def copy_checkpoint(
     folder: Path,
     out: Path,
     on_read: Callable[[int], None] | None = None,
-    *,
-    apart: Mapping[str, Stored] | None = None,
+    added: Mapping[str, Stored] | None = None,
 ) -> tuple[Fingerprint, dict[str, Stored]]:
     """Copy a checkpoint into the empty folder `out`, block by block. A quantized checkpoint is copied dequantized.
 
     Args:
         on_read: called with the number of bytes of each block of weights that was read.
-        apart: if not None, `config.json` ties nothing in `out`, and has these further tensors: name -> the tensor of
-            the checkpoint whose values it has.
+        added: further tensors of `out`: name -> the tensor of the checkpoint whose values it has; None for none.
 
     Returns:
         The fingerprint of `folder`, and the tensors of the copy by name, for writing in place.
@@ -85,16 +92,14 @@ def copy_checkpoint(
     tensors = open_checkpoint(folder)
     if any(isinstance(tensor, Quantized) for tensor in tensors.values()):
         fingerprint = take_fingerprint(folder, on_read=on_read)
-        places = _dequantize({**tensors, **(apart or {})}, folder, out)
+        places = _dequantize({**tensors, **(added or {})}, folder, out)
     else:
         if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
             copy_small_file(folder / INDEX_FILE, folder, out)
         fingerprint = take_fingerprint(folder, copy_to=out, on_read=on_read)
         places = {name: tensor.within(out) for name, tensor in tensors.items()}
-        if apart:
-            places = _with_tensors(apart, places, out)
-    if apart is not None:
-        untie_config(out)
+        if added:
+            places = _with_tensors(added, places, out)
     return fingerprint, places
 
 
@@ -159,15 +164,6 @@ def write_config(folder: Path, out: Path, quantization: Mapping[str, Any] | None
     config.pop("quantization_config", None)
     _write_json(out / "config.json", config if quantization is None else config | {"quantization_config": quantization})
     (out / "hf_quant_config.json").unlink(missing_ok=True)
-
-
-def untie_config(out: Path) -> None:
-    """Write to the `config.json` in a folder that nothing is tied: for the whole model, and for its text if apart."""
-    config = read_json(out / "config.json", dict[str, Any])
-    for section in (config, config.get("text_config")):
-        if isinstance(section, dict):
-            section["tie_word_embeddings"] = False
-    _write_json(out / "config.json", config)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
