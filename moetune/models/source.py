@@ -83,15 +83,18 @@ class ModelSource:
 
     def with_tensors(self) -> "ModelSource":
         """Return the source as the weights on this machine have it, if there are any: untied if they hold apart what
-        the configuration ties, as transformers loads them."""
+        the configuration ties, as transformers loads them.
+
+        Raises `UserError` if it cannot be untied, because it ties more.
+        """
         folder = self.local_folder() if ties(self.config) else None
         if folder is None:
             return self
-        with suppress(UserError):  # what is damaged, or fits no model, is refused where it is read
-            stored: Mapping[str, Stored]
+        stored: Mapping[str, Stored] = {}
+        with suppress(UserError):  # what is damaged is refused where it is read
             stored = open_checkpoint(folder) if self.quantized_base is None else read_header(folder / REST)
-            if holds_apart(self.config, stored):
-                return replace(self, config=untied(self.config), is_apart=True)
+        if holds_apart(self.config, stored):
+            return replace(self, config=untied(self.config), is_apart=True)
         return self
 
     def checkpoint(self) -> Path:

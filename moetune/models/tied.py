@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PretrainedConfig
 
+from moetune.errors import UserError
 from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.hub.tensor_files import Stored
 from moetune.models.structure import meta_model, tied_names
@@ -37,7 +38,8 @@ def holds_apart(config: PretrainedConfig, tensors: Mapping[str, Stored]) -> bool
     Reads the two tensors up to their first difference.
 
     Raises:
-        UserError: transformers cannot build the model, or a file is cut short.
+        UserError: transformers cannot build the model; a file is cut short; or the configuration also ties what the
+            files do not hold apart, such as the shared layers of Zamba, so that it cannot be untied.
     """
     rows = getattr(config.get_text_config(), "vocab_size", None)
     tables = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) == 2 and tensor.shape[0] == rows}
@@ -45,8 +47,13 @@ def holds_apart(config: PretrainedConfig, tensors: Mapping[str, Stored]) -> bool
         return False
     model = meta_model(config)
     stored = {name: tables[mapping.every_key()[0]] for name, mapping in key_mappings(model, tables).items()}
-    pairs = [(name, first) for name, first in tied_names(model).items() if name in stored and first in stored]
-    return any(_differ(stored[name], stored[first]) for name, first in pairs)
+    tied = tied_names(model)
+    apart = [n for n, first in tied.items() if n in stored and first in stored and _differ(stored[n], stored[first])]
+    if apart and len(apart) < len(tied):
+        raise UserError(
+            f"{apart[0]} has other values than {tied[apart[0]]} in the files; {_KEY} in config.json ties them, and more"
+        )
+    return bool(apart)
 
 
 def _differ(one: Stored, other: Stored) -> bool:
