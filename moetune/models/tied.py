@@ -51,7 +51,8 @@ def holds_apart(config: PretrainedConfig, tensors: Mapping[str, Stored]) -> bool
     apart = [n for n, first in tied.items() if n in stored and first in stored and _differ(stored[n], stored[first])]
     if apart and len(apart) < len(tied):
         raise UserError(
-            f"{apart[0]} has other values than {tied[apart[0]]} in the files; {_KEY} in config.json ties them, and more"
+            f"{apart[0]} has other values than {tied[apart[0]]} in the files; {_KEY} in config.json ties them, "
+            "and more: set it to false, with every tensor in the files"
         )
     return bool(apart)
 
