@@ -57,6 +57,8 @@ class Inputs:
         files: relative path -> hexadecimal SHA-256 of the other small files beside the base's weights: those of the
             tokenizer, chat templates, generation settings, licenses; empty if unknown.
         quantization: revision (`QUANTIZATION`) of how weights were quantized when the run began; 1 in files without it.
+        clock: the time that the chat template writes, of the run's beginning (ISO 8601, local time); None if it writes
+            none.
     """
 
     run: str
@@ -64,6 +66,7 @@ class Inputs:
     config: dict[str, Any]
     files: dict[str, str]
     quantization: int = 1
+    clock: str | None = None
 
     @classmethod
     def of(cls, data: Datasets, base: Path | None) -> "Inputs":
@@ -72,7 +75,8 @@ class Inputs:
         tokens = {
             name: _digest(rows) for name, rows in (("train", data.train), ("eval", data.eval)) if rows is not None
         }
-        return cls(secrets.token_hex(16), tokens, *beside_weights(base), QUANTIZATION)
+        clock = None if data.clock is None else data.clock.isoformat()
+        return cls(secrets.token_hex(16), tokens, *beside_weights(base), QUANTIZATION, clock)
 
     def refuse_others(self, now: "Inputs", where: str) -> list[str]:
         """Compare the inputs with which a run began with those that it would be resumed with, `now`.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
 from moetune.training.data.chat_template import MARKINGS
 from moetune.training.data.load import DataCounts, Datasets, data_of
+from moetune.training.folder.run_folder import RunFolder
 from moetune.training.step.loss import IGNORED
 
 BINS = 12
@@ -29,6 +31,7 @@ class Preview:
         first: for each of some training documents its first tokens, as (text of the token, whether it has a loss).
         counts: statistics of the training data.
         held_out: statistics of the held-out data; None if the run does not evaluate.
+        notes: sentences for the user, from `notes`.
         sequences_a_step: rows of an optimizer step, over all ranks.
         steps_an_epoch: optimizer steps in which every sequence is seen once.
     """
@@ -38,6 +41,7 @@ class Preview:
     first: list[list[tuple[str, bool]]]
     counts: DataCounts
     held_out: DataCounts | None
+    notes: list[str]
     sequences_a_step: int
     steps_an_epoch: int
 
@@ -50,7 +54,7 @@ class Preview:
             "sequence_length": self.sequence_length,
             "sequences_a_step": self.sequences_a_step,
             "steps_an_epoch": self.steps_an_epoch,
-            "notes": notes(self.counts),
+            "notes": self.notes,
             "first": self.first,
         }
 
@@ -58,19 +62,23 @@ class Preview:
 def preview(config: RunConfig, records: int = 3) -> Preview:
     """Read and tokenize a run's data as training does; keep the first tokens of `records` documents to show.
 
+    If there is a run in the output folder, a chat template that reads the clock writes the date of this run.
+
     Raises:
         UserError: the run file has no `data:` section, or the data cannot be used.
     """
     if config.data is None:
         raise UserError("moetune data needs data: in the run file")
     source = find_model_source(config.model.path)
-    data, tokenizer = data_of(config, source, source.config)
+    began = None if config.output is None else RunFolder(Path(config.output)).clock()
+    data, tokenizer = data_of(config, source, source.config, began)
     return Preview(
         name=source.name,
         sequence_length=config.train.sequence_length,
         first=_first(data, tokenizer, records),
         counts=data.counts,
         held_out=data.eval_counts,
+        notes=notes(data),
         sequences_a_step=sequences_a_step(config),
         steps_an_epoch=steps_an_epoch(data.counts.sequences, config),
     )
@@ -96,9 +104,13 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
     return [(index * width, (index + 1) * width - 1, int(count)) for index, count in enumerate(found)]
 
 
-def notes(counts: DataCounts) -> list[str]:
-    """Return a sentence for each way in which the assistant's part of chats was found; none without chats."""
-    return [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in counts.chats.items()]
+def notes(data: Datasets) -> list[str]:
+    """Return a sentence for each way in which the assistant's part of chats was found, and one on the date that the
+    chat template writes; none without chats."""
+    lines = [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in data.counts.chats.items()]
+    if lines and data.clock is not None:
+        lines.append(f"the chat template writes the date {data.clock:%Y-%m-%d}; a run keeps that of its first day")
+    return lines
 
 
 def counts_json(counts: DataCounts) -> dict[str, Any]:
