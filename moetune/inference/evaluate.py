@@ -135,7 +135,9 @@ def rows_of(
         train = train.but(sequence_length=sequence_length)
     given = None if config is None else config.data
     settings = DataConfig(train="none") if given is None else given
-    settings = settings.but(packing=False, chat_template=None, template={})  # the opened tokenizer already has the template
+    settings = settings.but(
+        packing=False, chat_template=None, template={}
+    )  # the opened tokenizer already has the template
     if format is not None:
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:

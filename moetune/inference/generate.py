@@ -14,6 +14,7 @@ from moetune.errors import UserError
 from moetune.inference.opened import Found, Opened, open_model
 from moetune.json_files import first_problem
 from moetune.training.data.load import pad_token_id
+from moetune.training.data.thinking import placed
 
 Message = dict[str, str]
 """A chat message: `role` and `content`."""
@@ -65,6 +66,7 @@ def token_ids(opened: Opened | Found, prompt: str | list[Message]) -> list[int]:
             "data.chat_template"
         )
     else:
+        prompt = placed(prompt, tokenizer.get_chat_template())
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
     if not ids:
         raise UserError("the prompt is empty: it has no tokens")

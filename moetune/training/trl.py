@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.reference import Reference
@@ -12,6 +13,7 @@ from moetune.compat.trl import SelfReferencing
 from moetune.config.schema import OptimizerConfig, RunConfig, TrainConfig
 from moetune.errors import UserError, suggest
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
+from moetune.training.data.load import set_template, tokenizer_of
 
 TrlTrainer = Literal["sft", "dpo", "kto", "orpo", "grpo"]
 TRAINERS: tuple[TrlTrainer, ...] = get_args(TrlTrainer)
@@ -92,6 +94,24 @@ def trl_model(adapted: Adapted) -> SelfReferencing:
             "adapt.lora.targets"
         )
     return SelfReferencing(adapted.model, Reference(adapted).active)
+
+
+def trl_tokenizer(run: AnyRun) -> PreTrainedTokenizerBase:
+    """Return the tokenizer for TRL's trainers, their `processing_class`, which formats chats as the run file says.
+
+    Its chat template is that of `data.chat_template`, with the arguments of `data.template` as defaults.
+
+    Args:
+        run: a resolved run, the values of a run file, or its path.
+
+    Raises:
+        UserError: there is no tokenizer or no such template, or the template reads no such argument.
+    """
+    run = resolve(run)
+    tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
+    if run.config.data is not None:
+        set_template(tokenizer, run.config.data)
+    return tokenizer
 
 
 def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:

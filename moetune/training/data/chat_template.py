@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError, one_line, time_limit
 from moetune.training.data.formats import MalformedError, checked_text, lost_content
+from moetune.training.data.thinking import Thinking, placed
 
 _SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering one record
 _MAY_BE_IGNORED = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"), ("name",))
@@ -24,6 +25,7 @@ MARKINGS: dict[Marking, str] = {
     "its own, as it stands last; its part is what follows the generation prompt",
 }
 """The ways to find the assistant's text in a rendered chat, each with an explanation for the user."""
+_ANOTHER = "name one in data.chat_template (a chat_template.jinja) that does, or that has {% generation %} markers"
 Spanned = tuple[str, list[tuple[int, int]]]
 """A text, and the [start, end) character ranges of it that are trained on."""
 Messages = list[dict[str, Any]]
@@ -52,6 +54,8 @@ class ChatTemplate:
         except ValueError as error:  # several named templates, and none is the default
             raise UserError(f"the tokenizer's chat template cannot be used: {error}") from None
         self._tokenizer = tokenizer
+        self._template = template
+        self.thinking = Thinking(template, lambda *chat, **options: self._render(*chat, **options)[0])
         self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
     def write(self, messages: Messages, tools: Tools) -> tuple[list[Spanned], Marking]:
@@ -68,6 +72,8 @@ class ChatTemplate:
             MalformedError: the template raises an error, leaves out part of the chat, or exceeds 10 s or 1 GiB.
         """
         try:
+            messages = placed(messages, self._template)
+            self.thinking.refuse_unclosed(messages)
             messages = self._with_content(messages, tools)
             self._refuse_ignored(messages, tools)
             self._refuse_lost_content(messages, tools)
@@ -76,6 +82,7 @@ class ChatTemplate:
                 texts = [(text, _weighted(messages, spans))]
             else:
                 texts = self._turns(messages, tools)
+            texts = [(text, self.thinking.trained(text, spans)) for text, spans in texts]
         except UserError as error:
             raise MalformedError(str(error)) from None
         except Exception as error:  # template code can raise any exception
@@ -86,18 +93,18 @@ class ChatTemplate:
             checked_text(text, "rendered chat")
         return texts, "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
 
-    def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> Spanned:
+    def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False, **arguments: Any) -> Spanned:
         """Return a chat as the template writes it, and the character ranges of its `{% generation %}` blocks.
 
         This is the only place where the template is run, and what transformers' `apply_chat_template` does: keys of
-        null are left out. `prompt` appends the generation prompt.
+        null are left out. `prompt` appends the generation prompt; `arguments` replace those of `data.template`.
 
         Raises:
             UserError: the template takes more than `_SECONDS`.
             MemoryError: it takes more than `_BYTES` of memory, on systems with /proc.
         """
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        options = dict(self._tokenizer.special_tokens_map)
+        options = {**self._tokenizer.special_tokens_map, **arguments}
         with _bounded():
             rendered: Any = render_jinja_template(
                 [chat],
@@ -195,13 +202,13 @@ class ChatTemplate:
                 )
             before = self._render(messages[:index], tools, prompt=True)[0]
             after = self._render(messages[: index + 1], tools)[0]
-            if not after.startswith(before):
+            if (begin := self.thinking.begin(before, after)) is None:
+                remedy = self.thinking.remedy(messages[: index + 1], tools)
                 raise MalformedError(
-                    f"the chat template does not begin message {index + 1} with its own generation prompt, so what is "
-                    "the assistant's cannot be told; name one in data.chat_template (a chat_template.jinja) that does, "
-                    "or that has {% generation %} markers"
+                    f"the chat template does not begin message {index + 1} with its own generation prompt, which ends "
+                    f"in {before[-30:]!r}, so what is the assistant's cannot be told; {remedy or _ANOTHER}"
                 )
-            spans = [(len(before), len(after))] if message.get("weight", 1) else []
+            spans = [(begin, len(after))] if message.get("weight", 1) else []
             if texts and after.startswith(texts[-1][0]):
                 spans = texts.pop()[1] + spans
             texts.append((after, spans))

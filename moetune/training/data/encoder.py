@@ -9,6 +9,7 @@ A label has the same position as its token; the loss shifts the labels by one.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -74,6 +75,11 @@ class Encoder:
         self._eos = [tokenizer.eos_token_id]
         first = tokenizer("a")["input_ids"][0]
         self._bos = [first] if first == tokenizer.bos_token_id else []
+
+    @property
+    def settings(self) -> Counter[str]:
+        """Setting of `data.template` -> number of turns that begin as the generation prompt does with it (`Thinking`)."""
+        return Counter() if self._template is None else self._template.thinking.settings
 
     def encode(self, record: dict[str, Any]) -> tuple[list[Document], Marking | None]:
         """Return the documents of a record (a chat may give several) and how the assistant's text was found, a key of

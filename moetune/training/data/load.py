@@ -45,6 +45,7 @@ class DataCounts:
         cut: number of documents that were truncated because they are too long.
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
+        settings: setting of `data.template` -> number of turns that begin as the generation prompt with it (`Thinking`).
         sequences: number of rows.
         tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
         loss_tokens: tokens that are predicted.
@@ -57,6 +58,7 @@ class DataCounts:
     cut: int
     unended: int
     chats: Mapping[Marking, int]
+    settings: Mapping[str, int]
     sequences: int
     tokens: int
     loss_tokens: int
@@ -187,9 +189,7 @@ def _refuse_growth(backend: Tokenizer) -> None:
             )
 
 
-def set_template(
-    tokenizer: PreTrainedTokenizerBase, data: DataConfig, now: datetime | None = None
-) -> datetime | None:
+def set_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, now: datetime | None = None) -> datetime | None:
     """Give a tokenizer the chat template of a run file: `data.chat_template` with the arguments of `data.template`.
 
     Its clock stands at `now`, by default the current time. Returns this time if the template reads the clock, or None.
@@ -241,6 +241,7 @@ def _joined(parts: Sequence[Reading]) -> Reading:
         cut=sum(part.cut for part in parts),
         unended=sum(part.unended for part in parts),
         chats=sum((part.chats for part in parts), Counter()),
+        settings=sum((part.settings for part in parts), Counter()),
     )
 
 
@@ -294,6 +295,7 @@ def _laid(read: Reading, documents: Documents, length: int, padding: int | None)
         cut=read.cut,
         unended=read.unended,
         chats=read.chats,
+        settings=read.settings,
         sequences=len(rows),
         tokens=tokens,
         loss_tokens=sum(int((part != IGNORED).sum()) for part in values(rows, "labels")),

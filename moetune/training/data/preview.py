@@ -105,9 +105,14 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
 
 
 def notes(data: Datasets) -> list[str]:
-    """Return a sentence for each way in which the assistant's part of chats was found, and one on the date that the
-    chat template writes; none without chats."""
+    """Return a sentence for each way in which the assistant's part of chats was found, for turns that begin with
+    another generation prompt, and for the date that the chat template writes; none without chats."""
     lines = [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in data.counts.chats.items()]
+    for setting, count in data.counts.settings.items():
+        lines.append(
+            f"{counted(count, 'turn')} of the assistant: as the generation prompt begins with data.template: {{{setting}}}"
+            ", and that prompt has no loss; set this key, and generate, chat and exports begin an answer so too"
+        )
     if lines and data.clock is not None:
         lines.append(f"the chat template writes the date {data.clock:%Y-%m-%d}; a run keeps that of its first day")
     return lines
@@ -122,7 +127,8 @@ def counts_json(counts: DataCounts) -> dict[str, Any]:
         "longest": int(lengths.max()),
         "histogram": histogram(counts),
     }
-    return {"documents": len(lengths), **vars(counts), "chats": dict(counts.chats), "lengths": summary}
+    counters = {"chats": dict(counts.chats), "settings": dict(counts.settings)}
+    return {"documents": len(lengths), **vars(counts), **counters, "lengths": summary}
 
 
 def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> list[list[tuple[str, bool]]]:

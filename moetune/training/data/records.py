@@ -37,6 +37,7 @@ class Reading:
         cut: number of documents that were truncated because they are too long.
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
+        settings: setting of `data.template` -> number of turns that begin as the generation prompt with it (`Thinking`).
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))
@@ -45,6 +46,7 @@ class Reading:
     cut: int = 0
     unended: int = 0
     chats: Counter[Marking] = field(default_factory=Counter)
+    settings: Counter[str] = field(default_factory=Counter)
 
 
 def read_documents(
@@ -102,6 +104,8 @@ def read_documents(
         except MalformedError as problem:
             problems.add(row.number, one_line(problem))
     read.documents, read.records = np.arange(first, len(documents)), np.array(records, dtype=np.int64)
+    if encoder is not None:
+        read.settings = encoder.settings
     if problems.count:
         hints = [] if encoder is not None or misread is None else [*_conversion(source.name, misread)]
         if needed > longest:
