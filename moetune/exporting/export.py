@@ -52,8 +52,8 @@ def export(
 ) -> ExportResult:
     """Write the trained model of a run to the folder `out`, in one of four formats.
 
-    If the run file sets `data.chat_template` or `data.template`, all formats but `delta` also hold the template with its
-    arguments, as `chat_template.jinja`.
+    If the run file sets `data.chat_template` or `data.template`, all formats but `delta` also hold the template with
+    its arguments, as `chat_template.jinja`.
 
     Args:
         trained: a run folder, of which `open_run` chooses the checkpoint; what it opened; or an adapted model in

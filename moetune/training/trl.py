@@ -13,7 +13,6 @@ from moetune.compat.trl import SelfReferencing
 from moetune.config.schema import OptimizerConfig, RunConfig, TrainConfig
 from moetune.errors import UserError, suggest
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
-from moetune.training.data.load import set_template, tokenizer_of
 
 TrlTrainer = Literal["sft", "dpo", "kto", "orpo", "grpo"]
 TRAINERS: tuple[TrlTrainer, ...] = get_args(TrlTrainer)
@@ -107,6 +106,8 @@ def trl_tokenizer(run: AnyRun) -> PreTrainedTokenizerBase:
     Raises:
         UserError: there is no tokenizer or no such template, or the template reads no such argument.
     """
+    from moetune.training.data.load import set_template, tokenizer_of  # imports datasets, which predictions do not need
+
     run = resolve(run)
     tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
     if run.config.data is not None:

@@ -78,7 +78,7 @@ class Encoder:
 
     @property
     def settings(self) -> Counter[str]:
-        """Setting of `data.template` -> number of turns that begin as the generation prompt does with it (`Thinking`)."""
+        """Setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`)."""
         return Counter() if self._template is None else self._template.thinking.settings
 
     def encode(self, record: dict[str, Any]) -> tuple[list[Document], Marking | None]:

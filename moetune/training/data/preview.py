@@ -110,8 +110,8 @@ def notes(data: Datasets) -> list[str]:
     lines = [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in data.counts.chats.items()]
     for setting, count in data.counts.settings.items():
         lines.append(
-            f"{counted(count, 'turn')} of the assistant: as the generation prompt begins with data.template: {{{setting}}}"
-            ", and that prompt has no loss; set this key, and generate, chat and exports begin an answer so too"
+            f"{counted(count, 'turn')} of the assistant with the generation prompt of {setting}, which has no loss; "
+            f"set data.template: {{{setting}}}, and generate, chat and exports use this prompt too"
         )
     if lines and data.clock is not None:
         lines.append(f"the chat template writes the date {data.clock:%Y-%m-%d}; a run keeps that of its first day")

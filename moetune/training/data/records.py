@@ -37,7 +37,7 @@ class Reading:
         cut: number of documents that were truncated because they are too long.
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
-        settings: setting of `data.template` -> number of turns that begin as the generation prompt with it (`Thinking`).
+        settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))

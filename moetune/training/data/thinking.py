@@ -133,9 +133,9 @@ class Thinking:
 
     def refuse_unclosed(self, messages: Messages) -> None:
         """Raise `MalformedError` for a thought in a content that does not end, if the template writes thoughts."""
-        if any(key in reads(self._template).words for key in _KEYS):
-            for number, message in enumerate(messages, 1):
-                content = message["content"]
-                if message["role"] == "assistant" and isinstance(content, str) and _CLOSE not in content:
-                    if content.lstrip().startswith(_OPEN):
-                        raise MalformedError(f"message {number} opens {_OPEN} and does not close it")
+        if not any(key in reads(self._template).words for key in _KEYS):
+            return
+        for number, message in enumerate(messages, 1):
+            content = message["content"] if message["role"] == "assistant" else None
+            if isinstance(content, str) and content.lstrip().startswith(_OPEN) and _CLOSE not in content:
+                raise MalformedError(f"message {number} opens {_OPEN} and does not close it")
