@@ -9,7 +9,6 @@ A label has the same position as its token; the loss shifts the labels by one.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from moetune.errors import UserError, reading
-from moetune.training.data.chat_template import ChatTemplate, Marking
+from moetune.training.data.chat_template import ChatTemplate, Written
 from moetune.training.data.documents import Document
 from moetune.training.data.formats import (
     MalformedError,
@@ -76,14 +75,9 @@ class Encoder:
         first = tokenizer("a")["input_ids"][0]
         self._bos = [first] if first == tokenizer.bos_token_id else []
 
-    @property
-    def settings(self) -> Counter[str]:
-        """Setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`)."""
-        return Counter() if self._template is None else self._template.thinking.settings
-
-    def encode(self, record: dict[str, Any]) -> tuple[list[Document], Marking | None]:
-        """Return the documents of a record (a chat may give several) and how the assistant's text was found, a key of
-        `MARKINGS`; None if the record is no chat.
+    def encode(self, record: dict[str, Any]) -> tuple[list[Document], Written | None]:
+        """Return the documents of a record (a chat may give several), and the chat as the template writes it; None if
+        the record is no chat.
 
         Raises:
             MalformedError: the record is not of this format, or no token of it is trained on.
@@ -99,12 +93,12 @@ class Encoder:
             record = alpaca_prompt(record) if self._template is None else alpaca_chat(record)
         elif self.format == "chat":
             record = with_system(record)
-        marking: Marking | None = None
+        written: Written | None = None
         with reading("the record, by the tokenizer,"):
             if self._template is not None:
                 messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
-                texts, marking = self._template.write(messages, tools)
-                parts = [self._spanned(text, spans) for text, spans in texts]
+                written = self._template.write(messages, tools)
+                parts = [self._spanned(text, spans) for text, spans in written.texts]
             else:
                 parts = [self._text(record) if self.format == "text" else self._prompt(record)]
         documents = []
@@ -115,7 +109,7 @@ class Encoder:
                 documents.append(Document(ids, labels, divisible=self.format == "text"))
         if not documents:
             raise MalformedError("no token to train on")
-        return documents, marking
+        return documents, written
 
     def _text(self, record: dict[str, Any]) -> Tokens:
         ids = _joined(self._bos, self._checked(record, "text"), self._eos)
@@ -145,11 +139,13 @@ class Encoder:
         Raises:
             MalformedError: the text is tokenized as a whole, and a token crosses the end of a span.
         """
+        spans = [span for span in spans if span[0] < span[1]]
+        begins = {begin for begin, _ in spans}
         ends = [0, *sorted({end for span in spans for end in span}), len(text)]
         segments, trains = [], []
         for low, high in itertools.pairwise(ends):
             segments.append(self._tokens(text[low:high]))
-            trains.append(np.full(len(segments[-1]), any(start <= low < stop for start, stop in spans)))
+            trains.append(np.full(len(segments[-1]), low in begins))
         ids, (whole, offsets) = _joined(*segments), self._with_offsets(text)
         if np.array_equal(ids, whole) or self._decoded(ids) == self._decoded(whole):
             return ids, np.concatenate(trains)

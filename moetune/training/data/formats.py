@@ -5,8 +5,6 @@ ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  in some files
 """
 
 import json
-import re
-from collections.abc import Callable
 from typing import Any
 
 from moetune.errors import UserError
@@ -151,81 +149,6 @@ def checked_messages(value: object) -> list[dict[str, Any]]:
     if not any(message["role"] == "assistant" for message in messages):
         raise MalformedError("no message of the assistant, so nothing to train on")
     return messages
-
-
-def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> dict[int, str]:
-    """Return index of a message -> description of the text in it that a chat template drops; empty if it drops none.
-
-    To find where the template writes a message, marks are put around its content, or in place of it. The words of the
-    content must appear there in order; case, white space and punctuation may differ. If marks change what else the
-    template writes, the words may be anywhere in the chat. A mark after the content must appear as well, so that its
-    end is not cut off.
-
-    Args:
-        messages: from `checked_messages`.
-        render: returns messages as the template writes them. Its `UserError`, such as a time limit's, is passed on.
-    """
-    written = render(messages).casefold()
-    with_text = [index for index, message in enumerate(messages) if (message["content"] or "").strip()]
-    marks = {index: (f"qxz{index}zxq", f"qyz{index}zyq") for index in with_text}
-    marked = list(messages)
-    for index, (begin, end) in marks.items():
-        marked[index] = {**messages[index], "content": f"{begin.upper()} {messages[index]['content']} {end.upper()}"}
-
-    def rendered(some: list[dict[str, Any]]) -> str | None:
-        try:
-            return render(some).casefold()
-        except UserError:
-            raise
-        except Exception:  # the template fails on other content
-            return None
-
-    around, lost = rendered(marked), {}
-    for index, (begin, end) in marks.items():
-        content = messages[index]["content"]
-        missing = _first_missing_word(content, _between(around or "", begin, end) or "")
-        if missing is not None:
-            only = rendered([*messages[:index], {**messages[index], "content": end.upper()}, *messages[index + 1 :]])
-            missing = _first_missing_word(content, _instead(written, only or "", end))
-        if missing is not None:
-            lost[index] = f"{missing[:40]!r} in the content of message {index + 1}"
-        elif around is not None and end not in around:
-            # a template may look at how a content begins
-            appended = {**messages[index], "content": f"{content} {end.upper()}"}
-            if end in (rendered([*messages[:index], appended, *messages[index + 1 :]]) or end):
-                continue
-            lost[index] = f"the end of the content of message {index + 1}"
-    return lost
-
-
-def _between(text: str, begin: str, end: str) -> str | None:
-    """Return the text between two marks; None if they do not appear in this order."""
-    after = text.partition(begin)[2]
-    return after.rpartition(end)[0] if end in after else None
-
-
-def _instead(written: str, only: str, mark: str) -> str:
-    """Return the part of the rendered chat `written` at the place where `only` has the mark.
-
-    `only` is the chat rendered with the mark in place of one message's content. Returns all of `written` if the two
-    differ elsewhere, or `only` lacks the mark.
-    """
-    before, found, after = only.partition(mark)
-    after = after.rpartition(mark)[2] if mark in after else after
-    fits = found and written.startswith(before) and written.endswith(after) and len(written) >= len(before + after)
-    return written[len(before) : len(written) - len(after)] if fits else written
-
-
-def _first_missing_word(content: str, written: str) -> str | None:
-    """Search the words of `content` in order in `written`, which is casefolded; return the first that is missing, or
-    None."""
-    position = 0
-    for match in re.finditer(r"\w+", content.casefold()):
-        found = written.find(match[0], position)
-        if found < 0:
-            return match[0]
-        position = found + len(match[0])
-    return None
 
 
 def checked_tools(value: object) -> list[Any] | None:

@@ -37,6 +37,7 @@ class Reading:
         cut: number of documents that were truncated because they are too long.
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
+        ends: control tokens at the end of a turn of the assistant -> number of turns.
         settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
     """
 
@@ -46,6 +47,7 @@ class Reading:
     cut: int = 0
     unended: int = 0
     chats: Counter[Marking] = field(default_factory=Counter)
+    ends: Counter[tuple[str, ...]] = field(default_factory=Counter)
     settings: Counter[str] = field(default_factory=Counter)
 
 
@@ -84,9 +86,11 @@ def read_documents(
             if encoder is None:
                 with reading("the tokenizer"):
                     encoder = Encoder(tokenizer, format_of(record) if format == "auto" else format)
-            encoded, marking = encoder.encode(record)
-            if marking:
-                read.chats[marking] += 1
+            encoded, written = encoder.encode(record)
+            if written:
+                read.chats[written.marking] += 1
+                read.ends.update(written.ends)
+                read.settings.update(written.settings)
             of_record = len(documents)
             for document in encoded:
                 if len(document) > longest and not document.divisible:
@@ -104,8 +108,6 @@ def read_documents(
         except MalformedError as problem:
             problems.add(row.number, one_line(problem))
     read.documents, read.records = np.arange(first, len(documents)), np.array(records, dtype=np.int64)
-    if encoder is not None:
-        read.settings = encoder.settings
     if problems.count:
         hints = [] if encoder is not None or misread is None else [*_conversion(source.name, misread)]
         if needed > longest:

@@ -1,6 +1,5 @@
 """Thoughts of the assistant: put where the chat template writes them, and none trained that nobody wrote."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -59,15 +58,10 @@ class Thinking:
     setting, such as `enable_thinking: false`. What a generation prompt says is not written by the assistant. So a turn
     is trained from the end of the longest generation prompt that it begins with, over all settings that `data.template`
     leaves open.
-
-    Attributes:
-        settings: setting of `data.template` -> number of turns that begin as the generation prompt does with it, and
-            not as it does in the template as it is; `trained` counts them.
     """
 
     def __init__(self, template: str, render: Render) -> None:
         self._template, self._render = template, render
-        self.settings: Counter[str] = Counter()
 
     def begin(self, before: str, after: str) -> int | None:
         """Return where the last message of the chat `after` begins to be the assistant's; None if that is not known.
@@ -82,16 +76,18 @@ class Thinking:
             return None
         return next((low + len(prompt) for prompt in self._prompts if after.startswith(prompt, low)), None)
 
-    def trained(self, text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return the assistant's ranges of a rendered chat without generation prompts at their beginnings."""
-        found = []
+    def trained(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[str]]:
+        """Return the assistant's ranges of a rendered chat without generation prompts at their beginnings.
+
+        Also return the setting of each that begins as the generation prompt does with another setting, and not as it
+        does in the template as it is.
+        """
+        ranges, settings = [], []
         for low, high in spans:
             start, setting = self._end_of_prompt(text, low)
-            if setting:
-                self.settings[setting] += 1
-            if start < high:
-                found.append((start, high))
-        return found
+            ranges += [(start, high)] if start < high else []
+            settings += [setting] if setting else []
+        return ranges, settings
 
     def _end_of_prompt(self, text: str, low: int) -> tuple[int, str]:
         """Return the end, at or after `low`, of the longest generation prompt there that begins before `low`, and the
