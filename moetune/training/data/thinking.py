@@ -6,12 +6,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from moetune.training.data.formats import MalformedError
+from moetune.training.data.marks import REASONING, Messages
 from moetune.training.data.template_arguments import given, reads
 
 _OPEN, _CLOSE = "<think>", "</think>"
-_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message for its thought. transformers fills each of the first two from whichever is given."""
-Messages = list[dict[str, Any]]
 
 
 class Render(Protocol):
@@ -29,7 +27,7 @@ def placed(messages: Messages, template: str) -> Messages:
     Raises:
         MalformedError: a message has another thought under the key.
     """
-    key = next((key for key in _KEYS if key in reads(template).words), None)
+    key = next((key for key in REASONING if key in reads(template).words), None)
     return messages if key is None else [_split(message, at, key) for at, message in enumerate(messages, 1)]
 
 
@@ -43,7 +41,7 @@ def _split(message: dict[str, Any], number: int, key: str) -> dict[str, Any]:
     if before.strip() if opening else not (head.endswith("\n") or answer.startswith("\n")):
         return message
     thought, rest = (thought if opening else head).strip("\n"), message | {"content": answer.lstrip("\n")}
-    written = next((message[name] for name in _KEYS if message.get(name)), None)
+    written = next((message[name] for name in REASONING if message.get(name)), None)
     if written is None:
         return rest | {key: thought} if thought.strip() else rest
     if thought.strip() != str(written).strip():
@@ -129,7 +127,7 @@ class Thinking:
 
     def refuse_unclosed(self, messages: Messages) -> None:
         """Raise `MalformedError` for a thought in a content that does not end, if the template writes thoughts."""
-        if not any(key in reads(self._template).words for key in _KEYS):
+        if not any(key in reads(self._template).words for key in REASONING):
             return
         for number, message in enumerate(messages, 1):
             content = message["content"] if message["role"] == "assistant" else None
