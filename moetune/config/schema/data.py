@@ -1,9 +1,10 @@
 """`data:` of a run file: data sets, and how they become sequences."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from datetime import date
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
 from moetune.config.fields import FilePath
 from moetune.config.schema.section import Section
@@ -31,13 +32,15 @@ OneOrSeveral = Annotated[
 ]
 
 
-def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a chat template unchanged; raise `ValueError` for a name that none has, or a null value."""
-    for name, value in arguments.items():
-        if not name.isidentifier():
+def _check_arguments(arguments: object) -> object:
+    """Return arguments of a chat template unchanged; raise `ValueError` for a name that none has, a null or a date."""
+    for name, value in arguments.items() if isinstance(arguments, dict) else ():
+        if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"{name!r} is no name of a variable; write {{enable_thinking: false}}")
         if value is None:
             raise ValueError(f"{name} has no value; leave it out, and the chat template takes its own")
+        if isinstance(value, date):
+            raise ValueError(f"{name}: YAML reads {value} as a date; write it in quotes")
     return arguments
 
 
@@ -62,7 +65,7 @@ class DataConfig(Section):
     format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"] = "auto"
     packing: bool = True
     chat_template: FilePath | None = None
-    template: Annotated[dict[str, JsonValue], AfterValidator(_check_arguments)] = Field(default_factory=dict)
+    template: Annotated[dict[str, JsonValue], BeforeValidator(_check_arguments)] = Field(default_factory=dict)
     too_long: Literal["error", "drop", "truncate"] = "error"
     validation: Annotated[float, Field(gt=0, lt=1)] | None = None
 

@@ -83,7 +83,7 @@ class Thinking:
         ranges, settings = [], []
         for low, high in spans:
             start, setting = self._end_of_prompt(text, low)
-            ranges += [(start, high)] if start < high else []
+            ranges.append((min(start, high), high))
             settings += [setting] if setting else []
         return ranges, settings
 

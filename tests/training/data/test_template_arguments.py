@@ -123,7 +123,13 @@ def test_arguments_need_a_template() -> None:
 
 
 def test_the_run_file_checks_names_and_values(tmp_path: Path) -> None:
-    for wrong, word in (({"a b": 1}, "a b"), ({"a": None}, "leave it out"), ({"a": MOMENT}, "template")):
+    for wrong, word in (
+        ({"a b": 1}, "a b"),
+        ({"a": None}, "leave it out"),
+        ({"a": MOMENT}, "in quotes"),
+        ({1: 2}, "no name"),
+        (5, "template"),
+    ):
         with pytest.raises(ValidationError, match=word):
             DataConfig(train="x", template=wrong)
     run = small.run_file(tmp_path, tmp_path / "d.jsonl", tmp_path / "out")
