@@ -50,13 +50,9 @@ def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     model._set_gradient_checkpointing = switch_to  # type: ignore[method-assign]
 
 
-def chat_template_environment(template: str) -> Environment:
-    """Return the jinja environment in which transformers renders a chat template: its tags, filters and functions.
-
-    Raises:
-        jinja2.TemplateSyntaxError: the template cannot be parsed.
-    """
-    return _compile_jinja_template(template).environment
+def chat_template_environment() -> Environment:
+    """Return a jinja environment as transformers renders chat templates in: its tags, filters and functions."""
+    return _compile_jinja_template("").environment
 
 
 def attention_name(model: PreTrainedModel) -> str:

@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from transformers import PreTrainedTokenizerBase
 
 from moetune.compat.transformers import chat_template_environment
@@ -41,27 +41,34 @@ class TemplateReads:
 
 @lru_cache(maxsize=16)
 def reads(template: str) -> TemplateReads:
-    """Return what a chat template reads; `UserError` if its syntax is wrong."""
+    """Return what a chat template reads; `UserError` if its syntax is wrong.
+
+    It is parsed, not compiled: jinja's compiler computes constants, such as a text repeated 10¹⁰ times.
+    """
     with reading("the chat template"):
-        environment = chat_template_environment(template)
+        environment = chat_template_environment()
         tree = environment.parse(template)
-    names: dict[str, set[str]] = {"load": set(), "store": set(), "param": set()}
-    for name in tree.find_all(nodes.Name):
-        names[name.ctx].add(name.name)
-    # jinja counts what only some branches assign as read; such a name is an argument if the template asks for it.
-    asks = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
-    asks += [given.node for given in tree.find_all(nodes.Filter) if given.name in ("default", "d") and given.node]
-    asks += [either.left for either in tree.find_all(nodes.Or)]
-    asked = {node.name for node in asks if isinstance(node, nodes.Name)} - names["param"]
-    read = meta.find_undeclared_variables(tree)
+        macros = [*tree.find_all(nodes.Macro)]
+        own = {macro.name for macro in macros} | {"loop", "caller", "varargs", "kwargs"}
+        inside: set[int] = set()  # ids of the nodes that read a parameter of the macro that they are in
+        for macro in macros:
+            parameters = {parameter.name for parameter in macro.args}
+            inside |= {id(name) for name in macro.find_all(nodes.Name) if name.name in parameters}
+        names = [name for name in tree.find_all(nodes.Name) if id(name) not in inside]
+        read, assigned = ({name.name for name in names if name.ctx == how} - own for how in ("load", "store"))
+        # A name that the template also assigns is an argument only if the template asks whether it was given.
+        asks = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+        asks += [given.node for given in tree.find_all(nodes.Filter) if given.name in ("default", "d") and given.node]
+        asks += [either.left for either in tree.find_all(nodes.Or)]
+        asked = {node.name for node in asks if isinstance(node, nodes.Name) and id(node) not in inside}
+        words = {constant.value for constant in tree.find_all(nodes.Const) if isinstance(constant.value, str)}
+        words |= {attribute.attr for attribute in tree.find_all(nodes.Getattr)}
     reserved = {*_RESERVED, *environment.globals, *(name for name in read if name.endswith("_token"))}
-    words = {constant.value for constant in tree.find_all(nodes.Const) if isinstance(constant.value, str)}
-    words |= {attribute.attr for attribute in tree.find_all(nodes.Getattr)}
     return TemplateReads(
-        arguments=frozenset(read - reserved - (names["store"] - asked)),
+        arguments=frozenset(read - reserved - (assigned - asked)),
         reserved=frozenset(reserved),
         words=frozenset(words),
-        clock=_CLOCK in names["load"] and all(macro.name != _CLOCK for macro in tree.find_all(nodes.Macro)),
+        clock=_CLOCK in read,
     )
 
 
