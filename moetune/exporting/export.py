@@ -1,5 +1,6 @@
 """`moetune.export`: write a trained model to a folder as a delta, a PEFT or vLLM adapter, or a merged checkpoint."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,8 @@ from moetune.exporting.formats.merged import bytes_needed, write_merged
 from moetune.exporting.formats.rounded import Into, Survival, write_rounded
 from moetune.files import expanded
 from moetune.json_files import Answer
-from moetune.training.data.load import chat_template
+from moetune.training.data.load import chat_template, tokenizer_of
+from moetune.training.data.stop_tokens import end_notes, stop_tokens
 
 
 @dataclass(frozen=True)
@@ -93,5 +95,14 @@ def export(
             written, survival = write_rounded(run, folder, into)
         if template is not None and format != "delta":
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    notes = (*run.notes, *written.notes)
+    notes = (*run.notes, *written.notes, *_end_warnings(run))
     return ExportResult(format, str(out), run.step, written.tensors, written.bytes, notes, into, survival)
+
+
+def _end_warnings(run: FinishedRun) -> Iterator[str]:
+    """Yield a warning for each end of the turns that the run was trained on at which its base does not stop."""
+    inputs, model = None if run.folder is None else run.folder.inputs(), run.adapted.run.model
+    if inputs is not None and inputs.ends:
+        tokenizer = tokenizer_of(model.source.name, model.source.folder)
+        notes = end_notes(inputs.ends, stop_tokens(tokenizer, model.settings, model.source.folder))
+        yield from (note for note in notes if note.startswith("warning"))

@@ -25,6 +25,7 @@ from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
 from moetune.training.data.records import Reading, read_documents
 from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
+from moetune.training.data.stop_tokens import stop_tokens
 from moetune.training.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds until progress is reported first
@@ -43,6 +44,7 @@ class DataCounts:
         cut: number of documents that were truncated because they are too long.
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
+        ends: control tokens at the end of a turn of the assistant -> number of turns.
         sequences: number of rows.
         tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
         loss_tokens: tokens that are predicted.
@@ -55,6 +57,7 @@ class DataCounts:
     cut: int
     unended: int
     chats: Mapping[Marking, int]
+    ends: Mapping[tuple[str, ...], int]
     sequences: int
     tokens: int
     loss_tokens: int
@@ -63,12 +66,16 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class Datasets:
-    """Tokenized sequences on disk, not shuffled, and their statistics; `eval` is None if the run does not evaluate."""
+    """Tokenized sequences on disk, not shuffled, and their statistics; `eval` is None if the run does not evaluate.
+
+    `stops` are the tokens at which the model's generation ends; empty if the model is not known.
+    """
 
     train: datasets.Dataset
     eval: datasets.Dataset | None
     counts: DataCounts
     eval_counts: DataCounts | None
+    stops: frozenset[str] = frozenset()
 
 
 def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: TrainConfig) -> Datasets:
@@ -135,7 +142,7 @@ def data_of(
     tokenizer = tokenizer_of(source.name, source.folder)
     data = load_data(config.data, tokenizer, config.train)
     refuse_unknown_tokens(settings, config.model.path, pad_token_id(tokenizer), data.train, data.eval)
-    return data, tokenizer
+    return replace(data, stops=stop_tokens(tokenizer, settings, source.folder)), tokenizer
 
 
 def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
@@ -218,6 +225,7 @@ def _joined(parts: Sequence[Reading]) -> Reading:
         cut=sum(part.cut for part in parts),
         unended=sum(part.unended for part in parts),
         chats=sum((part.chats for part in parts), Counter()),
+        ends=sum((part.ends for part in parts), Counter()),
     )
 
 
@@ -271,6 +279,7 @@ def _laid(read: Reading, documents: Documents, length: int, padding: int | None)
         cut=read.cut,
         unended=read.unended,
         chats=read.chats,
+        ends=read.ends,
         sequences=len(rows),
         tokens=tokens,
         loss_tokens=sum(int((part != IGNORED).sum()) for part in values(rows, "labels")),

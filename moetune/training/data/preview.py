@@ -1,5 +1,6 @@
 """Preview of a run's data: the first documents token by token, statistics, and the steps of an epoch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -13,6 +14,7 @@ from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
 from moetune.training.data.chat_template import MARKINGS
 from moetune.training.data.load import DataCounts, Datasets, data_of
+from moetune.training.data.stop_tokens import end_notes, turn_ends
 from moetune.training.step.loss import IGNORED
 
 BINS = 12
@@ -29,6 +31,7 @@ class Preview:
         first: for each of some training documents its first tokens, as (text of the token, whether it has a loss).
         counts: statistics of the training data.
         held_out: statistics of the held-out data; None if the run does not evaluate.
+        stops: the tokens at which the model's generation ends.
         sequences_a_step: rows of an optimizer step, over all ranks.
         steps_an_epoch: optimizer steps in which every sequence is seen once.
     """
@@ -38,6 +41,7 @@ class Preview:
     first: list[list[tuple[str, bool]]]
     counts: DataCounts
     held_out: DataCounts | None
+    stops: frozenset[str]
     sequences_a_step: int
     steps_an_epoch: int
 
@@ -46,11 +50,12 @@ class Preview:
         parts = {"train": self.counts, "eval": self.held_out}
         return {
             "schema": 1,
-            **{name: None if counts is None else counts_json(counts) for name, counts in parts.items()},
+            **{name: None if counts is None else counts_json(counts, self.stops) for name, counts in parts.items()},
             "sequence_length": self.sequence_length,
             "sequences_a_step": self.sequences_a_step,
             "steps_an_epoch": self.steps_an_epoch,
-            "notes": notes(self.counts),
+            "stop_tokens": sorted(self.stops),
+            "notes": notes(self.counts, self.stops),
             "first": self.first,
         }
 
@@ -71,6 +76,7 @@ def preview(config: RunConfig, records: int = 3) -> Preview:
         first=_first(data, tokenizer, records),
         counts=data.counts,
         held_out=data.eval_counts,
+        stops=data.stops,
         sequences_a_step=sequences_a_step(config),
         steps_an_epoch=steps_an_epoch(data.counts.sequences, config),
     )
@@ -96,13 +102,16 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
     return [(index * width, (index + 1) * width - 1, int(count)) for index, count in enumerate(found)]
 
 
-def notes(counts: DataCounts) -> list[str]:
-    """Return a sentence for each way in which the assistant's part of chats was found; none without chats."""
-    return [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in counts.chats.items()]
+def notes(counts: DataCounts, stops: Collection[str]) -> list[str]:
+    """Return sentences on chats, none without them: how the assistant's part was found, and which tokens end turns,
+    with a warning if one is not among `stops`, the tokens at which generation ends."""
+    ways = (f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in counts.chats.items())
+    return [*ways, *end_notes(turn_ends(counts.ends, stops), stops)]
 
 
-def counts_json(counts: DataCounts) -> dict[str, Any]:
-    """Return the statistics as a JSON object; `lengths` becomes minimum, median, maximum and a histogram."""
+def counts_json(counts: DataCounts, stops: Collection[str]) -> dict[str, Any]:
+    """Return the statistics as a JSON object; `lengths` becomes minimum, median, maximum and a histogram, `ends` an
+    object of tokens and numbers of turns (`turn_ends`)."""
     lengths = counts.lengths
     summary = {
         "shortest": int(lengths.min()),
@@ -110,7 +119,8 @@ def counts_json(counts: DataCounts) -> dict[str, Any]:
         "longest": int(lengths.max()),
         "histogram": histogram(counts),
     }
-    return {"documents": len(lengths), **vars(counts), "chats": dict(counts.chats), "lengths": summary}
+    found = {"chats": dict(counts.chats), "ends": turn_ends(counts.ends, stops), "lengths": summary}
+    return {"documents": len(lengths), **vars(counts), **found}
 
 
 def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> list[list[tuple[str, bool]]]:
