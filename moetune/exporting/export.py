@@ -1,5 +1,6 @@
 """`moetune.export`: write a trained model to a folder as a delta, a PEFT or vLLM adapter, or a merged checkpoint."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from moetune.exporting.formats.rounded import Into, Survival, write_rounded
 from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.training.data.load import chat_template, tokenizer_of
+from moetune.training.data.stop_tokens import end_notes, stop_tokens
 from moetune.training.data.template_arguments import with_arguments
 
 
@@ -94,7 +96,7 @@ def export(
             written, survival = write_rounded(run, folder, into)
         if template is not None and format != "delta":
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    notes = (*run.notes, *written.notes)
+    notes = (*run.notes, *written.notes, *_end_warnings(run))
     return ExportResult(format, str(out), run.step, written.tensors, written.bytes, notes, into, survival)
 
 
@@ -106,3 +108,12 @@ def _chat_template(run: FinishedRun) -> str | None:
     if data.chat_template is not None:
         return with_arguments(chat_template(data.chat_template), data.template)
     return with_arguments(tokenizer_of(source.name, source.folder).get_chat_template(), data.template)
+
+
+def _end_warnings(run: FinishedRun) -> Iterator[str]:
+    """Yield a warning for each end of the turns that the run was trained on at which its base does not stop."""
+    inputs, model = None if run.folder is None else run.folder.inputs(), run.adapted.run.model
+    if inputs is not None and inputs.ends:
+        tokenizer = tokenizer_of(model.source.name, model.source.folder)
+        notes = end_notes(inputs.ends, stop_tokens(tokenizer, model.settings, model.source.folder))
+        yield from (note for note in notes if note.startswith("warning"))

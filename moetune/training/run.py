@@ -258,13 +258,13 @@ def _start(plain: Adapted, overwrite: bool) -> Start | None:
     return open_start(plain)
 
 
-def _summary(config: RunConfig, counts: dict[str, int], datasets: Datasets) -> list[str]:
+def _summary(config: RunConfig, counts: dict[str, int], sets: Datasets) -> list[str]:
     """Return the lines printed before training: trainable parameters, data, length, and a warning of many epochs.
 
     `counts` is part, or `total` -> number of parameters that train.
     """
-    data = datasets.counts
     parts = ", ".join(f"{part} {count:,}" for part, count in counts.items() if part != "total" and count)
+    data = sets.counts
     an_epoch = steps_an_epoch(data.sequences, config)
     epochs = config.train.steps / an_epoch
     padding = f", {data.padding:,} of padding" if data.padding else ""
@@ -273,7 +273,7 @@ def _summary(config: RunConfig, counts: dict[str, int], datasets: Datasets) -> l
         f"{config.model.path}: trains {counts['total']:,} parameters ({parts})",
         f"data: {counted(len(data.lengths), 'example')} in {counted(data.sequences, 'sequence')}, {data.tokens:,} "
         f"training tokens, {data.loss_tokens:,} with loss{padding}{left_out}",
-        *(f"data: {note}" for note in notes(datasets)),
+        *(f"data: {note}" for note in notes(sets)),
         f"length: {counted(config.train.steps, 'step')} of {an_epoch:,} an epoch, {epochs:.3g} epochs",
     ]
     if epochs > MANY_EPOCHS:

@@ -3,7 +3,7 @@
 import re
 import resource
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -199,11 +199,14 @@ class ChatTemplate:
 
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         alone(turns[0])  # a chat that is refused is refused for its first turn
-        end, text, cuts = len(messages), full, []
+        cuts: list[_Cut] = []
+        end, text = len(messages), full
         while turns:
             layout = self._layout(text, end, marks, tools)
-            lost = {found.message for number, found in enumerate(marks[1]) if number not in layout.kept}
-            finder = TurnFinder(layout, messages[:end], {*range(end)} - lost, alone)
+            lost = _keys(marks[1], {*range(len(marks[1]))} - layout.kept)
+            if lost and not cuts:  # what no turn has is found without rendering all of them
+                self._refuse_ignored(messages, min(lost), _keys(marks[1], layout.kept)[min(lost)], tools)
+            finder = TurnFinder(layout, messages[:end], {*range(end)} - lost.keys(), alone)
             first, spans = len(turns), []
             while turns and (span := finder.span(turns[-1])) is not None:
                 spans += [span] if messages[turns.pop()].get("weight", 1) else []
@@ -215,37 +218,41 @@ class ChatTemplate:
     def _refuse_lost(self, messages: Messages, texts: list[Text], cuts: list[_Cut], tools: Tools) -> None:
         """Raise `MalformedError` if the template drops part of a message from all texts of a chat.
 
-        What stands between its marks is kept. A key of which nothing is kept is ignored if the chat is the same
-        without it; one of several texts of a key is dropped if its words are nowhere near the others.
+        What stands between its marks is kept. Where nothing of a key is, the template may ignore it; where one of
+        several texts is not, its words must be near the others, and those of content where a mark takes its place.
         """
         kept = {number for cut in cuts for number in cut.layout.kept}
-        numbers: dict[tuple[int, str], list[int]] = defaultdict(list)
+        keys = _keys(texts, kept)
+        for at in range(len(messages)):
+            self._refuse_ignored(messages, at, keys[at], tools)
         for number, text in enumerate(texts):
-            numbers[text.message, text.key].append(number)
-        for at, message in enumerate(messages):
-            for names in _MAY_BE_IGNORED:
-                # The name in a tool's message is also in the call that it answers, so it may be ignored.
-                here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
-                if not here or any(numbers[at, name] and kept.issuperset(numbers[at, name]) for name in here):
-                    continue
-                if kept.isdisjoint(number for name in here for number in numbers[at, name]):
-                    without = {key: value for key, value in message.items() if key not in here}
-                    if self._is_same(messages, at, without, tools):
-                        raise _left_out(f"{here[0]} of message {at + 1}")
-                near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
-                for lost in (texts[number].value for number in numbers[at, here[0]] if number not in kept):
-                    if near and all(missing_word(lost, around) for around in near):
-                        raise _left_out(f"{lost[:40]!r} in {here[0]} of message {at + 1}")
-            for number in numbers[at, "content"]:
-                thought, mark, answer = message["content"].rpartition("</think>")
-                if number in kept:
-                    continue
-                thinks = mark and thought.strip() and message["role"] == "assistant"
-                if thinks and self._is_same(messages, at, message | {"content": answer}, tools):
-                    raise _left_out(f"the text before </think> in message {at + 1}")
-                lost_in = [self._lost_content(messages, at, number, cut, tools) for cut in cuts if cut.end > at]
-                if all(lost_in):
-                    raise _left_out(str(lost_in[-1]))
+            at, others = text.message, REASONING if text.key in REASONING else ()
+            if number in kept or at >= len(messages) or not keys[at].isdisjoint(others):
+                continue
+            if text.key == "content":
+                reasons = [self._lost_content(messages, at, number, cut, tools) for cut in cuts if cut.end > at]
+                if all(reasons):
+                    raise _left_out(str(reasons[-1]))
+                continue
+            near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
+            if near and all(missing_word(text.value, around) for around in near):
+                raise _left_out(f"{text.value[:40]!r} in {text.key} of message {at + 1}")
+
+    def _refuse_ignored(self, messages: Messages, at: int, kept: Set[str], tools: Tools) -> None:
+        """Raise `MalformedError` if the template ignores a key of the message at the index `at`, or the text before
+        `</think>` in it: it writes the same without. `kept` are keys of which something is known to be written."""
+        message = messages[at]
+        for names in _MAY_BE_IGNORED:
+            # The name in a tool's message is also in the call that it answers, so it may be ignored.
+            here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
+            if here and kept.isdisjoint(here):
+                without = {key: value for key, value in message.items() if key not in here}
+                if self._is_same(messages, at, without, tools):
+                    raise _left_out(f"{here[0]} of message {at + 1}")
+        thought, mark, answer = message["content"].rpartition("</think>")
+        thinks = mark and thought.strip() and message["role"] == "assistant" and "content" not in kept
+        if thinks and self._is_same(messages, at, message | {"content": answer}, tools):
+            raise _left_out(f"the text before </think> in message {at + 1}")
 
     def _is_same(self, messages: Messages, at: int, other: dict[str, Any], tools: Tools) -> bool:
         """Return whether the template writes the same with another message at the index `at`.
@@ -299,6 +306,14 @@ def _instead(written: str, only: str, mark: str) -> str:
     after = after.rpartition(mark)[2] if mark in after else after
     fits = found and written.startswith(before) and written.endswith(after) and len(written) >= len(before + after)
     return written[len(before) : len(written) - len(after)] if fits else written
+
+
+def _keys(texts: list[Text], numbers: Collection[int]) -> dict[int, set[str]]:
+    """Return index of a message -> its keys that hold one of the texts with these numbers."""
+    keys: dict[int, set[str]] = defaultdict(set)
+    for number in numbers:
+        keys[texts[number].message].add(texts[number].key)
+    return keys
 
 
 def _left_out(what: str) -> MalformedError:

@@ -26,6 +26,7 @@ from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
 from moetune.training.data.records import Reading, read_documents
 from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
+from moetune.training.data.stop_tokens import stop_tokens
 from moetune.training.data.template_arguments import fix_template
 from moetune.training.step.loss import IGNORED
 
@@ -45,6 +46,7 @@ class DataCounts:
         cut: number of documents that were truncated because they are too long.
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
+        ends: control tokens at the end of a turn of the assistant -> number of turns.
         settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
         sequences: number of rows.
         tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
@@ -58,6 +60,7 @@ class DataCounts:
     cut: int
     unended: int
     chats: Mapping[Marking, int]
+    ends: Mapping[tuple[str, ...], int]
     settings: Mapping[str, int]
     sequences: int
     tokens: int
@@ -69,6 +72,7 @@ class DataCounts:
 class Datasets:
     """Tokenized sequences on disk, not shuffled, and their statistics; `eval` is None if the run does not evaluate.
 
+    `stops` are the tokens at which the model's generation ends; empty if the model is not known.
     `clock` is the time at which the chat template's clock stood; None if it reads none.
     """
 
@@ -76,6 +80,7 @@ class Datasets:
     eval: datasets.Dataset | None
     counts: DataCounts
     eval_counts: DataCounts | None
+    stops: frozenset[str] = frozenset()
     clock: datetime | None = None
 
 
@@ -128,7 +133,7 @@ def load_data(
     length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
     rows, counts = _laid(training, documents, length, padding)
     held_rows, held_counts = _laid(held_out, documents, length, padding) if data.evaluates else (None, None)
-    return Datasets(rows, held_rows, counts, held_counts, clock)
+    return Datasets(rows, held_rows, counts, held_counts, clock=clock)
 
 
 def data_of(
@@ -145,7 +150,7 @@ def data_of(
     tokenizer = tokenizer_of(source.name, source.folder)
     data = load_data(config.data, tokenizer, config.train, now)
     refuse_unknown_tokens(settings, config.model.path, pad_token_id(tokenizer), data.train, data.eval)
-    return data, tokenizer
+    return replace(data, stops=stop_tokens(tokenizer, settings, source.folder)), tokenizer
 
 
 def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
@@ -241,6 +246,7 @@ def _joined(parts: Sequence[Reading]) -> Reading:
         cut=sum(part.cut for part in parts),
         unended=sum(part.unended for part in parts),
         chats=sum((part.chats for part in parts), Counter()),
+        ends=sum((part.ends for part in parts), Counter()),
         settings=sum((part.settings for part in parts), Counter()),
     )
 
@@ -295,6 +301,7 @@ def _laid(read: Reading, documents: Documents, length: int, padding: int | None)
         cut=read.cut,
         unended=read.unended,
         chats=read.chats,
+        ends=read.ends,
         settings=read.settings,
         sequences=len(rows),
         tokens=tokens,

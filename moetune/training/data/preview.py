@@ -1,5 +1,6 @@
 """Preview of a run's data: the first documents token by token, statistics, and the steps of an epoch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -14,6 +15,7 @@ from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
 from moetune.training.data.chat_template import MARKINGS
 from moetune.training.data.load import DataCounts, Datasets, data_of
+from moetune.training.data.stop_tokens import end_notes, turn_ends
 from moetune.training.folder.run_folder import RunFolder
 from moetune.training.step.loss import IGNORED
 
@@ -31,6 +33,7 @@ class Preview:
         first: for each of some training documents its first tokens, as (text of the token, whether it has a loss).
         counts: statistics of the training data.
         held_out: statistics of the held-out data; None if the run does not evaluate.
+        stops: the tokens at which the model's generation ends.
         notes: sentences for the user, from `notes`.
         sequences_a_step: rows of an optimizer step, over all ranks.
         steps_an_epoch: optimizer steps in which every sequence is seen once.
@@ -41,6 +44,7 @@ class Preview:
     first: list[list[tuple[str, bool]]]
     counts: DataCounts
     held_out: DataCounts | None
+    stops: frozenset[str]
     notes: list[str]
     sequences_a_step: int
     steps_an_epoch: int
@@ -50,10 +54,11 @@ class Preview:
         parts = {"train": self.counts, "eval": self.held_out}
         return {
             "schema": 1,
-            **{name: None if counts is None else counts_json(counts) for name, counts in parts.items()},
+            **{name: None if counts is None else counts_json(counts, self.stops) for name, counts in parts.items()},
             "sequence_length": self.sequence_length,
             "sequences_a_step": self.sequences_a_step,
             "steps_an_epoch": self.steps_an_epoch,
+            "stop_tokens": sorted(self.stops),
             "notes": self.notes,
             "first": self.first,
         }
@@ -78,6 +83,7 @@ def preview(config: RunConfig, records: int = 3) -> Preview:
         first=_first(data, tokenizer, records),
         counts=data.counts,
         held_out=data.eval_counts,
+        stops=data.stops,
         notes=notes(data),
         sequences_a_step=sequences_a_step(config),
         steps_an_epoch=steps_an_epoch(data.counts.sequences, config),
@@ -105,21 +111,23 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
 
 
 def notes(data: Datasets) -> list[str]:
-    """Return a sentence for each way in which the assistant's part of chats was found, for turns that begin with
-    another generation prompt, and for the date that the chat template writes; none without chats."""
+    """Return sentences on chats, none without them: how the assistant's part was found, turns that begin with another
+    generation prompt, which tokens end turns, a warning if one does not end generation, and the template's date."""
     lines = [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in data.counts.chats.items()]
     for setting, count in data.counts.settings.items():
         lines.append(
             f"{counted(count, 'turn')} of the assistant with the generation prompt of {setting}, which has no loss; "
             f"set data.template: {{{setting}}}, and generate, chat and exports use this prompt too"
         )
+    lines += end_notes(turn_ends(data.counts.ends, data.stops), data.stops)
     if lines and data.clock is not None:
         lines.append(f"the chat template writes the date {data.clock:%Y-%m-%d}; a run keeps that of its first day")
     return lines
 
 
-def counts_json(counts: DataCounts) -> dict[str, Any]:
-    """Return the statistics as a JSON object; `lengths` becomes minimum, median, maximum and a histogram."""
+def counts_json(counts: DataCounts, stops: Collection[str]) -> dict[str, Any]:
+    """Return the statistics as a JSON object; `lengths` becomes minimum, median, maximum and a histogram, `ends` an
+    object of tokens and numbers of turns (`turn_ends`)."""
     lengths = counts.lengths
     summary = {
         "shortest": int(lengths.min()),
@@ -127,8 +135,8 @@ def counts_json(counts: DataCounts) -> dict[str, Any]:
         "longest": int(lengths.max()),
         "histogram": histogram(counts),
     }
-    counters = {"chats": dict(counts.chats), "settings": dict(counts.settings)}
-    return {"documents": len(lengths), **vars(counts), **counters, "lengths": summary}
+    found = {"chats": dict(counts.chats), "ends": turn_ends(counts.ends, stops), "settings": dict(counts.settings)}
+    return {"documents": len(lengths), **vars(counts), **found, "lengths": summary}
 
 
 def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> list[list[tuple[str, bool]]]:
