@@ -66,7 +66,7 @@ sheduler: cosine
         "train.seed: 99999999999 is not valid: Input should be less than 4294967296",
         "train.report_to: 5 is not a list; write [5]",
         "data: 5 is not a section; write keys under it. Keys: train, eval, format, packing, chat_template, "
-        "too_long, validation",
+        "template, too_long, validation",
         "hardware: None is not a section; write keys under it. Keys: gpu, host_memory, count, without_kernels",
         "sheduler: unknown key. Known keys: model, adapt, optimizer, train, data, parallel, hardware, output.",
     ]
