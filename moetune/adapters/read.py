@@ -100,7 +100,7 @@ def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) ->
     found = Read(Adapter({}, {}), None, unread=list(pairs.unread), frozen=pairs.frozen)
     linears = {}
     for path, (name, A, B) in pairs.linears.items():
-        info = base.structure.linears()[path]
+        info = base.structure.lora_layers()[path]
         if A.ndim != 2 or B.ndim != 2 or (A.shape[1], *B.shape) != (info.in_features, info.out_features, len(A)):
             found.unread.append(
                 f"{path}: lora_A {[*A.shape]} and lora_B {[*B.shape]} do not map {info.in_features} features to "
