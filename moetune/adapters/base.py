@@ -115,7 +115,10 @@ class AdapterBase:
         return names | {path: path for path in known}
 
     def linear(self, name: str) -> str | None:
-        """Return the path of the linear layer or router with this name in the plain model or the checkpoint, or None."""
+        """Return the path of the linear layer or router with this name in the plain model or the checkpoint.
+
+        None if there is none.
+        """
         return self._linears.get(_as_here(name, self._linears))
 
     def linear_name(self, path: str) -> str:

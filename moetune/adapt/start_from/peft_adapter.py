@@ -216,7 +216,9 @@ class _Reading:
             here = frozen.get(name)
             if here is not None and here.shape == tensor.shape and (here.is_meta or tensor.to(here).equal(here)):
                 continue
-            if ".lora_" in name:
+            if here is not None and here.shape != tensor.shape:
+                problem = f"{name} is {[*tensor.shape]}, and the model's is {[*here.shape]}"
+            elif ".lora_" in name:
                 problem = f"{name.partition('.lora_')[0]}: has factors; adapt.lora leaves it out"
             else:
                 problem = f"{name}: is in the adapter; it is frozen here{self._remedy(name, tensor)}"
