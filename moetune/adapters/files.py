@@ -38,10 +38,10 @@ _NOT_PLAIN = (
 )  # fmt: skip
 """Settings of a PEFT adapter with which its layers compute something else than W·x + s·B·(A·x)."""
 _SETTINGS = {setting.name for setting in dataclasses.fields(LoraConfig)}
-"""All settings of the PEFT that is installed. Unknown ones called `use_…` or `…_config` are taken for newer variants."""
+"""All settings of the PEFT that is installed. Others that are called `use_…` or `…_config` are of newer variants."""
 _FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of the tensors that are read, in safetensors' spelling."""
-_OTHER_NAME = re.compile(r"\.(lora_[AB])\.default\.")
+_OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
 
 Tensors = Mapping[str, Tensor]
 
@@ -203,7 +203,12 @@ def open_adapter(folder: Path) -> StoredAdapter:
         scales = Scales.model_validate(settings)
     except ValidationError as error:
         raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE}: {first_problem(error)}") from None
-    named = {_OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
+    # beside a module that it saves whole, PEFT may store the one that it replaces, and the saved one by a second name
+    named = {
+        _OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)).replace(".modules_to_save.", "."): tensor
+        for name, tensor in tensors.items()
+        if ".original_module." not in name
+    }
     return StoredAdapter(folder, settings, named, scales, _record(folder))
 
 
