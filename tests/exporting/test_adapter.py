@@ -45,7 +45,7 @@ def stock_adapter(base: Path, folder: Path, **more: Any) -> PeftModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "experts" in name and ".lora_B." in name:  # the expert is the fastest index of the columns
-                parameter *= torch.linspace(0.3, 3, 8)[torch.randperm(8)].repeat(RANK)
+                parameter *= torch.linspace(0.3, 3, 8)[torch.randperm(8)].repeat(parameter.shape[1] // 8)
     model.save_pretrained(folder)
     return model
 
