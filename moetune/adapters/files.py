@@ -14,6 +14,7 @@ from pathlib import Path
 from re import Pattern
 from typing import Annotated, Any
 
+import peft
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
@@ -38,7 +39,7 @@ _NOT_PLAIN = (
 )  # fmt: skip
 """Settings of a PEFT adapter with which its layers compute something else than W·x + s·B·(A·x)."""
 _SETTINGS = {setting.name for setting in dataclasses.fields(LoraConfig)}
-"""All settings of the PEFT that is installed. Others that are called `use_…` or `…_config` are of newer variants."""
+"""All settings of the PEFT that is installed. Its variants have been called `use_…` or `…_config`."""
 _FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of the tensors that are read, in safetensors' spelling."""
 _OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
@@ -126,7 +127,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         UserError: the folder has no adapter in safetensors, a file is damaged, the adapter is not LoRA, a tensor is
             empty or of a type that only a scale would give a meaning, a value is not finite, a rank in the settings
-            exceeds that of the factors, or an alpha is zero.
+            exceeds that of the factors, an alpha is zero, or a setting is of a variant that PEFT does not know.
     """
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
@@ -139,6 +140,12 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     if "lora_alpha" not in settings:
         raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter: it has no lora_alpha")
+    for key, setting in settings.items():
+        if setting and key not in _SETTINGS and (key.startswith("use_") or key.endswith("_config")):
+            raise UserError(
+                f"adapter {str(folder)!r}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting that PEFT "
+                f"{peft.__version__} knows, so it would be ignored; merge the adapter with the program that wrote it"
+            )
     header = read_header(folder / WEIGHTS_FILE)
     _refuse_unread(folder, header)
     refuse_not_finite(header, f"adapter {str(folder)!r}")
@@ -185,8 +192,7 @@ def _refuse_unread(folder: Path, header: Mapping[str, Stored]) -> None:
 
 def beyond_plain(settings: Mapping[str, Any]) -> list[str]:
     """Return the settings with which an adapter is not plain LoRA, each as text `key: value`; none for plain LoRA."""
-    newer = [key for key in settings if key not in _SETTINGS and (key.startswith("use_") or key.endswith("_config"))]
-    others = [f"{key}: {settings[key]}" for key in (*_NOT_PLAIN, *newer) if settings.get(key)]
+    others = [f"{key}: {settings[key]}" for key in _NOT_PLAIN if settings.get(key)]
     if settings.get("bias", "none") != "none":
         others.append(f"bias: {settings['bias']}")
     if settings.get("init_lora_weights", True) not in (True, False, "gaussian", "eva", "orthogonal"):
