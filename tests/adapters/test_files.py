@@ -55,7 +55,7 @@ def test_tensors_that_are_not_read(tensor: Tensor, said: str, tmp_path: Path) ->
             }.items()
         ),
         *(
-            ({key: value}, f"{key}: .* is no setting that PEFT .* knows, .*; merge the adapter with the program that wrote it")
+            ({key: value}, f"{key}: .* is no setting that PEFT .* knows, .*; merge the adapter with the program")
             for key, value in {"use_a_newer_variant": True, "newer_config": {"depth": 1}}.items()
         ),
     ],
