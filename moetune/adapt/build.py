@@ -179,7 +179,9 @@ def build(
     assert len(trained) == len(selection.full), "a selected parameter is not in the built model"
     if selection.lora is not None and selection.lora_linears:
         lora_ranks = {path: selection.ranks[path] for path in selection.lora_linears}
-        add_lora(model, lora_ranks, selection.lora)  # PEFT freezes all parameters except its own factors
+        add_lora(
+            model, lora_ranks, selection.lora, structure.linears()
+        )  # PEFT freezes all parameters except its own factors
     for parameter in trained:
         parameter.requires_grad_()
     if config.train.neftune_alpha:

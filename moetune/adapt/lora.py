@@ -1,6 +1,6 @@
-"""Add LoRA to a model's linear layers with PEFT; LoRA on experts is in experts/bank.py."""
+"""Add LoRA to a model's linear layers and routers with PEFT; LoRA on experts is in experts/bank.py."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moetune.adapt.layers.low_rank import adapted
-from moetune.compat.peft import compute_in_the_inputs_dtype
+from moetune.compat.peft import add_to_the_weight, compute_in_the_inputs_dtype
 from moetune.config.schema import LoraConfig
 from moetune.errors import UserError
 
@@ -23,22 +23,29 @@ class Dropout(nn.Dropout):
         return torch.native_dropout(x, self.p, True)[0] if self.training else x
 
 
-def add_lora(model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig) -> None:
-    """Wrap linear modules with PEFT's LoRA, in place; raise `UserError` if PEFT did not wrap one of them.
+def add_lora(model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig, linears: Collection[str]) -> None:
+    """Wrap modules with PEFT's LoRA, in place; raise `UserError` if PEFT did not wrap one of them.
 
     The factors A and B are float32 parameters, cast to the dtype of the layer's input to multiply. PEFT freezes all
     other parameters of the model.
 
     Args:
-        ranks: path of a linear module -> rank of its factors.
-        lora: alpha, scaling and dropout.
+        ranks: path of a linear module or router -> rank of its factors.
+        lora: alpha, scaling and dropout, which is of linear modules.
+        linears: paths of the model's linear modules. Of any other module, LoRA is added to the parameter `weight`.
     """
     alpha: Any = lora.alpha  # PEFT accepts a float, but its annotation is int
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     # In a ModuleDict: for a transformers model PEFT would treat any gate_proj or w1 as a part of experts.
     for rank in dict.fromkeys(ranks.values()):
-        targets = [f"model.{path}" for path in ranks if ranks[path] == rank]
-        config = PeftLoraConfig(r=rank, lora_alpha=alpha, use_rslora=lora.rslora, target_modules=targets)
+        chosen = [path for path in ranks if ranks[path] == rank]
+        config = PeftLoraConfig(
+            r=rank,
+            lora_alpha=alpha,
+            use_rslora=lora.rslora,
+            target_modules=[f"model.{path}" for path in chosen if path in linears],
+            target_parameters=[f"model.{path}.weight" for path in chosen if path not in linears],
+        )
         inject_adapter_in_model(config, nn.ModuleDict({"model": model}), low_cpu_mem_usage=on_meta)
     for path in ranks:
         module = model.get_submodule(path)
@@ -47,6 +54,9 @@ def add_lora(model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig)
                 f"PEFT put no LoRA on {path!r} ({type(module).__name__}); leave it out of adapt.lora.targets"
             )
         module.lora_A.float(), module.lora_B.float()
+        if path not in linears:
+            add_to_the_weight(module)
+            continue
         if lora.dropout:
             dropouts: Any = module.lora_dropout
             dropouts["default"] = Dropout(lora.dropout)

@@ -105,8 +105,8 @@ class AdapterBase:
 
     @cached_property
     def _linears(self) -> dict[str, str]:
-        """Name of a linear layer in the checkpoint or in the plain model -> its path in the plain model."""
-        known = self.structure.linears()
+        """Name of a linear layer or router in the checkpoint or in the plain model -> its path in the plain model."""
+        known = self.structure.lora_layers()
         names = {}
         for path in known:
             mapping = self.mappings.get(f"{path}.weight")
@@ -115,7 +115,10 @@ class AdapterBase:
         return names | {path: path for path in known}
 
     def linear(self, name: str) -> str | None:
-        """Return the path of the linear layer that has this name in the plain model or the checkpoint; None if none."""
+        """Return the path of the linear layer or router with this name in the plain model or the checkpoint.
+
+        None if there is none.
+        """
         return self._linears.get(_as_here(name, self._linears))
 
     def linear_name(self, path: str) -> str:

@@ -98,7 +98,7 @@ def _covered(found: Read, base: AdapterBase) -> list[Covered]:
             covered.append(Covered(name, layer, factors.rank, factors.scale, ids, found.zero.get(name, [])))
         else:
             zero = [] if factors.A.any() and factors.B.any() else [0]
-            of_layer = base.structure.linears()[name].layer
+            of_layer = base.structure.lora_layers()[name].layer
             covered.append(Covered(name, of_layer, factors.rank, factors.scale, None, zero))
     return covered
 

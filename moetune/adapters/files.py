@@ -4,6 +4,7 @@
 tensors and, if moetune wrote it, a record. Every program of docs/reference/adapters.md writes both files.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 from re import Pattern
 from typing import Annotated, Any
 
+import peft
+from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from safetensors import safe_open
@@ -22,7 +25,7 @@ from typing_extensions import TypedDict
 
 from moetune.errors import UserError, reading, shown
 from moetune.json_files import first_problem, parse_json, read_json
-from moetune.models.hub.tensor_files import create_file, read_header, refuse_not_finite
+from moetune.models.hub.tensor_files import DTYPES, Stored, create_file, read_header, refuse_not_finite
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -35,7 +38,11 @@ _NOT_PLAIN = (
     "megatron_config",
 )  # fmt: skip
 """Settings of a PEFT adapter with which its layers compute something else than W·x + s·B·(A·x)."""
-_OTHER_NAME = re.compile(r"\.(lora_[AB])\.default\.")
+_SETTINGS = {setting.name for setting in dataclasses.fields(LoraConfig)}
+"""All settings of the PEFT that is installed. Its variants have been called `use_…` or `…_config`."""
+_FLOATS = ("F32", "BF16", "F16", "F64")
+"""Types of the tensors that are read, in safetensors' spelling."""
+_OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
 
 Tensors = Mapping[str, Tensor]
 
@@ -118,17 +125,30 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the settings (adapter_config.json) and the tensors of an adapter folder. Pickles are never opened.
 
     Raises:
-        UserError: the folder has no adapter in safetensors, a file is damaged, the adapter is not LoRA, a value is not
-            finite, a rank in the settings exceeds that of the factors, or an alpha is zero.
+        UserError: the folder has no adapter in safetensors, a file is damaged, the adapter is not LoRA, a tensor is
+            empty or of a type that only a scale would give a meaning, a value is not finite, a rank in the settings
+            exceeds that of the factors, an alpha is zero, or a setting is of a variant that PEFT does not know.
     """
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
         reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
         raise UserError(f"adapter {str(folder)!r}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it'}")
     settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"adapter {str(folder)!r}: {CONFIG_FILE}")
-    if settings.get("peft_type") != "LORA" or "lora_alpha" not in settings:
-        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter")
-    refuse_not_finite(read_header(folder / WEIGHTS_FILE), f"adapter {str(folder)!r}")
+    if (kind := settings.get("peft_type")) != "LORA":
+        raise UserError(
+            f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter: peft_type is {shown(kind)}, not LORA"
+        )
+    if "lora_alpha" not in settings:
+        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter: it has no lora_alpha")
+    for key, setting in settings.items():
+        if setting and key not in _SETTINGS and (key.startswith("use_") or key.endswith("_config")):
+            raise UserError(
+                f"adapter {str(folder)!r}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting that PEFT "
+                f"{peft.__version__} knows, so it would be ignored; merge the adapter with the program that wrote it"
+            )
+    header = read_header(folder / WEIGHTS_FILE)
+    _refuse_unread(folder, header)
+    refuse_not_finite(header, f"adapter {str(folder)!r}")
     with reading(repr(str(folder / WEIGHTS_FILE))):
         tensors = load_file(folder / WEIGHTS_FILE)
     if not tensors:
@@ -153,6 +173,23 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return settings, tensors
 
 
+def _refuse_unread(folder: Path, header: Mapping[str, Stored]) -> None:
+    """Raise `UserError` for a tensor without values, and for one of a type that needs a scale, such as float8.
+
+    Whole modules may hold integers: buffers.
+    """
+    for name, tensor in header.items():
+        where = f"adapter {str(folder)!r}: {name} is"
+        if 0 in tensor.shape:
+            raise UserError(f"{where} {[*tensor.shape]}, without values; leave it out of the file")
+        dtype = DTYPES.get(tensor.dtype)
+        is_integer = dtype is not None and not dtype.is_floating_point
+        if tensor.dtype not in _FLOATS and (".lora_" in name or not is_integer):
+            raise UserError(
+                f"{where} of type {tensor.dtype}, which is not read; save it as one of {', '.join(_FLOATS)}"
+            )
+
+
 def beyond_plain(settings: Mapping[str, Any]) -> list[str]:
     """Return the settings with which an adapter is not plain LoRA, each as text `key: value`; none for plain LoRA."""
     others = [f"{key}: {settings[key]}" for key in _NOT_PLAIN if settings.get(key)]
@@ -172,7 +209,12 @@ def open_adapter(folder: Path) -> StoredAdapter:
         scales = Scales.model_validate(settings)
     except ValidationError as error:
         raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE}: {first_problem(error)}") from None
-    named = {_OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)): tensor for name, tensor in tensors.items()}
+    # beside a module that it saves whole, PEFT may store the one that it replaces, and the saved one by a second name
+    named = {
+        _OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)).replace(".modules_to_save.", "."): tensor
+        for name, tensor in tensors.items()
+        if ".original_module." not in name
+    }
     return StoredAdapter(folder, settings, named, scales, _record(folder))
 
 

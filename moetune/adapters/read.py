@@ -100,7 +100,7 @@ def read(stored: StoredAdapter, base: AdapterBase, layout: str | None = None) ->
     found = Read(Adapter({}, {}), None, unread=list(pairs.unread), frozen=pairs.frozen)
     linears = {}
     for path, (name, A, B) in pairs.linears.items():
-        info = base.structure.linears()[path]
+        info = base.structure.lora_layers()[path]
         if A.ndim != 2 or B.ndim != 2 or (A.shape[1], *B.shape) != (info.in_features, info.out_features, len(A)):
             found.unread.append(
                 f"{path}: lora_A {[*A.shape]} and lora_B {[*B.shape]} do not map {info.in_features} features to "
@@ -168,8 +168,14 @@ def _sort(stored: StoredAdapter, base: AdapterBase) -> _Pairs:
                 halves[module][factor] = tensor
             continue
         plain = unwrapped(name)
-        if plain not in parameters or parameters[plain].shape != tensor.shape:
+        if plain not in parameters:
             pairs.unread.append(f"{name}: belongs to no parameter of {base.name!r}")
+        elif (here := parameters[plain].shape) != tensor.shape:
+            resized = len(here) == 2 and here[1:] == tensor.shape[1:]
+            pairs.unread.append(
+                f"{name}: is {[*tensor.shape]}, and that of {base.name!r} is {[*here]}"
+                + ("; give the base with as many rows, which it was trained on" if resized else "")
+            )
         elif ".base_layer." in name and plain.rpartition(".")[0] in with_factors:
             pairs.frozen[plain] = tensor
         else:

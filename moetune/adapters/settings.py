@@ -26,8 +26,12 @@ def peft_settings(
         saved: paths of the modules that the adapter holds whole.
         ties: whether one of these modules is tied to another weight.
     """
-    linears, has_experts = list(adapter.linears), bool(base.layers)
-    as_parameters = [path for path in linears if has_experts and path.rpartition(".")[2] in _TAKEN_FOR_EXPERTS]
+    linears, has_experts = base.structure.linears(), bool(base.layers)
+    as_parameters = [
+        path
+        for path in adapter.linears
+        if path not in linears or (has_experts and path.rpartition(".")[2] in _TAKEN_FOR_EXPERTS)
+    ]
     parameters = [f"{path}.weight" for path in as_parameters]
     sizes: dict[str, tuple[int, float]] = {}  # name of a layer or parameter -> rank and alpha
     for path, factors in adapter.linears.items():
@@ -50,7 +54,7 @@ def peft_settings(
         ensure_weight_tying=ties,
         inference_mode=True,
     ).to_dict()
-    return settings | {"target_modules": [path for path in linears if path not in as_parameters]}
+    return settings | {"target_modules": [path for path in adapter.linears if path not in as_parameters]}
 
 
 def uniform_settings(names: Sequence[str], rank: int, scale: float) -> dict[str, Any]:

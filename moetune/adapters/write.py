@@ -29,6 +29,12 @@ _STACKED_IN_VLLM = (
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
 """Linear layers that SGLang joins: with factors on the first it takes those of the others from the file."""
 
+_SPLIT_ON_LOADING = "kv_b_proj"
+"""The layer beside `kv_a_proj_with_mqa` in multi-head latent attention. vLLM and SGLang split its weight when they load
+it, and multiply queries and outputs by the halves, without its factors."""
+_CALLS_IT = ("minicpm3",)
+"""Model types with both layers whose class in vLLM calls `kv_b_proj` like any other."""
+
 PROGRAMS = ("peft", "vllm", "sglang", "unsloth", "unsloth-grouped")
 """Programs to write an adapter for, which are the values of `--to`."""
 
@@ -73,10 +79,12 @@ def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     ties = any(name in adapter.saved for name in tied) and not adapter.unties(tied)
     settings = peft_settings(base, adapter, modules, ties=ties)
     layout = "unsloth-grouped" if program == "unsloth-grouped" else "peft"
+    split = _split_on_loading(adapter, base)
+    notes = (f"vLLM and SGLang do not apply its factors on {split}; merge it for them",) if split else ()
     tensors = stacked(adapter, ORDERS[layout]) | dict(adapter.saved)
     if program.startswith("unsloth") and adapter.experts:
         settings["lora_B_layout"] = "grouped_by_expert" if ORDERS[layout].is_grouped else "rank_major"
-    return LaidOut(layout if adapter.experts else None, tensors, settings, adapter)
+    return LaidOut(layout if adapter.experts else None, tensors, settings, adapter, notes)
 
 
 def stacked(adapter: Adapter, order: Order) -> dict[str, Tensor]:
@@ -119,8 +127,24 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     """Return the layout of vLLM or SGLang: names of the checkpoint, all experts, one rank and one scale.
 
     Raises:
-        UserError: the adapter also holds whole weights, or a parameter with factors has no name in the checkpoint.
+        UserError: the adapter also holds whole weights, the program does not apply some of its factors, or a parameter
+            with factors has no name in the checkpoint.
     """
+    names = {"vllm": "vLLM", "sglang": "SGLang"}
+    if split := _split_on_loading(adapter, base):
+        leaves = sorted({path.rpartition(".")[2] for path in adapter.linears} - {_SPLIT_ON_LOADING})
+        rest = ", ".join([*leaves, *(["experts"] if adapter.experts else [])])
+        raise UserError(
+            f"{names[program]} does not apply factors on {split}: it splits the base's weight when it loads, so it "
+            "would not compute what was trained; merge the adapter (moetune adapter merge, or export --format merged)"
+            + (f", or train without it (adapt.lora.targets: [{rest}])" if rest else "")
+        )
+    routers = [layer.router for layer in base.layers.values() if program == "sglang" or not layer.shape.has_gate]
+    if inert := next((path for path in adapter.linears if path in routers), None):
+        raise UserError(
+            f"{names[program]} has no LoRA on routers, such as {inert}; merge the adapter (moetune adapter merge, or "
+            "export --format merged)"
+        )
     if adapter.saved:
         raise UserError(
             f"the adapter holds {min(adapter.saved)} whole, and adapters of {program} hold factors only; merge it"
@@ -160,6 +184,20 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     settings = uniform_settings([name for _, name, _ in every], rank, scale)
     padded = {name: one.rank for name, _, one in every if one.rank < rank}
     return LaidOut(layout, tensors, settings, adapter, tuple(notes), padded)
+
+
+def _split_on_loading(adapter: Adapter, base: AdapterBase) -> str:
+    """Return, in words, the layers of multi-head latent attention whose factors vLLM and SGLang do not apply; "" if the
+    adapter has none there."""
+    known = base.structure.linears()
+    found = [
+        path
+        for path in adapter.linears
+        if path.endswith(f".{_SPLIT_ON_LOADING}")
+        and f"{path.removesuffix(_SPLIT_ON_LOADING)}kv_a_proj_with_mqa" in known
+        and base.structure.model_type not in _CALLS_IT
+    ]
+    return found[0] + (f" and {len(found) - 1} more" if len(found) > 1 else "") if found else ""
 
 
 def _is_stacked(base: AdapterBase, path: str) -> bool:

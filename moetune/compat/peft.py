@@ -1,4 +1,4 @@
-"""PEFT: LoRA layers that compute in the dtype of their input instead of the dtype of their factors."""
+"""PEFT: LoRA layers that compute in the dtype of their input instead of the dtype of their factors, and routers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import linear
 
 
@@ -50,6 +51,34 @@ def _forward(layer: Any, at_once: AtOnce, x: Tensor) -> Tensor:
     if out is None:
         out = base(x) + B(A(dropout(x)) * scale)  # not in place: under tensor parallelism either term may be a view
     return out
+
+
+class ScaledFactor(nn.Linear):
+    """A factor A that returns scale · A, in float32, to be multiplied with B instead of with an input."""
+
+    def forward(self, scale: Any) -> Tensor:
+        return self.weight * scale
+
+
+def add_to_the_weight(layer: Any) -> None:
+    """Make a PEFT wrapper of a parameter [out, in], with the adapter "default", compute by a forward of its own.
+
+    PEFT makes the parameter a parametrization in each forward pass, and undoes it. Here the wrapped module runs with
+    W + scale · B·A, in the dtype of W, in the place of W. Both factors are called as modules, because FSDP2 gathers
+    their weights then.
+    """
+    layer.lora_A["default"].__class__, layer.lora_B["default"].__class__ = ScaledFactor, LoraFactor
+    layer.forward = partial(_forward_with_weight, layer)
+
+
+def _forward_with_weight(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    base, name = layer.base_layer, layer.parameter_name
+    if layer.disable_adapters or layer.merged:
+        return base(*args, **kwargs)
+    scaled = layer.lora_A["default"](layer.scaling["default"])
+    weight = getattr(base, name)
+    weight = (weight + layer.lora_B["default"](scaled.mT).mT).to(weight.dtype)
+    return functional_call(base, {name: weight}, args, kwargs)
 
 
 @contextmanager

@@ -20,11 +20,13 @@ def logits_module(model: nn.Module, path: str, num_experts: int) -> nn.Module:
     """Return the module whose output holds the logits of the router at `path`.
 
     This is a linear layer with one output per expert inside the router, if there is one, because Gemma 4's router
-    itself returns probabilities; else the router.
+    itself returns probabilities; else the router. Where it has LoRA, it is PEFT's wrapper, whose output has the update.
     """
     router = model.get_submodule(path)
-    inside = (module for module in router.modules() if module is not router and isinstance(module, nn.Linear))
-    return next((linear for linear in inside if linear.out_features == num_experts), router)
+    if hasattr(router, "base_layer"):
+        return router
+    inside = (module for module in router.modules() if hasattr(module, "base_layer") or isinstance(module, nn.Linear))
+    return next((linear for linear in inside if getattr(linear, "out_features", 0) == num_experts), router)
 
 
 def find_logits(output: Any, num_experts: int) -> Tensor | None:

@@ -21,7 +21,7 @@ class Selection:
         full: names of the parameters that train in full precision, without those of experts.
         experts: layer index -> ids of experts that train in full precision.
         lora_experts: layer index -> ids of frozen experts that get low-rank factors.
-        lora_linears: paths of the linear layers that get low-rank factors.
+        lora_linears: paths of the linear layers and routers (`ModelStructure.lora_layers`) that get low-rank factors.
         ranks: path of a linear layer, or of a layer's experts module, that gets factors -> their rank.
         lora: settings of the factors; None without LoRA.
         left_out: paths of linear layers in a chosen component that get no factors, because these would have no effect.
@@ -41,12 +41,12 @@ class Selection:
         `structure` is that of the whole model.
         """
         rest = structure.without(layers)
-        paths = {*rest.linears(), *(layer.experts for layer in rest.moe_layers)}
+        paths = {*rest.lora_layers(), *(layer.experts for layer in rest.moe_layers)}
         return Selection(
             self.full & {one.name for one in rest.parameters},
             {layer: ids for layer, ids in self.experts.items() if layer not in layers},
             {layer: ids for layer, ids in self.lora_experts.items() if layer not in layers},
-            tuple(path for path in self.lora_linears if path in rest.linears()),
+            tuple(path for path in self.lora_linears if path in rest.lora_layers()),
             {path: rank for path, rank in self.ranks.items() if path in paths},
             self.lora,
         )
@@ -181,7 +181,7 @@ class _Resolver:
             outside = is_component or config.layers == "all"  # whether linears outside of layers count
             found = [
                 path
-                for path, linear in self.structure.linears().items()
+                for path, linear in self.structure.lora_layers().items()
                 if (linear.component == target if is_component else _matches(path, target))
                 and (outside if linear.layer is None else linear.layer in layers)
             ]
@@ -193,7 +193,7 @@ class _Resolver:
                     f"{self.structure.tied[f'{tied[0]}.weight']} (tied), which trains as one; "
                     "name the other layers, or train both in full with adapt.also: [embedding]"
                 )
-            unreached = [path for path in found if not self.structure.linears()[path].has_gradient]
+            unreached = [path for path in found if not self.structure.lora_layers()[path].has_gradient]
             if is_component:
                 cannot = {*unreached, *self.inert}
                 self.left_out |= dict.fromkeys(path for path in found if path in cannot)
@@ -201,7 +201,7 @@ class _Resolver:
             elif unreached:
                 self.problems.append(f"{where}: {target!r} {_UNREACHED} ({unreached[0]}); leave it out")
             for path in found:
-                self._set_rank(config, target, path, self.structure.linears()[path].layer)
+                self._set_rank(config, target, path, self.structure.lora_layers()[path].layer)
             linears |= dict.fromkeys(found)
         return tuple(linears), experts
 
@@ -266,7 +266,7 @@ class _Resolver:
     def _tied_to(self, target: str) -> ParameterInfo | None:
         """Return the parameter that `target` matches only by the second name of a tied weight; None if there is
         none."""
-        linears = self.structure.linears()
+        linears = self.structure.lora_layers()
         names = {
             first
             for name, first in self.structure.tied.items()
@@ -281,7 +281,7 @@ class _Resolver:
         components = [c for c in COMPONENTS if self.structure.parameters_of(c)]
         if meant := [c for c in _OTHER_TARGETS.get(target.rpartition(".")[2], ()) if c in components]:
             return f" Components have names of their own here: write [{', '.join(meant)}]."
-        names = {piece for path in self.structure.linears() for piece in path.split(".") if not piece.isdigit()}
+        names = {piece for path in self.structure.lora_layers() for piece in path.split(".") if not piece.isdigit()}
         return suggest(target, [*components, *names]) or (
             f" Components: {', '.join(components)}; patterns match names such as {self.structure.parameters[-1].name!r}"
         )

@@ -43,7 +43,7 @@ class ParameterInfo:
 
 
 class LinearInfo(NamedTuple):
-    """One `nn.Linear` of a model as transformers builds it.
+    """One `nn.Linear` of a model as transformers builds it, or a router that multiplies by a weight of its own.
 
     `layer` is the index of its decoder layer, None outside of the layers. `has_gradient` is False if no gradient can
     reach the weight, so that LoRA has no effect.
@@ -76,6 +76,7 @@ class ModelStructure:
     tied: Mapping[str, str]
     _linears: Mapping[str, LinearInfo] = field(repr=False)
     dropped: Mapping[str, int] = field(default_factory=dict)
+    _routers: Mapping[str, LinearInfo] = field(default_factory=dict, repr=False)
 
     def parameters_of(self, component: str) -> tuple[ParameterInfo, ...]:
         """Return the parameters of one component, such as `attention`."""
@@ -85,6 +86,11 @@ class ModelStructure:
         """Return module path -> linear layer, for all components or only for `component`."""
         return {name: linear for name, linear in self._linears.items() if component in (None, linear.component)}
 
+    def lora_layers(self) -> dict[str, LinearInfo]:
+        """Return module path -> layer, for all that LoRA can be put on outside of experts: linear layers, and routers
+        whose class is no `nn.Linear` but has a `weight` [experts, hidden] of its own."""
+        return {**self._linears, **self._routers}
+
     def without(self, layers: Collection[int]) -> "ModelStructure":
         """Return the structure without the decoder layers with the indices `layers`; `num_layers` stays as it is."""
         return replace(
@@ -92,6 +98,7 @@ class ModelStructure:
             moe_layers=tuple(layer for layer in self.moe_layers if layer.index not in layers),
             parameters=tuple(one for one in self.parameters if one.layer not in layers),
             _linears={path: linear for path, linear in self._linears.items() if linear.layer not in layers},
+            _routers={path: router for path, router in self._routers.items() if router.layer not in layers},
         )
 
 
@@ -161,8 +168,22 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
         for name, module in landmarks.modules.items()
         if isinstance(module, nn.Linear) and _is_one_product(module)
     }
+    routers = {
+        layer.router: LinearInfo(weight.shape[1], weight.shape[0], "router", layer.index)
+        for layer in moe_layers
+        if layer.router not in linears
+        and isinstance(weight := getattr(landmarks.modules[layer.router], "weight", None), nn.Parameter)
+        and weight.ndim == 2
+    }
     return ModelStructure(
-        model_type, landmarks.num_layers, moe_layers, tuple(parameters), tied_names(model), linears, dropped(model)
+        model_type,
+        landmarks.num_layers,
+        moe_layers,
+        tuple(parameters),
+        tied_names(model),
+        linears,
+        dropped(model),
+        routers,
     )
 
 

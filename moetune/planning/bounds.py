@@ -67,7 +67,7 @@ class Bounds:
             run = self.resolve(self.runs.smallest(next(strategies("lora", structure, 1))))
         except UserError:
             return 0
-        lora, linears = run.config.adapt.lora, structure.linears()
+        lora, linears = run.config.adapt.lora, structure.lora_layers()
         sizes = [linears[path] for path in run.selection.lora_linears]
         shapes = {layer.index: layer.shape for layer in structure.moe_layers}
         of_experts = sum(

@@ -81,7 +81,7 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     adapt, wrong = resolve_choices(config.adapt, structure)
     selection, scored = NOTHING, [] if wrong else scores_of(config.adapt)
     if not wrong:
-        inert = [path for path in structure.linears() if read_directly(plain, path)]
+        inert = [path for path in structure.lora_layers() if read_directly(plain, path)]
         selection, wrong = select(adapt, structure, inert)
     problems += wrong
     coefficient = config.train.router_aux_loss

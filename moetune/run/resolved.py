@@ -163,7 +163,7 @@ class ResolvedRun:
     @property
     def _trains_in_layers(self) -> bool:
         """Whether anything in a decoder layer trains, so that gradients pass through layers."""
-        chosen, linears = self.selection, self.structure.linears()
+        chosen, linears = self.selection, self.structure.lora_layers()
         return (
             bool(chosen.experts or chosen.lora_experts)
             or any(linears[path].layer is not None for path in chosen.lora_linears)

@@ -101,9 +101,17 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
             f"adapt.lora: the model reads the weight of {', '.join(inert)} without calling the layer, so LoRA there "
             "would have no effect; name the other layers in adapt.lora.targets"
         )
-    if selection.lora is not None and selection.lora.dropout and selection.lora_experts:
+    routers = [path for path in selection.lora_linears if path not in run.structure.linears()]
+    if selection.lora is not None and selection.lora.dropout and (selection.lora_experts or routers):
+        what = "experts" if selection.lora_experts else f"the weight of {routers[0]}"
         yield (
-            "adapt.lora.dropout: PEFT has none for the factors of experts; set it to 0, or leave experts out of "
+            f"adapt.lora.dropout: PEFT has none for the factors of {what}; set it to 0, or leave "
+            f"{'experts' if selection.lora_experts else 'routers'} out of adapt.lora.targets"
+        )
+    if routers and run.config.parallel.engine == "deepspeed" and run.config.parallel.zero == 3:
+        yield (
+            f"adapt.lora: {routers[0]} adds LoRA to its weight before it runs, and DeepSpeed's ZeRO-3 gathers the "
+            "weight while it runs; set parallel.engine: fsdp2 or parallel.zero: 2, or leave routers out of "
             "adapt.lora.targets"
         )
     if (train.router_aux_loss or train.router_z_loss) and not run.structure.moe_layers:
@@ -134,7 +142,8 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
 def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
     """Yield the reasons why `train.dense_router_gradient` is not possible for this run; call it only if that is set."""
     option, ep = "train.dense_router_gradient", run.config.parallel.ep
-    if "router" not in run.trains:
+    layers = run.structure.lora_layers()
+    if "router" not in run.trains and all(layers[path].component != "router" for path in run.selection.lora_linears):
         yield f"{option}: no router trains, and it is the routers' gradient; set adapt.router, or leave it out"
     if ep > 1:
         yield (

@@ -10,6 +10,7 @@ from peft.tuners.lora import LoraLayer
 
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError
+from moetune.models.routers import find_logits, logits_module
 from moetune.run.names import is_second_factor
 from moetune.training.optim.optimizers import make_optimizer
 from tests.reference import excite_, run_config, small_linears_are_quantized
@@ -126,6 +127,37 @@ def test_an_adapter_that_is_switched_off_adds_nothing(tmp_path: Path) -> None:
     assert layer(x).equal(layer.base_layer(x))
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3", "phimoe", "gemma4_text"])
+def test_a_router_computes_with_its_update_and_its_logits_have_it(model_type: str, tmp_path: Path) -> None:
+    """Routers of three kinds: a class of its own, a linear layer that returns a tuple, and one that holds a linear
+    layer. The factors' gradients are those that W + s·B·A passes on."""
+    adapted = with_lora(model_type, tmp_path, base="fp32", targets=["router"])
+    layer, model = adapted.structure.moe_layers[-1], adapted.model
+    (path,) = (one for one in on(adapted) if one.startswith(layer.router))
+    excite_(model)
+    wrapper, experts = model.get_submodule(path), layer.shape.num_experts
+    x = torch.randn(6, wrapper.in_features)
+    A, B = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
+    weight = (wrapper.base_layer.weight + 3 * B @ A).detach().requires_grad_()
+    seen: list[Any] = []
+    hook = logits_module(model, layer.router, experts).register_forward_hook(lambda *of: seen.append(of[2]))
+    model.get_submodule(layer.router)(x)
+    hook.remove()
+    logits, mix = find_logits(seen[0], experts), torch.randn(6, experts)
+    assert logits is not None
+    (logits * mix).sum().backward()
+    if model_type == "gemma4_text":  # which normalizes the states first
+        assert not logits.equal(wrapper.base_layer(x))
+    else:
+        expected = x @ weight.T
+        torch.testing.assert_close(logits, expected)
+        (expected * mix).sum().backward()
+        torch.testing.assert_close(A.grad, 3 * B.T @ weight.grad)
+        torch.testing.assert_close(B.grad, 3 * weight.grad @ A.T)
+    wrapper.enable_adapters(False)
+    assert not find_logits(model.get_submodule(layer.router)(x), experts).equal(logits)
+
+
 def test_rank_stabilized_factors_have_the_root_of_the_rank(tmp_path: Path) -> None:
     adapted = with_lora("mixtral", tmp_path, rslora=True)
     bank = adapted.model.get_submodule(adapted.structure.moe_layers[0].experts)
@@ -143,8 +175,9 @@ def test_dropout_is_that_of_a_gpu_and_of_linear_layers_only(tmp_path: Path) -> N
         assert out.unique().tolist() == [0.0, pytest.approx(4 / 3)]
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], out.detach())
         assert dropout.eval()(x) is x
-    with pytest.raises(UserError, match="dropout: PEFT has none for the factors of experts"):
-        with_lora("mixtral", tmp_path, dropout=0.25)
+    for targets, what in ((["attention", "experts"], "experts"), (["router"], r"the weight of .*mlp\.gate")):
+        with pytest.raises(UserError, match=f"dropout: PEFT has none for the factors of {what}"):
+            with_lora("mixtral", tmp_path, dropout=0.25, targets=targets)
 
 
 def test_the_second_factor_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:

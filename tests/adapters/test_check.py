@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from moetune.adapters.check import check
@@ -90,6 +91,11 @@ IGNORED: dict[str, tuple[str, Change, str]] = {
     "half of a pair": ("peft", drop("layers.0.self_attn.q_proj.lora_B"), r"q_proj: lora_B is missing"),
     "half of an expert's pair": ("per-expert", drop("experts.3.w1.lora_B"), r"experts\.3 gate: has one of the two"),
     "factors of an embedding": ("peft", rename("v_proj.lora_A", "v_proj.lora_embedding_A"), "no factor of plain LoRA"),
+    "an embedding of another vocabulary": (
+        "peft",
+        lambda tensors, _: tensors.update({"model.embed_tokens.weight": torch.ones(98, 32)}),
+        r"embed_tokens\.weight: is \[98, 32\], and that of 'mixtral' is \[96, 32\]; give the base",
+    ),
     "a rank that is not said": ("per-expert", say(r=2), r"have rank 3, and adapter_config\.json says 2"),
     "a pattern of another layer": ("peft", say(rank_pattern={"down_proj": 2}), r"down_proj.* says 2"),
 }

@@ -11,7 +11,8 @@ from moetune.adapters.files import open_adapter, write_adapter
 from moetune.adapters.read import read
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
-from tests.adapters.made import RANK, SCALE, base_of_toy, make_adapter
+from tests.adapters.made import RANK, SCALE, base_from, base_of_toy, make_adapter
+from tests.toys import toy_config
 
 
 def test_one_rank_and_one_scale_and_the_ranks_come_back(tmp_path: Path) -> None:
@@ -64,6 +65,32 @@ def test_stacked_experts_that_vllm_would_not_read_are_noted() -> None:
     for program in ("vllm", "sglang"):
         with pytest.raises(UserError, match="merge"):
             laid_out(make_adapter(base), base, program)
+
+
+def test_layers_that_a_server_loads_and_does_not_use() -> None:
+    """kv_b_proj of multi-head latent attention, by structure; routers where the server has no LoRA on them."""
+    base = base_of_toy("glm4_moe_lite")
+    adapter = make_adapter(base)
+    for program in ("vllm", "sglang"):
+        with pytest.raises(UserError, match=r"layers\.0\.self_attn\.kv_b_proj and 1 more.*adapter merge.*") as said:
+            laid_out(adapter, base, program)
+        assert "adapt.lora.targets: [kv_a_proj_with_mqa, o_proj, q_a_proj, q_b_proj, experts]" in str(said.value)
+    (note,) = laid_out(adapter, base, "peft").notes
+    assert "vLLM and SGLang do not apply" in note
+    rest = {path: one for path, one in adapter.linears.items() if "kv_b_proj" not in path}
+    assert laid_out(replace(adapter, linears=rest), base, "vllm").notes == ()
+    assert laid_out(make_adapter(base_of_toy("minicpm3")), base_of_toy("minicpm3"), "vllm").notes == ()
+
+    nemotron = base_from(toy_config("nemotron_h"))
+    for base, refusing in ((base_of_toy("mixtral"), ["sglang"]), (nemotron, ["sglang", "vllm"])):
+        path = base.structure.moe_layers[0].router
+        on_router = Adapter({path: Factors(torch.ones(1, 32), torch.ones(8, 1), 1.0)}, {})
+        for program in ("vllm", "sglang"):
+            if program in refusing:
+                with pytest.raises(UserError, match=f"no LoRA on routers, such as {path}; merge"):
+                    laid_out(on_router, base, program)
+            else:
+                assert f"{base.linear_name(path)}.lora_A.weight" in laid_out(on_router, base, program).tensors
 
 
 def test_what_a_program_has_no_place_for() -> None:

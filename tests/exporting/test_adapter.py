@@ -1,6 +1,7 @@
 """Adapters of stock PEFT and of toys, converted and merged: stock transformers computes what the adapter computed."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,8 @@ from moetune.models.structure import meta_model, read_structure
 from tests.adapters.made import RANK, SCALE, make_adapter, write
 from tests.exporting.formats.test_peft import logits
 from tests.exporting.runs import tensors_of, write_base, write_run
-from tests.reference import excite_
+from tests.reference import excite_, run_config, token_ids
+from tests.resolved import build
 
 MODELS = [
     "mixtral",
@@ -45,7 +47,7 @@ def stock_adapter(base: Path, folder: Path, **more: Any) -> PeftModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "experts" in name and ".lora_B." in name:  # the expert is the fastest index of the columns
-                parameter *= torch.linspace(0.3, 3, 8)[torch.randperm(8)].repeat(RANK)
+                parameter *= torch.linspace(0.3, 3, 8)[torch.randperm(8)].repeat(parameter.shape[1] // 8)
     model.save_pretrained(folder)
     return model
 
@@ -84,6 +86,46 @@ def test_logits_of_stock_peft_after_each_conversion_and_merge(model_type: str, t
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     again = logits(PeftModel.from_pretrained(plain, str(tmp_path / "back")).eval())
     torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "mixtral",
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe", "qwen3_next", "minimax_m2", "ernie4_5_moe")
+        ),
+    ],
+)
+def test_all_linear_of_stock_peft_is_merged_converted_and_trained_on(model_type: str, tmp_path: Path) -> None:
+    """On the models of transformers 5 it has factors on routers, and of twice the rank on gate and up."""
+    base, stock = write_base(tmp_path / "base", model_type, num_hidden_layers=2), tmp_path / "stock"
+    expected = logits(stock_adapter(base, stock, target_modules="all-linear", target_parameters=None))
+    path = str(base)
+    assert any("mlp.gate.lora_A" in name for name in load_file(stock / "adapter_model.safetensors"))
+    report = check_adapter(path, stock, program="peft")
+    assert report.problems == []
+    for program in ("peft", "vllm"):
+        if (model_type, program) == ("deepseek_v3", "vllm"):
+            (problem,) = check_adapter(path, stock, program="vllm").problems
+            assert re.search(r"vLLM does not apply factors on .*kv_b_proj and 1 more.*merge", problem)
+            continue
+        convert_adapter(path, stock, program, tmp_path / program)
+        assert diff_adapters(stock, tmp_path / program, base=path).equal
+        merge_adapter(path, tmp_path / program, tmp_path / "merged", overwrite=True)
+        torch.testing.assert_close(logits(loaded(tmp_path / "merged")), expected, atol=1e-5, rtol=1e-5)
+    targets = ["attention", "experts", "router", *(["shared_expert_gate"] if model_type == "qwen3_next" else [])]
+    lora = {"rank": 2 * RANK, "alpha": 2 * RANK * SCALE, "targets": targets}
+    settings = {"weights": "pretrained", "base": "fp32", "dtype": "fp32"}
+    adapted = build(run_config(base, {"lora": lora}, model=settings), "cpu")
+    adapted.model.eval()
+    (note,) = load_peft(adapted, stock)
+    assert "of a lower rank" in note
+    assert "gate_up_proj" not in note
+    torch.testing.assert_close(logits(adapted.model), expected, atol=1e-5, rtol=1e-5)
+    adapted.model(input_ids=token_ids(), labels=token_ids()).loss.backward()
+    assert all(parameter.grad is not None for parameter in adapted.trainable().values())
 
 
 def test_a_router_that_an_adapter_holds_whole_is_merged_and_kept(tmp_path: Path) -> None:

@@ -99,6 +99,11 @@ def test_lora_is_on_attention_and_the_experts_that_do_not_train_whole(
     assert {path.split(".")[2] for path in selection.lora_linears} == {"0", "1"}
 
 
+def test_lora_on_routers(mixtral: ModelStructure) -> None:
+    assert linears(mixtral, "router", layers=[1]) == {"model.layers.1.mlp.gate"}
+    assert linears(mixtral, "gate") == {f"model.layers.{layer}.mlp.gate" for layer in range(4)}
+
+
 def test_lora_targets_are_components_modules_or_patterns(mixtral: ModelStructure, deepseek: ModelStructure) -> None:
     mlp = [f"{name}_proj" for name in ("gate", "up", "down")]
     shared = linears(deepseek, "shared_experts", layers=[2])
@@ -145,6 +150,11 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         "mixtral",
         {"also": ["attention"], "lora": {**LORA, "targets": ["q_proj"], "layers": [1]}},
         "adapt: model.layers.1.self_attn.q_proj would train in full and with LoRA; choose one for each",
+    ),
+    (
+        "mixtral",
+        {"router": "1", "lora": {**LORA, "targets": ["router"]}},
+        "adapt: model.layers.1.mlp.gate would train in full and with LoRA; choose one for each",
     ),
     (
         "mixtral",

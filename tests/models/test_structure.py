@@ -48,6 +48,11 @@ def test_linears_give_size_and_place_and_leave_the_router_out_where_it_is_no_lin
     assert set(structure.linears("attention")) == expected
     assert structure.linears("attention")["model.layers.2.self_attn.k_proj"] == (HIDDEN, 16, "attention", 2, True)
     assert structure.linears("experts") == {}
+    routers = {f"model.layers.{layer}.mlp.gate": (HIDDEN, EXPERTS, "router", layer, True) for layer in range(LAYERS)}
+    assert structure.lora_layers() == structure.linears() | routers
+    assert "model.layers.1.mlp.gate" not in structure.without([1]).lora_layers()
+    gemma = structure_of("gemma4_text")  # whose routers hold a linear layer
+    assert gemma.lora_layers() == gemma.linears()
 
 
 def test_the_structure_is_the_same_on_meta_and_on_a_real_model() -> None:

@@ -77,6 +77,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"parallel": {"engine": "deepspeed", "fsdp": 2, "zero": 3}, "hardware": {"count": 2}},
         r"parallel\.engine: deepspeed and parallel\.zero 3",
     ),
+    "weights that are gathered too late": (
+        {
+            "adapt": {"lora": {"rank": 2, "alpha": 4, "targets": ["router"]}},
+            "parallel": {"engine": "deepspeed", "fsdp": 2, "zero": 3},
+            "hardware": {"count": 2},
+        },
+        r"adapt\.lora: model\.layers\.0\.mlp\.gate adds LoRA to its weight.*parallel\.zero: 2",
+    ),
 }
 
 

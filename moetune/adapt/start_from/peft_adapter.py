@@ -23,18 +23,22 @@ from moetune.run.names import linear_factors
 Tensors = Mapping[str, Tensor]
 
 
-def load_peft(adapted: Adapted, folder: Path) -> None:
+def load_peft(adapted: Adapted, folder: Path) -> tuple[str, ...]:
     """Copy the values of a PEFT adapter, factors and saved modules, into an adapted model with the same selection.
+
+    Factors of a lower rank than the model's are filled up as new factors begin, A drawn and B zero, with a note for the
+    user in the returned ones.
 
     Raises:
         UserError: the folder holds no adapter in safetensors, the adapter is not plain LoRA, or it differs from the
             model's selection in rank, alpha, targets or shapes, or from frozen weights in their values. The model is
             unchanged then.
     """
-    values = _values(adapted, folder)
+    values, notes = _values(adapted, folder)
     with torch.no_grad():
         for name, tensor in adapted.learned().items():
             tensor.copy_(values[name])
+    return notes
 
 
 def check_peft(adapted: Adapted, folder: Path) -> None:
@@ -42,7 +46,7 @@ def check_peft(adapted: Adapted, folder: Path) -> None:
     _values(adapted, folder)
 
 
-def _values(adapted: Adapted, folder: Path) -> dict[str, Tensor]:
+def _values(adapted: Adapted, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     with time_limit(f"the patterns in {str(folder / CONFIG_FILE)!r}"):
         stored = _in_pefts_layout(open_adapter(folder), adapted)
         reading = _Reading(adapted, stored.scales, stored.tensors)
@@ -50,7 +54,10 @@ def _values(adapted: Adapted, folder: Path) -> dict[str, Tensor]:
     if reading.problems:
         lines = "\n  ".join(first_of(reading.problems))
         raise UserError(f"the adapter in {str(folder)!r} does not fit the run's adapt: block:\n  {lines}")
-    return values
+    if not (grown := reading.grown):
+        return values, ()
+    more = f" and {len(grown) - 1} more" if len(grown) > 1 else ""
+    return values, (f"of a lower rank in the adapter, so the other ranks begin like new factors: {grown[0]}{more}",)
 
 
 def _in_pefts_layout(stored: StoredAdapter, adapted: Adapted) -> StoredAdapter:
@@ -85,6 +92,7 @@ class _Reading:
     Attributes:
         left: the adapter's tensors, by their names in the plain model, that are not matched yet.
         problems: what does not fit, one line each.
+        grown: layers and parameters that the adapter has factors of a lower rank of.
         trainable: name -> tensor of all that the model learns.
     """
 
@@ -92,6 +100,7 @@ class _Reading:
         self.adapted, self.scales = adapted, scales
         self.left = dict(tensors)
         self.problems: list[str] = []
+        self.grown: list[str] = []
         self.trainable = adapted.learned()
 
     def values(self) -> dict[str, Tensor]:
@@ -112,7 +121,7 @@ class _Reading:
         lora = self.adapted.selection.lora
         assert lora is not None
         factors = self._factors(path, path, rank, into, lora.scale(rank), outputs=len(self.trainable[names["B"]]))
-        return {} if factors is None else {names[factor]: factors[factor] for factor in "AB"}
+        return {} if factors is None else self._filled(path, names, factors["A"], factors["B"])
 
     def _experts(self, layer: MoeLayer, lora: ExpertLora) -> dict[str, Tensor]:
         shape = layer.shape
@@ -129,15 +138,27 @@ class _Reading:
             A_all, B_all = ORDERS["peft"].read(found["A"], found["B"], shape.num_experts)
             self._check_ids(where, A_all, B_all, tuple(lora.slots))
             chosen = list(lora.slots)
-            B_parts, shared = split_parts(B_all[chosen], rank, lora.rows_of_parts[projection])
-            if shared:
+            stored = A_all.shape[1]
+            B_parts, shared = split_parts(B_all[chosen], stored // parts, lora.rows_of_parts[projection])
+            if shared or stored % parts:
                 self.problems.append(
-                    f"{where}: gate and up share factors; set adapt.lora.gate_up: fused, rank: {parts * rank} and "
-                    f"alpha: {plain_number(parts * rank * lora.scale)}"
+                    f"{where}: gate and up share factors; set adapt.lora.gate_up: fused, rank: {stored} and "
+                    f"alpha: {plain_number(stored * lora.scale)}"
                 )
+                continue
             name = f"{layer.experts}.lora.{projection}"
-            values |= {f"{name}_A": A_all[chosen].unflatten(1, (parts, rank)), f"{name}_B": B_parts}
+            names = {factor: f"{name}_{factor}" for factor in "AB"}
+            values |= self._filled(where, names, A_all[chosen].unflatten(1, (parts, -1)), B_parts)
         return values
+
+    def _filled(self, where: str, names: dict[str, str], A: Tensor, B: Tensor) -> dict[str, Tensor]:
+        """Return name -> factor, `A` [..., r, in] and `B` [..., out, r] filled up to the ranks that the model has."""
+        rank, drawn = A.shape[-2], self.trainable[names["A"]]
+        if rank < drawn.shape[-2]:
+            self.grown.append(where)
+            zeros = torch.zeros_like(self.trainable[names["B"]][..., rank:])
+            A, B = torch.cat((A.to(drawn), drawn[..., rank:, :]), -2), torch.cat((B.to(zeros), zeros), -1)
+        return {names["A"]: A, names["B"]: B}
 
     def _check_ids(self, where: str, A: Tensor, B: Tensor, ids: tuple[int, ...]) -> None:
         """Add a problem for each expert that has factors in the adapter or in the selection, but not in both. A [E, R,
@@ -158,13 +179,13 @@ class _Reading:
         Args:
             path: where PEFT stores the factors.
             target: the layer's path in the plain model, for messages and for PEFT's patterns.
-            rank: rank per expert that the selection sets.
+            rank: rank per expert that the selection sets; the adapter's may be lower.
             into, outputs: numbers of input and output features.
             scale: the number that the selection multiplies B·A by.
             experts: number of experts that the two matrices hold.
 
         Returns:
-            `A` [rank·experts, into] and `B` [outputs, rank·experts]; None if they do not fit.
+            `A` [r·experts, into] and `B` [outputs, r·experts] of the adapter's rank r; None if they do not fit.
         """
         found = {factor: self.left.pop(f"{path}.lora_{factor}.weight", None) for factor in "AB"}
         A, B = found["A"], found["B"]
@@ -176,12 +197,13 @@ class _Reading:
                 f"{target}: lora_A {[*A.shape]} and lora_B {[*B.shape]} do not map {into} features to {outputs}"
             )
             return None
-        if len(A) != rank * experts:
-            self.problems.append(f"{target}: rank {len(A) // experts}, and adapt.lora asks for {rank}")
+        stored = len(A) // experts
+        if stored > rank:
+            self.problems.append(f"{target}: rank {stored}, and adapt.lora asks for {rank}")
             return None
-        if (noted := self.scales.rank(target)) != rank:
-            self.problems.append(f"{target}: its factors have rank {rank}, and {CONFIG_FILE} says {noted}")
-        if not math.isclose(found_scale := self.scales.of(target, rank), scale, rel_tol=1e-9):
+        if (noted := self.scales.rank(target)) != stored:
+            self.problems.append(f"{target}: its factors have rank {stored}, and {CONFIG_FILE} says {noted}")
+        if not math.isclose(found_scale := self.scales.of(target, stored), scale, rel_tol=1e-9):
             self.problems.append(f"{target}: alpha / rank is {found_scale:g}, and adapt.lora asks for {scale:g}")
         return {"A": A, "B": B}
 
@@ -219,7 +241,9 @@ class _Reading:
             here = frozen.get(name)
             if here is not None and here.shape == tensor.shape and (here.is_meta or tensor.to(here).equal(here)):
                 continue
-            if ".lora_" in name:
+            if here is not None and here.shape != tensor.shape:
+                problem = f"{name} is {[*tensor.shape]}, and the model's is {[*here.shape]}"
+            elif ".lora_" in name:
                 problem = f"{name.partition('.lora_')[0]}: has factors; adapt.lora leaves it out"
             else:
                 problem = f"{name}: is in the adapter; it is frozen here{self._remedy(name, tensor)}"

@@ -36,8 +36,7 @@ class Start:
         """
         try:
             if self.delta is None:
-                load_peft(adapted, self.folder)
-                return ()
+                return load_peft(adapted, self.folder)
             assert base is not None
             difference = self.delta.base.fingerprint.difference(base.fingerprint)
             if difference is not None:

@@ -52,8 +52,8 @@ def write_peft(run: FinishedRun, out: Path) -> Written:
 
 
 def written(folder: Path, laid: LaidOut) -> Written:
-    """Write an adapter in a program's layout to an export's folder; return the number and bytes of its tensors."""
-    return Written(len(laid.tensors), write_adapter(folder, laid.tensors, laid.settings, laid.record()))
+    """Write an adapter in a program's layout to an export's folder; return its tensors, their bytes and the notes."""
+    return Written(len(laid.tensors), write_adapter(folder, laid.tensors, laid.settings, laid.record()), laid.notes)
 
 
 def _refuse_changed_base(run: FinishedRun) -> None:

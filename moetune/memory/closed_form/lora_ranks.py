@@ -97,7 +97,7 @@ def probes_of(run: ResolvedRun) -> tuple[ResolvedRun, ResolvedRun] | None:
     is not between these, LoRA outside of the decoder layers, where the loss depends on it, or an 8-bit optimizer and
     factors of which the lowest rank has states in 32 bits and the highest in 8.
     """
-    lora, linears = run.config.adapt.lora, run.structure.linears()
+    lora, linears = run.config.adapt.lora, run.structure.lora_layers()
     if lora is None or not isinstance(lora.rank, int) or not LOWEST <= lora.rank < HIGHEST:
         return None
     chosen = [linears[path] for path in run.selection.lora_linears]

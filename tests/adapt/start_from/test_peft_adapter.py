@@ -89,9 +89,10 @@ def stock_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[ToyRun, Path]:
 
 
 MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
-    "rank": ({"rank": 4}, r"q_proj: rank 3, and adapt\.lora asks for 4"),
+    "rank": ({"rank": 2}, r"q_proj: rank 3, and adapt\.lora asks for 2"),
+    "rank and alpha": ({"rank": 4}, r"q_proj: alpha / rank is 2\.5, and adapt\.lora asks for 1\.875"),
     "alpha": ({"alpha": 6}, r"experts\.gate_up_proj: alpha / rank is 2\.5, and adapt\.lora asks for 2\n"),
-    "split": ({"gate_up": "split"}, r"experts\.gate_up_proj: rank 3, and adapt\.lora asks for 6"),
+    "split": ({"gate_up": "split"}, r"gate_up_proj: gate and up share factors; set .* fused, rank: 3 and alpha: 7\.5"),
     "layers": ({"layers": [0]}, r"model\.layers\.1\.self_attn\.q_proj: has factors; adapt\.lora leaves it out"),
     "ids": ({"ids": [0, 1]}, r"layers\.0\.mlp\.experts\.gate_up_proj: expert 2 has factors; adapt\.lora leaves it out"),
     "more": ({"targets": ["attention", "experts", "lm_head"]}, r"lm_head: has no factors; leave it out of adapt\.lora"),

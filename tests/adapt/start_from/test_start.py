@@ -160,9 +160,9 @@ def test_another_adapter_than_the_run_has_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     never_loads(monkeypatch)
-    adapt = {"lora": LORA | {"rank": 8, "alpha": 16}, "start_from": str(stock[0])}
+    adapt = {"lora": LORA | {"rank": 2, "alpha": 4}, "start_from": str(stock[0])}
     config = run_of(small_model, small_data, tmp_path / "run", adapt)
-    refused(config, r"q_proj: rank 4, and adapt\.lora asks for 8")
+    refused(config, r"q_proj: rank 4, and adapt\.lora asks for 2")
 
 
 def never_loads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"lora": LORA | {"rank": {"attention": 2, "experts": {"0": 3, 1: 4}}, "gate_up": "split", "rslora": True}},
     ),
     "deepseek_v2, a rank for layers": ("deepseek_v2", {"lora": LORA | {"rank": {"0": 2, "1": 4}}}),
+    "mixtral, factors on routers": ("mixtral", {"lora": LORA | {"targets": [*ALL, "router"]}}),
+    "gpt_oss, factors on routers": (
+        "gpt_oss", {"lora": LORA | {"rank": {"attention": 3, "router": 2}, "targets": ["attention", "router"]}},
+    ),
+    "phimoe, factors on routers": ("phimoe", {"lora": LORA | {"targets": ["attention", "router"]}}),
     "deepseek_v3, a buffer in the router": ("deepseek_v3", {"router": "all", "lora": LORA}),
 }  # fmt: skip
 

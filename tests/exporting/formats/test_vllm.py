@@ -86,14 +86,15 @@ def test_vllm_would_compute_what_a_merged_checkpoint_does(
 
 
 @pytest.mark.parametrize(
-    ("adapt", "said"),
+    ("model_type", "adapt", "said"),
     [
-        ({"lora": LORA, "router": "1"}, "trains model.layers.1.mlp.gate.weight beside LoRA"),
-        ({"router": "1"}, "has no adapt.lora"),
+        ("mixtral", {"lora": LORA, "router": "1"}, "trains model.layers.1.mlp.gate.weight beside LoRA"),
+        ("mixtral", {"router": "1"}, "has no adapt.lora"),
+        ("deepseek_v3", {"lora": LORA}, r"vLLM does not apply factors on .*kv_b_proj and 1 more.*--format merged"),
     ],
 )
-def test_what_an_adapter_cannot_hold(adapt: dict[str, Any], said: str, tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base", "mixtral", num_hidden_layers=3)
+def test_what_an_adapter_cannot_hold(model_type: str, adapt: dict[str, Any], said: str, tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base", model_type, num_hidden_layers=3)
     run = write_run(tmp_path / "run", base, adapt)
     with pytest.raises(UserError, match=said):
         export(run.path, "vllm", tmp_path / "vllm")

@@ -1,0 +1,77 @@
+"""Adapters that people bring: what is no plain LoRA, or has tensors that cannot be read, is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moetune.adapters.files import open_adapter
+from moetune.errors import UserError
+
+NAME = "base_model.model.q_proj.lora_A.weight"
+SETTINGS = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+
+
+def write(folder: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
+    tensors = {NAME: torch.ones(2, 3), "base_model.model.q_proj.lora_B.weight": torch.ones(4, 2)} | tensors
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(SETTINGS | settings))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        *(
+            (torch.ones(2, 3).to(dtype), rf"q_proj\.lora_A\.weight is of type {name}, .* save it as one of F32")
+            for dtype, name in (
+                (torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8"),
+                (torch.bool, "BOOL"), (torch.complex64, "C64"),
+            )
+        ),
+        (torch.ones(0, 3), r"q_proj\.lora_A\.weight is \[0, 3\], without values; leave it out"),
+        (torch.full((2, 3), torch.nan), r"q_proj\.lora_A\.weight holds values that are not finite"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_not_read(tensor: Tensor, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        open_adapter(write(tmp_path, {NAME: tensor}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        *(({"peft_type": kind}, f"peft_type is '{kind}', not LORA") for kind in ("VERA", "IA3", "ADALORA")),
+        *(
+            ({key: value}, f"not plain LoRA: {key}: ")
+            for key, value in {
+                "use_dora": True, "lora_bias": True, "use_qalora": True, "arrow_config": {"top_k": 2}, "bias": "all",
+                "fan_in_fan_out": True, "init_lora_weights": "olora", "trainable_token_indices": [1],
+                "layer_replication": [[0, 2]],
+            }.items()
+        ),
+        *(
+            ({key: value}, f"{key}: .* is no setting that PEFT .* knows, .*; merge the adapter with the program")
+            for key, value in {"use_a_newer_variant": True, "newer_config": {"depth": 1}}.items()
+        ),
+    ],
+)  # fmt: skip
+def test_other_kinds_are_named(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        open_adapter(write(tmp_path, {}, **settings))
+
+
+def test_what_does_not_change_the_computation_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    """Settings of training, and what PEFT stores of an embedding that it resized: the module as it was, and again."""
+    name, head = "base_model.model.lm_head", torch.ones(5, 3)
+    tensors = {f"{name}.weight": head, f"{name}.original_module.weight": head * 2}
+    tensors |= {f"{name}.modules_to_save.weight": head.clone(), "base_model.model.ids": torch.arange(3)}
+    stored = open_adapter(
+        write(tmp_path, tensors, init_lora_weights="gaussian", lora_dropout=0.1, lora_B_layout="rank_major")
+    )
+    assert {name for name in stored.tensors if "q_proj" not in name} == {"lm_head.weight", "ids"}
+    assert stored.tensors["lm_head.weight"].equal(head)
