@@ -1,6 +1,7 @@
 """`data:` of a run file: data sets, and how they become sequences."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -34,10 +35,12 @@ OneOrSeveral = Annotated[
 class DataConfig(Section):
     """Training and evaluation data (`data:`).
 
-    A data set is a file, a folder, a catalog data set, or a hub data set (`org/name:config:split`).
+    A data set is a file, a folder, a catalog data set, or a hub data set, each also with a split, or with a
+    configuration and a split: `folder:test`, `org/name:config:split`.
 
     Attributes:
         train: one data set or several, which may have weights.
+        split: split of the training data sets that name none; None for `train`.
         eval: data sets for evaluation; None for none.
         format: format of the records; `auto` detects it from the first.
         packing: fill each sequence with several documents, which do not attend to each other.
@@ -48,6 +51,7 @@ class DataConfig(Section):
 
     train: OneOrSeveral
     eval: OneOrSeveral | None = None
+    split: Annotated[str, Field(min_length=1)] | None = None
     format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"] = "auto"
     packing: bool = True
     chat_template: FilePath | None = None
@@ -71,3 +75,16 @@ def data_sets(written: str | Sequence[str | WeightedData] | None) -> list[tuple[
     """Return (name, weight) of each data set under `data.train` or `data.eval`; an empty list for None."""
     several = (written,) if isinstance(written, str) else written or ()
     return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in several]
+
+
+def path_and_split(spec: str, beside: Path = Path()) -> tuple[str, str]:
+    """Return the path of a local data set, relative to the folder `beside` or absolute, and what is written after it.
+
+    These are `("folder", "test")` for `folder:test` if there is a file or folder of this name, and none `folder:test`.
+    Names of which there is nothing are returned whole, with "".
+    """
+    for colons in range(3):
+        path, *after = spec.rsplit(":", colons)
+        if path and (beside / Path(path).expanduser()).exists():
+            return path, ":".join(after)
+    return spec, ""

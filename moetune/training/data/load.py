@@ -22,9 +22,10 @@ from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import ModelSource, find_model_source
 from moetune.training.data.chat_template import Marking
 from moetune.training.data.documents import Chosen, Documents, values
+from moetune.training.data.files.source import Row, Source
 from moetune.training.data.packing import packed, separate
 from moetune.training.data.records import Reading, read_documents
-from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
+from moetune.training.data.sources import looks_like_a_file, open_sources
 from moetune.training.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds until progress is reported first
@@ -47,6 +48,7 @@ class DataCounts:
         tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
         loss_tokens: tokens that are predicted.
         padding: padding tokens in packed sequences.
+        unread: a sentence for each way in which the data sets hold more than is read.
     """
 
     lengths: np.ndarray
@@ -59,6 +61,7 @@ class DataCounts:
     tokens: int
     loss_tokens: int
     padding: int
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,14 +85,16 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
             weights or `data.validation` leave no record to train on or, with `data.eval`, to evaluate on.
     """
     problems: dict[str, None] = {}
+    unread: tuple[list[str], list[str]] = [], []  # of the training data, of those held out
     documents = Documents()
     if data.chat_template is not None:
         tokenizer.chat_template = chat_template(data.chat_template)
 
-    def read(spec: str) -> Reading:
+    def read(spec: str, held_out: bool) -> Reading:
         parts: list[Reading] = []
+        split = None if held_out else data.split
         try:
-            for source in open_sources(spec):
+            for source in open_sources(spec, split, held_out=held_out, note=unread[held_out].append):
                 try:
                     source = replace(source, rows=_announced(source))
                     parts.append(
@@ -101,13 +106,14 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
             problems[str(error)] = None
         return _joined(parts)
 
-    one_by_spec = {spec: read(spec) for spec, _ in (*data_sets(data.train), *data_sets(data.eval))}
+    named = [(spec, part) for part in (False, True) for spec, _ in data_sets(data.eval if part else data.train)]
+    one_by_spec = {(spec, held_out): read(spec, held_out) for spec, held_out in dict.fromkeys(named)}
     if problems:
         raise UserError("\n".join(problems))
     draw = np.random.default_rng(train.seed)
     training, held_out = (
-        _joined([_times(one_by_spec[spec], weight, draw) for spec, weight in data_sets(part)])
-        for part in (data.train, data.eval)
+        _joined([_times(one_by_spec[spec, held_out], weight, draw) for spec, weight in data_sets(part)])
+        for part, held_out in ((data.train, False), (data.eval, True))
     )
     if data.validation is not None:
         training, held_out = _split(training, data.validation, draw)
@@ -118,6 +124,8 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
     length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
     rows, counts = _laid(training, documents, length, padding)
     held_rows, held_counts = _laid(held_out, documents, length, padding) if data.evaluates else (None, None)
+    counts = replace(counts, unread=tuple(unread[0]))
+    held_counts = held_counts and replace(held_counts, unread=tuple(unread[1]))
     return Datasets(rows, held_rows, counts, held_counts)
 
 

@@ -50,7 +50,7 @@ class Preview:
             "sequence_length": self.sequence_length,
             "sequences_a_step": self.sequences_a_step,
             "steps_an_epoch": self.steps_an_epoch,
-            "notes": notes(self.counts),
+            "notes": [*notes(self.counts), *(self.held_out.unread if self.held_out is not None else ())],
             "first": self.first,
         }
 
@@ -97,8 +97,11 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
 
 
 def notes(counts: DataCounts) -> list[str]:
-    """Return a sentence for each way in which the assistant's part of chats was found; none without chats."""
-    return [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in counts.chats.items()]
+    """Return a sentence for each way in which the assistant's part of chats was found, and what was not read."""
+    return [
+        *(f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in counts.chats.items()),
+        *counts.unread,
+    ]
 
 
 def counts_json(counts: DataCounts) -> dict[str, Any]:
