@@ -160,8 +160,6 @@ _PATHS = (
 _FILE_NAME = re.compile(
     r"[./~].*|.*\.((jsonl?|ndjson|csv|tsv|parquet|arrow|txt|text|md|rst)(\.(gz|bz2|xz|zst|lz4))?|jinja2?|j2)", re.DOTALL
 )
-    r"[./~].*|.*\.((jsonl?|ndjson|csv|tsv|parquet|arrow|txt|text|md|rst)(\.(gz|bz2|xz|zst|lz4))?|jinja2?|j2)", re.DOTALL
-)
 """Names that can only mean a local file, not a data set of the hub or the catalog."""
 
 
