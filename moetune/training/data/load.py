@@ -22,10 +22,9 @@ from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import ModelSource, find_model_source
 from moetune.training.data.chat_template import Marking
 from moetune.training.data.documents import Chosen, Documents, values
-from moetune.training.data.files.source import Row, Source
 from moetune.training.data.packing import packed, separate
 from moetune.training.data.records import Reading, read_documents
-from moetune.training.data.sources import looks_like_a_file, open_sources
+from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.training.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds until progress is reported first

@@ -14,8 +14,8 @@ from moetune.errors import UserError, counted, one_line, reading
 from moetune.training.data.chat_template import Marking
 from moetune.training.data.documents import Documents
 from moetune.training.data.encoder import Encoder, format_of
-from moetune.training.data.files.source import Source
 from moetune.training.data.formats import MalformedError, kind, with_alpaca_names
+from moetune.training.data.sources import Source
 from moetune.training.step.loss import IGNORED
 
 _MOST_PROBLEMS, _MOST_NUMBERS = 20, 3
