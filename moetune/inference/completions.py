@@ -22,8 +22,9 @@ from moetune.inference.opened import Found, Opened, open_model
 from moetune.json_files import Answer, parse_json
 from moetune.report.console import terminal
 from moetune.report.progress import counting
-from moetune.training.data.formats import MalformedError, checked_messages, checked_text, with_system
+from moetune.training.data.formats import chat_of, checked_messages
 from moetune.training.data.sources import open_sources
+from moetune.training.data.values import MalformedError, checked_text
 
 GENERATED = "generated"
 """The key of the generated text in a record of the output."""
@@ -162,11 +163,10 @@ def _prompt(record: dict[str, Any]) -> str | list[Message]:
         raise MalformedError(f"has the keys {found}; give it one of prompt, text and messages")
     if keys != ["messages"]:
         return checked_text(record[keys[0]], keys[0])
-    if record.get("tools"):
+    chat = chat_of(record)
+    messages = chat["messages"]
+    if chat["tools"]:
         raise MalformedError("tools would be lost; generate with a prompt that the template has rendered")
-    messages = with_system(record)["messages"]
-    if not isinstance(messages, list):
-        return checked_messages(messages)
     if messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
     if not messages:

@@ -1,6 +1,7 @@
 """`moetune generate` and `moetune chat`: generate text with any opened model, by transformers' `generate`."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +15,9 @@ from moetune.errors import UserError
 from moetune.inference.opened import Found, Opened, open_model
 from moetune.json_files import first_problem
 from moetune.training.data.load import pad_token_id
+from moetune.training.data.tool_calls import fitted
 
-Message = dict[str, str]
+Message = dict[str, Any]
 """A chat message: `role` and `content`."""
 
 
@@ -65,7 +67,9 @@ def token_ids(opened: Opened | Found, prompt: str | list[Message]) -> list[int]:
             "data.chat_template"
         )
     else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+        messages = fitted(prompt, render)
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     if not ids:
         raise UserError("the prompt is empty: it has no tokens")
     text_config = opened.settings.get_text_config()

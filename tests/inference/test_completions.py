@@ -99,7 +99,8 @@ def test_a_second_process_is_refused(opened: Opened, tmp_path: Path) -> None:
         ({"prompt": "x", "note": "\ud800"}, "line 2: cannot be written to --out as JSON: .* surrogates not allowed"),
         ({"prompt": "x", "generated": "y"}, "holds 'generated' already"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing to answer"),
-        ({"messages": "x"}, "messages is text, not a list"),
+        ({"messages": "x"}, "messages is text and not valid JSON, 'x'"),
+        ({"messages": 3}, "messages is a number, not a list"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, "tools would be lost"),
         ([], "no object"),
     ],
@@ -109,6 +110,26 @@ def test_a_record_that_cannot_be_completed_is_named(opened: Opened, tmp_path: Pa
     with pytest.raises(UserError, match=message):
         complete(opened, str(data), tmp_path / "out.jsonl")
     assert [file.name for file in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+@pytest.mark.parametrize("written", ["arguments", "(arguments | tojson)"])
+def test_calls_before_the_answer_are_written_as_in_training(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    """Arguments as JSON text, content null: as OpenAI's clients send them."""
+    template = (
+        "{% for m in messages %}[{{ m.content }}{% for c in m.tool_calls or [] %}"
+        f"{{% set arguments = c.function.arguments %}}{{{{ 'call ' + {written} }}}}{{% endfor %}}]{{% endfor %}}"
+    )
+    monkeypatch.setattr(opened.tokenizer, "chat_template", template)
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    calling, result = (
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": {"b": 2}},
+    )
+    record = {"messages": [{"role": "user", "content": "hi"}, calling, result]}
+    expected = opened.tokenizer('[hi][call {"a": 1}][{"b": 2}]', add_special_tokens=False)["input_ids"]
+    assert completions._token_ids(opened, "line 1", record) == expected
 
 
 def test_what_is_there_is_kept(opened: Opened, tmp_path: Path) -> None:

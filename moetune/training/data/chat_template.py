@@ -2,8 +2,11 @@
 
 import re
 import resource
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError, one_line, time_limit
-from moetune.training.data.formats import MalformedError, checked_text, lost_content
+from moetune.training.data.marks import REASONING, Layout, Messages, Text, marked, missing_word
+from moetune.training.data.tool_calls import fitted, refuse_lost_parameters
+from moetune.training.data.turn_ends import Spanned, TurnEnds
+from moetune.training.data.turns import TurnFinder
+from moetune.training.data.values import MalformedError, checked_text
 
-_SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering one record
-_MAY_BE_IGNORED = (("tool_calls",), ("function_call",), ("reasoning_content", "reasoning", "thinking"), ("name",))
+_SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering a chat once
+_MAY_BE_IGNORED = (("tool_calls",), REASONING, ("name",))
 """Keys of a message that some templates ignore; each tuple lists alternative names of one key."""
+_MARK = "qyzzyq"
 Marking = Literal["markers", "prompts", "turns"]
 MARKINGS: dict[Marking, str] = {
     "markers": "the assistant's part is what the chat template marks with {% generation %}",
@@ -24,10 +32,34 @@ MARKINGS: dict[Marking, str] = {
     "its own, as it stands last; its part is what follows the generation prompt",
 }
 """The ways to find the assistant's text in a rendered chat, each with an explanation for the user."""
-Spanned = tuple[str, list[tuple[int, int]]]
-"""A text, and the [start, end) character ranges of it that are trained on."""
-Messages = list[dict[str, Any]]
 Tools = list[Any] | None
+
+
+@dataclass(frozen=True)
+class Written:
+    """A chat as the template writes it.
+
+    Attributes:
+        texts: a chat becomes several if the template writes earlier turns differently from the last one.
+        marking: how the assistant's text was found.
+        ends: for each turn that trains the control tokens at its end, in order; one of them ends generation.
+    """
+
+    texts: list[Spanned]
+    marking: Marking
+    ends: list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The first `end` messages of a chat, where they are written, and the assistant's ranges in it.
+
+    The ranges are None if no turn is found in this text, so that it does not train.
+    """
+
+    end: int
+    layout: Layout
+    spans: list[tuple[int, int]] | None
 
 
 class ChatTemplate:
@@ -48,161 +80,215 @@ class ChatTemplate:
         if not tokenizer.is_fast:
             raise UserError("chat data needs a tokenizer with offsets (a tokenizer.json file); this one has none")
         try:
-            self._template = tokenizer.get_chat_template()
+            template = tokenizer.get_chat_template()
         except ValueError as error:  # several named templates, and none is the default
             raise UserError(f"the tokenizer's chat template cannot be used: {error}") from None
         self._tokenizer = tokenizer
-        self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
+        self._ends = TurnEnds(lambda messages: self._render(messages, None), tokenizer.get_added_vocab())
+        self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
-    def write(self, messages: Messages, tools: Tools) -> tuple[list[Spanned], Marking]:
-        """Render a chat; return its texts, each with the [start, end) character ranges to train on, and how these were
-        found, a key of `MARKINGS`.
-
-        A chat becomes several texts if the template writes earlier turns differently from the last one.
+    def write(self, messages: Messages, tools: Tools) -> Written:
+        """Render a chat, and find what the assistant wrote in it.
 
         Args:
             messages: from `checked_messages`.
             tools: descriptions of the tools that the assistant may call; None for no tools.
 
         Raises:
-            MalformedError: the template raises an error, leaves out part of the chat, or exceeds 10 s or 1 GiB.
+            MalformedError: the template raises an error, leaves out part of the chat, or exceeds 10 s or 1 GiB when it
+                is run once.
         """
         try:
-            with _bounded():
-                messages = self._with_content(messages, tools)
-                self._refuse_ignored(messages, tools)
-                self._refuse_lost_content(messages, tools)
-                if self._has_markers:
-                    text, spans = self._marked(messages, tools)
-                    texts = [(text, _weighted(messages, spans))]
-                else:
-                    texts = self._turns(messages, tools)
+            messages = fitted(messages, lambda some: self._render(some, tools)[0])
+            text, spans = self._render(messages, tools)
+            if tools and self._tried(messages, None) == text:
+                raise _left_out("tools")
+            refuse_lost_parameters(tools, text)
+            marks = marked(messages)
+            if self._has_markers:
+                layout = self._layout(text, len(messages), marks, tools)
+                cuts = [_Cut(len(messages), layout, _weighted(messages, spans))]
+            else:
+                cuts = self._turns(text, messages, marks, tools)
+            self._refuse_lost(messages, marks[1], cuts, tools)
+            texts, ends = [], []
+            for cut in cuts:
+                if cut.spans is not None:
+                    calls = bool(messages[cut.end - 1].get("tool_calls"))
+                    spanned, tokens = self._ends.added(cut.layout.text, cut.spans, calls)
+                    texts.append(spanned)
+                    ends += tokens
         except UserError as error:
             raise MalformedError(str(error)) from None
         except Exception as error:  # template code can raise any exception
             raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
         for text, _ in texts:
-            if not isinstance(text, str) or len(text) > _BYTES // 16:
-                raise MalformedError("the chat template's output exceeds the memory limit")
             checked_text(text, "rendered chat")
-        return texts, "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
+        marking: Marking = "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
+        return Written(texts, marking, ends)
 
-    def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> str:
-        rendered: Any = self._tokenizer.apply_chat_template(
-            messages, tools, tokenize=False, add_generation_prompt=prompt
-        )
-        return rendered
+    def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> Spanned:
+        """Return a chat as the template writes it, and the character ranges of its `{% generation %}` blocks.
 
-    def _with_content(self, messages: Messages, tools: Tools) -> Messages:
-        """Return the messages, with "" for contents of None if the template would otherwise write `None` or fail."""
-        if all(message["content"] is not None for message in messages):
-            return messages
-        empty = [{**message, "content": message["content"] or ""} for message in messages]
-        try:
-            written = self._render(messages, tools)
-        except UserError:  # the time limit
-            raise
-        except Exception:
-            return empty
-        return empty if written.count("None") > self._render(empty, tools).count("None") else messages
+        This is the only place where the template is run, and what transformers' `apply_chat_template` does: keys of
+        null are left out. `prompt` appends the generation prompt.
 
-    def _refuse_ignored(self, messages: Messages, tools: Tools) -> None:
-        """Raise `MalformedError` if the template ignores the tools, the text before `</think>`, or a key of a message
-        (`_MAY_BE_IGNORED`).
-
-        A part is ignored if the rendered text is the same without it. If the template has no `{% generation %}`
-        markers, the chat is cut after the assistant's next turn for this test, as `_turns` cuts it for training.
+        Raises:
+            UserError: the template takes more than `_SECONDS`, or writes too much.
+            MemoryError: it takes more than `_BYTES` of memory, on systems with /proc.
         """
-        cases: list[tuple[str, int, dict[str, Any] | None]] = []  # (part, message index, message without the part)
-        for at, message in enumerate(messages):
-            for names in _MAY_BE_IGNORED:
-                # The name in a tool's message is also in the call that it answers, so it may be ignored.
-                here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
-                if here:
-                    left = {key: value for key, value in message.items() if key not in here}
-                    cases.append((f"{here[0]} of message {at + 1}", at, left))
-            thought, mark, answer = (message["content"] or "").rpartition("</think>")
-            if mark and thought.strip() and message["role"] == "assistant":
-                cases.append((f"the text before </think> in message {at + 1}", at, {**message, "content": answer}))
-        if tools:
-            cases.insert(0, ("tools", len(messages) - 1, None))
-        for what, at, without in cases:
-            turns = (end for end, one in enumerate(messages, 1) if end > at and one["role"] == "assistant")
-            end = len(messages) if self._has_markers else next(turns, len(messages))
-            full = self._render(messages[:end], tools)
-            try:
-                if without is None:
-                    fewer = self._render(messages, None)
-                else:
-                    fewer = self._render([*messages[:at], without, *messages[at + 1 : end]], tools)
-            except UserError:  # the time limit
-                raise
-            except Exception:  # the template fails without it, so it is not ignored
-                continue
-            if fewer == full:
-                raise _left_out(what)
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        options: dict[str, Any] = {**self._tokenizer.special_tokens_map}
+        with _bounded():
+            rendered: Any = render_jinja_template(
+                [chat],
+                tools,
+                chat_template=self._tokenizer.get_chat_template(tools=tools),
+                return_assistant_tokens_mask=self._has_markers,
+                add_generation_prompt=prompt,
+                **options,
+            )
+        (text,), spans = rendered
+        if len(text) > _BYTES // 16:
+            raise MalformedError("the chat template's output exceeds the memory limit")
+        return text, [(low, high) for low, high in spans[0]] if self._has_markers else []
 
-    def _refuse_lost_content(self, messages: Messages, tools: Tools) -> None:
-        """Raise `MalformedError` if the template drops some of a message's content.
+    def _layout(self, text: str, end: int, marks: tuple[Messages, list[Text]], tools: Tools) -> Layout:
+        """Return where the template writes the first `end` messages, which it writes as `text`."""
+        messages, texts = marks
+        return Layout.of(text, self._tried(messages[:end], tools) or "", texts)
 
-        If the template has no `{% generation %}` markers, content also counts as kept if it appears in the chat cut
-        after any turn of the assistant, because `_turns` trains on such cuts.
-        """
-        lost = lost_content(messages, lambda some: self._render(some, tools))
-        for end, message in enumerate(messages, 1):
-            if not lost or self._has_markers:
-                break
-            if message["role"] == "assistant" and min(lost) < end < len(messages):
-                in_turn = lost_content(messages[:end], lambda some: self._render(some, tools))
-                lost = {at: what for at, what in lost.items() if at >= end or at in in_turn}
-        for what in lost.values():
-            raise _left_out(what)
+    def _turns(self, full: str, messages: Messages, marks: tuple[Messages, list[Text]], tools: Tools) -> list[_Cut]:
+        """Cut a chat after turns of the assistant, for a template without `{% generation %}` markers.
 
-    def _marked(self, messages: Messages, tools: Tools) -> Spanned:
-        """Return the rendered chat and the character ranges that the template's `{% generation %}` blocks wrote.
-
-        `apply_chat_template(return_assistant_tokens_mask=True)` uses the same blocks, but ignores the rest of the chat
-        if a block begins with a character that no token covers.
-        """
-        options: dict[str, Any] = {"return_assistant_tokens_mask": True, **self._tokenizer.special_tokens_map}
-        rendered: Any = render_jinja_template([messages], tools, chat_template=self._template, **options)
-        texts, spans = rendered
-        return texts[0], [(low, high) for low, high in spans[0]]
-
-    def _turns(self, messages: Messages, tools: Tools) -> list[Spanned]:
-        """Render a chat up to each turn of the assistant, for a template without `{% generation %}` markers.
-
-        The assistant's range begins where the preceding messages, rendered with a generation prompt, end. If one text
-        is the beginning of the next, only the longer one is returned, with the ranges of both.
+        A turn is what the template adds to the generation prompt of the messages before when the turn stands last. If
+        the whole chat, `full`, begins with the chat of a turn, both are one text; else the turn ends a text of its own.
 
         Raises:
             MalformedError: the first message is the assistant's, or a turn does not begin with its generation prompt.
         """
-        texts: list[Spanned] = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            if index == 0:
-                raise MalformedError(
-                    "the assistant speaks first, and without {% generation %} markers in the chat template "
-                    "nothing shows where its part begins"
-                )
-            before = self._render(messages[:index], tools, prompt=True)
-            after = self._render(messages[: index + 1], tools)
+        if messages[0]["role"] == "assistant":
+            raise MalformedError(
+                "the assistant speaks first, and without {% generation %} markers in the chat template "
+                "nothing shows where its part begins"
+            )
+
+        @cache
+        def alone(index: int) -> tuple[int, str]:
+            before, _ = self._render(messages[:index], tools, prompt=True)
+            after = full if index + 1 == len(messages) else self._render(messages[: index + 1], tools)[0]
             if not after.startswith(before):
+                cut = _Cut(index + 1, self._layout(after, index + 1, marks, tools), None)
+                self._refuse_lost(messages[: index + 1], marks[1], [cut], tools)
                 raise MalformedError(
                     f"the chat template does not begin message {index + 1} with its own generation prompt, so what is "
                     "the assistant's cannot be told; name one in data.chat_template (a chat_template.jinja) that does, "
                     "or that has {% generation %} markers"
                 )
-            spans = [(len(before), len(after))] if message.get("weight", 1) else []
-            if texts and after.startswith(texts[-1][0]):
-                spans = texts.pop()[1] + spans
-            texts.append((after, spans))
-        full = self._render(messages, tools)
-        if full.startswith(texts[-1][0]):
-            texts[-1] = full, texts[-1][1]
-        return texts
+            return len(before), after
+
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        alone(turns[0])  # a chat that is refused is refused for its first turn
+        end, text, cuts = len(messages), full, []
+        while turns:
+            layout = self._layout(text, end, marks, tools)
+            lost = {found.message for number, found in enumerate(marks[1]) if number not in layout.kept}
+            finder = TurnFinder(layout, messages[:end], {*range(end)} - lost, alone)
+            first, spans = len(turns), []
+            while turns and (span := finder.span(turns[-1])) is not None:
+                spans += [span] if messages[turns.pop()].get("weight", 1) else []
+            cuts.append(_Cut(end, layout, spans[::-1] if len(turns) < first else None))
+            if turns:
+                end, text = turns[-1] + 1, alone(turns[-1])[1]
+        return cuts[::-1]
+
+    def _refuse_lost(self, messages: Messages, texts: list[Text], cuts: list[_Cut], tools: Tools) -> None:
+        """Raise `MalformedError` if the template drops part of a message from all texts of a chat.
+
+        What stands between its marks is kept. A key of which nothing is kept is ignored if the chat is the same
+        without it; one of several texts of a key is dropped if its words are nowhere near the others.
+        """
+        kept = {number for cut in cuts for number in cut.layout.kept}
+        numbers: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for number, text in enumerate(texts):
+            numbers[text.message, text.key].append(number)
+        for at, message in enumerate(messages):
+            for names in _MAY_BE_IGNORED:
+                # The name in a tool's message is also in the call that it answers, so it may be ignored.
+                here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
+                if not here or any(numbers[at, name] and kept.issuperset(numbers[at, name]) for name in here):
+                    continue
+                if kept.isdisjoint(number for name in here for number in numbers[at, name]):
+                    without = {key: value for key, value in message.items() if key not in here}
+                    if self._is_same(messages, at, without, tools):
+                        raise _left_out(f"{here[0]} of message {at + 1}")
+                near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
+                for lost in (texts[number].value for number in numbers[at, here[0]] if number not in kept):
+                    if near and all(missing_word(lost, around) for around in near):
+                        raise _left_out(f"{lost[:40]!r} in {here[0]} of message {at + 1}")
+            for number in numbers[at, "content"]:
+                thought, mark, answer = message["content"].rpartition("</think>")
+                if number in kept:
+                    continue
+                thinks = mark and thought.strip() and message["role"] == "assistant"
+                if thinks and self._is_same(messages, at, message | {"content": answer}, tools):
+                    raise _left_out(f"the text before </think> in message {at + 1}")
+                lost_in = [self._lost_content(messages, at, number, cut, tools) for cut in cuts if cut.end > at]
+                if all(lost_in):
+                    raise _left_out(str(lost_in[-1]))
+
+    def _is_same(self, messages: Messages, at: int, other: dict[str, Any], tools: Tools) -> bool:
+        """Return whether the template writes the same with another message at the index `at`.
+
+        Without `{% generation %}` markers the chat is cut after the assistant's next turn, as `_turns` cuts it.
+        """
+        turns = (end for end, message in enumerate(messages, 1) if end > at and message["role"] == "assistant")
+        end = len(messages) if self._has_markers else next(turns, len(messages))
+        written, _ = self._render(messages[:end], tools)
+        changed = self._tried([*messages[:at], other, *messages[at + 1 : end]], tools)
+        return changed == written
+
+    def _lost_content(self, messages: Messages, at: int, number: int, cut: _Cut, tools: Tools) -> str | None:
+        """Return which content of the message at the index `at` is not in the text of a cut; None if all of it is.
+
+        A mark is put in place of the content. The words of the content must be in order where the template writes the
+        mark; anywhere, if it writes something else beside it. A mark after the content must be there as well.
+        """
+        content, written = messages[at]["content"], cut.layout.text.casefold()
+
+        def rendered(content: str) -> str | None:
+            changed = [*messages[:at], messages[at] | {"content": content}, *messages[at + 1 : cut.end]]
+            written = self._tried(changed, tools)
+            return None if written is None else written.casefold()
+
+        only = rendered(_MARK.upper())
+        missing = missing_word(content, _instead(written, only or "", _MARK))
+        if missing is not None:
+            return f"{missing[:40]!r} in the content of message {at + 1}"
+        if number not in cut.layout.ended and _MARK not in (rendered(f"{content} {_MARK.upper()}") or _MARK):
+            return f"the end of the content of message {at + 1}"
+        return None
+
+    def _tried(self, messages: Messages, tools: Tools) -> str | None:
+        """Return the chat as the template writes it; None if the template fails."""
+        try:
+            return self._render(messages, tools)[0]
+        except UserError:  # the time limit
+            raise
+        except Exception:
+            return None
+
+
+def _instead(written: str, only: str, mark: str) -> str:
+    """Return the part of the rendered chat `written` at the place where `only` has the mark.
+
+    `only` is the chat rendered with the mark in place of one message's content. Returns all of `written` if the two
+    differ elsewhere, or `only` lacks the mark.
+    """
+    before, found, after = only.partition(mark)
+    after = after.rpartition(mark)[2] if mark in after else after
+    fits = found and written.startswith(before) and written.endswith(after) and len(written) >= len(before + after)
+    return written[len(before) : len(written) - len(after)] if fits else written
 
 
 def _left_out(what: str) -> MalformedError:

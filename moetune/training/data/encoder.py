@@ -16,18 +16,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from moetune.errors import UserError, reading
-from moetune.training.data.chat_template import ChatTemplate, Marking
+from moetune.training.data.chat_template import ChatTemplate, Written
 from moetune.training.data.documents import Document
 from moetune.training.data.formats import (
-    MalformedError,
     alpaca_chat,
     alpaca_prompt,
+    chat_of,
     checked_messages,
-    checked_text,
-    checked_tools,
     sharegpt_chat,
-    with_system,
 )
+from moetune.training.data.tool_calls import checked_tools
+from moetune.training.data.values import MalformedError, checked_text
 from moetune.training.step.loss import IGNORED
 
 Format = Literal["text", "prompt", "chat", "alpaca", "sharegpt"]
@@ -75,9 +74,9 @@ class Encoder:
         first = tokenizer("a")["input_ids"][0]
         self._bos = [first] if first == tokenizer.bos_token_id else []
 
-    def encode(self, record: dict[str, Any]) -> tuple[list[Document], Marking | None]:
-        """Return the documents of a record (a chat may give several) and how the assistant's text was found, a key of
-        `MARKINGS`; None if the record is no chat.
+    def encode(self, record: dict[str, Any]) -> tuple[list[Document], Written | None]:
+        """Return the documents of a record (a chat may give several), and the chat as the template writes it; None if
+        the record is no chat.
 
         Raises:
             MalformedError: the record is not of this format, or no token of it is trained on.
@@ -92,13 +91,13 @@ class Encoder:
         elif self.format == "alpaca":
             record = alpaca_prompt(record) if self._template is None else alpaca_chat(record)
         elif self.format == "chat":
-            record = with_system(record)
-        marking: Marking | None = None
+            record = chat_of(record)
+        written: Written | None = None
         with reading("the record, by the tokenizer,"):
             if self._template is not None:
                 messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
-                texts, marking = self._template.write(messages, tools)
-                parts = [self._spanned(text, spans) for text, spans in texts]
+                written = self._template.write(messages, tools)
+                parts = [self._spanned(text, spans) for text, spans in written.texts]
             else:
                 parts = [self._text(record) if self.format == "text" else self._prompt(record)]
         documents = []
@@ -109,7 +108,7 @@ class Encoder:
                 documents.append(Document(ids, labels, divisible=self.format == "text"))
         if not documents:
             raise MalformedError("no token to train on")
-        return documents, marking
+        return documents, written
 
     def _text(self, record: dict[str, Any]) -> Tokens:
         ids = _joined(self._bos, self._checked(record, "text"), self._eos)
@@ -139,11 +138,13 @@ class Encoder:
         Raises:
             MalformedError: the text is tokenized as a whole, and a token crosses the end of a span.
         """
+        spans = [span for span in spans if span[0] < span[1]]
+        begins = {begin for begin, _ in spans}
         ends = [0, *sorted({end for span in spans for end in span}), len(text)]
         segments, trains = [], []
         for low, high in itertools.pairwise(ends):
             segments.append(self._tokens(text[low:high]))
-            trains.append(np.full(len(segments[-1]), any(start <= low < stop for start, stop in spans)))
+            trains.append(np.full(len(segments[-1]), low in begins))
         ids, whole = _joined(*segments), self._tokens(text)
         if np.array_equal(ids, whole) or self._decoded(ids) == self._decoded(whole):
             return ids, np.concatenate(trains)

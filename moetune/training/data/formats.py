@@ -1,24 +1,27 @@
-"""Conversion of Alpaca and ShareGPT records to chats or prompts, and checks of the values that a record holds.
+"""Conversion of the records of other programs to chats or prompts, and checks of a chat's messages.
 
 Alpaca    {"instruction": .., "input": .., "output": ..}           in some files also "system" and "history"
 ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  in some files also "system" and "tools"
+TRL       {"prompt": [messages], "completion": [messages]}
+xLAM      {"query": .., "tools": [..], "answers": [calls]}
 """
 
-import json
-import re
-from collections.abc import Callable
 from typing import Any
 
-from moetune.errors import UserError
+from moetune.errors import shown
+from moetune.training.data.tool_calls import checked_calls
+from moetune.training.data.values import MalformedError, checked_list, checked_text, json_text, kind, parsed
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SPEAKERS = {
     **{role: role for role in ROLES},
     "human": "user",
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "function_response"), "tool"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
 }
 """Name of a speaker in ShareGPT files -> role of the message."""
+_CALLERS = ("function_call", "tool_call")
+"""Speakers whose text is the JSON of calls."""
 _TRAINS = ("train", "training", "trainable", "loss")
 """Keys by which messages of other tools' files say whether they are trained on."""
 _ALPACA = (
@@ -28,19 +31,55 @@ _ALPACA = (
 """The prompt of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca)."""
 _AS_ALPACA = (("instruction", "context", "response"), ("question", "context", "answer"))
 """Other names for Alpaca's (instruction, input, output): those of Dolly, and those of question-answer data."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
+"""Types of a message's parts in the formats of OpenAI and of Hugging Face's processors."""
+_TRAINED = ("completion", "output", "text")
+"""Keys of other formats that hold what is trained on."""
 
 
-class MalformedError(UserError):
-    """A single record cannot be used; the message gives the reason."""
+def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record under the keys of a format: a copy with them added if it has other names, else as it is.
 
+    Those of Dolly and of question-answer data get Alpaca's `instruction`, `input` and `output`. A prompt and completion
+    that are lists of messages, as for TRL, get `messages`, of which those of the prompt have `weight` 0; so does xLAM's
+    query with its answers, which are calls of tools.
 
-def with_alpaca_names(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record under Alpaca's keys: one with the keys of Dolly or of question-answer data as a copy with
-    `instruction`, `input` and `output` added, any other as it is."""
+    Raises:
+        MalformedError: only one of prompt and completion is a list; or the record holds preferences: two answers, of
+            which one was chosen, or a label that says whether the completion is wanted.
+    """
     for asked, given, answered in _AS_ALPACA:
         if record.get(asked) is not None and record.get(answered) is not None and record.get("output") is None:
             found = {"instruction": record[asked], "input": record.get(given, record.get("input"))}
             return {**record, **found, "output": record[answered]}
+    if record.get("messages") is not None:
+        return record
+    pair = (record.get("chosen"), record.get("rejected"))
+    if None not in pair and all(record.get(key) is None for key in _TRAINED):
+        raise MalformedError(
+            "it holds preferences, chosen and rejected: docs/guides/preferences.md shows how to train on both; to "
+            "train on the chosen answers only, write each as completion, or as the last of messages"
+        )
+    prompt, completion, query, answers = (record.get(key) for key in ("prompt", "completion", "query", "answers"))
+    if completion is not None and isinstance(record.get("label"), bool):
+        raise MalformedError(
+            "label says whether the completion is wanted, and every completion would be trained on: "
+            "docs/guides/preferences.md shows how to train on preferences; or keep those that are, without label"
+        )
+    if isinstance(prompt, list) and isinstance(completion, list):
+        context = [{**m, "weight": 0} if isinstance(m, dict) and m.get("role") == "assistant" else m for m in prompt]
+        return {**record, "messages": [*context, *completion]}
+    if completion is not None and (isinstance(prompt, list) or isinstance(completion, list)):
+        raise MalformedError(
+            f"prompt is {kind(prompt)} and completion is {kind(completion)}; write both as text, or both as lists of "
+            "messages"
+        )
+    if query is not None and answers is not None and record.get("tools") is not None:
+        return {
+            **record,
+            "messages": [{"role": "user", "content": query}, {"role": "assistant", "tool_calls": answers}],
+        }
     return record
 
 
@@ -81,190 +120,126 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
     """Convert a ShareGPT record to `{"messages": …, "tools": …}`; further keys of a turn are kept, those of the record
     are not.
 
+    A turn of `function_call` becomes a message with calls of tools. Its text is the JSON of a call, or of a list of
+    them, perhaps after a thought that ends with `</think>`.
+
     Raises:
-        MalformedError: `conversations` is not a list of objects, a speaker is unknown, or `system` is not text.
+        MalformedError: `conversations` is neither a list of objects nor the JSON text of one, a speaker is unknown, the
+            text of a `function_call` is no JSON of calls, or `system` is not text.
     """
-    turns, system = record["conversations"], _optional(record, "system")
-    if not isinstance(turns, list):
-        raise MalformedError(f"conversations is {kind(turns)}, not a list")
+    turns, system = checked_list(record["conversations"], "conversations"), _optional(record, "system")
     messages: list[Any] = [{"role": "system", "content": system}] if system else []
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict):
             raise MalformedError(f"turn {number} is {kind(turn)}, not an object with from and value")
         speaker = turn.get("from", turn.get("role"))
-        if speaker not in _SPEAKERS:
+        if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             raise MalformedError(f"turn {number}: unknown speaker {speaker!r}; it may be {', '.join(_SPEAKERS)}")
-        message = {"role": _SPEAKERS[speaker], "content": turn.get("value", turn.get("content"))}
+        said = turn.get("value", turn.get("content"))
+        message = {"role": _SPEAKERS[speaker], "content": said}
+        if speaker in _CALLERS:
+            thought, mark, calls = said.rpartition("</think>") if isinstance(said, str) else ("", "", said)
+            if isinstance(calls, str):
+                calls = parsed(calls, f"{speaker} of turn {number}")
+            calls = checked_calls(calls if isinstance(calls, list) else [calls], f"turn {number}")
+            message |= {"content": thought + mark, "tool_calls": calls}
         messages.append({key: value for key, value in turn.items() if key not in ("from", "value")} | message)
-    return {"messages": messages, "tools": record.get("tools")}
+    return {"messages": messages, "tools": _tools_of(record)}
 
 
-def with_system(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of a chat in which the text under `system`, if any, is the first of the `messages`.
-
-    Raises:
-        MalformedError: `system` is not text, or the messages begin with a system message of their own; or the record
-            has `functions`, an older name of tools.
-    """
-    system, messages = _optional(record, "system"), record["messages"]
-    if record.get("functions"):
-        raise MalformedError("functions would be lost; write them as tools")
-    if not system or not isinstance(messages, list):
-        return record
-    if messages and isinstance(messages[0], dict) and messages[0].get("role") in ("system", "developer"):
-        raise MalformedError("system is given twice: beside messages and as the first of them; keep one of them")
-    return {**record, "messages": [{"role": "system", "content": system}, *messages]}
-
-
-def checked_messages(value: object) -> list[dict[str, Any]]:
-    """Check the messages of a chat; return copies without null values, except that `content` is always present.
+def chat_of(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a chat as `{"messages": …, "tools": …}`: the text under `system`, if any, becomes the first
+    message.
 
     Raises:
-        MalformedError: `value` is not a list of objects; a role is unknown; a content is not text (an image, say), or
-            an assistant's is empty although it calls no tool; `tool_calls` is not a list of objects; `weight` is
-            neither 0 nor 1, or is written as another training program names it; or no message is the assistant's.
+        MalformedError: `system` is not text, or the messages begin with a system message of their own; `messages` is
+            neither a list nor the JSON text of one; or tools are given twice.
     """
-    if not isinstance(value, list):
-        raise MalformedError(f"messages is {kind(value)}, not a list")
+    system, messages = _optional(record, "system"), checked_list(record["messages"], "messages")
+    if system:
+        if messages and isinstance(messages[0], dict) and messages[0].get("role") in ("system", "developer"):
+            raise MalformedError("system is given twice: beside messages and as the first of them; keep one of them")
+        messages = [{"role": "system", "content": system}, *messages]
+    return {"messages": messages, "tools": _tools_of(record)}
+
+
+def _tools_of(record: dict[str, Any]) -> Any:
+    """Return a record's `tools`, or its `functions`, their older name."""
+    if record.get("tools") and record.get("functions"):
+        raise MalformedError("tools are given twice: as tools and as functions; keep one of them")
+    return record.get("tools") or record.get("functions")
+
+
+def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
+    """Check the messages of a chat; return them in one spelling, without null values.
+
+    In this spelling `content` is text, "" beside `tool_calls` if there is none; parts of text are joined with nothing
+    between; a tool's result that is no text is its JSON. `tool_calls` are as `checked_calls` returns them, the older
+    `function_call` and the role `function` included.
+
+    Raises:
+        MalformedError: a message is no object; a role is unknown; a content is not text (an image, say), or an
+            assistant's is empty although it calls no tool; a call of a tool is malformed, or not the assistant's;
+            `weight` is neither 0 nor 1, or is written as another training program names it; or no message is the
+            assistant's.
+    """
     messages = []
-    for number, message in enumerate(value, 1):
-        if not isinstance(message, dict):
-            raise MalformedError(f"message {number} is {kind(message)}, not an object with role and content")
-        role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
-        if role not in ROLES:
-            raise MalformedError(f"message {number}: unknown role {role!r}; it may be {', '.join(ROLES)}")
-        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-            raise MalformedError(f"tool_calls of message {number} is no list of objects")
+    for number, given in enumerate(value, 1):
+        if not isinstance(given, dict):
+            raise MalformedError(f"message {number} is {kind(given)}, not an object with role and content")
+        where, message = f"message {number}", {key: of_key for key, of_key in given.items() if of_key is not None}
+        if message.get("role") == "function":
+            message["role"] = "tool"
+        if (role := message.get("role")) not in ROLES:
+            raise MalformedError(f"{where}: unknown role {role!r}; it may be {', '.join(ROLES)}")
         if message.get("weight") not in (None, 0, 1):
-            raise MalformedError(f"weight of message {number} is {message['weight']!r}; it may be 0 or 1")
-        if flags := [key for key in _TRAINS if message.get(key) is not None]:
-            raise MalformedError(f"message {number} says by {flags[0]!r} whether it trains; write weight, 0 or 1")
-        parts = content if isinstance(content, list) else ()
-        others = [part.get("type") for part in parts if isinstance(part, dict) and part.get("type") != "text"]
-        if others:
-            raise MalformedError(f"message {number} holds {others[0]!r}, and only text is read; leave the record out")
+            raise MalformedError(f"weight of {where} is {message['weight']!r}; it may be 0 or 1")
+        if flags := [key for key in _TRAINS if key in message]:
+            raise MalformedError(f"{where} says by {flags[0]!r} whether it trains; write weight, 0 or 1")
+        calls = _calls_of(message, where)
+        others = {key: of_key for key, of_key in message.items() if key not in ("tool_calls", "function_call")}
+        content = _content_of(message, where)
         # An empty system message is common and harmless, so only the assistant's content may not be empty.
-        if not (calls and content in (None, "")) and (role == "assistant" or content != ""):
-            checked_text(content, f"content of message {number}")
-        # Remove null values, because messages read from Parquet have every key.
-        messages.append({"content": None} | {key: given for key, given in message.items() if given is not None})
+        if not (calls and not content) and (role == "assistant" or content != ""):
+            checked_text(content, f"content of {where}")
+        messages.append({**others, "content": content or ""} | ({"tool_calls": calls} if calls else {}))
     if not any(message["role"] == "assistant" for message in messages):
         raise MalformedError("no message of the assistant, so nothing to train on")
     return messages
 
 
-def lost_content(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> dict[int, str]:
-    """Return index of a message -> description of the text in it that a chat template drops; empty if it drops none.
-
-    To find where the template writes a message, marks are put around its content, or in place of it. The words of the
-    content must appear there in order; case, white space and punctuation may differ. If marks change what else the
-    template writes, the words may be anywhere in the chat. A mark after the content must appear as well, so that its
-    end is not cut off.
-
-    Args:
-        messages: from `checked_messages`.
-        render: returns messages as the template writes them. Its `UserError`, such as a time limit's, is passed on.
-    """
-    written = render(messages).casefold()
-    with_text = [index for index, message in enumerate(messages) if (message["content"] or "").strip()]
-    marks = {index: (f"qxz{index}zxq", f"qyz{index}zyq") for index in with_text}
-    marked = list(messages)
-    for index, (begin, end) in marks.items():
-        marked[index] = {**messages[index], "content": f"{begin.upper()} {messages[index]['content']} {end.upper()}"}
-
-    def rendered(some: list[dict[str, Any]]) -> str | None:
-        try:
-            return render(some).casefold()
-        except UserError:
-            raise
-        except Exception:  # the template fails on other content
-            return None
-
-    around, lost = rendered(marked), {}
-    for index, (begin, end) in marks.items():
-        content = messages[index]["content"]
-        missing = _first_missing_word(content, _between(around or "", begin, end) or "")
-        if missing is not None:
-            only = rendered([*messages[:index], {**messages[index], "content": end.upper()}, *messages[index + 1 :]])
-            missing = _first_missing_word(content, _instead(written, only or "", end))
-        if missing is not None:
-            lost[index] = f"{missing[:40]!r} in the content of message {index + 1}"
-        elif around is not None and end not in around:
-            # a template may look at how a content begins
-            appended = {**messages[index], "content": f"{content} {end.upper()}"}
-            if end in (rendered([*messages[:index], appended, *messages[index + 1 :]]) or end):
-                continue
-            lost[index] = f"the end of the content of message {index + 1}"
-    return lost
+def _calls_of(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the calls of a message under `tool_calls` or, as one of an older kind, `function_call`."""
+    calls, older = message.get("tool_calls") or [], message.get("function_call")
+    if calls and older:
+        raise MalformedError(f"{where} has tool_calls and function_call; keep one of them")
+    calls = checked_calls([older] if older else calls, where)
+    if calls and message["role"] != "assistant":
+        raise MalformedError(f"{where} has tool_calls, and its role is {message['role']!r}; only the assistant calls")
+    return calls
 
 
-def _between(text: str, begin: str, end: str) -> str | None:
-    """Return the text between two marks; None if they do not appear in this order."""
-    after = text.partition(begin)[2]
-    return after.rpartition(end)[0] if end in after else None
-
-
-def _instead(written: str, only: str, mark: str) -> str:
-    """Return the part of the rendered chat `written` at the place where `only` has the mark.
-
-    `only` is the chat rendered with the mark in place of one message's content. Returns all of `written` if the two
-    differ elsewhere, or `only` lacks the mark.
-    """
-    before, found, after = only.partition(mark)
-    after = after.rpartition(mark)[2] if mark in after else after
-    fits = found and written.startswith(before) and written.endswith(after) and len(written) >= len(before + after)
-    return written[len(before) : len(written) - len(after)] if fits else written
-
-
-def _first_missing_word(content: str, written: str) -> str | None:
-    """Search the words of `content` in order in `written`, which is casefolded; return the first that is missing, or
-    None."""
-    position = 0
-    for match in re.finditer(r"\w+", content.casefold()):
-        found = written.find(match[0], position)
-        if found < 0:
-            return match[0]
-        position = found + len(match[0])
-    return None
-
-
-def checked_tools(value: object) -> list[Any] | None:
-    """Return the tools of a chat, given as a list or as the JSON text of one; None if there are none.
-
-    Raises:
-        MalformedError: `value` is neither.
-    """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except ValueError:
-            raise MalformedError("tools is neither a list nor the JSON text of one") from None
-    if not (value is None or isinstance(value, list)):
-        raise MalformedError(f"tools is {kind(value)}, not a list")
-    return value or None
-
-
-def checked_text(value: object, what: str) -> str:
-    """Return `value` if it is text that can be tokenized; `what` names it in messages.
-
-    Raises:
-        MalformedError: `value` is not a string, is empty or white space, or holds an unpaired surrogate.
-    """
-    if not isinstance(value, str):
-        raise MalformedError(f"{what} is {kind(value)}, not text")
-    if not value.strip():
-        raise MalformedError(f"{what} is empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise MalformedError(f"{what} holds half of a surrogate pair, which is no character") from None
-    return value
-
-
-def kind(value: object) -> str:
-    """Return JSON's name for the type of a value, with an article ("an object", "text"), for messages."""
-    names = {dict: "an object", list: "a list", str: "text", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+def _content_of(message: dict[str, Any], where: str) -> Any:
+    """Return the content of a message with parts of text joined, and with the result of a tool as text; any other value
+    as it is."""
+    content, is_result = message.get("content"), message["role"] == "tool"
+    if isinstance(content, list):
+        types = [part.get("type") if isinstance(part, dict) else None for part in content]
+        texts = [part.get("text") for part, type in zip(content, types, strict=True) if type in _TEXT_PARTS]
+        if content and len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "".join(texts)
+        others = [type for type in types if type not in _TEXT_PARTS and (type in _MEDIA_PARTS or not is_result)]
+        if any(others):
+            raise MalformedError(
+                f"{where} holds {shown(next(filter(None, others)))}, and only text is read; leave the record out"
+            )
+        if not is_result:
+            raise MalformedError(
+                f'content of {where} is a list of other things than {{"type": "text", "text": …}}: {shown(content)}'
+            )
+    if is_result and content is not None and not isinstance(content, str):
+        return json_text(content, f"content of {where}")
+    return content
 
 
 def _optional(record: dict[str, Any], key: str) -> str:

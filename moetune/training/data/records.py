@@ -14,8 +14,9 @@ from moetune.errors import UserError, counted, one_line, reading
 from moetune.training.data.chat_template import Marking
 from moetune.training.data.documents import Documents
 from moetune.training.data.encoder import Encoder, format_of
-from moetune.training.data.formats import MalformedError, kind, with_alpaca_names
+from moetune.training.data.formats import with_known_keys
 from moetune.training.data.sources import Source
+from moetune.training.data.values import MalformedError, kind
 from moetune.training.step.loss import IGNORED
 
 _MOST_PROBLEMS, _MOST_NUMBERS = 20, 3
@@ -37,6 +38,7 @@ class Reading:
         cut: number of documents that were truncated because they are too long.
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
+        ends: control tokens at the end of a turn of the assistant -> number of turns.
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))
@@ -45,6 +47,7 @@ class Reading:
     cut: int = 0
     unended: int = 0
     chats: Counter[Marking] = field(default_factory=Counter)
+    ends: Counter[tuple[str, ...]] = field(default_factory=Counter)
 
 
 def read_documents(
@@ -78,13 +81,14 @@ def read_documents(
             if not isinstance(row.value, dict):
                 raise MalformedError(f"{kind(row.value)}, not an object with keys")
             misread = misread or row.value
-            record = with_alpaca_names(row.value)
+            record = with_known_keys(row.value)
             if encoder is None:
                 with reading("the tokenizer"):
                     encoder = Encoder(tokenizer, format_of(record) if format == "auto" else format)
-            encoded, marking = encoder.encode(record)
-            if marking:
-                read.chats[marking] += 1
+            encoded, written = encoder.encode(record)
+            if written:
+                read.chats[written.marking] += 1
+                read.ends.update(written.ends)
             of_record = len(documents)
             for document in encoded:
                 if len(document) > longest and not document.divisible:

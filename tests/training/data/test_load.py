@@ -207,7 +207,7 @@ def test_malformed_chats_are_listed(tmp_path):
         {"messages": [USER, {"role": "assistant"}]},
     )
     assert message(file, make_tokenizer(CHATML)).splitlines()[1:] == [
-        "  line 2: messages is text, not a list",
+        "  line 2: messages is text and not valid JSON, 'hi': Expecting value: line 1 column 1 (char 0)",
         "  line 3: no message of the assistant, so nothing to train on",
         "  line 4: message 1 is text, not an object with role and content",
         "  line 5: message 2: unknown role 'bot'; it may be system, developer, user, assistant, tool",
@@ -315,13 +315,14 @@ TOOLED = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 @pytest.mark.parametrize("template", [TOOLED, TOOLED.replace("{% if m.content is not none %}", "{% if true %}")])
 def test_tool_calls_go_to_the_template_and_null_is_not_written(tmp_path, template):
     tokenizer = make_tokenizer(template)
     talk = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
-    record = {"messages": [*talk, ASSISTANT], "tools": json.dumps([{"type": "function"}])}
+    record = {"messages": [*talk, ASSISTANT], "tools": json.dumps([TOOL])}
     ids, labels = load_one(tmp_path, record, tokenizer)
     assert tokenizer.decode(ids).startswith("T1;<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nadd(")
     assert trained_text(tokenizer, ids, labels) == 'add({"a": 1})<|im_end|>\nyes<|im_end|>\n'
@@ -503,7 +504,7 @@ def test_what_a_template_leaves_out_is_refused(tmp_path):
     ):
         file = write(tmp_path / "data.jsonl", {"messages": messages})
         assert f"line 1: the chat template leaves out {what}" in message(file, make_tokenizer(CHATML))
-    file = write(tmp_path / "data.jsonl", {"messages": TALK, "tools": [{"type": "function"}]})
+    file = write(tmp_path / "data.jsonl", {"messages": TALK, "tools": [TOOL]})
     assert "leaves out tools" in message(file, make_tokenizer(CHATML))
 
 
@@ -777,7 +778,7 @@ def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path):
             {"messages": [USER, ASSISTANT | {"train": False}]},
             "message 2 says by 'train' whether it trains; write weight",
         ),
-        ({"messages": [USER, ASSISTANT], "functions": [{"name": "f"}]}, "functions would be lost; write them as tools"),
+        ({"messages": [USER, ASSISTANT], "functions": [{"name": "f"}]}, "the chat template leaves out tools"),
         ({"system": "kind", "messages": [{"role": "system", "content": "rude"}, USER, ASSISTANT]}, "given twice"),
         (
             {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "g", "reasoning": "deep"}]},

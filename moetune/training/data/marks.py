@@ -1,0 +1,139 @@
+"""Marks around the texts of a chat: they show where a chat template writes each message, and which texts it drops."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+Messages = list[dict[str, Any]]
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of one key, the reasoning of a message; transformers fills the others from the one that is given."""
+_MARK = re.compile(r"qx(\d+)([be])xq", re.IGNORECASE)
+_OPENING = re.compile(r"\s*(?:<think>\s*)?")  # a template that looks for reasoning drops what is before the tag
+_OF_CALLS = ("name", "arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that a template should write: under `key` of the message with the index `message`, perhaps deep in it."""
+
+    message: int
+    key: str
+    value: str
+
+
+def marked(messages: Messages) -> tuple[Messages, list[Text]]:
+    """Return the messages with marks around each text of their contents, reasoning, names and tool calls, and the texts
+    in the order of their numbers, which the marks hold. The name in a tool's message repeats a call's, and has none."""
+    texts: list[Text] = []
+
+    def mark(value: Any, at: int, key: str) -> Any:
+        if isinstance(value, dict):
+            return {name: mark(inner, at, key) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [mark(inner, at, key) for inner in value]
+        if not isinstance(value, str) or not value.strip():
+            return value
+        # Inside of the white space, which many templates trim.
+        opening = _OPENING.match(value)
+        low, high = opening.end() if opening else 0, len(value.rstrip())
+        begin, end = (f"qx{len(texts)}{side}xq" for side in "be")
+        texts.append(Text(at, key, value[low:high]))
+        return f"{value[:low]}{begin}{value[low:high]}{end}{value[high:]}"
+
+    def mark_call(call: Any, at: int, key: str) -> Any:
+        if not isinstance(call, dict):
+            return call
+        inner = {name: mark(call[name], at, key) for name in _OF_CALLS if name in call}
+        return call | inner | ({"function": mark_call(call["function"], at, key)} if "function" in call else {})
+
+    copies = []
+    for at, message in enumerate(messages):
+        keys = ("content", *REASONING, *(() if message["role"] == "tool" else ("name",)))
+        copy = message | {key: mark(message[key], at, key) for key in keys if key in message}
+        if isinstance(message.get("tool_calls"), list):
+            copy["tool_calls"] = [mark_call(call, at, "tool_calls") for call in message["tool_calls"]]
+        if "function_call" in message:
+            copy["function_call"] = mark_call(message["function_call"], at, "function_call")
+        copies.append(copy)
+    return copies, texts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a template writes the texts of a chat.
+
+    Attributes:
+        text: the chat as the template writes it.
+        kept: numbers of the texts whose words are all between their two marks.
+        ended: numbers of the texts whose end mark is there.
+        bounds: index of a message -> positions in `text` of the first and the last mark of it. Empty if marks change
+            what else the template writes, or are not in the order of the messages.
+    """
+
+    text: str
+    kept: frozenset[int]
+    ended: frozenset[int]
+    bounds: dict[int, tuple[int, int]]
+
+    @classmethod
+    def of(cls, text: str, written: str, texts: Sequence[Text]) -> "Layout":
+        """Compare a chat as the template writes it, `text`, with `written`, the same with marks around `texts`."""
+        pieces, length, last = [], 0, 0
+        begins: dict[int, int] = {}
+        ends: dict[int, int] = {}
+        bounds: dict[int, tuple[int, int]] = {}
+        for match in _MARK.finditer(written):
+            pieces.append(written[last : match.start()])
+            length, last = length + len(pieces[-1]), match.end()
+            if (number := int(match[1])) >= len(texts):
+                continue
+            if match[2] in "bB":
+                begins.setdefault(number, length)
+            else:
+                ends[number] = length
+            first, _ = bounds.get(texts[number].message, (length, length))
+            bounds[texts[number].message] = first, length
+        plain = "".join([*pieces, written[last:]])
+        kept = frozenset(
+            number
+            for number in begins.keys() & ends.keys()
+            if missing_word(texts[number].value, plain[begins[number] : ends[number]].casefold()) is None
+        )
+        flat = [position for _, both in sorted(bounds.items()) for position in both]
+        in_order = plain == text and flat == sorted(flat)
+        return cls(text, kept, frozenset(ends), bounds if in_order else {})
+
+    @cached_property
+    def _order(self) -> dict[int, tuple[int, int]]:
+        """Index of a message -> end of the text before it that has marks, and begin of that after it."""
+        at, order = sorted(self.bounds), {}
+        for place, index in enumerate(at):
+            before = self.bounds[at[place - 1]][1] if place else 0
+            order[index] = before, self.bounds[at[place + 1]][0] if place + 1 < len(at) else len(self.text)
+        return order
+
+    def around(self, index: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """Return the ranges of `text` between the texts of a message and those before and after it; None if unknown."""
+        if index not in self.bounds:
+            return None
+        (first, last), (before, after) = self.bounds[index], self._order[index]
+        return (before, first), (last, after)
+
+    def near(self, index: int) -> str | None:
+        """Return `text` from the message before a message to the one after it, casefolded; None if unknown."""
+        ranges = self.around(index)
+        return None if ranges is None else self.text[ranges[0][0] : ranges[1][1]].casefold()
+
+
+def missing_word(content: str, written: str) -> str | None:
+    """Search the words of `content` in order in `written`, which is casefolded; return the first that is missing, or
+    None."""
+    position = 0
+    for match in re.finditer(r"\w+", content.casefold()):
+        found = written.find(match[0], position)
+        if found < 0:
+            return match[0]
+        position = found + len(match[0])
+    return None

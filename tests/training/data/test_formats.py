@@ -1,0 +1,140 @@
+"""Records of other programs, as chats: what is trained is what the same chat trains in the plain spelling."""
+
+import csv
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.training.data.test_load import ASSISTANT, CHATML, MARKED, USER, load, make_tokenizer
+from tests.training.data.test_tool_calls import SPELLINGS, chat, encoded, refusal, templated
+
+PLAIN = {"messages": [USER, ASSISTANT]}
+
+
+def parts(*texts, type="text"):
+    return [{"type": type, "text": text} for text in texts]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prompts", "marked"])
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [{**USER, "content": parts("hi")}, {**ASSISTANT, "content": parts("y", "e", "s")}]},
+        {
+            "messages": [
+                {**USER, "content": parts("hi", type="input_text")},
+                {**ASSISTANT, "content": parts("yes", type="output_text")},
+            ]
+        },
+        {"messages": [{**USER, "content": [{"type": "text", "text": "hi", "image": None}]}, ASSISTANT]},
+        {"messages": json.dumps([USER, ASSISTANT])},
+        {"messages": f"\n{json.dumps([USER, ASSISTANT], indent=1)}\n", "tools": ""},
+        {"conversations": json.dumps([{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}])},
+        {"conversations": [{"role": "user", "content": parts("hi")}, {"role": "assistant", "content": "yes"}]},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+        {"prompt": [USER], "completion": [ASSISTANT], "tools": None, "label": None},
+        {"chosen": "x", "rejected": "y", **PLAIN},
+    ],
+)
+def test_other_spellings_of_a_chat_train_its_tokens(template, record):
+    tokenizer = make_tokenizer(template)
+    assert encoded(tokenizer, record) == encoded(tokenizer, PLAIN)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def test_chats_as_json_text_from_every_file(tmp_path, suffix):
+    """Files with columns hold messages, arguments and tools as JSON text, because these are unlike from row to row."""
+    file, record = tmp_path / f"data.{suffix}", SPELLINGS["all as text"]
+    if suffix == "csv":
+        with file.open("w", newline="") as handle:
+            csv.writer(handle).writerows([record.keys(), record.values()])
+    elif suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([record]), file)
+    else:
+        file.write_text(json.dumps([record] if suffix == "json" else record))
+    tokenizer = templated("qwen2_5")
+    (row,) = load(file, tokenizer, 4096, packing=False).train
+    ((written, _),) = encoded(tokenizer, chat())
+    assert tokenizer.decode(row["input_ids"]) == written
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prompts", "marked"])
+def test_of_a_conversational_prompt_nothing_trains(template):
+    tokenizer, again = make_tokenizer(template), {"role": "assistant", "content": "no"}
+    system = {"role": "system", "content": "s"}
+    record = {"prompt": [system, USER, ASSISTANT, USER], "completion": [again]}
+    ((written, trained),) = encoded(tokenizer, record)
+    assert written == tokenizer.apply_chat_template([*record["prompt"], again], tokenize=False)
+    assert trained == ("no<|im_end|>\n" if template is CHATML else "no</s>")
+
+
+def test_text_prompts_that_look_like_messages_stay_text():
+    tokenizer = make_tokenizer(CHATML, bos=False)
+    record = {"prompt": json.dumps([USER]), "completion": "yes"}
+    assert encoded(tokenizer, record) == [(f"{record['prompt']}yes</s>", "yes</s>")]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (
+            {"prompt": [USER], "completion": "yes"},
+            "prompt is a list and completion is text; write both as text, or both",
+        ),
+        ({"prompt": "hi", "completion": [ASSISTANT]}, "prompt is text and completion is a list"),
+        ({"completion": [ASSISTANT]}, "prompt is null and completion is a list"),
+        ({"prompt": [USER], "completion": [USER]}, "no message of the assistant"),
+        ({"prompt": ["hi"], "completion": [ASSISTANT]}, "message 1 is text, not an object"),
+        ({"prompt": "hi", "chosen": "yes", "rejected": "no"}, "docs/guides/preferences.md"),
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER, ASSISTANT]}, "docs/guides/preferences.md"),
+        (
+            {"conversations": [{"from": "human", "value": "hi"}], "chosen": {}, "rejected": {}},
+            "docs/guides/preferences.md",
+        ),
+        ({"prompt": "hi", "completion": "no", "label": False}, "docs/guides/preferences.md"),
+        (
+            {"messages": "[{'role': 'user', 'content': 'hi'}]"},
+            "messages is text and not valid JSON, \"[{'role': 'user'",
+        ),
+        ({"messages": '{"role": "user"}'}, "messages is an object, not a list"),
+        ({"messages": '[{"role": "user", "role": "user"}]'}, "the key 'role' appears more than once"),
+        ({"conversations": "hi"}, "conversations is text and not valid JSON, 'hi'"),
+        ({"messages": [{**USER, "content": [*parts("hi"), {"type": "image"}]}, ASSISTANT]}, "message 1 holds 'image'"),
+        ({"messages": [{**USER, "content": [{"type": "image_url", "image_url": {}}]}, ASSISTANT]}, "holds 'image_url'"),
+        (
+            {"messages": [USER, {**ASSISTANT, "content": [{"type": "tool_use", "name": "f"}]}]},
+            "message 2 holds 'tool_use'",
+        ),
+        ({"messages": [{**USER, "content": ["hi"]}, ASSISTANT]}, "content of message 1 is a list of other things"),
+        ({"messages": [{**USER, "content": []}, ASSISTANT]}, "content of message 1 is a list of other things"),
+        (
+            {"messages": [{**USER, "content": [{"type": "text", "text": 3}]}, ASSISTANT]},
+            "content of message 1 is a list",
+        ),
+        ({"messages": [{**USER, "content": {"text": "hi"}}, ASSISTANT]}, "content of message 1 is an object, not text"),
+        ({"messages": [USER, {**ASSISTANT, "content": parts("")}]}, "content of message 2 is empty"),
+    ],
+)
+def test_what_cannot_be_read_as_a_chat_is_named(record, said):
+    assert said in refusal(make_tokenizer(CHATML), record)
+
+
+@pytest.mark.parametrize(
+    ("content", "written"),
+    [
+        ({"a": "å", "b": None}, '{"a": "å", "b": null}'),
+        ([1, {"a": 2}], '[1, {"a": 2}]'),
+        ([], "[]"),
+        (3, "3"),
+        ("", ""),
+        (parts("a", "b"), "ab"),
+        ([{"type": "hotel", "text": "x"}], '[{"type": "hotel", "text": "x"}]'),
+        (False, "false"),
+    ],
+)
+def test_the_result_of_a_tool_is_text_or_its_json(content, written):
+    tokenizer = make_tokenizer(CHATML)
+    record = {"messages": [USER, ASSISTANT, {"role": "tool", "content": content}, ASSISTANT]}
+    assert f"<|im_start|>tool\n{written}<|im_end|>" in encoded(tokenizer, record)[0][0]
