@@ -71,10 +71,20 @@ class DataConfig(Section):
         return self.eval is not None or self.validation is not None
 
 
-def data_sets(written: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
-    """Return (name, weight) of each data set under `data.train` or `data.eval`; an empty list for None."""
+def data_sets(written: str | Sequence[str | WeightedData] | None, split: str | None = None) -> list[tuple[str, float]]:
+    """Return (name, weight) of each data set under `data.train` or `data.eval`; an empty list for None.
+
+    Names end with `split`, the value of `data.split`, unless they name a split themselves.
+    """
     several = (written,) if isinstance(written, str) else written or ()
-    return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in several]
+    weighted = [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in several]
+    return [(name if split is None else _of_split(name, split), weight) for name, weight in weighted]
+
+
+def _of_split(name: str, split: str) -> str:
+    path, after = path_and_split(name)
+    names_one = after or (":" in name and not Path(path).expanduser().exists())
+    return name if names_one else f"{name}:{split}"
 
 
 def path_and_split(spec: str, beside: Path = Path()) -> tuple[str, str]:

@@ -91,9 +91,8 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
 
     def read(spec: str, held_out: bool) -> Reading:
         parts: list[Reading] = []
-        split = None if held_out else data.split
         try:
-            for source in open_sources(spec, split, held_out=held_out, note=unread[held_out].append):
+            for source in open_sources(spec, held_out=held_out, note=unread[held_out].append):
                 try:
                     source = replace(source, rows=_announced(source))
                     parts.append(
@@ -105,14 +104,16 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
             problems[str(error)] = None
         return _joined(parts)
 
-    named = [(spec, part) for part in (False, True) for spec, _ in data_sets(data.eval if part else data.train)]
-    one_by_spec = {(spec, held_out): read(spec, held_out) for spec, held_out in dict.fromkeys(named)}
+    named = data_sets(data.train, data.split), data_sets(data.eval)
+    one_by_spec = {
+        (spec, held_out): read(spec, held_out) for held_out in (False, True) for spec in dict(named[held_out])
+    }
     if problems:
         raise UserError("\n".join(problems))
     draw = np.random.default_rng(train.seed)
     training, held_out = (
-        _joined([_times(one_by_spec[spec, held_out], weight, draw) for spec, weight in data_sets(part)])
-        for part, held_out in ((data.train, False), (data.eval, True))
+        _joined([_times(one_by_spec[spec, held_out], weight, draw) for spec, weight in named[held_out]])
+        for held_out in (False, True)
     )
     if data.validation is not None:
         training, held_out = _split(training, data.validation, draw)

@@ -20,7 +20,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePath
 from sys import stderr
-from typing import Any
+from typing import TypedDict
 
 import datasets
 import pyarrow as pa
@@ -32,28 +32,42 @@ from moetune.files import expanded, names_in
 from moetune.json_files import read_json
 from moetune.models.hub.reach import UNREACHABLE, hub_is_reachable
 from moetune.training.data.files import llama_factory
-from moetune.training.data.files.folder import MODULES, TEXT_ENDINGS, files_of_split
+from moetune.training.data.files.folder import files_of_split
 from moetune.training.data.files.lines import csv_rows, json_source, text_rows
-from moetune.training.data.files.opening import COMPRESSED, DAMAGED, opened, type_of
+from moetune.training.data.files.opening import (
+    COMPRESSED,
+    DAMAGED,
+    DELIMITERS,
+    JSON_ENDINGS,
+    RECORD_ENDINGS,
+    TEXT_ENDINGS,
+    opened,
+    type_of,
+)
 from moetune.training.data.files.source import Note, Row, Source
 from moetune.training.data.files.splits import choose_split
 from moetune.training.data.files.tables import arrow_batches, dataset_batches, parquet_batches, table_rows
 
-READABLE = (*TEXT_ENDINGS, *MODULES)
+READABLE = (*TEXT_ENDINGS, *RECORD_ENDINGS)
 # A spec with such an ending means a file, even if it does not exist; names on the hub may contain other dots.
 FILE_SUFFIXES = (*READABLE, *COMPRESSED, ".zip", ".xml", ".html", ".yaml", ".yml", ".py")
+
+
+class _Splits(TypedDict):
+    """`dataset_dict.json`, which `datasets` writes."""
+
+    splits: list[str]
 
 
 def _print(note: str) -> None:
     print(f"note: {note}", file=stderr)
 
 
-def open_sources(spec: str, split: str | None = None, *, held_out: bool = False, note: Note = _print) -> list[Source]:
+def open_sources(spec: str, *, held_out: bool = False, note: Note = _print) -> list[Source]:
     """Open what a spec names: a file, a folder, a data set of the catalog, or one on the hub, tried in this order.
 
     Args:
-        split: the split to read if the spec names none; None for the default of `choose_split`.
-        held_out: whether the records are for evaluation, which decides the default.
+        held_out: whether the records are for evaluation, which decides which split is read if `spec` names none.
         note: is told what the data set holds and is not read; prints it on stderr by default.
 
     Returns:
@@ -68,18 +82,17 @@ def open_sources(spec: str, split: str | None = None, *, held_out: bool = False,
     path = expanded(name)
     if not path.exists():
         name, _, after = spec.partition(":")
-    config, _, named = after.rpartition(":")
-    chosen = named or split
+    config, _, split = after.rpartition(":")
     if path.is_dir():
-        return _folder_sources(name, path, config or None, chosen, held_out, note)
+        return _folder_sources(name, path, config or None, split or None, held_out, note)
     if path.is_file():
         if config:
             raise UserError(f"{spec!r}: a file has no configurations; write {name}:SPLIT, or {name}")
-        return [_file_source(name, path, chosen, held_out, note)]
+        return [_file_source(name, path, split or None, held_out, note)]
     if path.exists():
         raise UserError(f"{spec!r} is a pipe or a device, and data are read more than once; write them to a file")
     if name in catalog_names():
-        return [_catalog_source(spec, name, chosen, held_out)]
+        return [_catalog_source(spec, name, split or None, held_out)]
     if looks_like_a_file(spec):
         raise UserError(f"no such file: {spec!r}.{_nearest(path)}")
     if "/" not in name:
@@ -88,7 +101,7 @@ def open_sources(spec: str, split: str | None = None, *, held_out: bool = False,
             f"{spec!r} is neither a file nor a catalog data set (catalog: {known}); "
             f"a hub data set is written organisation/name.{_nearest(path)}"
         )
-    return [_hub_source(spec, name, config or None, chosen, held_out, note)]
+    return [_hub_source(spec, name, config or None, split or None, held_out, note)]
 
 
 def catalog_names() -> list[str]:
@@ -126,7 +139,7 @@ def _folder_sources(
         return [
             replace(source, rows=entry.converted(source.rows))
             for entry in llama_factory.chosen(name, entries, split, note)
-            for source in open_sources(str(Path(name, entry.file)), held_out=held_out, note=note)
+            for source in open_sources(str(Path(name, entry.file or "")), held_out=held_out, note=note)
         ]
     files = files_of_split(name, folder, config, split, held_out, note)
     return [_file_source(str(Path(name, file.relative_to(folder))), file, None, held_out, note) for file in files]
@@ -136,9 +149,8 @@ def _saved_source(name: str, folder: Path, split: str | None, held_out: bool, no
     """Return a data set that `save_to_disk` of `datasets` wrote, or a split of several."""
     saved = folder
     if (folder / "dataset_dict.json").is_file():
-        splits = read_json(folder / "dataset_dict.json", dict[str, Any]).get("splits")
-        with reading(repr(str(folder / "dataset_dict.json"))):
-            saved = folder / choose_split(name, [str(one) for one in splits], split, held_out)
+        splits = read_json(folder / "dataset_dict.json", _Splits)["splits"]
+        saved = folder / choose_split(name, splits, split, held_out)
     for file in saved.glob("*.arrow"):
         opened(file, str(file)).close()  # raises for a pointer of Git LFS
     with reading(repr(name)), _without_bars():
@@ -165,11 +177,11 @@ def _file_source(name: str, path: Path, split: str | None, held_out: bool, note:
     try:
         with opened(path, name):
             pass
-        if MODULES.get(ending) == "json":
+        if ending in JSON_ENDINGS:
             return _checked(json_source(name, lambda: opened(path, name), split, held_out, note))
         choose_split(name, ["train"], split, held_out)
-        if MODULES.get(ending) == "csv":
-            rows = csv_rows(name, opened(path, name), "\t" if ending == ".tsv" else ",")
+        if ending in DELIMITERS:
+            rows = csv_rows(name, opened(path, name), DELIMITERS[ending])
             return _checked(Source(name, "line", rows))
         if ending in TEXT_ENDINGS:
             return _checked(Source(name, "line", text_rows(opened(path, name))))
@@ -222,7 +234,7 @@ def _hub_source(spec: str, name: str, config: str | None, split: str | None, hel
         if not kept.is_dir() and not hub_is_reachable():  # datasets would retry many times
             raise OSError(UNREACHABLE)
         with _without_bars():
-            rows = datasets.load_dataset(name, config, split=split)
+            rows = datasets.load_dataset(name, config, split=split or (None if held_out else "train"))
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise UserError(

@@ -18,25 +18,16 @@ from datasets.data_files import (
     SPLIT_PATTERN_SHARDED,
     sanitize_patterns,
 )
-from datasets.load import infer_module_for_data_files_list
 from datasets.utils.metadata import MetadataConfigs
 from fsspec.utils import glob_translate
 from huggingface_hub import metadata_load
 
 from moetune.errors import UserError, first_of, reading, shown
-from moetune.training.data.files.opening import type_of
+from moetune.training.data.files.opening import RECORD_ENDINGS, TEXT_ENDINGS, type_of
 from moetune.training.data.files.source import Note
 from moetune.training.data.files.splits import choose_split
 
-MODULES = {
-    **dict.fromkeys((".jsonl", ".json", ".ndjson"), "json"),
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-"""Ending of a file of records -> the module of `datasets` that reads such files."""
-TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
-_SHARD = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(.*)")
+_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5}).*")
 _HARMLESS = {"data_files", "data_dir", "default", "description", "version", "features", "drop_labels", "drop_metadata"}
 """Keys of a configuration in a data set's card that do not change how records are read."""
 
@@ -61,9 +52,9 @@ def files_of_split(
 
     Splits are those of `datasets`: of the card's configuration, else by a name `data/SPLIT-00000-of-00001.*`, else by a
     keyword in a folder's name (`train`, `dev`, `eval`, …), else in a file's name. If none of these gives a split for
-    training, it is all files that are in no other split. Of several types of file, those that `datasets` would read.
-    Files whose name begins with a dot, or whose folder's name does, are not read; text files only if there are no
-    records.
+    training, it is all files that are in no other split (`datasets` hides them). All types of records are read
+    (`datasets` reads the most frequent one), text files only if there are no records, and none whose name, or whose
+    folder's name, begins with a dot.
 
     Args:
         spec: what the user wrote, for messages.
@@ -77,19 +68,21 @@ def files_of_split(
     """
     everything = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
     visible = [name for name in everything if not _is_hidden(name) and Path(name).name not in FILES_TO_IGNORE]
-    records = [name for name in visible if type_of(name) in MODULES]
+    records = [name for name in visible if type_of(name) in RECORD_ENDINGS]
     names = records or [name for name in visible if type_of(name) in TEXT_ENDINGS]
     if not names:
-        raise UserError(f"folder {spec!r} holds no file that can be read: {', '.join((*TEXT_ENDINGS, *MODULES))}")
+        raise UserError(
+            f"folder {spec!r} holds no file that can be read: {', '.join((*TEXT_ENDINGS, *RECORD_ENDINGS))}"
+        )
     card = _card(spec, folder, config)
     splits = _splits(spec, [name for name in names if name.startswith(card.folder)], card)
     chosen = choose_split(spec, splits, split, held_out)
-    read = _of_one_type(splits[chosen]) if records else splits[chosen]
-    passed_over = {name: other for other, names in splits.items() for name in names if other != chosen}
+    read = splits[chosen]
+    split_of = {name: other for other, found in splits.items() for name in found}
     rest = [
-        f"{name} (split {passed_over[name]})" if name in passed_over else name
+        f"{name} (split {split_of[name]})" if name in split_of else name
         for name in everything
-        if name not in read and (not _is_hidden(name) or type_of(name) in (*MODULES, *TEXT_ENDINGS))
+        if name not in read and (not _is_hidden(name) or type_of(name) in (*TEXT_ENDINGS, *RECORD_ENDINGS))
     ]
     if rest:
         note(f"{spec!r}: the split {shown(chosen)} is read; passed over: {', '.join(first_of(rest))}")
@@ -109,23 +102,24 @@ def _splits(spec: str, names: list[str], card: _Card) -> dict[str, list[str]]:
     if card.patterns is not None:
         splits = {split: _matching(inside, globs) for split, globs in card.patterns.items()}
         if empty := [split for split, found in splits.items() if not found]:
-            globs = ", ".join(card.patterns[empty[0]])
-            raise UserError(f"README.md of {spec!r} says that split {empty[0]!r} is {globs}, and no such file is there")
+            where = ", ".join(card.patterns[empty[0]])
+            raise UserError(f"README.md of {spec!r} says that split {empty[0]!r} is {where}, and no such file is there")
     else:
         shards = {match[1] for name in inside if (match := re.fullmatch(r"data/([\w.]+)-\d{5}-of-\d{5}.*\..*", name))}
-        splits = {}
-        for patterns in (
+        orders: tuple[Mapping[str, Sequence[str]], ...] = (
             {split: [SPLIT_PATTERN_SHARDED.format(split=split)] for split in sorted(shards)},
             DEFAULT_PATTERNS_SPLIT_IN_DIR_NAME,
             DEFAULT_PATTERNS_SPLIT_IN_FILENAME,
             {"train": ["**"]},
-        ):
+        )
+        splits = {}
+        for patterns in orders:
             if "train" in splits:
                 break
             left = [name for name in inside if not any(name in found for found in splits.values())]
             for split, globs in patterns.items():
                 if found := _matching(left, globs):
-                    splits[str(split)] = [*splits.get(str(split), []), *found]
+                    splits.setdefault(str(split), []).extend(found)
     return {split: [card.folder + name for name in found] for split, found in splits.items()}
 
 
@@ -135,17 +129,12 @@ def _matching(names: Iterable[str], globs: Iterable[str]) -> list[str]:
     return [*dict.fromkeys(name for pattern in patterns for name in names if pattern.match(name))]
 
 
-def _of_one_type(names: list[str]) -> list[str]:
-    module, _ = infer_module_for_data_files_list(names)  # type: ignore[arg-type]
-    return [name for name in names if MODULES[type_of(name)] == module] or names
-
-
 def _missing(names: Iterable[str]) -> Iterable[str]:
     """Yield the names of shards that are not there, although the names of others say that they belong to the set."""
     shards: dict[tuple[str, int], set[int]] = {}
     for name in names:
         if match := _SHARD.fullmatch(name):
-            shards.setdefault((match[1], int(match[4])), set()).add(int(match[2]))
+            shards.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
     for (begin, count), there in shards.items():
         yield from (f"{begin}{number:05}-of-{count:05}" for number in range(count) if number not in there)
 
@@ -158,7 +147,7 @@ def _card(spec: str, folder: Path, config: str | None) -> _Card:
             declared |= metadata_load(readme) or {}
         if (standalone := folder / ".huggingface.yaml").is_file():
             declared |= yaml.safe_load(standalone.read_text(encoding="utf-8")) or {}
-        configs = MetadataConfigs.from_dataset_card_data(declared)  # type: ignore[arg-type]
+        configs = MetadataConfigs.from_dataset_card_data(declared)
         name = config or configs.get_default_config_name()
     if not configs and config is None:
         return _Card()

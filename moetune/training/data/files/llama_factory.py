@@ -1,6 +1,7 @@
 """LLaMA-Factory's folders: `dataset_info.json` names the data sets, their files, and the keys of their records."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -62,32 +63,32 @@ class Entry:
         role, content = self.tags.get("role_tag", "from"), self.tags.get("content_tag", "value")
         speakers = {self.tags.get(f"{name}_tag", speaker): speaker for name, speaker in _SPEAKERS.items()}
         rest = {key: value for key, value in turn.items() if key not in (role, content)}
-        return {**rest, "from": speakers.get(turn.get(role), turn.get(role)), "value": turn.get(content)}
+        return {**rest, "from": speakers.get(str(turn.get(role)), turn.get(role)), "value": turn.get(content)}
 
 
 def entries(folder: Path) -> list[Entry]:
     """Return the data sets that LLaMA-Factory's `dataset_info.json` in a folder names; none if it is no such file."""
     listing = folder / "dataset_info.json"
-    found = read_json(listing, dict[str, Any]) if listing.is_file() else {}
-    if not found or not all(
-        isinstance(entry, dict) and any(key in entry for key in _PLACES) for entry in found.values()
-    ):
+    if not listing.is_file():
         return []
-    return [
-        Entry(
-            name,
-            file if isinstance(file := entry.get("file_name"), str) and _is_inside(folder, file) else None,
-            entry.get("columns") or {},
-            entry.get("tags") or {},
-            bool(entry.get("ranking")),
-            tuple(sorted(entry.keys() - _APPLIED)),
-        )
-        for name, entry in found.items()
-    ]
+    with suppress(UserError):  # not JSON, or not an object of objects: another program's
+        found = read_json(listing, dict[str, dict[str, Any]])
+        if all(entry.keys() & {*_PLACES} for entry in found.values()):
+            return [_entry(folder, name, entry) for name, entry in found.items()]
+    return []
 
 
-def _is_inside(folder: Path, file: str) -> bool:
-    return (folder / file).exists() and (folder / file).resolve().is_relative_to(folder.resolve())
+def _entry(folder: Path, name: str, entry: dict[str, Any]) -> Entry:
+    file, columns, tags = (entry.get(key) for key in ("file_name", "columns", "tags"))
+    is_there = isinstance(file, str) and (folder / file).exists()
+    return Entry(
+        name,
+        file if is_there and (folder / str(file)).resolve().is_relative_to(folder.resolve()) else None,
+        columns if isinstance(columns, dict) else {},
+        tags if isinstance(tags, dict) else {},
+        bool(entry.get("ranking")),
+        tuple(sorted(entry.keys() - _APPLIED)),
+    )
 
 
 def chosen(spec: str, known: Sequence[Entry], name: str | None, note: Note) -> list[Entry]:

@@ -15,6 +15,10 @@ import pyarrow as pa
 
 from moetune.errors import UserError
 
+TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+RECORD_ENDINGS = (*JSON_ENDINGS, *DELIMITERS, ".parquet", ".arrow")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 """Endings of compressed files; the ending before them is the file's type."""
 DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
@@ -24,7 +28,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 def _by_arrow(codec: str) -> Callable[..., IO[bytes]]:
     def opened(path: Any, mode: str) -> IO[bytes]:
-        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(path.open(mode)), codec))  # type: ignore[type-var]
+        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(path.open(mode)), codec))
 
     return opened
 

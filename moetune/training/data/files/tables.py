@@ -56,7 +56,7 @@ def dataset_batches(rows: datasets.Dataset) -> Iterator[pa.RecordBatch]:
 
 
 def table_rows(name: str, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
-    """Yield the records of a table, without the keys whose value is null.
+    """Yield the records of a table: all of its columns, but no keys of structs whose value is null.
 
     Dates and times become text, `2027-01-31 09:30:00`, or a number where they are out of range; durations are numbers.
     Values of `Json()` columns are decoded.
@@ -74,12 +74,10 @@ def table_rows(name: str, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
         for at in range(len(batch)):
             number += 1
             try:
-                record = {key: _value(column[at], decode) for key, column in columns}
+                yield Row(number, {key: _value(column[at], decode) for key, column in columns})
             except (UnicodeDecodeError, KeyError) as error:
                 twice = f"a map holds the key {error} twice" if isinstance(error, KeyError) else "not valid UTF-8"
                 yield Row(number, problem=twice)
-            else:
-                yield Row(number, {key: value for key, value in record.items() if value is not None})
 
 
 def _refuse_twice(name: str, type_: pa.DataType) -> None:
