@@ -15,12 +15,11 @@ are any: `folder:test`, `org/name:en:test`.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePath
 from sys import stderr
-from typing import TypedDict
 
 import datasets
 import pyarrow as pa
@@ -53,7 +52,8 @@ READABLE = (*TEXT_ENDINGS, *RECORD_ENDINGS)
 FILE_SUFFIXES = (*READABLE, *COMPRESSED, ".zip", ".xml", ".html", ".yaml", ".yml", ".py")
 
 
-class _Splits(TypedDict):
+@dataclass(frozen=True)
+class _DatasetDict:
     """`dataset_dict.json`, which `datasets` writes."""
 
     splits: list[str]
@@ -149,7 +149,7 @@ def _saved_source(name: str, folder: Path, split: str | None, held_out: bool, no
     """Return a data set that `save_to_disk` of `datasets` wrote, or a split of several."""
     saved = folder
     if (folder / "dataset_dict.json").is_file():
-        splits = read_json(folder / "dataset_dict.json", _Splits)["splits"]
+        splits = read_json(folder / "dataset_dict.json", _DatasetDict).splits
         saved = folder / choose_split(name, splits, split, held_out)
     for file in saved.glob("*.arrow"):
         opened(file, str(file)).close()  # raises for a pointer of Git LFS

@@ -9,8 +9,9 @@ from typing import IO
 from moetune.errors import UserError, shown
 from moetune.json_files import UNIQUE_KEYS, DuplicateKeyError
 from moetune.training.data.files.json_array import JsonArray
+from moetune.training.data.files.opening import type_of
 from moetune.training.data.files.source import Note, Row, Source
-from moetune.training.data.files.splits import choose_split
+from moetune.training.data.files.splits import SPLIT_NAMES, choose_split
 
 _UTF8_MARK = b"\xef\xbb\xbf"
 _SOME_BYTES = 2**16
@@ -33,7 +34,9 @@ def json_source(name: str, open_: Open, split: str | None, held_out: bool, note:
         return Source(name, "record", _array_rows(JsonArray(open_())))
     keys = JsonArray(open_()).keys() if first == b"{" else {}
     lists = [key for key, holds_objects in keys.items() if holds_objects]
-    if not lists or _OF_RECORDS & keys.keys():
+    # In a file for lines an object is one line, and so a record, unless its lists are named like splits.
+    may_hold_splits = type_of(name) == ".json" or {split, *SPLIT_NAMES} & {*lists}
+    if not lists or not may_hold_splits or _OF_RECORDS & keys.keys():
         choose_split(name, ["train"], split, held_out)
         return Source(name, "line", _json_rows(open_()))
     chosen = choose_split(name, lists, split, held_out)

@@ -7,6 +7,8 @@ from datasets.data_files import SPLIT_KEYWORDS
 
 from moetune.errors import UserError, suggest
 
+SPLIT_NAMES = {name for names in SPLIT_KEYWORDS.values() for name in names}
+"""Usual names of splits: train, dev, test, …"""
 _TRAIN, _HELD_OUT = SPLIT_KEYWORDS[Split.TRAIN], SPLIT_KEYWORDS[Split.VALIDATION] + SPLIT_KEYWORDS[Split.TEST]
 
 
