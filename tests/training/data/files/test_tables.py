@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from moetune.training.data.sources import open_sources
 from tests.training.data.files.read import message, records, write_lines
 
 
@@ -176,8 +177,8 @@ def test_every_type_is_read(tmp_path):
     assert [of_arrow[0]["time"], of_parquet[0]["time"]] == ["01:00:00", "01:00:00.000"]
     assert of_arrow[1]["duration"] == 1
     assert of_arrow[2] == {
-        **dict.fromkeys(columns), "list": [None], "large list": [None], "fixed list": [None], "map": {"k": None},
-        "dictionary": begin["at"],
+        **dict.fromkeys(columns), "struct": {}, "list": [{}], "large list": [{}], "fixed list": [None],
+        "map": {"k": {}}, "dictionary": begin["at"],
     }  # fmt: skip
 
 
