@@ -133,7 +133,9 @@ def _nearest(path: Path) -> str:
 def _folder_sources(
     name: str, folder: Path, config: str | None, split: str | None, held_out: bool, note: Note
 ) -> list[Source]:
-    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+    if (folder / "dataset_dict.json").is_file() or all(
+        (folder / file).is_file() for file in ("state.json", "dataset_info.json")
+    ):
         return [_saved_source(name, folder, split, held_out, note)]
     if entries := llama_factory.entries(folder):
         return [

@@ -170,6 +170,17 @@ def test_names_that_are_patterns_elsewhere(tmp_path):
     assert records(f"{folder}/x.jsonl:train") == records(folder)
 
 
+def test_links_are_read_or_named(tmp_path):
+    write(tmp_path, "away/a.jsonl")
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "b.jsonl").symlink_to(tmp_path / "away" / "a.jsonl")
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "away")
+    assert records(tmp_path / "set") == records(tmp_path / "away")
+    assert notes(tmp_path / "set")[0].endswith("passed over: linked")
+    (tmp_path / "away" / "a.jsonl").unlink()
+    assert "'{}' cannot be read: No such file".format(tmp_path / "set" / "b.jsonl") in message(tmp_path / "set")
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_what_save_to_disk_wrote(tmp_path, several):
     folder = tmp_path / "saved"
