@@ -66,9 +66,7 @@ def files_of_split(
         UserError: the folder has no file that can be read, or no such split or configuration; or its card cannot be
             read, or declares what is not there or how files are to be read.
     """
-    found = [
-        file for file in folder.rglob("*") if file.is_file() or file.is_symlink()
-    ]
+    found = [file for file in folder.rglob("*") if file.is_file() or file.is_symlink()]
     everything = sorted(file.relative_to(folder).as_posix() for file in found)
     visible = [name for name in everything if not _is_hidden(name) and Path(name).name not in FILES_TO_IGNORE]
     records = [name for name in visible if type_of(name) in RECORD_ENDINGS]

@@ -97,11 +97,11 @@ def _value(scalar: pa.Scalar, decode: Callable[[str], Any]) -> Any:
     if isinstance(scalar, pa.StructScalar):
         return {key: value for key, item in scalar.items() if (value := _value(item, decode)) is not None}
     if isinstance(scalar, pa.MapScalar):
-        pairs = [(_value(pair[0], decode), _value(pair[1], decode)) for pair in scalar.values]
-        keys = [key for key, _ in pairs]
+        keys = [_value(pair[0], decode) for pair in scalar.values]
+        keys = [key if isinstance(key, str) else json.dumps(key, default=str) for key in keys]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise KeyError(twice[0])
-        return dict(pairs)
+        return dict(zip(keys, (_value(pair[1], decode) for pair in scalar.values), strict=True))
     if isinstance(scalar, pa.ListScalar):
         return [_value(item, decode) for item in scalar.values]
     if isinstance(scalar, pa.JsonScalar):
@@ -109,10 +109,13 @@ def _value(scalar: pa.Scalar, decode: Callable[[str], Any]) -> Any:
             return decode(scalar.as_py())
         except ValueError:
             return scalar.as_py()
-    if isinstance(scalar, (pa.DictionaryScalar, pa.ExtensionScalar, pa.UnionScalar)):
+    if isinstance(scalar, (pa.DictionaryScalar, pa.RunEndEncodedScalar, pa.ExtensionScalar, pa.UnionScalar)):
         return _value(scalar.value, decode)
     if isinstance(scalar, _MOMENTS):
-        text = scalar.cast(pa.string()).as_py()
+        try:
+            text = scalar.cast(pa.string()).as_py()
+        except pa.ArrowInvalid:  # a time zone that is not known
+            return scalar.value
         return scalar.value if text.startswith("<value out of range") else text
     return scalar.value if isinstance(scalar, pa.DurationScalar) else scalar.as_py()
 

@@ -142,6 +142,22 @@ def test_json_columns_of_other_programs_are_decoded(tmp_path):
 LARGEST = 2**62
 
 
+def test_rare_types_are_read(tmp_path):
+    late, structs = pa.array([LARGEST], pa.timestamp("us")), pa.struct([("k", pa.int64())])
+    columns = {
+        "runs": (pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), late), LARGEST),
+        "zone": (late.cast(pa.timestamp("us", "Mars/Phobos")), LARGEST),
+        "union": (pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([{"a": 1, "b": None}])]), {"a": 1}),
+        "view": (pa.array([["x", None]], pa.list_view(pa.string_view())), ["x", None]),
+        "map": (pa.array([[(1, "x"), (2, None)]], pa.map_(pa.int64(), pa.string())), {"1": "x", "2": None}),
+        "keys": (pa.array([[({"k": 1}, "x")]], pa.map_(structs, pa.string())), {'{"k": 1}': "x"}),
+    }  # fmt: skip
+    table = pa.table({key: values for key, (values, _) in columns.items()})
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    assert records(tmp_path / "a.arrow") == [{key: value for key, (_, value) in columns.items()}]
+
+
 def test_every_type_is_read(tmp_path):
     moments = pa.array([0, LARGEST, None], pa.timestamp("us"))
     structs = pa.StructArray.from_arrays([moments, pa.array(["a", "b", None])], ["at", "content"])
