@@ -88,6 +88,22 @@ class Adapter:
             found |= {f"{path}.{name}": factors for name, factors in projections.items()}
         return found
 
+    def unties(self, tied: Mapping[str, str]) -> list[str]:
+        """Return those of the names `tied` (second name of a weight -> first) that are a weight of their own with it.
+
+        PEFT gives factors to one module, whatever its weight is tied to.
+        """
+        with_factors = {f"{path}.weight" for path in self.linears}
+        lone = [name for name, first in tied.items() if not with_factors.isdisjoint((name, first))]
+        return [*lone, *untied_in(self.saved, tied)]
+
+
+def untied_in(saved: Mapping[str, Tensor], tied: Mapping[str, str]) -> list[str]:
+    """Return those of the names `tied` (second name of a weight -> first) that are a weight of their own where an
+    adapter holds `saved` whole: PEFT unties a module that it saves alone, and saves one weight under both names."""
+    pairs = {name: [saved[one] for one in (name, first) if one in saved] for name, first in tied.items()}
+    return [n for n, held in pairs.items() if held and not (len(held) == 2 and held[0].float().equal(held[1].float()))]
+
 
 def parted(shape: ExpertShape, fused: Factors) -> tuple[Factors, Factors]:
     """Return the factors of gate and of up, from those of the fused projection (A [E, R, H], B [E, 2I, R]).

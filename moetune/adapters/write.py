@@ -70,7 +70,7 @@ def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
         return _for_server(adapter, base, program)
     modules = tuple(sorted({_module_of(name, base) for name in adapter.saved}))
     tied = base.structure.tied
-    ties = any(name in (*tied, *tied.values()) for name in adapter.saved)
+    ties = any(name in adapter.saved for name in tied) and not adapter.unties(tied)
     settings = peft_settings(base, adapter, modules, ties=ties)
     layout = "unsloth-grouped" if program == "unsloth-grouped" else "peft"
     tensors = stacked(adapter, ORDERS[layout]) | dict(adapter.saved)

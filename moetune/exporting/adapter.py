@@ -20,14 +20,15 @@ from moetune.adapters.write import laid_out
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of, shown
 from moetune.exporting.folder import keep_apart, new_folder, write_export_manifest
-from moetune.exporting.formats.merged import copy_checkpoint
+from moetune.exporting.formats.merged import copy_checkpoint, untie_if_apart
 from moetune.exporting.formats.updates import Update, expert_with_lora, linear_with_lora, new_rows, placed, whole
 from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import Base
+from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.hub.tensor_files import Held, Stored
-from moetune.run.resolve import resolve_model
+from moetune.run.resolve import resolve_model, untied_model
 from moetune.run.resolved import ResolvedModel
 
 
@@ -112,19 +113,23 @@ def merge_adapter(
     found = _read_whole(stored, of_base, layout)
     keep_apart(out, "merged", stored.folder, *model.source.local_folders())
     tensors = open_checkpoint(source)
+    added: dict[str, Stored] = {}
+    if found.adapter.unties(model.structure.tied):
+        model, added = _taken_apart(model, tensors)
+        tensors |= added
     _refuse_other_values(stored, found.frozen, model, tensors)
-    targets = placed(model, _updates(found.adapter, of_base), tensors)
+    targets = placed(model, _updates(found.adapter, of_base, model.structure.tied), tensors)
     changed: set[str] = set()
     with new_folder(out, overwrite, sum(tensor.nbytes for tensor in tensors.values())) as folder:
-        fingerprint, places = copy_checkpoint(source, folder)
+        fingerprint, places = copy_checkpoint(source, folder, added=added)
         for update, mapping in targets:
             for key, start, rows in new_rows(update, mapping, tensors):
                 places[key].write(rows, start)
                 changed.add(key)
+        notes = [*untie_if_apart(folder), *_of_another_base(stored, base, model)]
         of = Base(model.source.name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": of})
     size = sum(tensors[key].nbytes for key in changed)
-    notes = _of_another_base(stored, base, model)
     return AdapterWritten(str(out), found.layout, found.reasons, len(changed), size, notes)
 
 
@@ -203,9 +208,28 @@ def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) ->
     return found
 
 
-def _updates(adapter: Adapter, base: AdapterBase) -> Iterator[Update]:
+def _taken_apart(model: ResolvedModel, tensors: Mapping[str, Stored]) -> tuple[ResolvedModel, dict[str, Stored]]:
+    """Return a model untied, and the tensors that its checkpoint then lacks: name -> that of the tied weight.
+
+    Raises `UserError` if transformers would not find one of them.
+    """
+    apart = untied_model(model)
+    mappings, added = key_mappings(apart.plain, tensors), {}
+    for name, first in model.structure.tied.items():
+        held, lacking = (first, name) if first in mappings else (name, first)
+        if held not in mappings:
+            raise UserError(f"the base checkpoint has no tensors for {first}")
+        if lacking not in mappings:
+            added[lacking] = tensors[mappings[held].every_key()[0]]
+    lost = added.keys() - key_mappings(apart.plain, added).keys()
+    if lost:
+        raise UserError(f"the adapter unties {min(lost)}, for which checkpoints of {model.source.name!r} have no name")
+    return apart, added
+
+
+def _updates(adapter: Adapter, base: AdapterBase, tied: Mapping[str, str]) -> Iterator[Update]:
     """Yield the updates that an adapter makes to parameters of its base, as transformers names them; experts whose B
-    is zero are left out."""
+    is zero are left out. `tied` is second name of a tied parameter -> its first name."""
     for path, factors in adapter.linears.items():
         A, B = Held(factors.A), Held(factors.B)
         yield Update(f"{path}.weight", None, True, partial(linear_with_lora, A, B, factors.scale))
@@ -220,8 +244,7 @@ def _updates(adapter: Adapter, base: AdapterBase) -> Iterator[Update]:
                     rows = partial(expert_with_lora, layer, stack, A, B, (slice(None),), own.scale)
                     yield Update(f"{path}.{stack}", expert, True, rows)
     for name, tensor in adapter.saved.items():
-        first = base.structure.tied.get(name, name)
-        yield Update(first, None, False, partial(whole, Held(tensor)), tensor.dtype)
+        yield Update(tied.get(name, name), None, False, partial(whole, Held(tensor)), tensor.dtype)
 
 
 def _refuse_other_values(

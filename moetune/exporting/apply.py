@@ -4,19 +4,20 @@ A delta is a folder that `moetune export --format delta` wrote: the tensors that
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from moetune.errors import UserError
 from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_export_manifest
-from moetune.exporting.formats.merged import copy_checkpoint
+from moetune.exporting.formats.merged import copy_checkpoint, untie_if_apart
 from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.models.hub.delta_folder import Delta, read_delta
 from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.models.hub.tensor_files import Stored, read_headers
-from moetune.models.source import find_model_source
+from moetune.models.source import ModelSource, find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
 
 
@@ -68,7 +69,7 @@ def apply_delta(
     delta, out = expanded(delta), Path(out)
     if not delta.is_dir():
         raise UserError(f"delta {str(delta)!r} does not exist")
-    base, name = _find_base(str(to))
+    base, source, name = _find_base(str(to))
     keep_apart(out, "read", delta, base)
     read, places = read_delta(delta), open_checkpoint(base)
     size, done = sum(tensor.nbytes for tensor in read_headers(base).values()), 0
@@ -90,6 +91,8 @@ def apply_delta(
             f"{wrong}--force {name} applies it anyway"
         )
     _refuse_misfits(read, places, base)
+    if difference is not None and source is not None:
+        _refuse_other_ties(read, places, source)
     with new_folder(out, overwrite, needed) as folder:
         copied, copies = copy_checkpoint(base, folder, on_block)
         changed = fingerprint.difference(copied)
@@ -101,10 +104,11 @@ def apply_delta(
             rows = read.slices.get(key)
             for start, stop in tensor.blocks() if rows is None else ((slot, slot + 1) for slot in range(len(rows))):
                 copies[key].write(tensor.rows(start, stop), start if rows is None else rows[start])
+        notes = (*_notes(difference, force, name), *untie_if_apart(folder))
         of_base = Base(name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "applied", **read.about, "base": of_base, "forced": difference})
     changed_bytes = sum(places[key].nbytes for key in read.tensors)
-    return Applied(str(out), len(read.tensors), changed_bytes, difference, tuple(_notes(difference, force, name)))
+    return Applied(str(out), len(read.tensors), changed_bytes, difference, notes)
 
 
 def _notes(difference: str | None, force: str | None, name: str) -> Iterator[str]:
@@ -132,8 +136,27 @@ def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> N
         raise UserError(f"{key} of the delta is {[*tensor.shape]} and {there} in {str(base)!r}")
 
 
-def _find_base(to: str) -> tuple[Path, str]:
-    """Return the folder and the name of the base `to`, a folder, catalog name or hub id.
+def _refuse_other_ties(delta: Delta, places: Mapping[str, Stored], source: ModelSource) -> None:
+    """Raise `UserError` if the delta holds a table of the vocabulary that is tied to another in one of the two bases
+    only, the one that it was made for and `source`, whose tensors are `places`: the other would change in one only."""
+    rows = getattr(source.config.get_text_config(), "vocab_size", None)
+    there = {name: str([*place.shape]) for name, place in places.items()}
+    made_for = {name: kind.partition(" ")[2] for name, kind in delta.base.fingerprint.tensors.items()}
+    for name in sorted(there.keys() ^ made_for.keys()):
+        shape = {**there, **made_for}[name]
+        table = next((key for key, one in delta.tensors.items() if str([*one.shape]) == shape), None)
+        if table is not None and shape.startswith(f"[{rows}, "):
+            which = "this base" if name in there else "the base that the delta was made for"
+            raise UserError(
+                f"{table} of the delta is tied to {name} in one base, and only {which} has a tensor for each; apply it "
+                "to the base that it was made for"
+            )
+
+
+def _find_base(to: str) -> tuple[Path, ModelSource | None, str]:
+    """Return the folder, source and name of the base `to`, a folder, catalog name or hub id.
+
+    The source of a folder is None if transformers does not know what is in it.
 
     Raises:
         UserError: the weights are not on this machine, or the folder holds a quantized base that moetune wrote.
@@ -143,9 +166,12 @@ def _find_base(to: str) -> tuple[Path, str]:
         source = find_model_source(to)
         if source.local_folder() is None:
             raise UserError(f"--to {to!r}: its weights are not on this machine; download it first, or give a folder")
-        return source.checkpoint(), source.name
+        return source.checkpoint(), source, source.name
     if (manifest := read_quantized_manifest(base)) is not None:
         raise UserError(
             f"--to {to!r} is a quantized base; give the checkpoint that it was made from: {str(manifest.source)!r}"
         )
-    return base, base.resolve().name
+    known = None
+    with suppress(UserError):
+        known = find_model_source(str(base))
+    return base, known, base.resolve().name

@@ -190,7 +190,7 @@ class _Resolver:
             if tied := [path for path in found if f"{path}.weight" in self.structure.tied]:
                 self.problems.append(
                     f"{where}: {target!r} takes in {tied[0]}, which has one weight with "
-                    f"{self.structure.tied[f'{tied[0]}.weight']} (tied), so factors on it could not be merged; "
+                    f"{self.structure.tied[f'{tied[0]}.weight']} (tied), which trains as one; "
                     "name the other layers, or train both in full with adapt.also: [embedding]"
                 )
             unreached = [path for path in found if not self.structure.linears()[path].has_gradient]

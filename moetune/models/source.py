@@ -2,7 +2,8 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,19 @@ from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
 from moetune.json_files import read_json
 from moetune.models.catalog import CatalogModel, find_model, model_names
+from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
 from moetune.models.hub.snapshot import download, downloaded
+from moetune.models.hub.tensor_files import Stored, read_header
 from moetune.models.source_quantization import (
+    REST,
     QuantizedManifest,
     SourceQuantization,
     quantization_of,
     read_quantized_manifest,
 )
 from moetune.models.structure import require_causal_lm
+from moetune.models.tied import holds_apart, ties, untied
 
 _MOST_LAYERS = 1000
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -39,11 +44,12 @@ class ModelSource:
 
     Attributes:
         name: catalog name, folder name or hub id.
-        config: transformers' configuration of the model.
+        config: transformers' configuration of the model; if `is_apart`, one that ties nothing.
         folder: the local folder or hub id that `from_pretrained` loads weights and tokenizer from; None for a catalog
             model without published weights.
         quantization: the format in which the weights are stored there.
         quantized_base: the manifest, if `moetune quantize` wrote the folder; else None.
+        is_apart: whether the weights on this machine hold an LM head and an embedding that config.json ties.
     """
 
     name: str
@@ -51,6 +57,7 @@ class ModelSource:
     folder: str | None
     quantization: SourceQuantization
     quantized_base: QuantizedManifest | None = None
+    is_apart: bool = False
 
     def local_folder(self) -> Path | None:
         """Return the folder of the weights on this machine; None if there is none or its files are incomplete."""
@@ -74,6 +81,22 @@ class ModelSource:
         quantized = None if self.quantized_base is None else self.quantized_base.source
         return [folder for folder in (self.local_folder(), quantized) if folder is not None]
 
+    def with_tensors(self) -> "ModelSource":
+        """Return the source as the weights on this machine have it, if there are any: untied if they hold apart what
+        the configuration ties, as transformers loads them.
+
+        Raises `UserError` if it cannot be untied, because it ties more.
+        """
+        folder = self.local_folder() if ties(self.config) else None
+        if folder is None:
+            return self
+        stored: Mapping[str, Stored] = {}
+        with suppress(UserError):  # what is damaged is refused where it is read
+            stored = open_checkpoint(folder) if self.quantized_base is None else read_header(folder / REST)
+        if holds_apart(self.config, stored):
+            return replace(self, config=untied(self.config), is_apart=True)
+        return self
+
     def checkpoint(self) -> Path:
         """Return the folder of the published checkpoint; for a quantized base, of the checkpoint that was quantized.
 
@@ -94,8 +117,9 @@ class ModelSource:
 def find_model_source(path: str) -> ModelSource:
     """Find a model by `model.path`: a catalog name, a local folder or a hub id.
 
-    A local folder with a config.json takes precedence over a catalog name. Only the configuration and, for a quantized
-    base, the manifest are read. Catalog names and folders need no network. A model's own code never runs.
+    A local folder with a config.json takes precedence over a catalog name. Read are the configuration, for a quantized
+    base the manifest, and two weights that the configuration ties, if the files hold both. Catalog names and folders
+    need no network. A model's own code never runs.
 
     Raises:
         UserError: no such model exists; its configuration is invalid or not of a causal language model; or a quantized
@@ -122,7 +146,7 @@ def find_model_source(path: str) -> ModelSource:
         require_causal_lm(source.config)
     except UserError as error:
         raise UserError(f"model {path!r}: {error}") from None
-    return source
+    return source.with_tensors()
 
 
 def _of(name: str, config: PretrainedConfig, folder: str | None) -> ModelSource:

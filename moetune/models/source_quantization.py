@@ -23,6 +23,8 @@ from moetune.models.hub.tensor_files import is_name_of_weights
 
 BEGUN = ".packed.begun.json"
 """Name of a file that exists in the output folder of `moetune quantize` until the command has finished."""
+REST = "rest.safetensors"
+"""Name of the file of a quantized base with all tensors other than experts, under the names of transformers' model."""
 _IN_16_BITS: Storage = "nf4"
 """Storage that `model.base: auto` stands for, unless the checkpoint's own format can be kept."""
 

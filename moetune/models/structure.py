@@ -145,14 +145,8 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
         )
     moe_layers = _read_moe_layers(model)
     landmarks = Landmarks(model, _experts_and_routers(model, moe_layers))
-    tied: dict[str, str] = {}
-    first_names: dict[int, str] = {}
     parameters = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(parameter), name)
-        if first != name:
-            tied[name] = first
-            continue
+    for name, parameter in model.named_parameters():
         component, layer = landmarks.component_of(name), landmarks.layer_of(name)
         reached = parameter.requires_grad and not landmarks.is_chooser(name)
         parameters.append(ParameterInfo(name, component, layer, parameter.numel(), tuple(parameter.shape), reached))
@@ -168,8 +162,15 @@ def read_structure(model: PreTrainedModel) -> ModelStructure:
         if isinstance(module, nn.Linear) and _is_one_product(module)
     }
     return ModelStructure(
-        model_type, landmarks.num_layers, moe_layers, tuple(parameters), tied, linears, dropped(model)
+        model_type, landmarks.num_layers, moe_layers, tuple(parameters), tied_names(model), linears, dropped(model)
     )
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return second name of a tied parameter -> its first name."""
+    first_names: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first for name, one in named if (first := first_names.setdefault(id(one), name)) != name}
 
 
 def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:

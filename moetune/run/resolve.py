@@ -16,6 +16,7 @@ from moetune.models.routers import ScoreFunction, correction_bias, score_functio
 from moetune.models.selection import NOTHING, select
 from moetune.models.source import ModelSource, find_model_source
 from moetune.models.structure import meta_model, read_structure
+from moetune.models.tied import untied
 from moetune.run import validation
 from moetune.run.choice import resolve_choices, scores_of
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
@@ -28,7 +29,16 @@ from moetune.run.resolved import ResolvedModel, ResolvedRun, raise_problems
 
 AnyRun = ResolvedRun | RunConfig | Path | str
 """A run in any accepted form: a resolved run, a `RunConfig`, or the path of a run file."""
-__all__ = ["AnyRun", "ResolvedModel", "ResolvedRun", "examine", "raise_problems", "resolve", "resolve_model"]
+__all__ = [
+    "AnyRun",
+    "ResolvedModel",
+    "ResolvedRun",
+    "examine",
+    "raise_problems",
+    "resolve",
+    "resolve_model",
+    "untied_model",
+]
 
 
 def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: ResolvedRun | None = None) -> ResolvedRun:
@@ -120,6 +130,13 @@ def resolve_model(config: ModelConfig, device_type: DeviceType = "cuda") -> Reso
     model, problems = _resolve_model(config, device_type, None)
     raise_problems(problems)
     return model
+
+
+def untied_model(model: ResolvedModel) -> ResolvedModel:
+    """Return a model with each weight of its own that its configuration ties to another."""
+    source = replace(model.source, config=untied(model.source.config))
+    settings, plain = _plain_of(source, model.config.dtype)
+    return replace(model, source=source, settings=settings, plain=plain, structure=read_structure(plain))
 
 
 def _resolve_model(

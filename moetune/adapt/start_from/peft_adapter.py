@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moetune.adapt.build import Adapted
 from moetune.adapters.base import base_of, stacks_of
-from moetune.adapters.factors import plain_number, split_parts
+from moetune.adapters.factors import plain_number, split_parts, untied_in
 from moetune.adapters.files import CONFIG_FILE, Scales, StoredAdapter, open_adapter
 from moetune.adapters.read import read, sure
 from moetune.adapters.stacked import ORDERS
@@ -187,9 +187,14 @@ class _Reading:
 
     def _full(self, wanted: set[str]) -> dict[str, Tensor]:
         """Return the values of the parameters in `wanted`, which train in full precision, and report what is missing. A
-        parameter may be stored under its own name or under one that is tied to it."""
+        tied parameter has to be stored under all its names, in one value."""
         values: dict[str, Tensor] = {}
-        tied = self.adapted.structure.tied
+        tied = {name: first for name, first in self.adapted.structure.tied.items() if first in wanted}
+        for name in untied_in(self.left, tied):
+            self.problems.append(
+                f"{name} and {tied[name]} are apart in it, and train as one here (tied); merge it first "
+                "(moetune adapter merge), and train on the result"
+            )
         for stored in list(self.left):
             name = tied.get(stored, stored)
             if name not in wanted:
@@ -198,8 +203,6 @@ class _Reading:
             if tensor.shape != self.trainable[name].shape:
                 expected = [*self.trainable[name].shape]
                 self.problems.append(f"{stored} is {[*tensor.shape]}, and the model's is {expected}")
-            elif name in values and not tensor.equal(values[name]):
-                self.problems.append(f"{stored} differs from {name}, and the model ties them")
             values[name] = tensor
         for name in sorted(wanted - values.keys()):
             self.problems.append(f"{name}: is not in the adapter, and trains in full precision here")

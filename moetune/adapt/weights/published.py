@@ -163,7 +163,11 @@ class CheckpointReader:
         unmapped = self._stored.keys() - {key for mapping in self._mappings.values() for key in mapping.every_key()}
         too_many = unmapped | (self._mappings.keys() - self._names)
         missing, unexpected = unmatched_keys(plain, self._missing, too_many)
-        yield from (f"missing {name}" for name in sorted(missing))
+        head = getattr(plain.get_output_embeddings(), "weight", None)
+        for name in sorted(missing):
+            is_head = plain.get_parameter_or_buffer(name) is head
+            hint = " (set tie_word_embeddings: true in config.json if the embedding is the head)" if is_head else ""
+            yield f"missing {name}{hint}"
         yield from (f"unexpected {name}" for name in sorted(unexpected))
         of_experts = {f"{path}.{stack}": x for path, x in self._target.layers.items() for stack in stacks(x)}
         for name, mapping in self._mappings.items():
@@ -221,6 +225,11 @@ def read_published(target: LoadTarget, model: ResolvedModel) -> None:
     """Read the checkpoint of a model into the target's model, which is on the meta device; download it first if needed.
     Raise `UserError` if it cannot be found, downloaded or read, or does not fit the model."""
     folder = model.source.weights()
+    if model.source.with_tensors().is_apart != model.source.is_apart:  # they have just been downloaded
+        raise UserError(
+            f"the weights of {model.source.name!r} hold an LM head of their own, although config.json ties it to the "
+            "embedding (tie_word_embeddings); they are on this machine now: run the command again"
+        )
     CheckpointReader(folder, model.plain, model.source.name, target).read_all(target.model)
     finish_reading(target.model, folder)
 

@@ -32,11 +32,11 @@ from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
 from moetune.models.hub.tensor_files import Stored
-from moetune.models.source_quantization import BEGUN, QuantizedManifest
+from moetune.models.source_quantization import BEGUN, REST, QuantizedManifest
+from moetune.models.structure import tied_names
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedModel, ResolvedRun
 
-REST = "rest.safetensors"
 _KIND = "quantized base"
 """Kind of the folder in its ledger, `.moetune`."""
 _AGAIN = "write it again with moetune quantize"
@@ -64,7 +64,9 @@ def write_rest(folder: Path, model: PreTrainedModel, source: Path, plain: PreTra
     with the checkpoint's values. `plain` is the model on the meta device, as its configuration describes it.
     """
     stored = open_checkpoint(source)
-    _write(folder / REST, rest_of(_tensors(model), stored, key_mappings(plain, stored)))
+    mappings = key_mappings(plain, stored)
+    by_first = {first: mappings[name] for name, first in tied_names(plain).items() if name in mappings}
+    _write(folder / REST, rest_of(_tensors(model), stored, by_first | mappings))
 
 
 def rest_of(

@@ -7,9 +7,12 @@ a quantized format is written dequantized, in 16 bits.
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.formats.updates import new_rows, placed, updates
@@ -18,6 +21,7 @@ from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
 from moetune.models.hub.snapshot import copy_small_file, small_files
 from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
+from moetune.models.source import find_model_source
 
 
 def write_merged(run: FinishedRun, out: Path) -> Written:
@@ -29,7 +33,8 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     """
     folder = base_folder(run)
     base = open_checkpoint(folder)
-    targets = placed(run.adapted.run.model, updates(run), base)
+    model = run.adapted.run.model
+    targets = placed(model, updates(run), base)
     fingerprint, places = copy_checkpoint(folder, out)
     of_base = confirmed_base(run, folder, fingerprint)
     changed: set[str] = set()
@@ -37,12 +42,26 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
         for key, start, rows in new_rows(update, mapping, base):
             places[key].write(rows, start)
             changed.add(key)
-    notes: tuple[str, ...] = ()
+    notes = untie_if_apart(out)
     if any(isinstance(tensor, Quantized) for tensor in base.values()):
-        method = run.adapted.run.model.source.quantization.method
-        notes = (f"the base is published quantized ({method}); all weights are in 16 bits here, unless with --into",)
+        method = model.source.quantization.method
+        notes += (f"the base is published quantized ({method}); all weights are in 16 bits here, unless with --into",)
     write_export_manifest(out, manifest_entries(run) | {"format": "merged", "base": of_base.to_json()})
     return Written(len(changed), sum(base[key].nbytes for key in changed), notes)
+
+
+def untie_if_apart(out: Path) -> tuple[str, ...]:
+    """Write to the `config.json` in `out` that nothing is tied, if the weights there hold apart what it ties, so that
+    programs which go by the configuration alone read them too. Return a note if so."""
+    with suppress(UserError):  # a copy of what transformers does not know
+        if find_model_source(str(out)).is_apart:
+            config = read_json(out / "config.json", dict[str, Any])
+            for section in (config, config.get("text_config")):
+                if isinstance(section, dict):
+                    section["tie_word_embeddings"] = False
+            _write_json(out / "config.json", config)
+            return ("the LM head is a tensor of its own; config.json says so now (tie_word_embeddings: false)",)
+    return ()
 
 
 def bytes_needed(run: FinishedRun) -> int:
@@ -51,12 +70,16 @@ def bytes_needed(run: FinishedRun) -> int:
 
 
 def copy_checkpoint(
-    folder: Path, out: Path, on_read: Callable[[int], None] | None = None
+    folder: Path,
+    out: Path,
+    on_read: Callable[[int], None] | None = None,
+    added: Mapping[str, Stored] | None = None,
 ) -> tuple[Fingerprint, dict[str, Stored]]:
     """Copy a checkpoint into the empty folder `out`, block by block. A quantized checkpoint is copied dequantized.
 
     Args:
         on_read: called with the number of bytes of each block of weights that was read.
+        added: further tensors of `out`: name -> the tensor of the checkpoint whose values it has; None for none.
 
     Returns:
         The fingerprint of `folder`, and the tensors of the copy by name, for writing in place.
@@ -68,11 +91,36 @@ def copy_checkpoint(
         copy_small_file(file, folder, out)
     tensors = open_checkpoint(folder)
     if any(isinstance(tensor, Quantized) for tensor in tensors.values()):
-        return take_fingerprint(folder, on_read=on_read), _dequantize(tensors, folder, out)
-    if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
-        copy_small_file(folder / INDEX_FILE, folder, out)
-    fingerprint = take_fingerprint(folder, copy_to=out, on_read=on_read)
-    return fingerprint, {name: tensor.within(out) for name, tensor in tensors.items()}
+        fingerprint = take_fingerprint(folder, on_read=on_read)
+        places = _dequantize({**tensors, **(added or {})}, folder, out)
+    else:
+        if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
+            copy_small_file(folder / INDEX_FILE, folder, out)
+        fingerprint = take_fingerprint(folder, copy_to=out, on_read=on_read)
+        places = {name: tensor.within(out) for name, tensor in tensors.items()}
+        if added:
+            places = _with_tensors(added, places, out)
+    return fingerprint, places
+
+
+def _with_tensors(added: Mapping[str, Stored], places: Mapping[str, Stored], out: Path) -> dict[str, Stored]:
+    """Write further tensors of a checkpoint in `out` to a file of their own, `places` being the others; return all.
+
+    `model.safetensors` is renamed, since programs that find it read no other file.
+    """
+    if (out / SINGLE_FILE).is_file():
+        first, own = out / "model-00001-of-00002.safetensors", out / "model-00002-of-00002.safetensors"
+        (out / SINGLE_FILE).rename(first)
+        places = {name: replace(tensor, file=first) for name, tensor in places.items()}
+    else:
+        own = out / "model-untied.safetensors"
+    written = create_file(own, {name: (tensor.torch_dtype, tensor.shape) for name, tensor in added.items()})
+    for name, tensor in added.items():
+        for start, stop in tensor.blocks():
+            written[name].write(tensor.rows(start, stop), start)
+    places = {**places, **written}
+    _write_index(places, out)
+    return places
 
 
 def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str, Stored]:
@@ -99,10 +147,14 @@ def create_files(
         here = [parts(name, tensor) for name, tensor in tensors.items() if tensor.file.name == file]
         written |= create_file(out / file, {name: kind for one in here for name, kind in one.items()})
     if not (out / SINGLE_FILE).is_file():
-        size = sum(tensor.nbytes for tensor in written.values())
-        files = {name: tensor.file.name for name, tensor in sorted(written.items())}
-        _write_json(out / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": files})
+        _write_index(written, out)
     return written
+
+
+def _write_index(tensors: Mapping[str, Stored], out: Path) -> None:
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    files = {name: tensor.file.name for name, tensor in sorted(tensors.items())}
+    _write_json(out / INDEX_FILE, {"metadata": {"total_size": size}, "weight_map": files})
 
 
 def write_config(folder: Path, out: Path, quantization: Mapping[str, Any] | None) -> None:

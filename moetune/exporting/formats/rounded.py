@@ -21,7 +21,7 @@ from moetune.experts.kernels.operators import MX_BLOCK
 from moetune.experts.rounding import SLACK, round_to_fp8, round_to_mxfp4, round_to_nvfp4
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
-from moetune.exporting.formats.merged import create_files, write_config
+from moetune.exporting.formats.merged import create_files, untie_if_apart, write_config
 from moetune.exporting.formats.updates import new_rows, placed, updates
 from moetune.models.hub.dequantize import BlockFp8, Mxfp4, Nvfp4, Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import take_fingerprint
@@ -126,7 +126,7 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
             sums.setdefault(layer, _Sums()).add(rows.float() - base[key].rows(start, stop).float(), rounded)
     write_export_manifest(out, manifest_entries(run) | {"format": "merged", "into": into, "base": of_base.to_json()})
     size = sum(part.nbytes for key in changed for part in _parts(places[key]))
-    return Written(len(changed), size), _survivals(sums)
+    return Written(len(changed), size, untie_if_apart(out)), _survivals(sums)
 
 
 def _survivals(sums: Mapping[int | None, _Sums]) -> tuple[Survival, ...]:
