@@ -21,7 +21,7 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 RECORD_ENDINGS = (*JSON_ENDINGS, *DELIMITERS, ".parquet", ".arrow")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 """Endings of compressed files; the ending before them is the file's type."""
-DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
+DAMAGED = (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError, pa.ArrowException)
 """Errors of a file that ends too early or is damaged."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
