@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve
     from moetune.run.scores import Scores
     from moetune.training.run import TrainResult
-    from moetune.training.trl import trl_arguments, trl_model
+    from moetune.training.trl import trl_arguments, trl_model, trl_tokenizer
     from moetune.watch.train import train
 
 __version__ = "0.1.0"
@@ -52,7 +52,7 @@ __all__ = [
     "MoetuneConfig", "Opened", "Outcome", "Plan", "Predictor", "ResolvedConfig", "ResolvedModel", "ResolvedRun",
     "RunConfig", "Scores", "Solved", "TrainResult", "UserError", "apply_delta", "build", "complete", "count", "drift",
     "evaluate", "export", "generate", "load_run_config", "open_model", "plan", "predict", "quantize", "resolve",
-    "score", "solve", "train", "trl_arguments", "trl_model", "verify", "within_budget",
+    "score", "solve", "train", "trl_arguments", "trl_model", "trl_tokenizer", "verify", "within_budget",
 ]  # fmt: skip
 
 _NAMES = {
@@ -83,7 +83,7 @@ _NAMES = {
     "run.resolve": "ResolvedModel ResolvedRun resolve",
     "run.scores": "Scores",
     "training.run": "TrainResult",
-    "training.trl": "trl_arguments trl_model",
+    "training.trl": "trl_arguments trl_model trl_tokenizer",
     "watch.train": "train",
 }
 """Module below `moetune` -> the public names to import from this module, separated by spaces."""

@@ -69,4 +69,5 @@ def eval_(
         result.to_json(),
         f"{kind} {result.loss:.4f}, perplexity {result.perplexity:.4g}",
         f"{result.tokens:,} predicted tokens in {result.records:,} sequences of {result.data}{which}",
+        *([] if result.date is None else [f"the chat template writes the date {result.date}"]),
     )

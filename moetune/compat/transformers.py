@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import Environment
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention, Qwen3MoeTopKRouter
 from transformers.quantizers import HfQuantizer
+from transformers.utils.chat_template_utils import _compile_jinja_template
 from transformers.utils.loading_report import LoadStateDictInfo
 
 Checkpoint = Callable[..., Any]
@@ -46,6 +48,11 @@ def checkpoint_by(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         switch(enable=enable, gradient_checkpointing_func=checkpoint, every_n_layers=every_n_layers)
 
     model._set_gradient_checkpointing = switch_to  # type: ignore[method-assign]
+
+
+def chat_template_environment() -> Environment:
+    """Return a jinja environment as transformers renders chat templates in: its tags, filters and functions."""
+    return _compile_jinja_template("").environment
 
 
 def attention_name(model: PreTrainedModel) -> str:

@@ -35,6 +35,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("dataset_split", "train_split"), "data.split"),
     **dict.fromkeys(("val_set_size", "val_size", "validation_split"), "data.validation"),
     "sample_packing": "data.packing",
+    "chat_template_kwargs": "data.template",
     **dict.fromkeys(("output_dir", "save_dir"), "output"),
 }
 """Key of another tool -> the key of a run file with the same meaning, for hints in messages."""

@@ -1,5 +1,6 @@
 """`moetune.export`: write a trained model to a folder as a delta, a PEFT or vLLM adapter, or a merged checkpoint."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +14,9 @@ from moetune.exporting.formats.merged import bytes_needed, write_merged
 from moetune.exporting.formats.rounded import Into, Survival, write_rounded
 from moetune.files import expanded
 from moetune.json_files import Answer
-from moetune.training.data.load import chat_template
+from moetune.training.data.load import chat_template, tokenizer_of
+from moetune.training.data.stop_tokens import end_notes, stop_tokens
+from moetune.training.data.template_arguments import with_arguments
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ def export(
 ) -> ExportResult:
     """Write the trained model of a run to the folder `out`, in one of four formats.
 
-    If the run file sets `data.chat_template`, all formats but `delta` also hold it, as `chat_template.jinja`.
+    If the run file sets `data.chat_template` or `data.template`, all formats but `delta` also hold the template with
+    its arguments, as `chat_template.jinja`.
 
     Args:
         trained: a run folder, of which `open_run` chooses the checkpoint; what it opened; or an adapted model in
@@ -83,8 +87,7 @@ def export(
     if run.config.model.weights == "pretrained" and format != "peft":  # a PEFT adapter may need no base
         kept.append(base_folder(run))
     keep_apart(out, "exported", *kept)
-    data = run.config.data
-    template = None if data is None or data.chat_template is None else chat_template(data.chat_template)
+    template = _chat_template(run)
     with new_folder(out, overwrite, bytes_needed(run) if format == "merged" else 0) as folder:
         survival: tuple[Survival, ...] = ()
         if into is None:
@@ -93,5 +96,24 @@ def export(
             written, survival = write_rounded(run, folder, into)
         if template is not None and format != "delta":
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    notes = (*run.notes, *written.notes)
+    notes = (*run.notes, *written.notes, *_end_warnings(run))
     return ExportResult(format, str(out), run.step, written.tensors, written.bytes, notes, into, survival)
+
+
+def _chat_template(run: FinishedRun) -> str | None:
+    """Return the chat template that the run file gives, with its arguments as defaults; None if it gives neither."""
+    data, source = run.config.data, run.adapted.run.model.source
+    if data is None or (data.chat_template is None and not data.template):
+        return None
+    if data.chat_template is not None:
+        return with_arguments(chat_template(data.chat_template), data.template)
+    return with_arguments(tokenizer_of(source.name, source.folder).get_chat_template(), data.template)
+
+
+def _end_warnings(run: FinishedRun) -> Iterator[str]:
+    """Yield a warning for each end of the turns that the run was trained on at which its base does not stop."""
+    inputs, model = None if run.folder is None else run.folder.inputs(), run.adapted.run.model
+    if inputs is not None and inputs.ends:
+        tokenizer = tokenizer_of(model.source.name, model.source.folder)
+        notes = end_notes(inputs.ends, stop_tokens(tokenizer, model.settings, model.source.folder))
+        yield from (note for note in notes if note.startswith("warning"))

@@ -88,7 +88,7 @@ def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int, str | None]
             pad = pad_token_id(trained.tokenizer)
             if config.data.evaluates:
                 return [*islice(rows_of(trained)[0], count)], "held-out data", pad, None
-            data = config.data.but(packing=False, chat_template=None)
+            data = config.data.but(packing=False, chat_template=None, template={})
             return [*islice(load_data(data, trained.tokenizer, config.train).train, count)], "training data", pad, None
         except UserError as error:
             unread = str(error)

@@ -38,6 +38,7 @@ class Evaluation(Answer):
         tokens: the number of predicted tokens.
         step: the step of a run's checkpoint; None for other models.
         held_out: True if the run held the data out, False if it trained on them, None if neither is known.
+        date: the date that the chat template wrote (YYYY-MM-DD); None if it writes none.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Evaluation(Answer):
     loss: float
     step: int | None = None
     held_out: bool | None = None
+    date: str | None = None
 
     @property
     def perplexity(self) -> float:
@@ -88,7 +90,15 @@ def evaluated(opened: Opened, rows: datasets.Dataset, name: str, data: str | Non
     if not loss < _MOST_LOSS:
         raise UserError(f"the loss of {opened.name!r} is {loss}: check its weights and config.json")
     return Evaluation(
-        opened.name, opened.kind, name, len(rows), tokens, loss, opened.step, _is_held_out(opened.config, data)
+        opened.name,
+        opened.kind,
+        name,
+        len(rows),
+        tokens,
+        loss,
+        opened.step,
+        _is_held_out(opened.config, data),
+        None if opened.clock is None else f"{opened.clock:%Y-%m-%d}",
     )
 
 
@@ -130,7 +140,9 @@ def rows_of(
         train = train.but(sequence_length=sequence_length)
     given = None if config is None else config.data
     settings = DataConfig(train="none") if given is None else given
-    settings = settings.but(packing=False, chat_template=None)  # the opened tokenizer already has the template
+    settings = settings.but(
+        packing=False, chat_template=None, template={}
+    )  # the opened tokenizer already has the template
     if format is not None:
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:

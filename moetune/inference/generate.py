@@ -15,6 +15,7 @@ from moetune.errors import UserError
 from moetune.inference.opened import Found, Opened, open_model
 from moetune.json_files import first_problem
 from moetune.training.data.load import pad_token_id
+from moetune.training.data.thinking import placed
 from moetune.training.data.tool_calls import fitted
 
 Message = dict[str, Any]
@@ -68,7 +69,7 @@ def token_ids(opened: Opened | Found, prompt: str | list[Message]) -> list[int]:
         )
     else:
         render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-        messages = fitted(prompt, render)
+        messages = fitted(placed(prompt, tokenizer.get_chat_template()), render)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     if not ids:
         raise UserError("the prompt is empty: it has no tokens")

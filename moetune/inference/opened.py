@@ -8,6 +8,7 @@ a checkpoint      the model unquantized; or quantized, if a precision is given o
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +39,7 @@ from moetune.models.hub.tensor_files import Stored
 from moetune.models.source import ModelSource, find_model_source
 from moetune.run.dtypes import DeviceType, dtype_on, this_device
 from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve, resolve_model
-from moetune.training.data.load import chat_template, tokenizer_of
+from moetune.training.data.load import set_template, tokenizer_of
 from moetune.training.folder.run_folder import RUN_FILE
 
 
@@ -51,6 +52,7 @@ class _Named:
         kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
         folder: the folder of its tokenizer.
         config, step: the run file and the checkpoint's step, for a run; else None.
+        began: when the run began, if its chat template writes the date; else None.
         notes: messages for the user.
     """
 
@@ -59,15 +61,23 @@ class _Named:
     folder: str | None
     config: RunConfig | None = None
     step: int | None = None
+    began: datetime | None = None
     notes: tuple[str, ...] = ()
 
-    @cached_property
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, with the run file's chat template if it sets one; `UserError` if there is no tokenizer."""
+        """The tokenizer, with the run file's chat template and its arguments; `UserError` if there is no tokenizer."""
+        return self._with_template[0]
+
+    @property
+    def clock(self) -> datetime | None:
+        """The time that the chat template writes: of the run's beginning, or of now; None if it writes none."""
+        return self._with_template[1]
+
+    @cached_property
+    def _with_template(self) -> tuple[PreTrainedTokenizerBase, datetime | None]:
         tokenizer, data = tokenizer_of(self.name, self.folder), None if self.config is None else self.config.data
-        if data is not None and data.chat_template is not None:
-            tokenizer.chat_template = chat_template(data.chat_template)
-        return tokenizer
+        return tokenizer, set_template(tokenizer, data or DataConfig(train="none"), self.began)
 
     @property
     def settings(self) -> PretrainedConfig:
@@ -214,6 +224,7 @@ def _found_run(what: str, finished: FinishedRun, device: DeviceType, dtype: str 
         folder=run.model.source.folder,
         config=finished.config,
         step=finished.step,
+        began=None if finished.folder is None else finished.folder.clock(),
         notes=finished.notes,
         load=built,
         model=run.model,

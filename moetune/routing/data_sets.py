@@ -4,6 +4,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 import datasets
 import numpy as np
@@ -32,7 +33,9 @@ def names_of(config: RunConfig) -> list[str]:
     return [] if config.data is None else [name for name, _ in data_sets(config.data.train, config.data.split)]
 
 
-def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> tuple[list[RoutedData], int]:
+def read_sources(
+    run: ResolvedRun, data: Sequence[str] | None, tokens: int, now: datetime | None = None
+) -> tuple[list[RoutedData], int]:
     """Read data sets as rows for training, by the settings in `data:`; also return the id of the padding token.
 
     Whole rows of each are read, in a random order seeded by `train.seed`, until they have at least `tokens` tokens,
@@ -40,6 +43,7 @@ def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> t
 
     Args:
         data: files or names as under `data.train`; None for the run's held-out data, which it must then have.
+        now: the time for a chat template that reads the clock; by default the current.
 
     Raises:
         UserError: a data set cannot be read, or has tokens that the model does not have. The problems of all data sets
@@ -53,10 +57,11 @@ def read_sources(run: ResolvedRun, data: Sequence[str] | None, tokens: int) -> t
         try:
             if data is None:
                 assert config.data is not None
-                read = load_data(config.data, tokenizer, config.train)
+                read = load_data(config.data, tokenizer, config.train, now)
                 rows, counts = read.eval, read.eval_counts
             else:
-                read = load_data(DataConfig.model_validate({**how, "train": name}), tokenizer, config.train)
+                settings = DataConfig.model_validate({**how, "train": name})
+                read = load_data(settings, tokenizer, config.train, now)
                 rows, counts = read.train, read.counts
             assert rows is not None
             assert counts is not None

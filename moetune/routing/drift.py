@@ -61,7 +61,9 @@ def drift(
         raise UserError(f"{finished} has no held-out data (data.eval); give some with --data FILE")
     run = resolve(config, this_device())
     refuse_dense(run)
-    sources, padding = read_sources(run, None if data is None else [data], tokens)
+    sources, padding = read_sources(
+        run, None if data is None else [data], tokens, None if finished.folder is None else finished.folder.clock()
+    )
     adapted, base = load_base(run, run.device(device), console)
     if finished.base is not None and base is not None:
         refuse_changed_base(finished.base, base.fingerprint, str(finished), config.model.path)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
+from datetime import datetime
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from moetune.run import validation
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.keeps import Kept, is_open, kept_by_layer
 from moetune.run.resolve import ResolvedRun, raise_problems
-from moetune.training.data.load import DataCounts, Datasets, data_of, pad_token_id
+from moetune.training.data.load import Datasets, data_of, pad_token_id
 from moetune.training.data.preview import notes, steps_an_epoch
 from moetune.training.folder.run_folder import BASE_FILE, OUT_OF_MEMORY_FILE, RUN_FILE, is_stopped, step_of
 from moetune.training.folder.run_writer import RunWriter
@@ -107,6 +108,7 @@ def train(
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
+    now = ranks.gather(datetime.now())[0]  # one time for all, of which templates write the date
     with closing(RunWriter(Path(output), ranks)) as folder:
         # Check run file, run folder, start and data, and report all problems at once. A resumed run does not read
         # `adapt.start_from`, which may have been deleted since.
@@ -115,14 +117,19 @@ def train(
             lambda: _without_weights(run, overwrite, reads_start=resume == "never"),
             lambda: check_reporters(run.config.train.report_to),
             lambda: require_deepspeed() if run.config.parallel.engine == "deepspeed" else None,
-            lambda: data_of(run.config, run.model.source, run.model.settings),
+            lambda: data_of(
+                run.config,
+                run.model.source,
+                run.model.settings,
+                (None if resume == "never" else folder.clock()) or now,
+            ),
         )
         counts = count_trainable(plain)
         if run.config.train.epochs is not None:
             steps = ceil(run.config.train.epochs * steps_an_epoch(len(data.train), run.config))
             run = replace(run, config=run.config.but(train={"steps": steps, "epochs": None}))
         config, packing = run.config, run.config.data is not None and run.config.data.packing
-        for line in _summary(config, counts, data.counts):
+        for line in _summary(config, counts, data):
             say(line)
         if checkpoint is None and resume != "never":
             start = _start(plain, overwrite)
@@ -251,12 +258,13 @@ def _start(plain: Adapted, overwrite: bool) -> Start | None:
     return open_start(plain)
 
 
-def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> list[str]:
+def _summary(config: RunConfig, counts: dict[str, int], sets: Datasets) -> list[str]:
     """Return the lines printed before training: trainable parameters, data, length, and a warning of many epochs.
 
     `counts` is part, or `total` -> number of parameters that train.
     """
     parts = ", ".join(f"{part} {count:,}" for part, count in counts.items() if part != "total" and count)
+    data = sets.counts
     an_epoch = steps_an_epoch(data.sequences, config)
     epochs = config.train.steps / an_epoch
     padding = f", {data.padding:,} of padding" if data.padding else ""
@@ -265,7 +273,7 @@ def _summary(config: RunConfig, counts: dict[str, int], data: DataCounts) -> lis
         f"{config.model.path}: trains {counts['total']:,} parameters ({parts})",
         f"data: {counted(len(data.lengths), 'example')} in {counted(data.sequences, 'sequence')}, {data.tokens:,} "
         f"training tokens, {data.loss_tokens:,} with loss{padding}{left_out}",
-        *(f"data: {note}" for note in notes(data)),
+        *(f"data: {note}" for note in notes(sets)),
         f"length: {counted(config.train.steps, 'step')} of {an_epoch:,} an epoch, {epochs:.3g} epochs",
     ]
     if epochs > MANY_EPOCHS:

@@ -5,7 +5,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from moetune.run.dtypes import DTYPES
 from moetune.run.resolved import ResolvedModel
 from moetune.training.data.documents import values
 from moetune.training.data.load import Datasets
+from moetune.training.data.stop_tokens import turn_ends
 
 FREE_ON_RESUME = {
     "output", "hardware", "parallel", "train.steps", "train.epochs", "train.log_every", "train.eval_every",
@@ -57,6 +58,9 @@ class Inputs:
         files: relative path -> hexadecimal SHA-256 of the other small files beside the base's weights: those of the
             tokenizer, chat templates, generation settings, licenses; empty if unknown.
         quantization: revision (`QUANTIZATION`) of how weights were quantized when the run began; 1 in files without it.
+        ends: token -> number of turns of the training data that end with it, "" for none; empty without chats.
+        clock: the time that the chat template writes, of the run's beginning (ISO 8601, local time); None if it writes
+            none.
     """
 
     run: str
@@ -64,6 +68,8 @@ class Inputs:
     config: dict[str, Any]
     files: dict[str, str]
     quantization: int = 1
+    ends: dict[str, int] = field(default_factory=dict)
+    clock: str | None = None
 
     @classmethod
     def of(cls, data: Datasets, base: Path | None) -> "Inputs":
@@ -72,7 +78,9 @@ class Inputs:
         tokens = {
             name: _digest(rows) for name, rows in (("train", data.train), ("eval", data.eval)) if rows is not None
         }
-        return cls(secrets.token_hex(16), tokens, *beside_weights(base), QUANTIZATION)
+        ends = turn_ends(data.counts.ends, data.stops)
+        clock = None if data.clock is None else data.clock.isoformat()
+        return cls(secrets.token_hex(16), tokens, *beside_weights(base), QUANTIZATION, ends, clock)
 
     def refuse_others(self, now: "Inputs", where: str) -> list[str]:
         """Compare the inputs with which a run began with those that it would be resumed with, `now`.

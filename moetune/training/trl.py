@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.reference import Reference
@@ -92,6 +93,26 @@ def trl_model(adapted: Adapted) -> SelfReferencing:
             "adapt.lora.targets"
         )
     return SelfReferencing(adapted.model, Reference(adapted).active)
+
+
+def trl_tokenizer(run: AnyRun) -> PreTrainedTokenizerBase:
+    """Return the tokenizer for TRL's trainers, their `processing_class`, which formats chats as the run file says.
+
+    Its chat template is that of `data.chat_template`, with the arguments of `data.template` as defaults.
+
+    Args:
+        run: a resolved run, the values of a run file, or its path.
+
+    Raises:
+        UserError: there is no tokenizer or no such template, or the template reads no such argument.
+    """
+    from moetune.training.data.load import set_template, tokenizer_of  # imports datasets, which predictions do not need
+
+    run = resolve(run)
+    tokenizer = tokenizer_of(run.model.source.name, run.model.source.folder)
+    if run.config.data is not None:
+        set_template(tokenizer, run.config.data)
+    return tokenizer
 
 
 def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from moetune.adapt.attention import takes_cu_seqlens
 from moetune.compat.transformers import (
     activation_of,
     attention_name,
+    chat_template_environment,
     checkpoint_by,
     draw,
     dtypes_kept,
@@ -181,3 +182,9 @@ def test_kernels_of_other_packages_are_left_out_of_predictions(tmp_path: Path, m
     assert qwen.causal_conv1d_fn is installed
     assert trace(run).parts() == before
     assert takes_cu_seqlens(toy_model("qwen3_5_moe_text").to("meta"), None)
+
+
+def test_the_environment_of_chat_templates() -> None:
+    environment = chat_template_environment()
+    assert {"strftime_now", "raise_exception", "namespace"} <= environment.globals.keys()
+    environment.parse("{% generation %}{% for a in b %}{% break %}{% endfor %}{% endgeneration %}")

@@ -65,8 +65,8 @@ sheduler: cosine
         "train.steps: 'many' is not valid: Input should be a valid integer, unable to parse string as an integer",
         "train.seed: 99999999999 is not valid: Input should be less than 4294967296",
         "train.report_to: 5 is not a list; write [5]",
-        "data: 5 is not a section; write keys under it. Keys: train, eval, split, format, packing, chat_template, "
-        "too_long, validation",
+        "data: 5 is not a section; write keys under it. Keys: train, eval, split, format, packing, "
+        "chat_template, template, too_long, validation",
         "hardware: None is not a section; write keys under it. Keys: gpu, host_memory, count, without_kernels",
         "sheduler: unknown key. Known keys: model, adapt, optimizer, train, data, parallel, hardware, output.",
     ]

@@ -1,10 +1,11 @@
 """`data:` of a run file: data sets, and how they become sequences."""
 
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
 from moetune.config.fields import FilePath
 from moetune.config.schema.section import Section
@@ -32,6 +33,18 @@ OneOrSeveral = Annotated[
 ]
 
 
+def _check_arguments(arguments: object) -> object:
+    """Return arguments of a chat template unchanged; raise `ValueError` for a name that none has, a null or a date."""
+    for name, value in arguments.items() if isinstance(arguments, dict) else ():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{name!r} is no name of a variable; write {{enable_thinking: false}}")
+        if value is None:
+            raise ValueError(f"{name} has no value; leave it out, and the chat template takes its own")
+        if isinstance(value, date):
+            raise ValueError(f"{name}: YAML reads {value} as a date; write it in quotes")
+    return arguments
+
+
 class DataConfig(Section):
     """Training and evaluation data (`data:`).
 
@@ -45,6 +58,7 @@ class DataConfig(Section):
         format: format of the records; `auto` detects it from the first.
         packing: fill each sequence with several documents, which do not attend to each other.
         chat_template: a file, or a model whose template is used; None for the tokenizer's own.
+        template: arguments that the chat template reads, such as `{enable_thinking: false}`.
         too_long: what to do with prompts and chats longer than a sequence: report an error, drop or truncate them.
         validation: fraction of the training records to hold out for evaluation, if `eval` is not given; None for none.
     """
@@ -55,6 +69,7 @@ class DataConfig(Section):
     format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"] = "auto"
     packing: bool = True
     chat_template: FilePath | None = None
+    template: Annotated[dict[str, JsonValue], BeforeValidator(_check_arguments)] = Field(default_factory=dict)
     too_long: Literal["error", "drop", "truncate"] = "error"
     validation: Annotated[float, Field(gt=0, lt=1)] | None = None
 

@@ -3,7 +3,7 @@
 import re
 import resource
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError, one_line, time_limit
 from moetune.training.data.marks import REASONING, Layout, Messages, Text, marked, missing_word
+from moetune.training.data.thinking import Thinking, placed
 from moetune.training.data.tool_calls import fitted, refuse_lost_parameters
 from moetune.training.data.turn_ends import Spanned, TurnEnds
 from moetune.training.data.turns import TurnFinder
@@ -32,6 +33,7 @@ MARKINGS: dict[Marking, str] = {
     "its own, as it stands last; its part is what follows the generation prompt",
 }
 """The ways to find the assistant's text in a rendered chat, each with an explanation for the user."""
+_ANOTHER = "name one in data.chat_template (a chat_template.jinja) that does, or that has {% generation %} markers"
 Tools = list[Any] | None
 
 
@@ -43,11 +45,14 @@ class Written:
         texts: a chat becomes several if the template writes earlier turns differently from the last one.
         marking: how the assistant's text was found.
         ends: for each turn that trains the control tokens at its end, in order; one of them ends generation.
+        settings: for each turn that trains and begins with the generation prompt of another setting of `data.template`,
+            this setting.
     """
 
     texts: list[Spanned]
     marking: Marking
     ends: list[tuple[str, ...]]
+    settings: list[str]
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ class ChatTemplate:
             template = tokenizer.get_chat_template()
         except ValueError as error:  # several named templates, and none is the default
             raise UserError(f"the tokenizer's chat template cannot be used: {error}") from None
-        self._tokenizer = tokenizer
+        self._tokenizer, self._template = tokenizer, template
+        self._thinking = Thinking(template, lambda *chat, **options: self._render(*chat, **options)[0])
         self._ends = TurnEnds(lambda messages: self._render(messages, None), tokenizer.get_added_vocab())
         self._has_markers = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
 
@@ -99,6 +105,8 @@ class ChatTemplate:
                 is run once.
         """
         try:
+            messages = placed(messages, self._template)
+            self._thinking.refuse_unclosed(messages)
             messages = fitted(messages, lambda some: self._render(some, tools)[0])
             text, spans = self._render(messages, tools)
             if tools and self._tried(messages, None) == text:
@@ -111,13 +119,15 @@ class ChatTemplate:
             else:
                 cuts = self._turns(text, messages, marks, tools)
             self._refuse_lost(messages, marks[1], cuts, tools)
-            texts, ends = [], []
+            texts, ends, settings = [], [], []
             for cut in cuts:
                 if cut.spans is not None:
                     calls = bool(messages[cut.end - 1].get("tool_calls"))
-                    spanned, tokens = self._ends.added(cut.layout.text, cut.spans, calls)
+                    spans, others = self._thinking.trained(cut.layout.text, cut.spans)
+                    spanned, tokens = self._ends.added(cut.layout.text, spans, calls)
                     texts.append(spanned)
                     ends += tokens
+                    settings += others
         except UserError as error:
             raise MalformedError(str(error)) from None
         except Exception as error:  # template code can raise any exception
@@ -125,20 +135,20 @@ class ChatTemplate:
         for text, _ in texts:
             checked_text(text, "rendered chat")
         marking: Marking = "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
-        return Written(texts, marking, ends)
+        return Written(texts, marking, ends, settings)
 
-    def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> Spanned:
+    def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False, **arguments: Any) -> Spanned:
         """Return a chat as the template writes it, and the character ranges of its `{% generation %}` blocks.
 
         This is the only place where the template is run, and what transformers' `apply_chat_template` does: keys of
-        null are left out. `prompt` appends the generation prompt.
+        null are left out. `prompt` appends the generation prompt; `arguments` replace those of `data.template`.
 
         Raises:
             UserError: the template takes more than `_SECONDS`, or writes too much.
             MemoryError: it takes more than `_BYTES` of memory, on systems with /proc.
         """
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        options: dict[str, Any] = {**self._tokenizer.special_tokens_map}
+        options: dict[str, Any] = {**self._tokenizer.special_tokens_map, **arguments}
         with _bounded():
             rendered: Any = render_jinja_template(
                 [chat],
@@ -177,23 +187,27 @@ class ChatTemplate:
         def alone(index: int) -> tuple[int, str]:
             before, _ = self._render(messages[:index], tools, prompt=True)
             after = full if index + 1 == len(messages) else self._render(messages[: index + 1], tools)[0]
-            if not after.startswith(before):
+            begin = self._thinking.begin(before, after)
+            if begin is None:
                 cut = _Cut(index + 1, self._layout(after, index + 1, marks, tools), None)
                 self._refuse_lost(messages[: index + 1], marks[1], [cut], tools)
+                remedy = self._thinking.remedy(messages[: index + 1], tools)
                 raise MalformedError(
-                    f"the chat template does not begin message {index + 1} with its own generation prompt, so what is "
-                    "the assistant's cannot be told; name one in data.chat_template (a chat_template.jinja) that does, "
-                    "or that has {% generation %} markers"
+                    f"the chat template does not begin message {index + 1} with its own generation prompt, which ends "
+                    f"in {before[-30:]!r}, so what is the assistant's cannot be told; {remedy or _ANOTHER}"
                 )
-            return len(before), after
+            return begin, after
 
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         alone(turns[0])  # a chat that is refused is refused for its first turn
-        end, text, cuts = len(messages), full, []
+        cuts: list[_Cut] = []
+        end, text = len(messages), full
         while turns:
             layout = self._layout(text, end, marks, tools)
-            lost = {found.message for number, found in enumerate(marks[1]) if number not in layout.kept}
-            finder = TurnFinder(layout, messages[:end], {*range(end)} - lost, alone)
+            lost = _keys(marks[1], {*range(len(marks[1]))} - layout.kept)
+            if lost and not cuts:  # what no turn has is found without rendering all of them
+                self._refuse_ignored(messages, min(lost), _keys(marks[1], layout.kept)[min(lost)], tools)
+            finder = TurnFinder(layout, messages[:end], {*range(end)} - lost.keys(), alone)
             first, spans = len(turns), []
             while turns and (span := finder.span(turns[-1])) is not None:
                 spans += [span] if messages[turns.pop()].get("weight", 1) else []
@@ -205,37 +219,41 @@ class ChatTemplate:
     def _refuse_lost(self, messages: Messages, texts: list[Text], cuts: list[_Cut], tools: Tools) -> None:
         """Raise `MalformedError` if the template drops part of a message from all texts of a chat.
 
-        What stands between its marks is kept. A key of which nothing is kept is ignored if the chat is the same
-        without it; one of several texts of a key is dropped if its words are nowhere near the others.
+        What stands between its marks is kept. Where nothing of a key is, the template may ignore it; where one of
+        several texts is not, its words must be near the others, and those of content where a mark takes its place.
         """
         kept = {number for cut in cuts for number in cut.layout.kept}
-        numbers: dict[tuple[int, str], list[int]] = defaultdict(list)
+        keys = _keys(texts, kept)
+        for at in range(len(messages)):
+            self._refuse_ignored(messages, at, keys[at], tools)
         for number, text in enumerate(texts):
-            numbers[text.message, text.key].append(number)
-        for at, message in enumerate(messages):
-            for names in _MAY_BE_IGNORED:
-                # The name in a tool's message is also in the call that it answers, so it may be ignored.
-                here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
-                if not here or any(numbers[at, name] and kept.issuperset(numbers[at, name]) for name in here):
-                    continue
-                if kept.isdisjoint(number for name in here for number in numbers[at, name]):
-                    without = {key: value for key, value in message.items() if key not in here}
-                    if self._is_same(messages, at, without, tools):
-                        raise _left_out(f"{here[0]} of message {at + 1}")
-                near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
-                for lost in (texts[number].value for number in numbers[at, here[0]] if number not in kept):
-                    if near and all(missing_word(lost, around) for around in near):
-                        raise _left_out(f"{lost[:40]!r} in {here[0]} of message {at + 1}")
-            for number in numbers[at, "content"]:
-                thought, mark, answer = message["content"].rpartition("</think>")
-                if number in kept:
-                    continue
-                thinks = mark and thought.strip() and message["role"] == "assistant"
-                if thinks and self._is_same(messages, at, message | {"content": answer}, tools):
-                    raise _left_out(f"the text before </think> in message {at + 1}")
-                lost_in = [self._lost_content(messages, at, number, cut, tools) for cut in cuts if cut.end > at]
-                if all(lost_in):
-                    raise _left_out(str(lost_in[-1]))
+            at, others = text.message, REASONING if text.key in REASONING else ()
+            if number in kept or at >= len(messages) or not keys[at].isdisjoint(others):
+                continue
+            if text.key == "content":
+                reasons = [self._lost_content(messages, at, number, cut, tools) for cut in cuts if cut.end > at]
+                if all(reasons):
+                    raise _left_out(str(reasons[-1]))
+                continue
+            near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
+            if near and all(missing_word(text.value, around) for around in near):
+                raise _left_out(f"{text.value[:40]!r} in {text.key} of message {at + 1}")
+
+    def _refuse_ignored(self, messages: Messages, at: int, kept: Set[str], tools: Tools) -> None:
+        """Raise `MalformedError` if the template ignores a key of the message at the index `at`, or the text before
+        `</think>` in it: it writes the same without. `kept` are keys of which something is known to be written."""
+        message = messages[at]
+        for names in _MAY_BE_IGNORED:
+            # The name in a tool's message is also in the call that it answers, so it may be ignored.
+            here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
+            if here and kept.isdisjoint(here):
+                without = {key: value for key, value in message.items() if key not in here}
+                if self._is_same(messages, at, without, tools):
+                    raise _left_out(f"{here[0]} of message {at + 1}")
+        thought, mark, answer = message["content"].rpartition("</think>")
+        thinks = mark and thought.strip() and message["role"] == "assistant" and "content" not in kept
+        if thinks and self._is_same(messages, at, message | {"content": answer}, tools):
+            raise _left_out(f"the text before </think> in message {at + 1}")
 
     def _is_same(self, messages: Messages, at: int, other: dict[str, Any], tools: Tools) -> bool:
         """Return whether the template writes the same with another message at the index `at`.
@@ -289,6 +307,14 @@ def _instead(written: str, only: str, mark: str) -> str:
     after = after.rpartition(mark)[2] if mark in after else after
     fits = found and written.startswith(before) and written.endswith(after) and len(written) >= len(before + after)
     return written[len(before) : len(written) - len(after)] if fits else written
+
+
+def _keys(texts: list[Text], numbers: Collection[int]) -> dict[int, set[str]]:
+    """Return index of a message -> its keys that hold one of the texts with these numbers."""
+    keys: dict[int, set[str]] = defaultdict(set)
+    for number in numbers:
+        keys[texts[number].message].add(texts[number].key)
+    return keys
 
 
 def _left_out(what: str) -> MalformedError:

@@ -9,6 +9,7 @@ xLAM      {"query": .., "tools": [..], "answers": [calls]}
 from typing import Any
 
 from moetune.errors import shown
+from moetune.training.data.marks import REASONING
 from moetune.training.data.tool_calls import checked_calls
 from moetune.training.data.values import MalformedError, checked_list, checked_text, json_text, kind, parsed
 
@@ -87,10 +88,10 @@ def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
     """Convert an Alpaca record to `{"prompt": …, "completion": …}` in Stanford Alpaca's words, without a chat template.
 
     Raises:
-        MalformedError: `instruction` or `input` is not text, or the record has `system` or `history`, which the prompt
-            has no place for.
+        MalformedError: `instruction` or `input` is not text, or the record has `system`, `history` or a thought, which
+            the prompt has no place for.
     """
-    if lost := [key for key in ("system", "history") if record.get(key)]:
+    if lost := [key for key in ("system", "history", *REASONING) if record.get(key)]:
         raise MalformedError(f"{' and '.join(lost)} need a chat template; name one in data.chat_template")
     instruction, given = checked_text(record["instruction"], "instruction"), _optional(record, "input")
     paired = ", paired with an input that provides further context" if given else ""
@@ -100,7 +101,8 @@ def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
-    """Convert an Alpaca record to `{"messages": …}`: system, the turns of `history`, instruction with input, output.
+    """Convert an Alpaca record to `{"messages": …}`: system, the turns of `history`, instruction with input, output,
+    and a thought that the record has beside the output.
 
     Raises:
         MalformedError: `instruction`, `input` or `system` is not text, or `history` is not a list of pairs.
@@ -113,6 +115,7 @@ def alpaca_chat(record: dict[str, Any]) -> dict[str, Any]:
     messages = [{"role": "system", "content": system}] if system else []
     for question, answer in (*turns, (asked, record["output"])):
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    messages[-1] |= {key: record[key] for key in REASONING if isinstance(record.get(key), str)}
     return {"messages": messages}
 
 

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
 from moetune.training.data.records import Reading, read_documents
 from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
+from moetune.training.data.stop_tokens import stop_tokens
+from moetune.training.data.template_arguments import fix_template
 from moetune.training.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds until progress is reported first
@@ -43,6 +46,8 @@ class DataCounts:
         cut: number of documents that were truncated because they are too long.
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
+        ends: control tokens at the end of a turn of the assistant -> number of turns.
+        settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
         sequences: number of rows.
         tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
         loss_tokens: tokens that are predicted.
@@ -56,6 +61,8 @@ class DataCounts:
     cut: int
     unended: int
     chats: Mapping[Marking, int]
+    ends: Mapping[tuple[str, ...], int]
+    settings: Mapping[str, int]
     sequences: int
     tokens: int
     loss_tokens: int
@@ -65,19 +72,28 @@ class DataCounts:
 
 @dataclass(frozen=True)
 class Datasets:
-    """Tokenized sequences on disk, not shuffled, and their statistics; `eval` is None if the run does not evaluate."""
+    """Tokenized sequences on disk, not shuffled, and their statistics; `eval` is None if the run does not evaluate.
+
+    `stops` are the tokens at which the model's generation ends; empty if the model is not known.
+    `clock` is the time at which the chat template's clock stood; None if it reads none.
+    """
 
     train: datasets.Dataset
     eval: datasets.Dataset | None
     counts: DataCounts
     eval_counts: DataCounts | None
+    stops: frozenset[str] = frozenset()
+    clock: datetime | None = None
 
 
-def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: TrainConfig) -> Datasets:
+def load_data(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: TrainConfig, now: datetime | None = None
+) -> Datasets:
     """Read and tokenize the training data and the held-out data.
 
-    The same files, settings and tokenizer give exactly the same sequences. If `data.chat_template` is set,
-    `tokenizer.chat_template` is replaced. `train` has the sequence length, and the seed of random choices.
+    The same files, settings, tokenizer and time give exactly the same sequences. `tokenizer.chat_template` is replaced
+    as `set_template` does; `now` is the time for a template that reads the clock, by default the current. `train` has
+    the sequence length, and the seed of random choices.
 
     Raises:
         UserError: data cannot be found or read, records cannot be used (all such problems, one per line), or the
@@ -86,8 +102,7 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
     problems: dict[str, None] = {}
     unread: tuple[list[str], list[str]] = [], []  # of the training data, of those held out
     documents = Documents()
-    if data.chat_template is not None:
-        tokenizer.chat_template = chat_template(data.chat_template)
+    clock = set_template(tokenizer, data, now)
 
     def read(spec: str, held_out: bool) -> Reading:
         parts: list[Reading] = []
@@ -126,14 +141,14 @@ def load_data(data: DataConfig, tokenizer: PreTrainedTokenizerBase, train: Train
     held_rows, held_counts = _laid(held_out, documents, length, padding) if data.evaluates else (None, None)
     counts = replace(counts, unread=tuple(unread[0]))
     held_counts = held_counts and replace(held_counts, unread=tuple(unread[1]))
-    return Datasets(rows, held_rows, counts, held_counts)
+    return Datasets(rows, held_rows, counts, held_counts, clock=clock)
 
 
 def data_of(
-    config: RunConfig, source: ModelSource, settings: PretrainedConfig
+    config: RunConfig, source: ModelSource, settings: PretrainedConfig, now: datetime | None = None
 ) -> tuple[Datasets, PreTrainedTokenizerBase]:
     """Return the data of a run, tokenized for a model with transformers' configuration `settings`, and the tokenizer of
-    `source`. The run file must have a `data:` section.
+    `source`. The run file must have a `data:` section. `now` is as for `load_data`.
 
     Raises:
         UserError: the tokenizer cannot be loaded, data cannot be found, read or used, or a token id is not below the
@@ -141,9 +156,9 @@ def data_of(
     """
     assert config.data is not None
     tokenizer = tokenizer_of(source.name, source.folder)
-    data = load_data(config.data, tokenizer, config.train)
+    data = load_data(config.data, tokenizer, config.train, now)
     refuse_unknown_tokens(settings, config.model.path, pad_token_id(tokenizer), data.train, data.eval)
-    return data, tokenizer
+    return replace(data, stops=stop_tokens(tokenizer, settings, source.folder)), tokenizer
 
 
 def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
@@ -187,6 +202,19 @@ def _refuse_growth(backend: Tokenizer) -> None:
             )
 
 
+def set_template(tokenizer: PreTrainedTokenizerBase, data: DataConfig, now: datetime | None = None) -> datetime | None:
+    """Give a tokenizer the chat template of a run file: `data.chat_template` with the arguments of `data.template`.
+
+    Its clock stands at `now`, by default the current time. Returns this time if the template reads the clock, or None.
+
+    Raises:
+        UserError: there is no such template, or it reads no such argument.
+    """
+    if data.chat_template is not None:
+        tokenizer.chat_template = chat_template(data.chat_template)
+    return fix_template(tokenizer, data.template, now or datetime.now())
+
+
 def chat_template(spec: str) -> str:
     """Return the text of the chat template that `spec`, the value of `data.chat_template`, names: a file, or a model
     whose tokenizer has one.
@@ -226,6 +254,8 @@ def _joined(parts: Sequence[Reading]) -> Reading:
         cut=sum(part.cut for part in parts),
         unended=sum(part.unended for part in parts),
         chats=sum((part.chats for part in parts), Counter()),
+        ends=sum((part.ends for part in parts), Counter()),
+        settings=sum((part.settings for part in parts), Counter()),
     )
 
 
@@ -279,6 +309,8 @@ def _laid(read: Reading, documents: Documents, length: int, padding: int | None)
         cut=read.cut,
         unended=read.unended,
         chats=read.chats,
+        ends=read.ends,
+        settings=read.settings,
         sequences=len(rows),
         tokens=tokens,
         loss_tokens=sum(int((part != IGNORED).sum()) for part in values(rows, "labels")),

@@ -1,7 +1,9 @@
 """Preview of a run's data: the first documents token by token, statistics, and the steps of an epoch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
 from moetune.training.data.chat_template import MARKINGS
 from moetune.training.data.load import DataCounts, Datasets, data_of
+from moetune.training.data.stop_tokens import end_notes, turn_ends
+from moetune.training.folder.run_folder import RunFolder
 from moetune.training.step.loss import IGNORED
 
 BINS = 12
@@ -29,6 +33,8 @@ class Preview:
         first: for each of some training documents its first tokens, as (text of the token, whether it has a loss).
         counts: statistics of the training data.
         held_out: statistics of the held-out data; None if the run does not evaluate.
+        stops: the tokens at which the model's generation ends.
+        notes: sentences for the user, from `notes`.
         sequences_a_step: rows of an optimizer step, over all ranks.
         steps_an_epoch: optimizer steps in which every sequence is seen once.
     """
@@ -38,6 +44,8 @@ class Preview:
     first: list[list[tuple[str, bool]]]
     counts: DataCounts
     held_out: DataCounts | None
+    stops: frozenset[str]
+    notes: list[str]
     sequences_a_step: int
     steps_an_epoch: int
 
@@ -46,11 +54,12 @@ class Preview:
         parts = {"train": self.counts, "eval": self.held_out}
         return {
             "schema": 1,
-            **{name: None if counts is None else counts_json(counts) for name, counts in parts.items()},
+            **{name: None if counts is None else counts_json(counts, self.stops) for name, counts in parts.items()},
             "sequence_length": self.sequence_length,
             "sequences_a_step": self.sequences_a_step,
             "steps_an_epoch": self.steps_an_epoch,
-            "notes": [*notes(self.counts), *(self.held_out.unread if self.held_out is not None else ())],
+            "stop_tokens": sorted(self.stops),
+            "notes": self.notes,
             "first": self.first,
         }
 
@@ -58,19 +67,24 @@ class Preview:
 def preview(config: RunConfig, records: int = 3) -> Preview:
     """Read and tokenize a run's data as training does; keep the first tokens of `records` documents to show.
 
+    If there is a run in the output folder, a chat template that reads the clock writes the date of this run.
+
     Raises:
         UserError: the run file has no `data:` section, or the data cannot be used.
     """
     if config.data is None:
         raise UserError("moetune data needs data: in the run file")
     source = find_model_source(config.model.path)
-    data, tokenizer = data_of(config, source, source.config)
+    began = None if config.output is None else RunFolder(Path(config.output)).clock()
+    data, tokenizer = data_of(config, source, source.config, began)
     return Preview(
         name=source.name,
         sequence_length=config.train.sequence_length,
         first=_first(data, tokenizer, records),
         counts=data.counts,
         held_out=data.eval_counts,
+        stops=data.stops,
+        notes=notes(data),
         sequences_a_step=sequences_a_step(config),
         steps_an_epoch=steps_an_epoch(data.counts.sequences, config),
     )
@@ -96,16 +110,26 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
     return [(index * width, (index + 1) * width - 1, int(count)) for index, count in enumerate(found)]
 
 
-def notes(counts: DataCounts) -> list[str]:
-    """Return a sentence for each way in which the assistant's part of chats was found, and what was not read."""
-    return [
-        *(f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in counts.chats.items()),
-        *counts.unread,
-    ]
+def notes(data: Datasets) -> list[str]:
+    """Return sentences on chats, none without them: how the assistant's part was found, turns that begin with another
+    generation prompt, which tokens end turns, a warning if one does not end generation, and the template's date;
+    and what data sets hold that is not read."""
+    lines = [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in data.counts.chats.items()]
+    for setting, count in data.counts.settings.items():
+        lines.append(
+            f"{counted(count, 'turn')} of the assistant with the generation prompt of {setting}, which has no loss; "
+            f"set data.template: {{{setting}}}, and generate, chat and exports use this prompt too"
+        )
+    lines += end_notes(turn_ends(data.counts.ends, data.stops), data.stops)
+    if lines and data.clock is not None:
+        lines.append(f"the chat template writes the date {data.clock:%Y-%m-%d}; a run keeps that of its first day")
+    held_out = () if data.eval_counts is None else data.eval_counts.unread
+    return [*lines, *data.counts.unread, *held_out]
 
 
-def counts_json(counts: DataCounts) -> dict[str, Any]:
-    """Return the statistics as a JSON object; `lengths` becomes minimum, median, maximum and a histogram."""
+def counts_json(counts: DataCounts, stops: Collection[str]) -> dict[str, Any]:
+    """Return the statistics as a JSON object; `lengths` becomes minimum, median, maximum and a histogram, `ends` an
+    object of tokens and numbers of turns (`turn_ends`)."""
     lengths = counts.lengths
     summary = {
         "shortest": int(lengths.min()),
@@ -113,7 +137,8 @@ def counts_json(counts: DataCounts) -> dict[str, Any]:
         "longest": int(lengths.max()),
         "histogram": histogram(counts),
     }
-    return {"documents": len(lengths), **vars(counts), "chats": dict(counts.chats), "lengths": summary}
+    found = {"chats": dict(counts.chats), "ends": turn_ends(counts.ends, stops), "settings": dict(counts.settings)}
+    return {"documents": len(lengths), **vars(counts), **found, "lengths": summary}
 
 
 def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> list[list[tuple[str, bool]]]:

@@ -39,6 +39,7 @@ class Reading:
         unended: number of cut documents that end before the completion, or the assistant's first message, does.
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
         ends: control tokens at the end of a turn of the assistant -> number of turns.
+        settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))
@@ -48,6 +49,7 @@ class Reading:
     unended: int = 0
     chats: Counter[Marking] = field(default_factory=Counter)
     ends: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    settings: Counter[str] = field(default_factory=Counter)
 
 
 def read_documents(
@@ -89,6 +91,7 @@ def read_documents(
             if written:
                 read.chats[written.marking] += 1
                 read.ends.update(written.ends)
+                read.settings.update(written.settings)
             of_record = len(documents)
             for document in encoded:
                 if len(document) > longest and not document.divisible:

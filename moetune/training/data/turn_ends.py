@@ -1,8 +1,8 @@
-"""Which token ends a turn of the assistant: in what a chat template writes, and among those that end generation."""
+"""`TurnEnds`: which token ends a turn of the assistant, wherever a chat template puts it."""
 
 import re
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cached_property
 from typing import Any
 
 from moetune.errors import UserError
@@ -36,19 +36,10 @@ class TurnEnds:
     """
 
     def __init__(self, render: Callable[[Messages], Spanned], tokens: Iterable[str]) -> None:
+        self._render = render
         self._tokens = tuple(sorted((token for token in tokens if token.strip()), key=len, reverse=True))
-        self._first = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self._tokens)) or '(?!)'})")
-
-        @cache
-        def rendered(calls: bool, followed: bool = False) -> Spanned | None:
-            try:
-                return render([_ASKED, _TURNS[calls], *([_NEXT[calls]] if followed else [])])
-            except UserError:  # the time limit
-                raise
-            except Exception:  # the template refuses such a chat
-                return None
-
-        self._rendered = rendered
+        self._token = rf"\s*(?:{'|'.join(map(re.escape, self._tokens)) or '(?!)'})"
+        self._first = re.compile(self._token)
 
     def added(self, text: str, spans: list[tuple[int, int]], calls: bool) -> tuple[Spanned, list[tuple[str, ...]]]:
         """Return the text and the assistant's ranges with the ends of turns, and the tokens that each turn ends with.
@@ -61,53 +52,65 @@ class TurnEnds:
         ended: list[tuple[int, int]] = []
         ends: list[tuple[str, ...]] = []
         begin = 0
-        for (low, high), (following, _) in zip(spans, [*spans[1:], (len(text) + 1, 0)], strict=True):
+        spans = [span for span in spans if span[0] < span[1]]
+        for number, (low, high) in enumerate(spans):
             begin = begin if ended and ended[-1][1] == low else low
+            following = spans[number + 1][0] if number + 1 < len(spans) else None
             if high != following:
                 if high == len(text):
-                    text += self._of_next(calls)
-                high = min(max(high, self._end(text, high)), following)
-                ends.append(self._tokens_at_end(text[begin:high]))
+                    text += self._of_next[calls]
+                high = min(self._end(text, begin, high), len(text) if following is None else following)
+                ends.append(self._last(text[begin:high]))
             ended.append((low, high))
         return (text, ended), ends
 
-    def _end(self, text: str, high: int) -> int:
-        """Return the position after the token that ends the turn whose part ends at `high`; `high` if there is none."""
-        outside = [self._outside(calls) for calls in (False, True)]
-        for end in outside:
-            if end and text.startswith(end, high):
+    def _end(self, text: str, low: int, high: int) -> int:
+        """Return the position after the token that ends the turn in `text[low:high]`; `high` if it is in there."""
+        for end in self._outside:
+            if text.startswith(end, high):
                 return high + len(end)
-        following = self._first.match(text, high) if self._leaves_open() or any(outside) else None
-        return following.end() if following else high
+        if self._leaves_open or (self._outside and not self._last(text[low:high])):
+            following = self._first.match(text, high)
+            return following.end() if following else high
+        return high
 
-    def _outside(self, calls: bool) -> str:
-        """Return the tokens that a template with markers writes at the end of the last turn, outside of them."""
-        text, spans = self._rendered(calls) or ("", [])
-        after = text[spans[-1][1] :].rstrip() if spans else ""
-        return after if not self._without_tokens(after) else ""
+    @cached_property
+    def _outside(self) -> list[str]:
+        """What a template with markers writes outside of them at the end of a turn, if it is only tokens."""
+        turns = [self._turn(calls) for calls in (False, True)]
+        after = [text[spans[-1][1] :].rstrip() for text, spans in filter(None, turns) if spans]
+        return [end for end in after if end and re.fullmatch(rf"(?:{self._token})*", end)]
 
+    @cached_property
     def _leaves_open(self) -> bool:
-        """Return whether the template writes nothing at the end of a turn."""
-        text, _ = self._rendered(False) or ("?", [])
-        return not text.rpartition(_SAID)[2].strip()
+        """Whether the template writes nothing at the end of a turn."""
+        plain = self._turn(False)
+        return plain is not None and not plain[0].rpartition(_SAID)[2].strip()
 
-    def _of_next(self, calls: bool) -> str:
-        """Return the first token of the message after a turn, if the template writes nothing at the end of a turn."""
-        shorter, longer = self._rendered(calls), self._rendered(calls, True)
-        if not self._leaves_open() or shorter is None or longer is None or not longer[0].startswith(shorter[0]):
-            return ""
-        following = self._first.match(longer[0], len(shorter[0]))
-        return following[0] if following else ""
+    @cached_property
+    def _of_next(self) -> dict[bool, str]:
+        """The first token of the message after a turn that calls a tool, or does not; "" if the template ends turns."""
+        tokens = dict.fromkeys((False, True), "")
+        for calls in tokens if self._leaves_open else ():
+            shorter, longer = self._turn(calls), self._turn(calls, _NEXT[calls])
+            if shorter and longer and longer[0].startswith(shorter[0]):
+                following = self._first.match(longer[0], len(shorter[0]))
+                tokens[calls] = following[0] if following else ""
+        return tokens
 
-    def _tokens_at_end(self, text: str) -> tuple[str, ...]:
+    def _turn(self, calls: bool, *following: dict[str, Any]) -> Spanned | None:
+        try:
+            return self._render([_ASKED, _TURNS[calls], *following])
+        except UserError:  # the time limit
+            raise
+        except Exception:  # the template refuses such a chat
+            return None
+
+    def _last(self, text: str) -> tuple[str, ...]:
+        """Return the tokens at the end of a text."""
         tokens: list[str] = []
         text = text.rstrip()
         while text.endswith(self._tokens):
             tokens.insert(0, next(token for token in self._tokens if text.endswith(token)))
             text = text[: -len(tokens[0])].rstrip()
         return tuple(tokens)
-
-    def _without_tokens(self, text: str) -> str:
-        for token in self._tokens_at_end(text):
-            text = text.replace(token, "")
-        return text.strip()

@@ -15,11 +15,12 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
 from moetune.config.schema import EarlyStoppingConfig
-from moetune.errors import UserError
+from moetune.errors import UserError, reading
 from moetune.files import expanded, lock
 from moetune.json_files import read_sealed
 from moetune.models.hub.fingerprint import Base
@@ -130,6 +131,14 @@ class RunFolder:
         """
         file = (checkpoint or self.path) / INPUTS_FILE
         return read_sealed(file, Inputs, remedy="copy it back from a checkpoint") if os.path.lexists(file) else None
+
+    def clock(self) -> datetime | None:
+        """Return the time at which the run began, if its chat template writes it into the data; else None."""
+        inputs = self.inputs()
+        if inputs is None or inputs.clock is None:
+            return None
+        with reading(f"clock in {str(self.path / INPUTS_FILE)!r}", "copy the file back from a checkpoint"):
+            return datetime.fromisoformat(inputs.clock)
 
     def metrics(self) -> list[MetricsLine]:
         """Return every complete line of `metrics.jsonl`; an empty list if there is no file and no checkpoint.

@@ -447,9 +447,9 @@ def test_a_tokenizer_that_cannot_serve_is_refused(tmp_path):
     [
         (
             CHATML.replace("assistant\n", "assistant\n<think>\n"),
-            "the chat template does not begin message 3 with its own generation prompt, so what is the assistant's "
-            "cannot be told; name one in data.chat_template (a chat_template.jinja) that does, or that has "
-            "{% generation %} markers",
+            "the chat template does not begin message 3 with its own generation prompt, which ends in "
+            "'<|im_start|>assistant\\n<think>\\n', so what is the assistant's cannot be told; name one in "
+            "data.chat_template (a chat_template.jinja) that does, or that has {% generation %} markers",
         ),
         (
             "{{ raise_exception('roles must alternate') }}",

@@ -1,0 +1,135 @@
+"""Thoughts of the assistant: put where the chat template writes them, and none trained that nobody wrote."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, Protocol
+
+from moetune.training.data.formats import MalformedError
+from moetune.training.data.marks import REASONING, Messages
+from moetune.training.data.template_arguments import given, reads
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class Render(Protocol):
+    """Returns a chat as a chat template writes it, with arguments of the template in place of its own."""
+
+    def __call__(self, messages: Messages, tools: list[Any] | None, /, *, prompt: bool, **arguments: Any) -> str: ...
+
+
+def placed(messages: Messages, template: str) -> Messages:
+    """Return messages with thoughts that stand in the content, in <think> tags, under the key that `template` reads.
+
+    Nothing is moved if it reads no such key. The opening tag may be missing, as in what models write after a generation
+    prompt that ends with it; then the closing one must end or begin a line.
+
+    Raises:
+        MalformedError: a message has another thought under the key.
+    """
+    key = next((key for key in REASONING if key in reads(template).words), None)
+    return messages if key is None else [_split(message, at, key) for at, message in enumerate(messages, 1)]
+
+
+def _split(message: dict[str, Any], number: int, key: str) -> dict[str, Any]:
+    """Return a message with the thought in its content under `key`; `number` counts messages from 1."""
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str) or _CLOSE not in content:
+        return message
+    head, _, answer = content.partition(_CLOSE)
+    before, opening, thought = head.partition(_OPEN)
+    if before.strip() if opening else not (head.endswith("\n") or answer.startswith("\n")):
+        return message
+    thought, rest = (thought if opening else head).strip("\n"), message | {"content": answer.lstrip("\n")}
+    written = next((message[name] for name in REASONING if message.get(name)), None)
+    if written is None:
+        return rest | {key: thought} if thought.strip() else rest
+    if thought.strip() != str(written).strip():
+        raise MalformedError(f"message {number} has one thought in its content and another beside it; keep one")
+    return rest
+
+
+class Thinking:
+    """How turns of the assistant begin in a chat template that can be switched to write thoughts, or empty ones.
+
+    Some templates write an empty thought into a turn without one, and so does their generation prompt with another
+    setting, such as `enable_thinking: false`. What a generation prompt says is not written by the assistant. So a turn
+    is trained from the end of the longest generation prompt that it begins with, over all settings that `data.template`
+    leaves open.
+    """
+
+    def __init__(self, template: str, render: Render) -> None:
+        self._template, self._render = template, render
+
+    def begin(self, before: str, after: str) -> int | None:
+        """Return where the last message of the chat `after` begins to be the assistant's; None if that is not known.
+
+        `before` is the chat without this message, with a generation prompt.
+        """
+        if after.startswith(before):
+            return len(before)
+        usual = next((prompt for prompt, setting in self._prompts.items() if not setting), "")
+        low = len(before) - len(usual)
+        if not usual or not before.endswith(usual) or not after.startswith(before[:low]):
+            return None
+        return next((low + len(prompt) for prompt in self._prompts if after.startswith(prompt, low)), None)
+
+    def trained(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[str]]:
+        """Return the assistant's ranges of a rendered chat without generation prompts at their beginnings.
+
+        Also return the setting of each that begins as the generation prompt does with another setting, and not as it
+        does in the template as it is.
+        """
+        ranges, settings = [], []
+        for low, high in spans:
+            start, setting = self._end_of_prompt(text, low)
+            ranges.append((min(start, high), high))
+            settings += [setting] if setting else []
+        return ranges, settings
+
+    def _end_of_prompt(self, text: str, low: int) -> tuple[int, str]:
+        """Return the end, at or after `low`, of the longest generation prompt there that begins before `low`, and the
+        setting that gives this prompt; (`low`, "") if there is none."""
+        for prompt, setting in self._prompts.items():
+            for begin in range(max(0, low - len(prompt)), low):
+                if text.startswith(prompt, begin):
+                    return begin + len(prompt), setting
+        return low, ""
+
+    @cached_property
+    def _prompts(self) -> dict[str, str]:
+        """Generation prompt -> the setting that gives it, "" for the template as it is; the longest first."""
+        asked: Messages = [{"role": "user", "content": "?"}]
+        found: dict[str, str] = {}
+        for setting, arguments in (("", {}), *self._settings(besides=given(self._template))):
+            with suppress(Exception):  # the template may refuse the value, or so short a chat
+                before, after = (self._render(asked, None, prompt=prompt, **arguments) for prompt in (False, True))
+                if after.startswith(before) and after != before:
+                    found.setdefault(after[len(before) :], setting)
+        return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+    def _settings(self, besides: Iterable[str] = ()) -> Iterator[tuple[str, dict[str, bool]]]:
+        """Yield each argument of the template as true and as false: as written in a run file, and as a dict."""
+        for name in sorted(reads(self._template).arguments.difference(besides)):
+            for value in (False, True):
+                yield f"{name}: {str(value).lower()}", {name: value}
+
+    def remedy(self, messages: Messages, tools: list[Any] | None) -> str | None:
+        """Return advice on the setting by which the last message begins as the generation prompt does; None if none."""
+        for setting, arguments in self._settings():
+            with suppress(Exception):
+                before = self._render(messages[:-1], tools, prompt=True, **arguments)
+                if self._render(messages, tools, prompt=False, **arguments).startswith(before):
+                    (name,) = arguments
+                    out = f", or take {name} out of it" if name in given(self._template) else ""
+                    return f"set data.template: {{{setting}}}{out}"
+        return None
+
+    def refuse_unclosed(self, messages: Messages) -> None:
+        """Raise `MalformedError` for a thought in a content that does not end, if the template writes thoughts."""
+        if not any(key in reads(self._template).words for key in REASONING):
+            return
+        for number, message in enumerate(messages, 1):
+            content = message["content"] if message["role"] == "assistant" else None
+            if isinstance(content, str) and content.lstrip().startswith(_OPEN) and _CLOSE not in content:
+                raise MalformedError(f"message {number} opens {_OPEN} and does not close it")

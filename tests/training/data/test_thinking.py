@@ -1,0 +1,171 @@
+"""Thoughts under TRL's copies of the models' own templates: where they are written, and what of empty ones trains."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.config.schema import DataConfig, TrainConfig
+from moetune.errors import UserError
+from moetune.inference.generate import token_ids
+from moetune.training.data.load import Datasets, load_data
+from moetune.training.data.preview import notes
+from moetune.training.data.template_arguments import reads
+from tests.training.data.test_load import CHATML, make_tokenizer
+
+TEMPLATES = {
+    file.name.removesuffix(".jinja"): file.read_text()
+    for file in sorted((files("trl") / "chat_templates").iterdir(), key=lambda file: file.name)
+    if file.name.endswith(".jinja")
+}
+SWITCHED = [
+    name
+    for name, text in TEMPLATES.items()
+    if "enable_thinking" in text and "</think>" in text and "nothink" not in name
+]
+"""Templates that write an empty thought unless `enable_thinking` or the message says otherwise."""
+THINKING = [name for name, text in TEMPLATES.items() if "reasoning_content" in text or "thinking" in text]
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho ho"}
+THOUGHT = {**ANSWER, "reasoning_content": "hm <b>\n\nhm"}
+
+
+def chat(tmp_path: Path, template: str, *messages: dict[str, Any], **arguments: Any) -> tuple[list[Any], Datasets]:
+    """The ids and labels of a chat's documents, and the data as they were read."""
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    settings = DataConfig(train=str(tmp_path / "one.jsonl"), packing=False, template=arguments)
+    data = load_data(settings, make_tokenizer(template, bos=False), TrainConfig(sequence_length=8192))
+    return [(row["input_ids"], row["labels"]) for row in data.train], data
+
+
+def trained(documents: list[Any]) -> list[str]:
+    tokenizer = make_tokenizer()
+    return [tokenizer.decode([label for label in labels if label != -100]) for _, labels in documents]
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+@pytest.mark.one_in(3)
+def test_an_empty_thought_has_no_loss_unless_it_is_asked_for(name: str, tmp_path: Path) -> None:
+    template = TEMPLATES[name]
+    as_it_is, data = chat(tmp_path, template, USER, ANSWER, USER, ANSWER)
+    assert "think" not in "".join(trained(as_it_is))
+    assert "".join(trained(as_it_is)).count("ho ho") == 2
+    assert data.counts.settings == {"enable_thinking: false": 2}
+    assert any("data.template: {enable_thinking: false}" in note for note in notes(data))
+
+    off, data = chat(tmp_path, template, USER, ANSWER, USER, ANSWER, enable_thinking=False)
+    assert trained(off) == trained(as_it_is)
+    assert not data.counts.settings
+    if name.startswith("nemotron") and "training" not in name:  # the prompt opens a thought as the turn does not
+        with pytest.raises(UserError, match=r"data\.template: \{enable_thinking: false\}"):
+            chat(tmp_path, template, USER, ANSWER, enable_thinking=True)
+    else:
+        assert "</think>" in trained(chat(tmp_path, template, USER, ANSWER, enable_thinking=True)[0])[0]
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+@pytest.mark.one_in(3)
+def test_a_thought_trains_beside_turns_without_one(name: str, tmp_path: Path) -> None:
+    template = TEMPLATES[name]
+    both, data = chat(tmp_path, template, USER, ANSWER, USER, THOUGHT)
+    text = "".join(trained(both))
+    assert (text.count("hm <b>\n\nhm"), text.count("</think>"), text.count("ho ho")) == (1, 1, 2)
+    assert data.counts.settings == {"enable_thinking: false": 1}
+    if "training" not in name:
+        with pytest.raises(UserError, match=r"enable_thinking: true\}, or take enable_thinking out"):
+            chat(tmp_path, template, USER, THOUGHT, enable_thinking=False)
+
+
+def test_the_other_way_round(tmp_path: Path) -> None:
+    template = TEMPLATES["qwen3_5_nothink"]
+    found, data = chat(tmp_path, template, USER, THOUGHT)
+    assert trained(found) == ["hm <b>\n\nhm\n</think>\n\nho ho<|im_end|>\n"]
+    assert data.counts.settings == {"enable_thinking: true": 1}
+    found, data = chat(tmp_path, template, USER, ANSWER)
+    assert trained(found) == ["ho ho<|im_end|>\n"]
+    assert not data.counts.settings
+
+
+@pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3"])
+def test_a_prompt_that_no_setting_changes_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"<think>\\n.*data\.chat_template"):
+        chat(tmp_path, TEMPLATES[name], USER, ANSWER)
+
+
+@pytest.mark.parametrize("name", THINKING)
+@pytest.mark.one_in(4)
+def test_a_thought_in_the_content_is_one_beside_it(name: str, tmp_path: Path) -> None:
+    template = TEMPLATES[name]
+    if not reads(template).words & {"reasoning_content", "reasoning", "thinking"}:
+        return
+    thought = THOUGHT["reasoning_content"]
+    spellings = [
+        f"<think>\n{thought}\n</think>\n\nho ho",
+        f"<think>{thought}</think>ho ho",
+        f"{thought}\n</think>\n\nho ho",
+    ]
+    inside = [{"role": "assistant", "content": content} for content in spellings]
+    if name in ("gemma4", "gemma4_v3", "gemma4_v4"):  # these write a thought only beside tool calls
+        for message in (THOUGHT, *inside):
+            with pytest.raises(UserError, match="leaves out reasoning_content of message 2"):
+                chat(tmp_path, template, USER, message)
+        return
+    beside, _ = chat(tmp_path, template, USER, THOUGHT)
+    assert "hm <b>\n\nhm" in trained(beside)[0]
+    for message in (*inside, {**THOUGHT, "content": spellings[0]}, {**ANSWER, "thinking": thought}):
+        assert chat(tmp_path, template, USER, message)[0] == beside
+    empty, _ = chat(tmp_path, template, USER, {"role": "assistant", "content": "<think>\n\n</think>\n\nho ho"})
+    assert empty == chat(tmp_path, template, USER, ANSWER)[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"content": "<think>\nhm"}, "message 2 opens <think>"),
+        ({"content": "<think>a</think>b", "reasoning_content": "c"}, "message 2 has one thought in its content"),
+    ],
+)
+def test_a_broken_thought_is_refused(message: dict[str, str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        chat(tmp_path, TEMPLATES["gptoss"], USER, {"role": "assistant", **message})
+
+
+@pytest.mark.parametrize("content", ["Write </think> after it.", "The tags <think>\nand\n</think>\nare two."])
+def test_tags_in_a_sentence_are_no_thought(content: str, tmp_path: Path) -> None:
+    found, _ = chat(tmp_path, TEMPLATES["gptoss"], USER, {"role": "assistant", "content": content})
+    assert trained(found) == [f"<|channel|>final<|message|>{content}<|return|>"]
+
+
+def test_a_template_without_thoughts_writes_the_tags(tmp_path: Path) -> None:
+    content = "<think>\nhm\n</think>\n\nho"
+    found, _ = chat(tmp_path, CHATML, USER, {"role": "assistant", "content": content})
+    assert trained(found) == [f"{content}<|im_end|>\n"]
+
+
+def test_an_alpaca_record_with_a_thought(tmp_path: Path) -> None:
+    record = {"instruction": "hi", "output": "ho ho", "reasoning": THOUGHT["reasoning_content"]}
+    (tmp_path / "alpaca.jsonl").write_text(json.dumps(record) + "\n")
+    settings, lengths = (
+        DataConfig(train=str(tmp_path / "alpaca.jsonl"), packing=False),
+        TrainConfig(sequence_length=8192),
+    )
+    (row,) = load_data(settings, make_tokenizer(TEMPLATES["qwen3"], bos=False), lengths).train
+    assert [(row["input_ids"], row["labels"])] == chat(tmp_path, TEMPLATES["qwen3"], USER, THOUGHT)[0]
+    with pytest.raises(UserError, match="reasoning need"):
+        load_data(settings, make_tokenizer(), lengths)
+
+
+def test_earlier_answers_of_a_prompt(tmp_path: Path) -> None:
+    """In `generate` and `chat`, whose answers hold their thoughts, the template decides which of them it repeats."""
+
+    class Opened:
+        name, tokenizer = "x", make_tokenizer(TEMPLATES["gptoss"], bos=False)
+
+        class settings:
+            @staticmethod
+            def get_text_config() -> Any:
+                return type("Config", (), {"vocab_size": 10**6})
+
+    ids = token_ids(Opened(), [USER, {**ANSWER, "content": "hm\n</think>\nho ho"}, USER])  # type: ignore[arg-type]
+    assert "think" not in Opened.tokenizer.decode(ids)
