@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from moetune.config.other_names import OTHER_NAMES
 from moetune.config.recipes import recipes
-from moetune.config.schema import ChoiceConfig, PartOptimizers, RunConfig, TrainConfig, data_sets
+from moetune.config.schema import ChoiceConfig, PartOptimizers, RunConfig, TrainConfig, data_sets, path_and_split
 from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import Ledger, expanded, names_in
 
@@ -157,7 +157,9 @@ _PATHS = (
     ("adapt", "lora", "ids", "from"), ("adapt", "lora", "ids", "background"),
 )  # fmt: skip
 """Keys of the run file that hold a path, relative to the run file's folder or else to the working directory."""
-_FILE_NAME = re.compile(r"[./~].*|.*\.(jsonl?|csv|tsv|parquet|txt|text|md|rst|jinja2?|j2)", re.DOTALL)
+_FILE_NAME = re.compile(
+    r"[./~].*|.*\.((jsonl?|ndjson|csv|tsv|parquet|arrow|txt|text|md|rst)(\.(gz|bz2|xz|zst|lz4))?|jinja2?|j2)", re.DOTALL
+)
 """Names that can only mean a local file, not a data set of the hub or the catalog."""
 
 
@@ -174,13 +176,14 @@ def _find_beside(raw: dict[str, Any], run_file: Path, *, unless_here: bool = Fal
             return value | {"path": found(key, value["path"])}
         if not isinstance(value, str) or not value:
             return value
-        place = run_file.absolute().parent / value
+        folder = run_file.absolute().parent
         try:
-            is_there = (place / "config.json").is_file() if key == "path" else place.exists()
-            is_there = is_there and not (unless_here and Path(value).exists())
-        except (OSError, ValueError):  # the value cannot be a file name
+            name, split = path_and_split(value, folder)
+            is_there = (folder / name / "config.json").is_file() if key == "path" else (folder / name).exists()
+            is_there = is_there and not (unless_here and Path(path_and_split(value)[0]).exists())
+        except (OSError, ValueError, RuntimeError):  # the value cannot be a file name
             is_there = False
-        return str(place) if is_there else value
+        return f"{folder / name}{split and ':'}{split}" if is_there else value
 
     for *sections, key in _PATHS:
         holder: Any = raw
@@ -210,7 +213,7 @@ def refuse_missing(names: Iterable[str], beside: Path | None = None) -> None:
     problems = []
     for name in names:
         path = expanded(name)
-        if path.is_absolute() or path.exists() or not _FILE_NAME.fullmatch(name):
+        if path.is_absolute() or expanded(path_and_split(name)[0]).exists() or not _FILE_NAME.fullmatch(name):
             continue
         places = list(dict.fromkeys((*([beside / name] if beside else []), path.absolute())))
         where = f", neither beside the run file ({str(places[0])!r}) nor in the working directory ({str(places[-1])!r})"

@@ -32,6 +32,7 @@ OTHER_NAMES = {
     "load_best_model_at_end": "train.early_stopping",
     **dict.fromkeys(("save_steps", "saves_per_epoch"), "train.save_every"),
     **dict.fromkeys(("dataset", "datasets", "train_file", "dataset_name", "data_path"), "data.train"),
+    **dict.fromkeys(("dataset_split", "train_split"), "data.split"),
     **dict.fromkeys(("val_set_size", "val_size", "validation_split"), "data.validation"),
     "sample_packing": "data.packing",
     "chat_template_kwargs": "data.template",

@@ -1,6 +1,7 @@
 """`moetune eval`: mean held-out loss and perplexity of a run, an adapter or a checkpoint."""
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -11,7 +12,7 @@ import datasets
 import torch
 from transformers import PreTrainedModel
 
-from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
+from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets, path_and_split
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.inference.opened import Found, Opened, open_model
@@ -112,10 +113,14 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
     if given is None:
         return None
 
-    asked = expanded(data).resolve()
-    trained, held_out = (
-        asked in {expanded(name).resolve() for name, _ in data_sets(part)} for part in (given.train, given.eval)
-    )
+    def place(spec: str, split: str) -> tuple[Path, str]:
+        name, after = path_and_split(spec)
+        path = expanded(name).resolve()
+        return path, after or ("" if path.is_file() else split)
+
+    asked = place(data, "train")
+    trained = asked in {place(name, "train") for name, _ in data_sets(given.train, given.split)}
+    held_out = asked in {place(name, "held out") for name, _ in data_sets(given.eval)}
     return False if trained else True if held_out else None
 
 
@@ -141,11 +146,13 @@ def rows_of(
     if format is not None:
         settings = DataConfig.model_validate(settings.model_dump() | {"format": format})
     if data is not None:
-        settings = settings.but(train=data, eval=None, validation=None)
+        settings = settings.but(train=data, split=None, eval=None, validation=None)
     elif given is None or not given.evaluates:
         raise UserError(f"{opened.name!r} has no held-out data of its own; name some with --data")
     read = load_data(settings, opened.tokenizer, train)
-    rows = read.eval if data is None else read.train
+    rows, counts = (read.eval, read.eval_counts) if data is None else (read.train, read.counts)
+    for note in counts.unread if counts is not None else ():
+        print(f"note: {note}", file=sys.stderr)
     assert rows is not None
     refuse_unknown_tokens(opened.settings, opened.name, pad_token_id(opened.tokenizer), rows)
     return rows, data or "what the run held out"

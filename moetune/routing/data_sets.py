@@ -1,6 +1,7 @@
 """Read the data sets for `moetune score` and `moetune drift`: tokenized rows in a seeded random order."""
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,7 +30,7 @@ class RoutedData:
 
 def names_of(config: RunConfig) -> list[str]:
     """Return the files or names of the data sets that a run trains on; empty without `data:`."""
-    return [] if config.data is None else [name for name, _ in data_sets(config.data.train)]
+    return [] if config.data is None else [name for name, _ in data_sets(config.data.train, config.data.split)]
 
 
 def read_sources(
@@ -50,17 +51,22 @@ def read_sources(
     """
     config, model = run.config, run.model.source
     tokenizer = tokenizer_of(model.name, model.folder)
-    how = {} if config.data is None else config.data.model_dump(exclude={"train", "eval", "validation"})
+    how = {} if config.data is None else config.data.model_dump(exclude={"train", "split", "eval", "validation"})
     sources, problems = [], []
     for name in ("held-out data",) if data is None else data:
         try:
             if data is None:
                 assert config.data is not None
-                rows = load_data(config.data, tokenizer, config.train, now).eval
+                read = load_data(config.data, tokenizer, config.train, now)
+                rows, counts = read.eval, read.eval_counts
             else:
                 settings = DataConfig.model_validate({**how, "train": name})
-                rows = load_data(settings, tokenizer, config.train, now).train
+                read = load_data(settings, tokenizer, config.train, now)
+                rows, counts = read.train, read.counts
             assert rows is not None
+            assert counts is not None
+            for note in counts.unread:
+                print(f"note: {note}", file=sys.stderr)
             sources.append(_some_of(name, rows, config, tokens))
         except UserError as error:
             problems.append(str(error))

@@ -82,3 +82,23 @@ def test_a_missing_file_is_named_with_both_places(run: Path, tmp_path: Path, mon
         UserError, match=r"no such file: 'talk.json', neither beside .* nor in .* Did you mean 'talks.json'"
     ):
         data(run)
+
+
+def test_splits_of_a_folder_and_what_is_passed_over(tmp_path: Path) -> None:
+    """Training and evaluation of one folder read two of its splits; `data.split` names another."""
+    for split, count in {"train": 3, "validation": 2, "test": 4}.items():
+        file = tmp_path / "set" / "data" / f"{split}-00000-of-00001.csv"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(["text", *(f"{split} {number}" for number in range(count))]))
+    run = tmp_path / "run.yaml"
+    run.write_text(RUN.replace("train: talks.json, validation: 0.2, too_long: drop", "train: set, eval: set"))
+    found = json.loads(data(run, "--json"))
+    assert (found["train"]["records"], found["eval"]["records"]) == (3, 2)
+    of_train, of_eval = found["notes"]
+    assert "the split 'train' is read" in of_train
+    assert "the split 'validation' is read" in of_eval
+    assert "data/test-00000-of-00001.csv (split test)" in of_train
+    found = json.loads(data(run, "--json", "--set", "data.split=test", "--set", "data.eval=set:train"))
+    assert (found["train"]["records"], found["eval"]["records"]) == (4, 3)
+    weighted = ["--set", "data.train=[{path: 'set:validation', weight: 2}, set]", "--set", "data.split=test"]
+    assert json.loads(data(run, "--json", *weighted))["train"]["records"] == 2 * 2 + 4

@@ -65,8 +65,8 @@ sheduler: cosine
         "train.steps: 'many' is not valid: Input should be a valid integer, unable to parse string as an integer",
         "train.seed: 99999999999 is not valid: Input should be less than 4294967296",
         "train.report_to: 5 is not a list; write [5]",
-        "data: 5 is not a section; write keys under it. Keys: train, eval, format, packing, chat_template, "
-        "template, too_long, validation",
+        "data: 5 is not a section; write keys under it. Keys: train, eval, split, format, packing, "
+        "chat_template, template, too_long, validation",
         "hardware: None is not a section; write keys under it. Keys: gpu, host_memory, count, without_kernels",
         "sheduler: unknown key. Known keys: model, adapt, optimizer, train, data, parallel, hardware, output.",
     ]
@@ -184,6 +184,9 @@ def test_paths_are_looked_for_beside_the_run_file_first(tmp_path: Path, monkeypa
     overridden = load_run_config(beside / "run.yaml", ["data.train=both.jsonl", "data.eval=beside.jsonl"])
     assert overridden.data is not None
     assert (overridden.data.train, overridden.data.eval) == ("both.jsonl", str(beside / "beside.jsonl"))
+    split = load_run_config(beside / "run.yaml", ["data.train=beside.jsonl:en:test"]).data
+    assert split is not None
+    assert split.train == f"{beside / 'beside.jsonl'}:en:test"
     with pytest.raises(UserError) as caught:
         refuse_missing_files(config, beside / "run.yaml")
     assert str(caught.value) == (

@@ -13,7 +13,7 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
-from moetune.inference.evaluate import Evaluation, evaluate
+from moetune.inference.evaluate import Evaluation, _is_held_out, evaluate
 from moetune.inference.generate import generate
 from moetune.inference.opened import open_model
 from tests import small
@@ -149,3 +149,18 @@ def test_the_page_of_a_run(run: Callable[..., Path], moetune: Callable[..., Any]
     for outside in ("src=", "url(http", "@import", "<script"):
         assert outside not in html
     assert moetune("report", tmp_path / "gone").code == 2
+
+
+def test_whether_a_run_trained_on_a_split(tmp_path: Path) -> None:
+    folder, file = tmp_path / "set", small.write_data(tmp_path / "held.jsonl")
+    folder.mkdir()
+    small.write_data(folder / "train.jsonl")
+    run = RunConfig.model_validate(
+        {"model": {"path": "x"}, "adapt": {}, "data": {"train": str(folder), "eval": [str(file), f"{folder}:test"]}}
+    )
+    asked = {
+        str(folder): False, f"{folder}:train": False, f"{folder}:test": True, f"{folder}:dev": None, str(file): True,
+    }  # fmt: skip
+    assert {data: _is_held_out(run, data) for data in asked} == asked
+    other = run.but(data={"split": "test"})
+    assert [_is_held_out(other, data) for data in asked] == [None, None, False, None, True]

@@ -4,7 +4,7 @@ One file for each section; run.py has the checks of one section against another.
 """
 
 from moetune.config.schema.adapt import AdaptConfig, ChoiceConfig, ExpertsConfig, LoraConfig
-from moetune.config.schema.data import DataConfig, data_sets
+from moetune.config.schema.data import DataConfig, data_sets, path_and_split
 from moetune.config.schema.model import FP8_BLOCK, LINEAR_STORAGES, NV_BLOCK, ModelConfig, QuantizedDtype, Storage
 from moetune.config.schema.optimizer import PARTS, OptimizerConfig, OptimizerName, Part, PartOptimizers
 from moetune.config.schema.parallel import HardwareConfig, ParallelConfig
@@ -35,4 +35,5 @@ __all__ = [
     "Storage",
     "TrainConfig",
     "data_sets",
+    "path_and_split",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
@@ -47,10 +48,12 @@ def _check_arguments(arguments: object) -> object:
 class DataConfig(Section):
     """Training and evaluation data (`data:`).
 
-    A data set is a file, a folder, a catalog data set, or a hub data set (`org/name:config:split`).
+    A data set is a file, a folder, a catalog data set, or a hub data set, each also with a split, or with a
+    configuration and a split: `folder:test`, `org/name:config:split`.
 
     Attributes:
         train: one data set or several, which may have weights.
+        split: split of the training data sets that name none; None for `train`.
         eval: data sets for evaluation; None for none.
         format: format of the records; `auto` detects it from the first.
         packing: fill each sequence with several documents, which do not attend to each other.
@@ -62,6 +65,7 @@ class DataConfig(Section):
 
     train: OneOrSeveral
     eval: OneOrSeveral | None = None
+    split: Annotated[str, Field(min_length=1)] | None = None
     format: Literal["auto", "text", "prompt", "chat", "alpaca", "sharegpt"] = "auto"
     packing: bool = True
     chat_template: FilePath | None = None
@@ -82,7 +86,30 @@ class DataConfig(Section):
         return self.eval is not None or self.validation is not None
 
 
-def data_sets(written: str | Sequence[str | WeightedData] | None) -> list[tuple[str, float]]:
-    """Return (name, weight) of each data set under `data.train` or `data.eval`; an empty list for None."""
+def data_sets(written: str | Sequence[str | WeightedData] | None, split: str | None = None) -> list[tuple[str, float]]:
+    """Return (name, weight) of each data set under `data.train` or `data.eval`; an empty list for None.
+
+    Names end with `split`, the value of `data.split`, unless they name a split themselves.
+    """
     several = (written,) if isinstance(written, str) else written or ()
-    return [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in several]
+    weighted = [(one, 1.0) if isinstance(one, str) else (one.path, one.weight) for one in several]
+    return [(name if split is None else _of_split(name, split), weight) for name, weight in weighted]
+
+
+def _of_split(name: str, split: str) -> str:
+    path, after = path_and_split(name)
+    names_one = after or (":" in name and not Path(path).expanduser().exists())
+    return name if names_one else f"{name}:{split}"
+
+
+def path_and_split(spec: str, beside: Path = Path()) -> tuple[str, str]:
+    """Return the path of a local data set, relative to the folder `beside` or absolute, and what is written after it.
+
+    These are `("folder", "test")` for `folder:test` if there is a file or folder of this name, and none `folder:test`.
+    Names of which there is nothing are returned whole, with "".
+    """
+    for colons in range(3):
+        path, *after = spec.rsplit(":", colons)
+        if path and (beside / Path(path).expanduser()).exists():
+            return path, ":".join(after)
+    return spec, ""

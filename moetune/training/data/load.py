@@ -52,6 +52,7 @@ class DataCounts:
         tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
         loss_tokens: tokens that are predicted.
         padding: padding tokens in packed sequences.
+        unread: a sentence for each way in which the data sets hold more than is read.
     """
 
     lengths: np.ndarray
@@ -66,6 +67,7 @@ class DataCounts:
     tokens: int
     loss_tokens: int
     padding: int
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,14 @@ def load_data(
             weights or `data.validation` leave no record to train on or, with `data.eval`, to evaluate on.
     """
     problems: dict[str, None] = {}
+    unread: tuple[list[str], list[str]] = [], []  # of the training data, of those held out
     documents = Documents()
     clock = set_template(tokenizer, data, now)
 
-    def read(spec: str) -> Reading:
+    def read(spec: str, held_out: bool) -> Reading:
         parts: list[Reading] = []
         try:
-            for source in open_sources(spec):
+            for source in open_sources(spec, held_out=held_out, note=unread[held_out].append):
                 try:
                     source = replace(source, rows=_announced(source))
                     parts.append(
@@ -116,13 +119,16 @@ def load_data(
             problems[str(error)] = None
         return _joined(parts)
 
-    one_by_spec = {spec: read(spec) for spec, _ in (*data_sets(data.train), *data_sets(data.eval))}
+    named = data_sets(data.train, data.split), data_sets(data.eval)
+    one_by_spec = {
+        (spec, held_out): read(spec, held_out) for held_out in (False, True) for spec in dict(named[held_out])
+    }
     if problems:
         raise UserError("\n".join(problems))
     draw = np.random.default_rng(train.seed)
     training, held_out = (
-        _joined([_times(one_by_spec[spec], weight, draw) for spec, weight in data_sets(part)])
-        for part in (data.train, data.eval)
+        _joined([_times(one_by_spec[spec, held_out], weight, draw) for spec, weight in named[held_out]])
+        for held_out in (False, True)
     )
     if data.validation is not None:
         training, held_out = _split(training, data.validation, draw)
@@ -133,6 +139,8 @@ def load_data(
     length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
     rows, counts = _laid(training, documents, length, padding)
     held_rows, held_counts = _laid(held_out, documents, length, padding) if data.evaluates else (None, None)
+    counts = replace(counts, unread=tuple(unread[0]))
+    held_counts = held_counts and replace(held_counts, unread=tuple(unread[1]))
     return Datasets(rows, held_rows, counts, held_counts, clock=clock)
 
 

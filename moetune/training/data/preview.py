@@ -112,7 +112,8 @@ def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
 
 def notes(data: Datasets) -> list[str]:
     """Return sentences on chats, none without them: how the assistant's part was found, turns that begin with another
-    generation prompt, which tokens end turns, a warning if one does not end generation, and the template's date."""
+    generation prompt, which tokens end turns, a warning if one does not end generation, and the template's date;
+    and what data sets hold that is not read."""
     lines = [f"{counted(count, 'chat')}: {MARKINGS[marking]}" for marking, count in data.counts.chats.items()]
     for setting, count in data.counts.settings.items():
         lines.append(
@@ -122,7 +123,8 @@ def notes(data: Datasets) -> list[str]:
     lines += end_notes(turn_ends(data.counts.ends, data.stops), data.stops)
     if lines and data.clock is not None:
         lines.append(f"the chat template writes the date {data.clock:%Y-%m-%d}; a run keeps that of its first day")
-    return lines
+    held_out = () if data.eval_counts is None else data.eval_counts.unread
+    return [*lines, *data.counts.unread, *held_out]
 
 
 def counts_json(counts: DataCounts, stops: Collection[str]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import pytest
 
 from moetune.errors import UserError
 from moetune.training.data import sources
-from moetune.training.data.sources import Row, open_sources
+from moetune.training.data.files.source import Row
+from moetune.training.data.sources import open_sources
 
 
 def rows(spec):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moetune.training.data import json_array
-from moetune.training.data.json_array import JsonArray
+from moetune.training.data.files import json_array
+from moetune.training.data.files.json_array import JsonArray
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=9),

@@ -1,0 +1,72 @@
+"""Open a data file: its type by its name, its compression by its first bytes. Pointers of Git LFS are refused."""
+
+import bz2
+import gzip
+import io
+import lzma
+import re
+import zlib
+from collections.abc import Callable
+from importlib.resources.abc import Traversable
+from pathlib import PurePath
+from typing import IO, Any
+
+import pyarrow as pa
+
+from moetune.errors import UserError
+
+TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+RECORD_ENDINGS = (*JSON_ENDINGS, *DELIMITERS, ".parquet", ".arrow")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+"""Endings of compressed files; the ending before them is the file's type."""
+DAMAGED = (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError, pa.ArrowException)
+"""Errors of a file that ends too early or is damaged."""
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def _by_arrow(codec: str) -> Callable[..., IO[bytes]]:
+    def opened(path: Any, mode: str) -> IO[bytes]:
+        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(path.open(mode)), codec))
+
+    return opened
+
+
+_OPENERS: dict[bytes, Callable[..., Any]] = {
+    rb"\x1f\x8b\x08": gzip.open,
+    rb"BZh[1-9]1AY&SY": bz2.open,
+    rb"\xfd7zXZ\x00": lzma.open,
+    rb"\x28\xb5\x2f\xfd": _by_arrow("zstd"),
+    rb"\x04\x22\x4d\x18": _by_arrow("lz4"),
+}
+"""Pattern of the first bytes of a compressed file -> what opens it."""
+
+
+def type_of(name: str) -> str:
+    """Return the ending, in lower case, that tells what a file holds: `.jsonl` of `data.JSONL.gz`."""
+    path = PurePath(name.lower())
+    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
+
+
+def opened(path: Traversable, name: str) -> IO[bytes]:
+    """Open a file to read its bytes, unpacked if it is compressed; messages call it `name`.
+
+    Raises:
+        UserError: it is a pointer of Git LFS.
+        OSError: it cannot be opened.
+    """
+    with path.open("rb") as file:
+        head = file.read(1024)
+    if head.startswith(_POINTER):
+        size = re.search(rb"^size (\d+)$", head, re.MULTILINE)
+        raise UserError(
+            f"{name!r} is not the data but a pointer of Git LFS to them"
+            + (f" ({int(size[1]):,} bytes)" if size else "")
+            + "; fetch them with `git lfs pull` in its folder"
+        )
+    for mark, open_ in _OPENERS.items():
+        if re.match(mark, head, re.DOTALL):
+            handle: IO[bytes] = open_(path, "rb")
+            return handle
+    return path.open("rb")

@@ -1,0 +1,68 @@
+"""JSON objects that hold lists of records, and columns of one name in CSV."""
+
+import json
+
+import pytest
+
+from moetune.training.data.sources import open_sources
+from tests.training.data.files.read import message, notes, read, records, write_lines
+
+ROWS = [{"text": "a"}, {"text": "b"}]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_the_lists_of_an_object_are_splits(tmp_path, indent):
+    file = tmp_path / "data.json"
+    file.write_text(json.dumps({"version": 1, "train": ROWS, "val": ROWS[:1], "other": ROWS[1:]}, indent=indent))
+    assert read(file) == (ROWS, [f"{str(file)!r}: the list 'train' is read; passed over: 'version', 'val', 'other'"])
+    assert records(f"{file}:other") == ROWS[1:]
+    assert records(file, held_out=True) == ROWS[:1]
+    assert "has no split 'test'; it has train, val, other" in message(f"{file}:test")
+    file.write_text(json.dumps({"version": "0.1", "data": ROWS}, indent=indent))
+    assert records(file) == ROWS
+    assert notes(file) == [f"{str(file)!r}: the list 'data' is read; passed over: 'version'"]
+    file.write_text(json.dumps({"validation": ROWS}, indent=indent))
+    assert "has no split 'train'; it has validation" in message(file)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"messages": [{"role": "user"}]}',
+        '{"text": "a", "spans": [{"at": 1}]}\n',
+        '{"train": [{"text": "a"}]}\n{"train": []}',
+        '{"train": ["a"]}',
+        "{}",
+    ],
+)
+def test_an_object_that_is_a_record_stays_one(tmp_path, text):
+    file = tmp_path / "data.json"
+    file.write_text(text)
+    assert records(file) == [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_line_is_a_record_unless_its_lists_are_named_like_splits(tmp_path):
+    line = {"talk": [{"role": "user"}]}
+    assert records(write_lines(tmp_path / "a.jsonl", line)) == [line]
+    assert records(f"{tmp_path / 'a.jsonl'}:talk") == line["talk"]
+    assert records(write_lines(tmp_path / "b.jsonl", {"train": ROWS})) == ROWS
+    assert records(write_lines(tmp_path / "c.json", line)) == line["talk"]
+
+
+def test_what_is_wrong_in_a_list_of_an_object_is_placed(tmp_path):
+    file = tmp_path / "data.json"
+    file.write_text('{"train": [\n{"text": "a"},\n{"text": "b", "text": "c"}]}')
+    (source,) = open_sources(str(file))
+    assert [row.problem and row.problem[:14] for row in source.rows] == [None, "the key 'text'"]
+    file.write_text('{"train": [\n{"text": "a"},\n{"text": }]}')
+    (source,) = open_sources(str(file))
+    assert source.unit == "record"
+    assert [row.problem for row in source.rows] == [None, "not valid JSON: Expecting value (line 3, column 10)"]
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    file = tmp_path / "a.csv"
+    file.write_text("text,id,text\na,1,b\n")
+    assert "more than one column 'text'; rename or remove all but one" in message(file)
+    file.write_text(",text,\n1,a,2\n")  # columns without a name are no keys
+    assert [record["text"] for record in records(file)] == ["a"]
