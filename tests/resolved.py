@@ -16,7 +16,7 @@ from moetune.run.resolve import examine, resolve, resolve_model
 if TYPE_CHECKING:
     from moetune.adapt.build import Adapted
     from moetune.memory.measurement.measure import Measured
-    from moetune.memory.measurement.verify import Outcome
+    from moetune.planning.verify import Outcome
     from moetune.training.run import TrainResult
 
 

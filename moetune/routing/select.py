@@ -53,9 +53,8 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     """Replace a memory `budget` for experts in a configuration by `k`, the largest number of experts of each layer that
     is expected to fit it.
 
-    A closed form finds k for the first k experts of each layer, with which all layers are alike. Traces of the chosen
-    experts then correct it, because memory also depends on which experts of a layer train: frozen ones are computed in
-    groups of neighbours.
+    Each k is traced with the experts that the scores choose, because memory also depends on which experts of a layer
+    train: frozen ones are computed in groups of neighbours.
 
     Args:
         run: a configuration, or the path of a run file; without a memory budget, it is returned unchanged.

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moetune.memory.predict import predict
 from moetune.models.catalog.gpus import find_gpu
 from moetune.parallel.ranks import SINGLE_RANK
+from moetune.planning.predict import predict
 from moetune.run.resolve import resolve
 from moetune.training.metrics import Pace
 from moetune.watch import memory_record
