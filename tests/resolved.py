@@ -44,7 +44,7 @@ def measure(config: RunConfig, device: torch.device | str, *more: Any, **options
 
 
 def verify(config: RunConfig, *more: Any, **options: Any) -> Outcome:
-    from moetune.memory.measurement import verify
+    from moetune.planning import verify
 
     return verify.verify(resolve(config, this_device()), *more, **options)
 

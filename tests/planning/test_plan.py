@@ -12,7 +12,6 @@ from moetune.planning.search import Found, Search
 from moetune.planning.strategies import Goal, Strategy, strategies
 from moetune.planning.tables import plan_view
 from tests.report.sample import sample
-from tests.thinned import thinned
 
 
 @pytest.mark.full
@@ -100,6 +99,7 @@ def little_more_than_the_smallest(model: Path) -> str:
     return f"{roomy.predictor.of(roomy.smallest(strategy)).span.high + (1 << 20)}B"
 
 
+@pytest.mark.full
 def test_what_is_not_searched_would_not_be_the_most_useful(small_model: Path) -> None:
     gpu = little_more_than_the_smallest(small_model)
     few, all_of_them = (plan(str(small_model), gpu, length=64, every=every) for every in (False, True))
@@ -110,21 +110,17 @@ def test_what_is_not_searched_would_not_be_the_most_useful(small_model: Path) ->
     assert "--all: every way" in plan_view(few).more
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
-    thinned(
-        [
-            "granite-3.1-3b-a800m on 1 x 24GiB",
-            "gpt-oss-20b on 1 x 24GiB",
-            "olmoe-1b-7b on 1 x 15GiB",
-            "deepseek-v2-lite on 2 x 15GiB",
-            "mixtral-8x7b on 2 x 24GiB",
-            "qwen3-30b-a3b on 1 x 24GiB",
-            "gemma-4-26b-a4b on 2 x 24GiB",
-            "qwen3-next-80b-a3b on 2 x 24GiB",
-        ],
-        every=8,
-    ),
+    [
+        "granite-3.1-3b-a800m on 1 x 24GiB",
+        "gpt-oss-20b on 1 x 24GiB",
+        "olmoe-1b-7b on 1 x 15GiB",
+        "deepseek-v2-lite on 2 x 15GiB",
+        "mixtral-8x7b on 2 x 24GiB",
+        "qwen3-30b-a3b on 1 x 24GiB",
+    ],
 )
 def test_at_full_size_a_search_of_everything_finds_nothing_more_useful(case: str) -> None:
     model, _, count, _, gpu = case.split()
@@ -134,16 +130,13 @@ def test_at_full_size_a_search_of_everything_finds_nothing_more_useful(case: str
 
 
 def test_the_run_that_nearly_fits_is_that_which_saves_most(small_model: Path) -> None:
-    missed = plan(str(small_model), "400MiB", length=64)
-    assert not missed.candidates
-    assert missed.miss is not None
-    needs = [missed.miss.report.required]
-    for goal in ("router", "lora"):
-        raw = {"model": {"path": str(small_model)}, "adapt": {}, "train": {"sequence_length": 64}}
-        search = Search(RunConfig.model_validate({**raw, "hardware": {"gpu": "400MiB"}}), "400MiB")
-        tried: list[Strategy] = list(strategies(goal, search.structure, 1))  # type: ignore[arg-type]
-        needs += [search.predictor.of(search.smallest(one)).required for one in tried]
-    assert needs[0] <= min(needs) * 1.01
+    found = plan(str(small_model), "400MiB", goals=("router", "lora"), length=64, every=False)
+    assert (found.candidates, found.interrupted) == ((), False)
+    assert found.miss is not None
+    strategy = found.miss.config
+    assert (strategy.model.experts_on, strategy.train.checkpointing) == ("host", "offload")
+    assert found.miss.report.verdict != "yes"
+    assert found.miss.cards
 
 
 def candidate(goal: Goal, name: str, amount: int, order: int, **settings: object) -> Candidate:
