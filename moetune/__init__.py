@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from moetune.inference.evaluate import Evaluation, evaluate
     from moetune.inference.generate import generate
     from moetune.inference.opened import Opened, open_model
-    from moetune.memory.measurement.verify import Outcome, verify
-    from moetune.memory.predict import predict
     from moetune.memory.report import MemoryReport
     from moetune.planning.plan import Plan, plan
+    from moetune.planning.predict import predict
     from moetune.planning.predictor import Predictor
     from moetune.planning.solve import Solved, solve
+    from moetune.planning.verify import Outcome, verify
     from moetune.routing.drift import drift
     from moetune.routing.score import score
     from moetune.routing.select import within_budget
@@ -70,12 +70,12 @@ _NAMES = {
     "inference.evaluate": "Evaluation evaluate",
     "inference.generate": "generate",
     "inference.opened": "Opened open_model",
-    "memory.predict": "predict",
     "memory.report": "MemoryReport",
-    "memory.measurement.verify": "Outcome verify",
     "planning.plan": "Plan plan",
+    "planning.predict": "predict",
     "planning.predictor": "Predictor",
     "planning.solve": "Solved solve",
+    "planning.verify": "Outcome verify",
     "routing.select": "within_budget",
     "routing.drift": "drift",
     "routing.score": "score",

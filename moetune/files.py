@@ -54,7 +54,7 @@ def expanded(path: Path | str) -> Path:
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the folder for files that can be computed again; `kind`, such as "closed_form", says what they are.
+    """Return the folder for files that can be computed again; `kind`, such as "reports", says what they are.
 
     It is `$MOETUNE_CACHE` for all kinds, or else `moetune/<kind>` under `$XDG_CACHE_HOME` or `~/.cache`, and need not
     exist.

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from moetune.config.load import load_run_config
-from moetune.memory.predict import predict
 from moetune.memory.report import MemoryReport
 from moetune.planning.figure import plan_chart
 from moetune.planning.plan import Plan, plan
+from moetune.planning.predict import predict
 from moetune.report.memory import verdict
 from moetune.report.memory_charts import memory_chart
 
@@ -24,7 +24,7 @@ RUNS = {"report.png": "mixtral-8x7b-lora", "mixtral-8x22b-lora-host": "mixtral-8
 
 
 def predicted(name: str) -> MemoryReport:
-    return predict(load_run_config(ROOT / "configs" / f"{name}.yaml"), method="trace", gpu="44GiB")
+    return predict(load_run_config(ROOT / "configs" / f"{name}.yaml"), gpu="44GiB")
 
 
 def planned() -> Plan:

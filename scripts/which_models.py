@@ -3,7 +3,7 @@
     python scripts/which_models.py              # what which-models.json lacks; then the table
     python scripts/which_models.py olmoe-1b-7b  # this model, again
 
-Memory is predicted by closed form, or by a trace where a model has none. Time needs a trace of the LoRA run: half a
+Memory and time are predicted by traces: half a
 minute for each model, minutes for hybrids.
 """
 
@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moetune.config.schema import RunConfig  # noqa: E402
-from moetune.memory.closed_form.record import NoClosedForm  # noqa: E402
 from moetune.memory.predict import predict  # noqa: E402
 from moetune.memory.report import MemoryReport  # noqa: E402
 from moetune.models.catalog import find_model, model_names  # noqa: E402
@@ -62,15 +61,7 @@ def cell(name: str, way: str) -> dict[str, Any]:
     """The smallest card that a run fits, the most bytes that it needs of it, those of the host, and seconds a step."""
     for host in (False, True):
         config = config_for(name, way, host=host)
-        labels = list(CARDS)
-        try:
-            predictor = Predictor(end="high")
-            reports = ((label, by_form(predictor, config, CARDS[label])) for label in labels)
-            found = next(((label, report) for label, report in reports if report.verdict == "yes"), None)
-            if found is not None and way == "lora":
-                found = found[0], traced(config, CARDS[found[0]])
-        except NoClosedForm:
-            found = by_trace(config)
+        found = smallest_card(config)
         if found is not None:
             label, report = found
             figures = {"card": label, "bytes": report.span.high, "host_bytes": report.fullest.host_bytes if host else 0}
@@ -81,20 +72,13 @@ def cell(name: str, way: str) -> dict[str, Any]:
     return {"card": None}
 
 
-def by_form(predictor: Predictor, config: RunConfig, card: str) -> MemoryReport:
-    highest = predictor.routing.highest
-    assert highest is not None
-    run = predictor.resolve(config)
-    return predict(run, method="formula", gpu=card, routing=highest, depths=predictor._depths, advise=False)
-
-
 def traced(config: RunConfig, card: str) -> MemoryReport:
     highest = Predictor().routing.highest
     assert highest is not None
-    return predict(config, method="trace", gpu=card, routing=highest, advise=False)
+    return predict(config, gpu=card, routing=highest, advise=False)
 
 
-def by_trace(config: RunConfig) -> tuple[str, MemoryReport] | None:
+def smallest_card(config: RunConfig) -> tuple[str, MemoryReport] | None:
     """The smallest card that a run fits by traces, few of them: the first is for a card that holds the weights."""
     numbers = sum(one.numel for one in resolve(config, "cuda").structure.parameters)
     room = {label: find_gpu(card).memory.value for label, card in CARDS.items()}

@@ -16,7 +16,7 @@ from moetune.run.resolve import examine, resolve, resolve_model
 if TYPE_CHECKING:
     from moetune.adapt.build import Adapted
     from moetune.memory.measurement.measure import Measured
-    from moetune.memory.measurement.verify import Outcome
+    from moetune.planning.verify import Outcome
     from moetune.training.run import TrainResult
 
 
@@ -44,7 +44,7 @@ def measure(config: RunConfig, device: torch.device | str, *more: Any, **options
 
 
 def verify(config: RunConfig, *more: Any, **options: Any) -> Outcome:
-    from moetune.memory.measurement import verify
+    from moetune.planning import verify
 
     return verify.verify(resolve(config, this_device()), *more, **options)
 

@@ -15,7 +15,7 @@ import torch
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.measurement.measure import Measured
-from moetune.memory.predict import quick
+from moetune.planning.predict import predict
 from moetune.run.resolve import resolve
 
 FOLDER = Path(__file__).parents[1] / "scripts/bench"
@@ -58,7 +58,6 @@ def test_real_steps_take_what_was_predicted(
     mixtral, llama = report["cases"]
     for row in (mixtral, llama):
         assert row["trace"]["as_routed"] == pytest.approx(row["measured"], rel=0.001)
-        assert row["formula"]["fullest"] == pytest.approx(row["trace"]["fullest"], rel=0.03)
     assert mixtral["fullest_expert"] > 1
     assert llama["fullest_expert"] is None
     assert len(set(llama["trace"].values())) == 1, "routing is nothing to a dense model"
@@ -92,7 +91,7 @@ def test_an_unknown_case_is_refused(
 def test_cases_for_cuda_fit_44_gib_but_for_one(bench: ModuleType) -> None:
     for name, config in bench.CUDA_CASES.items():
         assert config().model.weights == "random", name
-        assert quick(resolve(config(), "cuda"), gpu="44GiB").fits is (name != TOO_LARGE), name
+        assert predict(resolve(config(), "cuda"), gpu="44GiB", advise=False).fits is (name != TOO_LARGE), name
 
 
 def claimed(device: torch.device, cap: int | None) -> dict[str, Any]:

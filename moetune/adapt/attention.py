@@ -333,8 +333,7 @@ def varlen_attention(
 
 
 _MORE_KEYS = 256
-"""Number of keys that `sdpa_with_sink` adds; all but one are masked. Kernels want lengths that are multiples of 8, and
-the closed form of a step's memory supports the size S + 256."""
+"""Number of keys that `sdpa_with_sink` adds; all but one are masked. Kernels want lengths that are multiples of 8."""
 
 
 def sdpa_with_sink(

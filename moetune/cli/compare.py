@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-from moetune.cli.options import Json, Method, Overrides, answer, argument, heavy_imports, option, read_run
+from moetune.cli.options import Json, Overrides, answer, argument, heavy_imports, option, read_run
 
 
 def compare(
@@ -11,7 +11,6 @@ def compare(
     gpu: Annotated[
         list[str] | None, option(None, "A card to predict for; repeatable. Default: each run's hardware.gpu.")
     ] = None,
-    method: Method = "formula",
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -20,6 +19,6 @@ def compare(
         from moetune.planning.compare import compare as compare_runs
         from moetune.planning.tables import comparison
 
-    rows = compare_runs([(run.stem, read_run(run, set_)) for run in runs], gpu or (), method or "formula")
+    rows = compare_runs([(run.stem, read_run(run, set_)) for run in runs], gpu or ())
     found = {"runs": [row.to_json() for row in rows]}
     answer(json_, found, *comparison(rows), fails=any(row.report.fits is False for row in rows))

@@ -83,7 +83,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     plan: "moetune plan mixtral-8x7b --gpu 44GiB --goal lora",
     score: "moetune score run.yaml --out scores.json",
     select: "moetune select scores.json --budget 0.1",
-    predict: "moetune predict run.yaml --gpu 44GiB --method formula",
+    predict: "moetune predict run.yaml --gpu 44GiB",
     compare: "moetune compare run.yaml",
     verify: "moetune verify run.yaml --steps 2",
     data: "moetune data run.yaml --html data.html",

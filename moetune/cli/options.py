@@ -194,7 +194,6 @@ OnCard = Annotated[
     option(None, "With --predict: the GPU, such as l40s, or 44GiB. Default: this machine's.", "--gpu", check=known_gpu),
 ]
 Tight = Annotated[bool, flag("--tight", "Also what is expected to fit, but may run out of memory.")]
-Method = Annotated[str | None, choice("trace|formula", "Predict by a trace, or faster by a closed form.")]
 Routed = Annotated[
     str | None,
     option(

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 from moetune.cli.options import (
     Card,
     Json,
-    Method,
     Overrides,
     Page,
     Picture,
@@ -38,7 +37,6 @@ def predict(
     ] = None,
     lora: Annotated[int | None, number("For a MODEL: train LoRA on attention and experts.", metavar="RANK")] = None,
     gpu: Card = None,
-    method: Method = None,
     routing: Routed = None,
     allocator: Annotated[
         str | None, choice("default|expandable", "Torch's allocator. Default: PYTORCH_ALLOC_CONF.")
@@ -63,31 +61,27 @@ def predict(
 
     config, stands_for = config_of(run, set_ or (), router=router, experts=experts, lora=lora, gpu=gpu)
     config, arguments = within_memory(config), trl_settings(trainer, trl)
-    if trainer is not None and (method == "formula" or measured is not None or tokens is not None):
-        raise UserError("--trainer predicts memory, by a trace; leave --method formula, --measured and --tokens out")
+    if trainer is not None and (measured is not None or tokens is not None):
+        raise UserError("--trainer predicts memory; leave --measured and --tokens out")
     speed = None if measured is None else speed_of(measured)
     with heavy_imports():
         from moetune.memory.assumed_routing import parse_routing
-        from moetune.memory.predict import predict as predict_run
+        from moetune.planning.predict import predict as predict_run
         from moetune.report.memory import memory_view
 
-    chosen: Any = {"method": method, "allocator": allocator}
     here = at_hand(gpu, config.hardware.gpu, config.hardware.count)
     card, routed = here.gpu if here else gpu, parse_routing(routing)
     if trainer is None:
-        report = predict_run(config, gpu=card, routing=routed, **chosen)
+        report = predict_run(config, gpu=card, routing=routed, allocator=allocator)  # type: ignore[arg-type]
     else:
         from moetune.memory.commands.trl import predict_trl
 
         which: Any = trainer
-        report = predict_trl(config, which, arguments, gpu=card, routing=routed, allocator=chosen["allocator"])
+        report = predict_trl(config, which, arguments, gpu=card, routing=routed, allocator=allocator)  # type: ignore[arg-type]
     if speed is not None:
         if report.time is None:
-            raise UserError("--measured needs a card whose speed is known, such as --gpu l40s, and --method trace")
+            raise UserError("--measured needs a card whose speed is known, such as --gpu l40s")
         report = replace(report, time=report.time.as_measured(speed))
-    if tokens is not None and method == "formula":
-        why = "no hours for --tokens: a closed form does not estimate time; leave --method formula out"
-        report = replace(report, notes=(*report.notes, why))
     source = [("run file", run)] if stands_for is None else []
     source += [] if here is None else [("card", here.words)]
     report = replace(report, about=(*source, *[("--set", setting) for setting in set_ or ()], *report.about))

@@ -19,7 +19,7 @@ def report(
     """Write one self-contained page: curves, speed, memory, expert load, what trained, the run file and versions."""
     with heavy_imports():
         from moetune.inference.run_page import run_of, run_page
-        from moetune.memory.predict import predict
+        from moetune.planning.predict import predict
         from moetune.report.memory_charts import memory_chart
         from moetune.report.page import write_page
         from moetune.run.resolve import resolve
@@ -29,7 +29,7 @@ def report(
     resolved, path = run_of(run), out or run / PAGE_FILE
     if out is None:
         RunWriter(run).own(PAGE_FILE)
-    step = [memory_chart(predict(resolve(resolved.config, "cuda"), method="trace"))] if timeline else []
+    step = [memory_chart(predict(resolve(resolved.config, "cuda")))] if timeline else []
     while True:
         view, charts = run_page(run, resolved)
         write_page(view, path, [*charts, *step], refresh=watch)

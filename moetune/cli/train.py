@@ -49,13 +49,13 @@ def train(
     with heavy_imports():
         import torch
 
-        from moetune.memory.closed_form.form import record_ahead
-        from moetune.memory.measurement.verify import settled_on
         from moetune.parallel.ranks import SINGLE_RANK
+        from moetune.planning.settle import settled_on
         from moetune.run.dtypes import this_device
         from moetune.run.keeps import is_open
         from moetune.run.resolve import resolve
         from moetune.watch.ending import ending
+        from moetune.watch.memory_record import add_predictions
         from moetune.watch.train import train as run_training
 
     more: list[str] = []
@@ -66,7 +66,6 @@ def train(
             whole = settled_on(whole, torch.device(this_device()))
             chosen = whole.config.train.model_dump(mode="json", include={"checkpointing", "keep_rows"})
             more = [f"--set=train.{key}={json.dumps(value)}" for key, value in chosen.items()]
-        record_ahead(whole)
     resumes = "--resume auto continues from the last checkpoint"
     try:
         with nullcontext(SINGLE_RANK) if dry_run else on_ranks(config.parallel, resumes, more) as ranks:
@@ -77,6 +76,8 @@ def train(
         raise
     if not ranks.is_first:
         return
+    if not (ranks.is_single or dry_run):
+        add_predictions(Path(result.output))
     total = f"{result.trainable['total']:,}"
     shown = [f"{counted(result.steps, 'step')}, {total} trained parameters, in {result.output}"]
     if dry_run:

@@ -26,7 +26,7 @@ def verify(
     with heavy_imports():
         from moetune.memory.assumed_routing import parse_routing
         from moetune.memory.measurement.profile import profile_step
-        from moetune.memory.measurement.verify import verify as verify_run
+        from moetune.planning.verify import verify as verify_run
         from moetune.report.profile import profile_sections
         from moetune.report.run import memory_table
         from moetune.run.dtypes import this_device

@@ -1,9 +1,8 @@
 """Prediction of a run's GPU memory and step time, and their measurement.
 
-A *trace* runs the trainer's step on fake tensors and records each storage (trace/). A *closed form* is such a record
-with each storage's bytes as a formula of the run's sizes (closed_form/), so that other sizes need no new trace.
+A *trace* runs the trainer's step on fake tensors and records each storage (trace/).
 
 The files beside these packages are one layer each between a record and a report: what is assumed (assumed_routing,
 equal_ranks, unknowns), what a record does not hold (allocator, outside_allocator, host), and the report and its words
-(report, terms, about, changes). measurement/ takes real steps; commands/ predicts other commands than `moetune train`.
+(report, terms, about). measurement/ takes real steps; commands/ predicts other commands than `moetune train`.
 """

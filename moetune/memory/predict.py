@@ -1,13 +1,12 @@
-"""`predict`: the memory report of a run by trace or closed form, for one GPU or each rank of several."""
+"""`predict`: the memory report of a run by trace, for one GPU or each rank of several."""
 
 import gc
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from itertools import islice
 from typing import Any, Literal
 
 from moetune.adapt.documents import layers_with_state
@@ -15,20 +14,15 @@ from moetune.adapt.guard import as_known
 from moetune.config.schema import RunConfig
 from moetune.errors import counted
 from moetune.memory.about import about
-from moetune.memory.allocator import POOLS, WORKSPACES, Event, Reserved, simulate
+from moetune.memory.allocator import POOLS, Event, Reserved, simulate
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
-from moetune.memory.changes import fitting
-from moetune.memory.closed_form.depth import Depths
-from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.equal_ranks import by_kind
 from moetune.memory.host import host_of
-from moetune.memory.keep.settle import rows_of, settled
 from moetune.memory.outside_allocator import outside_allocator
-from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
+from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Rows, Term
 from moetune.memory.terms import terms_of
 from moetune.memory.time.roofline import Duration, duration
-from moetune.memory.trace import NotTraceable, Trace, trace
-from moetune.memory.trace.steps import STEPS
+from moetune.memory.trace import Trace, trace
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import data_ranks
@@ -36,7 +30,6 @@ from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 from moetune.run.validation import refuse_unpredictable
 
-Method = Literal["trace", "formula"]
 Allocator = Literal["default", "expandable"]
 """Configuration of torch's caching allocator: default segments, or `expandable_segments:True`."""
 Tracing = Callable[..., Trace]
@@ -61,44 +54,39 @@ def _collecting_less() -> Iterator[None]:
 def predict(
     run: AnyRun,
     *,
-    method: Method | None = None,
     gpu: str | Gpu | None = None,
     routing: AssumedRouting = UNKNOWN,
     allocator: Allocator | None = None,
-    depths: Depths | None = None,
-    advise: bool = True,
+    simulated: bool = True,
     tracing: Tracing = trace,
 ) -> MemoryReport:
-    """Predict the peak memory of a run and, by trace, the time of a step. Needs no weights, no data and no GPU.
+    """Predict the peak memory of a run and the time of a step, by a trace. Needs no weights, no data and no GPU.
+
+    `train.checkpointing: auto` counts as `full` and `train.keep_rows: auto` as `none`: what they become on a GPU is
+    decided above, by several predictions (planning/settle.py).
 
     Args:
         run: the path of a run file, a configuration, or a resolved run. It is predicted for CUDA.
-        method: `trace` runs the trainer's step on fake tensors; `formula` evaluates a recorded closed form at the run's
-            sizes, which is faster but does not simulate the allocator. None: `trace`.
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry. None: `hardware.gpu`; if that is not set either,
             the report has no verdict, and memory outside the allocator is that of an L40S.
         routing: assumed number of tokens that each expert receives; what it does not know widens the report's `span`.
-        allocator: for traces, the configuration of torch's allocator that is simulated. None: what the environment
-            variables set, else `expandable`, as in `moetune train`.
-        depths: cache of recorded closed forms, to be shared by predictions of similar runs. None: a new cache.
-        advise: if the run does not fit, add up to three changes of the run file with which it fits.
+        allocator: the configuration of torch's allocator that is simulated. None: what the environment variables set,
+            else `expandable`, as in `moetune train`.
+        simulated: whether the allocator is simulated. No verdict depends on it: else the reserved bytes are those
+            allocated, rounded up to pages.
         tracing: function that makes the traces; replaces `trace`.
 
     Raises:
         UserError: as `resolve`; the run cannot be trained or predicted; the GPU is unknown; or a DeepSpeed run is to be
             traced and DeepSpeed is not installed.
         NotTraceable: the model's own code reads values of tensors, which fake tensors do not have.
-        NoClosedForm: the run has no closed form; `method="trace"` can predict it.
     """
     run = resolve(run, "cuda")
     refuse_unpredictable(run.config)
-    name, depths = gpu or run.config.hardware.gpu, depths or Depths()
+    name = gpu or run.config.hardware.gpu
     card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
     run = as_known(run, None if name is None else card)
-    if name is not None:
-        run = settled(run, card, routing, lambda one: quick(one, gpu=name, routing=routing, depths=depths))
-    elif is_open(run.config.train):
-        run = run.keeping({})
+    run = run.keeping({}) if is_open(run.config.train) else run
     config = run.config
     common = {
         "model": config.model.path,
@@ -117,48 +105,33 @@ def predict(
             for operator in config.hardware.without_kernels
         ),
     }
-    if method == "formula":
-        found = by_kind(run, routing, lambda rank: depths.at(run, rank, card, routing))
-        report = _reported(run, card, found, None, common)
-    else:
-        found = by_kind(run, routing, lambda rank: tracing(run, routing, rank=rank, gpu=card))
-        report = _reported(run, card, found, allocator or allocator_here("expandable"), common)
+
+    def traced(assumed: AssumedRouting) -> dict[int, Trace]:
+        return by_kind(run, assumed, lambda rank: tracing(run, assumed, rank=rank, gpu=card))
+
+    by_rank = traced(routing)
+    allocator = (allocator or allocator_here("expandable")) if simulated else None
+    report = _reported(run, card, by_rank, allocator, common)
     if run.structure.moe_layers:
-
-        def peak(assumed: AssumedRouting, rank: int) -> int:
-            is_found = assumed == routing
-            if tracing is trace and not (is_found and method == "formula"):
-                with suppress(NoClosedForm):
-                    return depths.at(run, rank, card, assumed).parts().total
-            return (found[rank] if is_found else tracing(run, assumed, rank=rank, gpu=card)).parts().total
-
-        report = replace(report, unknowns=(*_of_routing(run, routing, report.load.gpu, peak), *report.unknowns))
-    if method != "formula" and name is not None and card.bandwidth is None:
+        report = replace(report, unknowns=(*_of_routing(routing, by_rank, report.load.gpu, traced), *report.unknowns))
+    if name is not None and card.bandwidth is None:
         cards = ", ".join(alike_in_size(card))
         named = f"; give the name of a card of about this size: {cards}" if cards else ""
-        report = _noting(report, f"no time estimate: a memory size does not determine a card's speed{named}")
-    if report.card_verdict in (None, "yes") or not advise:
-        return report
-    if config.parallel.ranks > 1:
-        note = "another layout may fit: compare layouts with `moetune compare` (docs/guides/parallel.md)"
-        return _noting(report, note)
+        note = f"no time estimate: a memory size does not determine a card's speed{named}"
+        return replace(report, notes=(*report.notes, note))
+    return report
 
-    not_tried = False
 
-    def needs(config: RunConfig) -> MemoryReport:
-        nonlocal not_tried
-        changed = resolve(config, run.device_type, like=run)
-        try:
-            return predict(changed, method="formula", gpu=name, routing=routing, depths=depths, advise=False)
-        except NoClosedForm:
-            not_tried = True
-            raise
-
-    changes = tuple(one.change_of(report) for one in islice(fitting(config, report, needs), 3))
-    if changes:
-        return replace(report, changes=changes)
-    but = "; changes with which the run has no closed form were not tried" if not_tried else ""
-    return _noting(report, f"no change of the run file is known that makes it fit{but}")
+def rows_of(run: ResolvedRun) -> Rows | None:
+    """Return how many layers of a run keep their rows, the outputs of gate_up, and the bytes of one layer's rows:
+    tokens · top_k · columns of gate_up · bytes of the compute dtype. None for a dense model, for `checkpointing: none`,
+    which keeps all, and for several ranks, whose numbers of rows differ."""
+    train, layers = run.config.train, run.structure.moe_layers
+    if not layers or train.checkpointing == "none" or run.config.parallel.ranks > 1:
+        return None
+    tokens = train.micro_batch * train.sequence_length
+    columns = max(layer.top_k * layer.shape.intermediate * (2 if layer.shape.has_gate else 1) for layer in layers)
+    return Rows(len(layers), len(run.keeps_rows), tokens * columns * run.dtype.itemsize)
 
 
 def _by_documents(run: ResolvedRun) -> list[str]:
@@ -168,15 +141,6 @@ def _by_documents(run: ResolvedRun) -> list[str]:
     by_one = f"{counted(layers, 'layer')} with a state (Mamba, linear attention, convolution) run document by document"
     more = "by transformers' own operations: other packages' kernels differ"
     return [f"{by_one}, {more}"] * bool(layers)
-
-
-def quick(run: ResolvedRun, **options: Any) -> MemoryReport:
-    """Predict a run by closed form, or by a trace if it has none, without suggesting changes. `options` are those of
-    `predict`, which also says what is raised."""
-    try:
-        return predict(run, method="formula", advise=False, **options)
-    except NoClosedForm:
-        return predict(run, method="trace", advise=False, **options)
 
 
 def allocator_here(unset: Allocator = "default") -> Allocator:
@@ -195,8 +159,8 @@ def _reported(
 
     Args:
         found: rank -> its trace. Ranks of equal memory share one `Trace` object.
-        allocator: the simulated allocator; None if `found` comes from closed forms.
-        common: arguments of `MemoryReport` that do not depend on the method.
+        allocator: the allocator to simulate; None for none.
+        common: arguments of `MemoryReport` that do not depend on the traces.
     """
     outside = outside_allocator(run.config.parallel, card)
     capacity = None if common["gpu"] is None else card.memory.value - outside
@@ -211,13 +175,8 @@ def _reported(
     pinned = max(rank.host_bytes for rank in ranks)
     host = host_of(run.config.hardware, card, max(fullest.load.host, pinned), pinned, len(ranks))
     common |= {"ranks": tuple(ranks), "load": fullest.load, "unknowns": (of_context(card),), "host": host}
-    if allocator is None:
-        assumed = "reserved: allocated bytes rounded up to pages; only a trace simulates the allocator"
-        moment = replace(fullest.moment(0), step=STEPS - 1, module="")
-        return _assuming(MemoryReport(**common, method="formula", moment=moment), assumed)
     report = MemoryReport(
         **common,
-        method="trace",
         moment=fullest.moment(),
         timeline=fullest.timeline(),
         phases=fullest.phases(),
@@ -226,36 +185,36 @@ def _reported(
     )
     if len(ranks) > 1:
         report = _assuming(report, "every rank sends the other ranks as many bytes as the traced rank sends")
-    return _assuming(report, f"allocator: {_WORDS[allocator]}, simulated on the trace")
+    words = "not simulated" if allocator is None else f"{_WORDS[allocator]}, simulated on the trace"
+    return _assuming(report, f"allocator: {words}")
 
 
 def _of_routing(
-    run: ResolvedRun, routing: AssumedRouting, loading: int, peak: Callable[[AssumedRouting, int], int]
+    routing: AssumedRouting,
+    expected: dict[int, Trace],
+    loading: int,
+    traced: Callable[[AssumedRouting], dict[int, Trace]],
 ) -> Iterator[Unknown]:
     """Yield, as an `Unknown`, by how much the peak is lower for `routing.lowest` and higher for `routing.highest`.
 
     Nothing is yielded if the routing has neither. The peak for a routing is that of the rank that then needs most.
 
     Args:
+        expected: rank -> its trace with `routing`.
         loading: bytes of the peak while weights are loaded, below which no step matters.
-        peak: (routing, rank) -> bytes of live tensors at the peak of a step.
+        traced: returns rank -> its trace with another routing.
     """
-    others = (routing.lowest, routing.highest)
-    if not any(others):
+    if not (routing.lowest or routing.highest):
         return
 
-    def most(assumed: AssumedRouting) -> int:
-        return max(loading, *by_kind(run, assumed, lambda rank: peak(assumed, rank)).values())
+    def most(by_rank: dict[int, Trace]) -> int:
+        return max(loading, *(trace.parts().total for trace in by_rank.values()))
 
-    expected = most(routing)
-    low, high = (expected if one is None else most(one) for one in others)
+    peak = most(expected)
+    low, high = (peak if one is None else most(traced(one)) for one in (routing.lowest, routing.highest))
     of = (routing.lowest or routing).name, (routing.highest or routing).name
     why = f"tokens of the fullest experts: {of[0]} to {of[1]}"
-    yield Unknown("routing", max(0, expected - low), max(0, high - expected), why)
-
-
-def _noting(report: MemoryReport, note: str) -> MemoryReport:
-    return replace(report, notes=(*report.notes, note))
+    yield Unknown("routing", max(0, peak - low), max(0, high - peak), why)
 
 
 def _assuming(report: MemoryReport, more: str) -> MemoryReport:
@@ -269,7 +228,7 @@ def rank_memory(
     (rounding to 512 bytes, cuBLAS workspaces) count as `transient_peak`.
 
     Args:
-        found: the rank's trace, or closed form evaluated.
+        found: the rank's trace.
         card: the GPU, for the size of a cuBLAS workspace.
         outside: bytes outside the allocator: context and NCCL buffers.
         allocator: the allocator to simulate; None: round the allocated bytes up to whole pages of 20 MiB and add 2 MiB.
@@ -277,12 +236,11 @@ def rank_memory(
         capacity: bytes of GPU memory that the allocator may hold; None for no limit.
     """
     parts = found.parts()
+    workspaces = found.workspaces
     if allocator is None:
-        workspaces = WORKSPACES
         beside = workspaces * card.cublas_workspace.value + found.rounded_peak - parts.total
         reserved = -(-(parts.total + beside) // _PAGE) * _PAGE + _SMALL_PAGE
     else:
-        workspaces = found.workspaces
         allocated, reserved = _simulated(found, card, allocator == "expandable", matrix, capacity)
         beside = allocated - parts.total
     name = "cuBLAS workspaces; sizes rounded up to 512 bytes"
@@ -350,6 +308,3 @@ def largest_quantized(run: ResolvedRun) -> int:
     """Return the bytes, at 16 bits per weight, of the largest linear layer that is quantized on load; 0 if none."""
     sizes = (run.model.plain.get_parameter(f"{path}.weight").numel() for path in run.quantized_linears)
     return 2 * max(sizes, default=0)
-
-
-__all__ = ["Method", "NoClosedForm", "NotTraceable", "predict"]

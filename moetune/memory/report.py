@@ -249,32 +249,30 @@ class Rows:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The prediction of a run's memory and, by trace, of a step's time.
+    """The prediction of a run's memory and of a step's time.
 
     Attributes:
         model: `model.path` of the run file.
-        method: how it was predicted: by trace or by closed form (`formula`).
         gpu: None if no GPU was named; then there is no verdict on it.
         ranks: memory of each rank, in order.
         assumptions: what the prediction assumes, one sentence each.
         load: peaks while weights are loaded.
         moment: when the peak of the fullest rank occurs, and its largest allocations.
-        timeline: live bytes of the fullest rank during the last traced step; empty by closed form.
-        collectives: communication of a step; empty by closed form or without other ranks.
+        timeline: live bytes of the fullest rank during the last traced step.
+        collectives: communication of a step; empty without other ranks.
         changes: changes, each enough by itself, with which a run that does not surely fit would do so, mildest first.
         notes: messages for the user, such as that no time can be estimated.
         about: (label, text) pairs that describe the run.
-        time: estimated time of a step; None by closed form or if the GPU's speed is unknown.
+        time: estimated time of a step; None if the GPU's speed is unknown.
         rows: layers that keep gate_up's rows; None where their number cannot be chosen.
         unknowns: what is not known of routing and CUDA context; what no prediction knows is in `every_unknown` only.
-        phases: (phase, most live bytes of the fullest rank in it), in order; empty by closed form.
+        phases: (phase, most live bytes of the fullest rank in it), in order.
         trainer: name of TRL's trainer that was traced; None for moetune's own steps.
         host: memory of the machine; None if it was not predicted.
         device: where the model is. On a CPU all tensors are host memory.
     """
 
     model: str
-    method: Literal["trace", "formula"]
     gpu: GpuMemory | None
     ranks: tuple[RankMemory, ...]
     assumptions: tuple[str, ...]
@@ -338,10 +336,7 @@ class MemoryReport:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The worse of `card_verdict` and `host_verdict`, of those that are not None; None if both are.
-
-        Trace and closed form give the same verdict, because both count the same storages.
-        """
+        """The worse of `card_verdict` and `host_verdict`, of those that are not None; None if both are."""
         known = [one for one in (self.card_verdict, self.host_verdict) if one is not None]
         return max(known, key=get_args(Verdict).index, default=None)
 
@@ -382,7 +377,7 @@ class MemoryReport:
     def figures(self) -> dict[str, Any]:
         """Return the JSON values by which plans and comparisons describe a run: method, verdict, and bytes."""
         return {
-            "method": self.method,
+            "method": "trace",
             "verdict": self.verdict,
             "required_bytes": self.required,
             "required_range": self.span.to_json(),
@@ -399,7 +394,7 @@ class MemoryReport:
             "schema": 1,
             "model": self.model,
             "about": dict(self.about),
-            "method": self.method,
+            "method": "trace",
             "device": self.device,
             "gpu": None if self.gpu is None else asdict(self.gpu),
             "fits": self.fits,

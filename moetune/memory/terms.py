@@ -11,9 +11,7 @@ optimizers.md). They only explain the bytes; no prediction is computed from them
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
 
 from moetune.memory.report import PartName, Term
 from moetune.memory.trace.views import Trace
@@ -54,54 +52,28 @@ _STATES: dict[str, str] = {
 }
 
 
-class _Alike(NamedTuple):
-    """Key of a group of storages: size in bytes, and formula of the size (empty unless from a closed form)."""
-
-    bytes: int
-    formula: str
-
-
 def terms_of(traced: Trace) -> Iterator[Term]:
     """Yield the lines that explain the peak of a trace, largest first; within a part they sum to that part.
 
     Storages form a line if they belong to the same part and were made by the same operation in the same kind of module,
-    in any layer. All lines of a closed form have formulas, but of a trace only those of weights and optimizer states.
+    in any layer. Lines of weights and optimizer states have a formula.
     """
-    lines: dict[tuple[PartName, str], Counter[_Alike]] = {}
-    like, sizes = traced.events.like, traced.bytes
+    lines: dict[tuple[PartName, str], list[int]] = {}
     alive = traced.alive()
-    for (number, size), count in Counter(zip(like[alive].tolist(), sizes[alive].tolist(), strict=True)).items():
+    for number, size in zip(traced.events.like[alive].tolist(), traced.bytes[alive].tolist(), strict=True):
         block = traced.log.blocks[number]
         made = ": ".join(filter(None, (_kind(block.module), block.op))) or "of all layers"
-        formula = "" if traced.formula is None else traced.formula(number)
-        lines.setdefault((block.part, made), Counter())[_Alike(size, formula)] += count
-    terms = (_term(part, name, alike, traced.sizes) for (part, name), alike in lines.items())
+        lines.setdefault((block.part, made), []).append(size)
+    terms = (_term(part, name, sizes) for (part, name), sizes in lines.items())
     yield from sorted((term for term in terms if term.bytes), key=lambda term: -term.bytes)
 
 
-def _term(part: PartName, name: str, alike: Counter[_Alike], sizes: Mapping[str, int]) -> Term:
-    """Return the line of one group of storages.
-
-    Args:
-        name: what made the storages, which is also looked up in `_STORED` and `_STATES`.
-        alike: (size, formula) -> number of storages.
-        sizes: variable -> value, for the variables of closed-form formulas.
-    """
-    ones = sorted(alike.items(), key=lambda pair: -pair[0].bytes * pair[1])
-    formulas = dict.fromkeys(_times(count, one.formula) for one, count in ones if one.formula)
-    known = _STORED.get(name.partition(", ")[2]) or _STATES.get(name.partition(": ")[2])
-    formula = known or " + ".join(list(formulas)[:3]) + (" + …" if len(formulas) > 3 else "")
-    factors = {factor.rstrip("²").partition("^")[0] for one, _ in ones for factor in one.formula.split("·")}
-    numbers = ", ".join(f"{name} = {sizes[name]:,}" for name in sorted(factors & sizes.keys())) if not known else ""
-    total = sum(one.bytes * count for one, count in ones)
-    numbers = numbers or f"{alike.total():,} storages"
-    return Term(part, name, formula, numbers, total, f"concepts/{_PAGES[part]}.md")
+def _term(part: PartName, name: str, sizes: list[int]) -> Term:
+    """Return the line of the storages that `name` made, whose formula is looked up in `_STORED` and `_STATES`."""
+    formula = _STORED.get(name.partition(", ")[2]) or _STATES.get(name.partition(": ")[2]) or ""
+    return Term(part, name, formula, f"{len(sizes):,} storages", sum(sizes), f"concepts/{_PAGES[part]}.md")
 
 
 def _kind(module: str) -> str:
     """Return a module's path without the prefix up to the layer number, so that all layers have the same name."""
     return re.sub(r"(?:^|.*\.)\d+\.?", "", module)
-
-
-def _times(count: int, formula: str) -> str:
-    return formula if count == 1 else f"{count:,} × {formula}"

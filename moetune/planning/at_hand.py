@@ -7,7 +7,7 @@ import torch
 
 from moetune.errors import DoesNotFit, UserError, counted
 from moetune.memory.host import this_machine
-from moetune.memory.measurement.verify import catalog_name
+from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Figure, Gpu, find_gpu
 from moetune.models.structure import ModelStructure

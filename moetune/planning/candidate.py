@@ -18,8 +18,7 @@ class NextLarger:
     Attributes:
         what: its size in words, such as `3 layers × 2 experts` or `rank 32`.
         config: its configuration.
-        report: its predicted memory; None if it was not predicted, because what it stores more than a smaller run
-            exceeds what that leaves free (`Bounds.exceeds`).
+        report: its predicted memory; None before it is predicted (`Search.whole`).
     """
 
     what: str
@@ -99,8 +98,3 @@ def worth(experts: int) -> int:
     """Return the number of experts that another result must exceed to be worth a search, if `experts` are known to fit:
     two percent more than these, rounded down, which below 50 is the same number."""
     return int(experts * (1 + _WORTH))
-
-
-def nearly(experts: int) -> int:
-    """Return the smallest number of experts after which `experts` is not worth a search."""
-    return next(fewer for fewer in range(int(experts / (1 + _WORTH)), experts + 1) if worth(fewer) >= experts)

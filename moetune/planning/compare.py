@@ -6,9 +6,9 @@ from typing import Any
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.memory.changes import Remedy, fitting
 from moetune.memory.report import MemoryReport
 from moetune.models.parameter_count import count_parameters
+from moetune.planning.changes import Remedy, fitting
 from moetune.planning.predictor import Predictor
 
 
@@ -42,13 +42,12 @@ class Compared:
         }
 
 
-def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str], method: str = "formula") -> list[Compared]:
+def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str]) -> list[Compared]:
     """Predict the memory of each run on each GPU; all runs on the first GPU come first.
 
     Args:
         runs: (name, configuration) pairs.
         gpus: names such as `l40s`, or memory sizes such as `44GiB`; if empty, each run's own `hardware.gpu`.
-        method: `formula` for closed forms, `trace` for traces.
 
     Raises:
         UserError: a run has no GPU to be compared on, or cannot be resolved or predicted.
@@ -59,7 +58,7 @@ def compare(runs: Sequence[tuple[str, RunConfig]], gpus: Sequence[str], method: 
         for name, config in runs:
             if (gpu or config.hardware.gpu) is None:
                 raise UserError(f"{name}: no card to compare with; give --gpu, or hardware.gpu in the run file")
-            report = predictor.of(config) if method == "formula" else predictor.traced(config)
+            report = predictor.whole(config)
             remedy = next(fitting(config, report, predictor.of), None) if report.fits is False else None
             count = count_parameters(predictor.resolve(config).structure)
             idle = count.total - count.active_per_token

@@ -19,11 +19,12 @@ from moetune.errors import UserError, counted
 from moetune.files import free_bytes
 from moetune.memory.host import process_here, this_machine
 from moetune.memory.measurement.live import processes_on
-from moetune.memory.measurement.verify import catalog_name
-from moetune.memory.predict import allocator_here, predict
+from moetune.memory.measurement.measure import catalog_name
+from moetune.memory.predict import allocator_here
 from moetune.memory.time.bench import measured
 from moetune.memory.time.speeds import PER_EVENT, Speeds
 from moetune.models.catalog.gpus import find_gpu
+from moetune.planning.predict import predict
 from moetune.report.console import note
 from moetune.report.units import gib
 from moetune.run.dtypes import this_device
@@ -92,7 +93,7 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
         if device == "cuda":  # before the prediction, which depends on what is found
             kernels = [_kernels(torch.device("cuda", 0), sizes_of(run), "kernels at the sizes of the run")]
         card = catalog_name(torch.device("cuda", 0)) if device == "cuda" else None
-        report = predict(run, method="formula", gpu=card, advise=False)
+        report = predict(run, gpu=card, advise=False)
     except UserError as error:
         yield Check("run file", "problem", str(error), "correct the run file")
         return

@@ -67,7 +67,7 @@ def run_text(one: Candidate, file: Path) -> str:
     ordered = {key: raw[key] for key in _ORDER if key in raw}
     return (
         f"# {one.config.model.path}: {one.trains}; {one.optimizer}.\n#\n#     moetune train {file}\n#\n"
-        f"# Predicted ({report.method}), fits: {report.verdict}. Needs {from_to(span.low, span.high)}, "
+        f"# Predicted, fits: {report.verdict}. Needs {from_to(span.low, span.high)}, "
         f"{gib(span.expected)} expected, of {gib(report.gpu.usable_bytes)} of {report.gpu.name}{host}."
         f"{given_up}{beyond}\n"
         f"{yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=100)}"

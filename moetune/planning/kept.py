@@ -1,55 +1,35 @@
-"""A cache on disk of traced reports (`kept`) and of what a search found (`read_candidate`, `read_beyond`).
+"""`kept`: a cache on disk of traced reports, so that a plan that is made again, or has the same runs, is quick.
 
-A plan that is made again, or has the same runs or strategies, is quick; the processes of a plan share what they found.
+Files are in `$MOETUNE_CACHE`, or else in `moetune/reports` under `$XDG_CACHE_HOME` or `~/.cache`. Reading executes
+nothing from a file. A file that cannot be read or written is treated as missing. File names are digests of all that a
+report depends on: the run, the GPU, torch's switches, the versions of libraries and moetune's source.
 """
 
+import gzip
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
 
+import torch
 from pydantic import TypeAdapter
 
 from moetune.adapt.guard import as_known
+from moetune.errors import UserError
+from moetune.files import cache_folder, source_digest, write_whole
 from moetune.memory.assumed_routing import AssumedRouting
-from moetune.memory.closed_form import store
 from moetune.memory.predict import allocator_here
 from moetune.memory.report import MemoryReport
 from moetune.memory.time.roofline import duration
 from moetune.models.catalog.gpus import Gpu, find_gpu
-from moetune.planning.candidate import Candidate, worth
-from moetune.planning.strategies import Strategy
 from moetune.run.resolve import ResolvedRun
-from moetune.run.resolved import ResolvedModel
 from moetune.training.trl import InTrl
 
-
-def what_decides(
-    config: dict[str, Any],
-    model: ResolvedModel,
-    gpu: str | Gpu | None,
-    routing: AssumedRouting,
-    trainer: InTrl | None = None,
-) -> dict[str, Any]:
-    """Return all that the report of a run depends on, as values for `store.key_of`.
-
-    Args:
-        config: the run's configuration as JSON values, without its output.
-        model: its model.
-        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; None for `hardware.gpu`.
-        routing: how many tokens each expert is assumed to receive.
-        trainer: the trainer of TRL that is predicted; None for moetune's own.
-    """
-    return {
-        "report": config,
-        "settings": [model.settings.to_dict(), model.source.config.to_dict()],
-        "published": model.source.quantization.method,
-        "gpu": [gpu if isinstance(gpu, str) else None, asdict(_card(gpu, config["hardware"]["gpu"]))],
-        "routing": asdict(routing),
-        "allocator": allocator_here("expandable"),
-        **({} if trainer is None else {"trainer": [trainer.trainer, trainer.arguments, version("trl")]}),
-    }
+_MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
+"""Libraries whose versions a trace depends on."""
 
 
 def kept(
@@ -58,35 +38,60 @@ def kept(
     routing: AssumedRouting,
     trace: Callable[[], MemoryReport],
     trainer: InTrl | None = None,
+    *,
+    simulated: bool = True,
 ) -> MemoryReport:
-    """Read the traced report of a run on a GPU from disk; if it is not there, call `trace` for it, and write it.
+    """Read the report of a run on a GPU from disk; if it is not there, call `trace` for it, and write it.
 
     In a report from disk the time of a step is estimated anew from the work that was counted, by the speeds that are
     known now.
 
     Args:
-        gpu, routing, trainer: as in `what_decides`.
+        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; None for `hardware.gpu`.
+        routing: how many tokens each expert is assumed to receive.
         trace: makes the report.
+        trainer: the trainer of TRL that is predicted; None for moetune's own.
+        simulated: as in `predict`. A report with a simulated allocator also answers for one without.
+
+    Raises:
+        UserError: `$MOETUNE_CACHE` cannot be a path, or there is no home folder; or what `trace` raises.
     """
     name = gpu or run.config.hardware.gpu
-    known = as_known(run, None if name is None else _card(gpu, run.config.hardware.gpu))  # as `predict` does
-    config = known.config.model_dump(mode="json", exclude={"output"})
-    key = store.key_of(what_decides(config, run.model, gpu, routing, trainer), rank=0)
-    if (there := store.read_content(key, _content())) is None:
+    card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
+    known = as_known(run, None if name is None else card)  # as `predict` does
+    about = {
+        "run": known.config.model_dump(mode="json", exclude={"output"}),
+        "settings": [run.model.settings.to_dict(), run.model.source.config.to_dict()],
+        "published": run.model.source.quantization.method,
+        "gpu": [gpu if isinstance(gpu, str) else None, asdict(card)],
+        "routing": asdict(routing),
+        "allocator": allocator_here("expandable"),
+        "trainer": None if trainer is None else [trainer.trainer, trainer.arguments, version("trl")],
+        "versions": {library: version(library) for library in _MADE_BY},
+        "switches": _switches(),
+        "source": source_digest("**/*.py"),
+    }
+    keys = [_digest({**about, "simulated": is_simulated}) for is_simulated in (True, simulated)]
+    report = next((report for key in keys if (report := _read(key)) is not None), None)
+    if report is None:
         report = trace()
-        store.write_content(key, _content(), (key, report))
+        _write(_digest({**about, "simulated": simulated}), report)
         return report
-    report = there[1]
     if report.time is None:
         return report
-    card = _card(gpu, run.config.hardware.gpu)
     time = duration(report.time.work, report.time.tokens, card, (one.bytes for one in report.collectives))
     return replace(report, time=time)
 
 
-def _card(gpu: str | Gpu | None, of_run: str | None) -> Gpu:
-    name = gpu or of_run or "l40s"
-    return name if isinstance(name, Gpu) else find_gpu(name)
+def _digest(about: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _switches() -> list[bool]:
+    """Return which kernels of attention torch may choose, and whether operations must be deterministic."""
+    of = torch.backends.cuda
+    kernels = of.flash_sdp_enabled, of.mem_efficient_sdp_enabled, of.cudnn_sdp_enabled, of.math_sdp_enabled
+    return [is_on() for is_on in (*kernels, torch.are_deterministic_algorithms_enabled)]
 
 
 @cache
@@ -94,61 +99,26 @@ def _content() -> TypeAdapter[tuple[str, MemoryReport]]:
     return TypeAdapter(tuple[str, MemoryReport])
 
 
-def read_candidate(about: dict[str, Any], strategy: Strategy, more_than: int) -> tuple[Candidate | None] | None:
-    """Read from disk the largest run of a strategy that trains more than `more_than` (`Candidate.amount`), None if
-    there is none, as a tuple of one; None if it is not on disk.
+def _file(key: str) -> Path:
+    return cache_folder("reports") / f"{key}.json.gz"
 
-    What was found with another `more_than` is used if it answers for this one too.
 
-    Args:
-        about: all that the search depends on, except the strategy and `more_than`.
-    """
-    if (there := store.read_content(_key(about, strategy), _candidates())) is None:
+def _read(key: str) -> MemoryReport | None:
+    """Return the report in the file named by `key`; None if that is missing, damaged, or has another key inside."""
+    try:
+        inside, report = _content().validate_json(gzip.decompress(_file(key).read_bytes()))
+    except UserError:
+        raise
+    except Exception:  # whatever is wrong with the file: a new one is made
         return None
-    _, least, found = there
-    if found is None:
-        return (None,) if least <= more_than else None
-    is_more = not more_than or found.amount > worth(more_than)
-    return (replace(found, strategy=strategy) if is_more else None,)
+    return report if inside == key else None  # a renamed file is not used
 
 
-def write_candidate(about: dict[str, Any], strategy: Strategy, more_than: int, found: Candidate | None) -> None:
-    """Write to disk what was found for the arguments of `read_candidate`."""
-    key = _key(about, strategy)
-    store.write_content(key, _candidates(), (key, more_than, found))
-
-
-def read_beyond(about: dict[str, Any], strategy: Strategy) -> tuple[int, int]:
-    """Read from disk what `write_beyond` wrote for a strategy that differs in the optimizer or checkpointing at most.
-
-    Returns (amount, bytes); (0, 0) if there is nothing. `about` is as in `read_candidate`.
-    """
-    there = store.read_content(_key_of_beyond(about, strategy), _amount_and_bytes())
-    return (0, 0) if there is None else there[1:]
-
-
-def write_beyond(about: dict[str, Any], strategy: Strategy, amount: int, beyond: int) -> None:
-    """Write to disk what a run of a strategy that trains `amount` needs beyond its lower bound, in bytes
-    (`Bounds.beyond`), unless that of a run that trains less is there."""
-    known, _ = read_beyond(about, strategy)
-    if not 0 < known < amount:
-        key = _key_of_beyond(about, strategy)
-        store.write_content(key, _amount_and_bytes(), (key, amount, beyond))
-
-
-def _key_of_beyond(about: dict[str, Any], strategy: Strategy) -> str:
-    return store.key_of({**about, "beyond": [strategy.goal, strategy.storage_and_layout]}, rank=0)
-
-
-@cache
-def _amount_and_bytes() -> TypeAdapter[tuple[str, int, int]]:
-    return TypeAdapter(tuple[str, int, int])
-
-
-def _key(about: dict[str, Any], strategy: Strategy) -> str:
-    return store.key_of({**about, "strategy": asdict(strategy)}, rank=0)
-
-
-@cache
-def _candidates() -> TypeAdapter[tuple[str, int, Candidate | None]]:
-    return TypeAdapter(tuple[str, int, Candidate | None])
+def _write(key: str, report: MemoryReport) -> None:
+    """Write a report to the file named by `key`; an error of the file system is ignored, and an older file stays."""
+    file = _file(key)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, gzip.compress(_content().dump_json((key, report)), 1))
+    except OSError:
+        return  # made again next time

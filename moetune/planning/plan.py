@@ -1,21 +1,21 @@
 """`moetune plan MODEL`: the largest run of each strategy that fits a GPU, ranked; or the run that nearly fits."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from moetune.config.load import read_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.memory.assumed_routing import AssumedRouting
-from moetune.memory.changes import Remedy, changed, fitting
+from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
 from moetune.planning.candidate import Candidate, worth
-from moetune.planning.largest import Progress, largest_runs
-from moetune.planning.search import Search
+from moetune.planning.changes import Remedy, changed, fitting
+from moetune.planning.search import Found, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
 from moetune.planning.workers import Workers
 from moetune.training.trl import InTrl
@@ -76,8 +76,8 @@ class Plan:
         notes: messages for the user: what was left out, and why.
         tokens: the number of tokens that each candidate trains on; None if it was not given.
         tight: whether tight runs are candidates too.
-        ways: (number of strategies that were searched, number of all); unequal if the search was interrupted.
-        skipped: number of strategies that were not searched because they cannot be the most useful of their goal.
+        ways: (number of searches that were made, number of all); unequal if the plan was interrupted.
+        is_short: whether only the most useful run of each goal was looked for.
     """
 
     model: str
@@ -89,7 +89,7 @@ class Plan:
     tokens: int | None = None
     tight: bool = False
     ways: tuple[int, int] = (0, 0)
-    skipped: int = 0
+    is_short: bool = False
 
     @property
     def interrupted(self) -> bool:
@@ -117,6 +117,23 @@ class Plan:
         }
 
 
+@dataclass
+class Progress:
+    """How far a plan is; passed to a function that shows it.
+
+    Attributes:
+        all: the number of searches that have to be made; it grows where nothing fits that is fast.
+        searched: how many of them were.
+        now: what is done now, in words.
+        best: the last candidate that was found; None before the first.
+    """
+
+    all: int = 0
+    searched: int = 0
+    now: str = ""
+    best: Candidate | None = None
+
+
 def plan(
     model: str,
     gpu: str | Gpu,
@@ -136,8 +153,8 @@ def plan(
 ) -> Plan:
     """Find the largest runs of a model that surely fit a GPU. Ctrl-C ends the search: the plan has what was found.
 
-    For each goal, strategies (settings of storage, optimizer and checkpointing) are tried in order; see strategies.py.
-    The largest run of each is found by closed form (search.py) and confirmed by a trace.
+    For each goal there are strategies (settings of storage, optimizer and checkpointing; strategies.py). Those that
+    keep least in host memory come first, and slower ones are searched only where no faster one fits (search.py).
 
     Args:
         model: a catalog name, a folder or a hub id.
@@ -151,12 +168,9 @@ def plan(
         tokens: the number of tokens to train on, from which `train.steps` follows; None to leave the steps alone.
         tight: also take runs that are expected to fit, but may need more memory than the GPU has.
         routing: how many tokens each expert is assumed to receive; None: not known.
-        trainer: the trainer of TRL that the runs are for; None for moetune's own. Every run is traced then, which takes
-            minutes, and no time is estimated.
-        every: whether every strategy is searched, and every candidate confirmed by a trace. Else strategies that cannot
-            be the most useful of their goal are not searched; the most useful candidate of each goal is confirmed, and
-            the reports of the others are by closed form.
-        processes: the number of processes that search at the same time, this one included.
+        trainer: the trainer of TRL that the runs are for; None for moetune's own. No time is estimated then.
+        every: whether the largest run of every strategy is searched; else only the most useful run of each goal.
+        processes: the number of processes that search at the same time.
         show: called with what is searched next, and with each candidate that was found.
 
     Raises:
@@ -175,92 +189,81 @@ def plan(
     if host is not None:
         raw["hardware"]["host_memory"] = f"{host}B"
     start = read_run_config(raw if data is None else raw | {"data": {"train": data}}, (), "plan")
-    options = (card if isinstance(gpu, Gpu) else None, tight, routing, trainer)
-    search = Search.of(start, options[0], tight=tight, routing=routing, trainer=trainer)
+    search = Search(start, gpu, tight, routing or UNKNOWN, trainer)
     base = source.quantization.base
-    of_goals = [
-        list(strategies(goal, search.structure, count, base)) for goal in goals if search.runs.layers or goal == "lora"
-    ]
+    of_goals = {
+        goal: list(strategies(goal, search.structure, count, base))
+        for goal in goals
+        if search.structure.moe_layers or goal == "lora"
+    }
     if not of_goals:
         raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
-    progress = Progress(sum(search.bounds.may_fit(one) for of_goal in of_goals for one in of_goal if not one.slowness))
-    candidates: list[Candidate] = []
-    found: list[Candidate] = []
+    progress, candidates, is_whole = Progress(), list[Candidate](), False
     refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
-    unfit: list[Candidate] = []
-    is_whole, rest, skipped = False, list[Candidate](), list[Strategy]()
-    tried = [one for of_goal in of_goals for one in of_goal]
-    try:
-        with Workers(search, processes, options) as workers:
-            found += largest_runs(workers, tried, refused, progress, show, None if every else skipped)
-            rest = _confirm(workers, _ranked(found), candidates, unfit, progress, show, every)
-            done = {one.goal for one in candidates}
-            if more := [one for one in skipped if one.goal not in done]:  # what was found does not fit by trace
-                skipped = [one for one in skipped if one.goal in done]
-                progress.all += sum(search.bounds.may_fit(one) for one in more if not one.slowness)
-                before = len(found)
-                found += largest_runs(workers, more, refused, progress, show)
-                rest += _confirm(workers, _ranked(found[before:]), candidates, unfit, progress, show, every)
-            rest = [search.whole(one) for one in rest]
+    miss = None
+    with Workers(search, processes) as workers:
+        try:
+            for found in _searched(workers, of_goals, every, progress, show):
+                for strategy, reason in found.refused:
+                    refused.setdefault((strategy.goal, reason), []).append(strategy.words)
+                if found.candidate is not None:
+                    candidates.append(found.candidate)
+            candidates = _ranked(candidates)
+            progress.now = "predicting the speed of what fits"
+            show(progress)
+            for number, whole in enumerate(workers.results("whole", candidates)):
+                candidates[number] = whole
+            if not candidates:
+                show(replace(progress, now="nothing fits: looking for the nearest miss"))
+                miss = _nearest(search, of_goals)
             is_whole = True
-    except KeyboardInterrupt:
-        known = [one.strategy for one in (*candidates, *unfit)]
-        candidates += [search.whole(one) for one in _ranked(found) if one.strategy not in known]
-        rest = []
-    candidates = _useful_first(candidates) + rest
+        except KeyboardInterrupt:
+            candidates = [search.whole(one) if one.report.time is None else one for one in _ranked(candidates)]
+    candidates = _useful_first(candidates)
     if tokens is not None:
         candidates = [_training_on(one, tokens) for one in candidates]
     ways = (progress.searched, progress.searched if is_whole else max(progress.all, progress.searched + 1))
     notes = [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
     notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
-    notes += [f"{one.goal}, {one.strategy.words}: fits by closed form and not by trace; left out" for one in unfit]
     notes += dict.fromkeys(note for one in candidates for note in one.report.notes)
-    miss = None
-    if not candidates and is_whole:
-        show(replace(progress, now="nothing fits: looking for the nearest miss"))
-        miss = _nearest(search, tried)
     name = gpu if isinstance(gpu, str) else gpu.name
-    return Plan(model, name, search.usable, tuple(candidates), miss, tuple(notes), tokens, tight, ways, len(skipped))
+    usable = card.memory.value
+    return Plan(model, name, usable, tuple(candidates), miss, tuple(notes), tokens, tight, ways, not every)
 
 
-def _confirm(
+def _searched(
     workers: Workers,
-    ranked: Sequence[Candidate],
-    candidates: list[Candidate],
-    unfit: list[Candidate],
+    of_goals: dict[Goal, list[Strategy]],
+    every: bool,
     progress: Progress,
     show: Callable[[Progress], None],
-    every: bool,
-) -> list[Candidate]:
-    """Trace the candidates `ranked`, best first; append those that fit to `candidates`, and those that do not to
-    `unfit`. `progress` is kept up to date and passed to `show`.
+) -> Iterator[Found]:
+    """Yield what was found for each goal, until something fits: with `every`, for each strategy of equal slowness;
+    else for strategies of equal costs together, those that cost least first."""
 
-    Returns the candidates that are not traced: none with `every`, else all but the most useful of each goal.
-    """
+    def costs(strategy: Strategy) -> tuple[int, ...]:
+        return (strategy.slowness,) if every else (strategy.slowness, *strategy.costs)
 
-    def begin(run: tuple[RunConfig, bool]) -> None:
-        progress.now = f"tracing: {words[id(run)]}"
+    levels = {
+        goal: [list(of_level) for _, of_level in groupby(sorted(tried, key=costs), key=costs)]
+        for goal, tried in of_goals.items()
+    }
+    while levels:
+        searches: list[Strategy | list[Strategy]] = []
+        for level in [of_goal.pop(0) for of_goal in levels.values()]:
+            by_layout = [list(of_layout) for _, of_layout in groupby(level, key=lambda one: one.layout)]
+            searches += level if every else by_layout
+        progress.all += len(searches)
+        progress.now = ", ".join(levels)
         show(progress)
-
-    left = list(ranked)
-    while True:
-        goals = {one.goal for one in left} - {one.goal for one in candidates}
-        first = _useful_first(left)[: len({one.goal for one in left})]
-        now = left if every else [one for one in first if one.goal in goals]
-        if not now:
-            return left
-        left = [one for one in left if all(one is not other for other in now)]
-        runs = [(run, one) for one in now for run in workers.search.to_predict(one)]
-        words = {id(run): one.strategy.words for run, one in runs}
-        for _ in workers.answers("predict", [run for run, _ in runs], begin):
-            pass  # what was made is on disk, where `traced` finds it
-        for one, sure in workers.answers("traced", now):
-            if isinstance(sure, UserError):
-                raise sure
-            if sure is not None:
-                candidates.append(sure)
-            else:
-                unfit.append(one)
+        for found in workers.results("largest" if every else "best", searches):
+            progress.searched += 1
+            if found.candidate is not None:
+                progress.best = found.candidate
+                levels.pop(found.candidate.goal, None)
+            show(progress)
+            yield found
+        levels = {goal: left for goal, left in levels.items() if left}
 
 
 def _useful_first(candidates: list[Candidate]) -> list[Candidate]:
@@ -307,30 +310,33 @@ def _training_on(one: Candidate, tokens: int) -> Candidate:
     return replace(one, config=changed(one.config, {"train.steps": -(-tokens // step)}))
 
 
-def _nearest(search: Search, tried: list[Strategy]) -> Miss | None:
-    """Return the smallest run of the strategy with the lowest estimate of memory (`Bounds.lower`).
-
-    A strategy that cannot be predicted is skipped for the next; None if none can be predicted.
-    """
-    for strategy in sorted(tried, key=lambda one: (search.bounds.lower(one, 0), one.order)):
-        config = search.runs.smallest(strategy)
-        try:
-            report = search.predictor.whole(config)
-        except UserError:
-            continue
-        cards = sorted((find_gpu(name) for name in gpu_names()), key=lambda card: card.memory.value)
-        names = [card.full_name for card in cards if card.memory.value >= report.span.high][:2]
-        if _fits_two(search, config):
-            names.append(f"2 × {search.start.hardware.gpu}")
-        own = search.predictor.trainer is None  # changes are known of moetune's own steps only
-        remedies = fitting(config, report, search.predictor.whole) if own else iter(())
-        return Miss(config, report, next(remedies, None), tuple(names))
-    return None
+def _nearest(search: Search, of_goals: dict[Goal, list[Strategy]]) -> Miss | None:
+    """Return the smallest run of the strategy that saves most memory, of the goal that then needs least; None if none
+    can be predicted."""
+    missed: list[tuple[RunConfig, MemoryReport]] = []
+    for tried in of_goals.values():
+        for strategy in reversed(tried):
+            config = search.smallest(strategy)
+            try:
+                missed.append((config, search.predictor.whole(config)))
+                break
+            except UserError:
+                continue
+    if not missed:
+        return None
+    config, report = min(missed, key=lambda one: one[1].required)
+    cards = sorted((find_gpu(name) for name in gpu_names()), key=lambda card: card.memory.value)
+    names = [card.full_name for card in cards if card.memory.value >= report.span.high][:2]
+    if _fits_two(search, config):
+        names.append(f"2 × {search.start.hardware.gpu}")
+    own = search.trainer is None  # changes are known of moetune's own steps only
+    remedies = fitting(config, report, search.predictor.whole) if own else iter(())
+    return Miss(config, report, next(remedies, None), tuple(names))
 
 
 def _fits_two(search: Search, config: RunConfig) -> bool:
     """Return whether a run for one GPU would fit if it were divided over two of this GPU."""
-    if config.parallel.ranks > 1 or search.context >= search.usable:
+    if config.parallel.ranks > 1:
         return False
     try:
         return search.left(search.predictor.of(changed(config, next(layouts(search.structure, 2))))) >= 0

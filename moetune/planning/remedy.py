@@ -1,6 +1,6 @@
-"""`remedies`: settings with which a run that ran out of memory would have fitted, from memory/changes.py and solve.py.
+"""`remedies`: settings with which a run that ran out of memory would have fitted, from changes.py and solve.py.
 
-memory/changes.py lists the changes that save memory and chooses their order; solve.py finds the largest value of one
+changes.py lists the changes that save memory and chooses their order; solve.py finds the largest value of one
 setting that fits. This module applies both to the memory that such a run had.
 """
 
@@ -11,11 +11,12 @@ from itertools import islice
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import BALANCED
-from moetune.memory.changes import Remedy, changed, fitting
 from moetune.memory.host import this_machine
 from moetune.models.catalog.gpus import Figure, Gpu
+from moetune.planning.changes import Remedy, changed, fitting
+from moetune.planning.fit import headroom
 from moetune.planning.predictor import Predictor
-from moetune.planning.solve import headroom, solve
+from moetune.planning.solve import solve
 from moetune.run.resolve import ResolvedRun
 
 KEYS = (
@@ -26,7 +27,7 @@ KEYS = (
 def remedies(run: ResolvedRun, card: Gpu, lacking: int) -> list[Remedy]:
     """Return changes of the run file, each enough by itself, with which a run that ran out of memory would have fitted.
 
-    First up to three savings that memory/changes.py finds, the mildest first; then the largest value that fits of each
+    First up to three savings that changes.py finds, the mildest first; then the largest value that fits of each
     setting in `KEYS`. The run's own prediction less `lacking` is taken to be the memory that there was, because other
     programs may use part of the GPU, and a run may need more than is predicted; this accounts for the actual routing,
     too. What a change moves to host memory must fit there.

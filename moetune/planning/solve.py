@@ -1,11 +1,9 @@
 """`moetune plan RUN.yaml --solve KEY`: the largest value of one setting that fits a GPU; or the smallest GPU.
 
-An axis lists the values of a setting by rising memory, which is linear in layers, equal experts and LoRA ranks. The
-search predicts next the value at which a straight line through known values crosses the GPU's size.
+An axis lists the values of a setting by rising memory; fit.py finds the last that fits.
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,11 @@ from moetune.config.load import load_run_config
 from moetune.config.lora_rank import ranks_as_text
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, suggest
-from moetune.memory.changes import changed, surely_left
 from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import find_gpu, gpu_names
 from moetune.models.selection import ranges
+from moetune.planning.changes import changed
+from moetune.planning.fit import headroom, last_that_fits, surely_left
 from moetune.planning.predictor import Predictor
 from moetune.run.resolve import ResolvedRun
 
@@ -99,7 +98,7 @@ def solve(
     tight: bool = False,
     show: Callable[[str, MemoryReport | None], None] | None = None,
 ) -> Solved:
-    """Find the largest value of a setting with which a run fits a GPU, by closed form, and confirm it by a trace.
+    """Find the largest value of a setting with which a run fits a GPU.
 
     Args:
         run: a configuration, or the path of a run file.
@@ -125,105 +124,14 @@ def solve(
     def predict(number: int) -> MemoryReport:
         name, tell = axis.name(axis.values[number]), show or (lambda *_: None)
         tell(name, None)
-        report = predictor.of(run_with(number))
+        report = predictor.whole(run_with(number))
         tell(name, report)
         return report
 
     left = headroom if tight else surely_left
-    last, reports = last_that_fits(len(axis.values), predict, axis.start, left=left)
-    while last >= 0:
-        reports[last] = predictor.traced(run_with(last))
-        if left(reports[last]) >= 0:
-            break
-        last -= 1
+    last, reports = last_that_fits(len(axis.values), predict, left, axis.start)
     values = dict(enumerate(axis.values[max(last, 0) : last + 2], max(last, 0)))
     return Solved(axis, values.get(last), reports.get(last), values.get(last + 1), reports.get(last + 1))
-
-
-def last_that_fits(
-    count: int,
-    predict: Callable[[int], MemoryReport],
-    start: int = 0,
-    least: int = 0,
-    *,
-    margin: int = 0,
-    known: Mapping[int, MemoryReport] | None = None,
-    left: Callable[[MemoryReport], int] | None = None,
-    sizes: Sequence[float] | None = None,
-    slope: float = 0,
-    exceeds: Callable[[int, int, MemoryReport], bool] | None = None,
-) -> tuple[int, dict[int, MemoryReport]]:
-    """Find the last of the numbers 0 to `count` - 1 that fits, where each number needs more memory than the one before.
-
-    Args:
-        count: how many numbers there are.
-        predict: predicts the memory for a number.
-        start: the number to predict first.
-        least: the first number that is worth a prediction: those below are taken to fit.
-        margin: bytes that must be left free.
-        known: number -> report, of those that were predicted before.
-        left: returns the bytes that a run leaves free, negative if it does not fit; by default `headroom`.
-        sizes: for each number, ascending, a size with which memory grows about linearly; None: the number itself.
-        slope: bytes that one more of this size is expected to need; 0 if unknown.
-        exceeds: (larger, fits, report of `fits`) -> whether the number `larger` is known not to fit; then it is not
-            predicted.
-
-    Returns the number, or `least` - 1 if none fits; and number -> report of all that were predicted, among them this
-    number, unless none fits, and the next one, unless all fit or `exceeds` ruled it out.
-    """
-    reports, left, sizes = dict(known or {}), left or headroom, sizes or range(count)
-    fits, fails, tries, new = least - 1, count, 0, [*reports]
-    while True:
-        for number in new:
-            if left(reports[number]) < margin:
-                fails = min(fails, number)
-            elif number > fits:
-                fits = number
-                if exceeds is not None:
-                    its = reports[number]
-                    fails = next((larger for larger in range(fits + 1, fails) if exceeds(larger, fits, its)), fails)
-        if fails - fits <= 1:
-            return fits, reports
-        if not tries and start not in reports:
-            at = min(max(start, fits + 1), fails - 1)
-        elif tries and tries % 4 == 0:
-            at = (fits + fails) // 2
-        else:
-            free = {number: left(report) - margin for number, report in reports.items()}
-            at = _crossing(free, fits, fails, sizes, slope)
-        reports[at] = predict(at)
-        tries, new = tries + 1, [at]
-
-
-def headroom(report: MemoryReport) -> int:
-    """Return the bytes that a run is expected to leave free, of its GPU or its host, whichever is less; negative if it
-    needs more than there is."""
-    assert report.headroom_bytes is not None
-    on_host = None if report.host is None else report.host.left
-    return report.headroom_bytes if on_host is None else min(report.headroom_bytes, on_host)
-
-
-def _crossing(left: Mapping[int, int], fits: int, fails: int, sizes: Sequence[float], slope: float) -> int:
-    """Return the number to predict next, strictly between `fits` and `fails`.
-
-    It is where a straight line through the two known headrooms nearest to zero crosses zero. With only one known
-    headroom the line falls by `slope`; without, it is about twice that number if it fits, else half of it.
-
-    Args:
-        left: number -> known headroom in bytes.
-        fits, fails: the last number known to fit, and the first known not to fit.
-        sizes: the size of each number, with which memory grows about linearly.
-        slope: bytes that one more of this size needs, 0 if unknown; used with one known headroom.
-    """
-    near = sorted(left, key=lambda number: abs(left[number]))[:2]
-    if len(near) < 2 and slope <= 0:
-        guess = 2 * near[0] + 1 if fails == len(sizes) else near[0] // 2
-    else:
-        if len(near) == 2:
-            one, other = near
-            slope = (left[one] - left[other]) / (sizes[other] - sizes[one])
-        guess = bisect_right(sizes, sizes[near[0]] + left[near[0]] / slope) - 1 if slope > 0 else len(sizes)
-    return min(max(guess, fits + 1), fails - 1)
 
 
 # --- Axes ---------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any, Literal, get_args
 
 from moetune.config.schema import Storage
-from moetune.memory.changes import is_setting_of_host
 from moetune.models.structure import ModelStructure
+from moetune.planning.changes import is_setting_of_host
 
 Goal = Literal["router", "experts", "lora"]
 GOALS: tuple[Goal, ...] = get_args(Goal)
@@ -42,7 +42,7 @@ class Strategy:
     @property
     def step(self) -> int:
         """The step between numbers of trained experts in each layer: the size of the `ep` axis, so that all ranks train
-        equally many and need equal memory, and one record serves every number (memory/closed_form/)."""
+        equally many and need equal memory."""
         return int(self.settings.get("parallel.ep", 1))
 
     @property
@@ -71,34 +71,22 @@ class Strategy:
         gives up least."""
         return *self.costs, -amount, self.order
 
-    def differs_in_optimizer(self, other: "Strategy") -> bool:
-        """Return whether another strategy for the same goal is equal but for the optimizer."""
-        one, its = (
-            {key: value for key, value in strategy.settings.items() if not key.startswith("optimizer.")}
-            for strategy in (self, other)
-        )
-        return (self.goal, one) == (other.goal, its) and self.settings != other.settings
-
     @property
-    def storage_and_layout(self) -> dict[str, Any]:
+    def storage(self) -> dict[str, Any]:
         """The settings that say how weights are stored, and how they are divided over GPUs."""
         return {key: value for key, value in self.settings.items() if not key.startswith(("optimizer.", "train."))}
 
     @property
-    def offloads_inputs(self) -> bool:
-        """Whether the layers' inputs wait for the backward pass in host memory."""
-        return bool(self.settings["train.checkpointing"] == "offload")
-
-    @property
-    def updates_at_the_end(self) -> bool:
-        """Whether the optimizer updates on the GPU after the backward pass, so that all gradients exist at once."""
-        return self.settings["optimizer.name"] != "lomo" and not self.settings.get("optimizer.offload", False)
+    def layout(self) -> dict[str, Any]:
+        """The settings that say how a run is divided over GPUs."""
+        return {key: value for key, value in self.settings.items() if key.startswith(("parallel.", "hardware."))}
 
     @property
     def slowness(self) -> int:
         """How much of what a step reads lies in host memory: 0 for weights and layer inputs on the GPU; 1 for layer
         inputs in host memory, 2 for experts, 3 for both. Slower strategies are searched only if no faster one fits."""
-        return 2 * (self.settings.get("model.experts_on") == "host") + self.offloads_inputs
+        offloads_inputs = self.settings["train.checkpointing"] == "offload"
+        return 2 * (self.settings.get("model.experts_on") == "host") + offloads_inputs
 
 
 _MICRO_STEPS = 8

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from moetune.errors import counted
-from moetune.memory.changes import Remedy
 from moetune.memory.report import MemoryReport
 from moetune.planning.candidate import Candidate
+from moetune.planning.changes import Remedy
 from moetune.planning.compare import Compared
 from moetune.planning.plan import Plan
 from moetune.planning.strategies import Goal
@@ -50,7 +50,7 @@ def plan_view(plan: Plan, *, every: bool = False) -> View:
         return View(title, verdict, "no", lines, sections=notes)
     shown = plan.candidates if every else plan.candidates[: plan.useful]
     reasons = [f"{number}: {next_larger(one)}" for number, one in enumerate(shown, 1)]
-    more = ["--all: every way that fits"] * (plan.skipped > 0 or len(shown) < len(plan.candidates))
+    more = ["--all: every way that fits"] * (plan.is_short or len(shown) < len(plan.candidates))
     rows = [line for number, one in enumerate(shown, 1) for line in _row(number, one, plan)]
     return View(
         title,
@@ -128,8 +128,7 @@ def next_larger(one: Candidate) -> str:
     larger = one.next_larger
     if larger is None:
         return "nothing larger exists"
-    if larger.report is None:
-        return f"{larger.what} would not fit: what it stores more exceeds what is left"
+    assert larger.report is not None
     part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
     needs, left = span_in_words(larger.report), left_in_words(larger.report)
     risk = "may run out of memory" if larger.verdict == "tight" else "would not fit"

@@ -17,10 +17,6 @@ SCREEN = (80, 24)
 """Columns and lines that a report takes at most, unless details are asked for."""
 _FEWEST = 4
 """Fewest lines that are left to the list of what takes memory, when other lines are cut to fit a `SCREEN`."""
-METHODS = {
-    "trace": "traced: what runs, on tensors without storage",
-    "formula": "closed form: a recorded step, at these sizes",
-}
 _PHASES = {
     "load": "while loading",
     "generation": "while completions are generated",
@@ -49,7 +45,7 @@ def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0)
         verdict(report),
         report.verdict,
         [line for line in lines if line],
-        [("model", report.model), *report.about, ("method", METHODS[report.method])],
+        [("model", report.model), *report.about, ("method", "traced: what runs, on tensors without storage")],
         [section for section in _sections(report) if section.body != () and section.body != []],
         _brief(report, time, above),
     )

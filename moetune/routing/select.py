@@ -11,8 +11,8 @@ from moetune.config.load import load_run_config, read_run_config
 from moetune.config.schema import ChoiceConfig, ExpertsConfig, LoraConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import MemoryReport
+from moetune.planning.fit import headroom, last_that_fits
 from moetune.planning.predictor import Predictor
-from moetune.planning.solve import headroom, last_that_fits
 from moetune.report.units import gib
 
 Part = Literal["experts", "lora"]
@@ -53,9 +53,8 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     """Replace a memory `budget` for experts in a configuration by `k`, the largest number of experts of each layer that
     is expected to fit it.
 
-    A closed form finds k for the first k experts of each layer, with which all layers are alike. Traces of the chosen
-    experts then correct it, because memory also depends on which experts of a layer train: frozen ones are computed in
-    groups of neighbours.
+    Each k is traced with the experts that the scores choose, because memory also depends on which experts of a layer
+    train: frozen ones are computed in groups of neighbours.
 
     Args:
         run: a configuration, or the path of a run file; without a memory budget, it is returned unchanged.
@@ -96,30 +95,17 @@ def within_budget(run: RunConfig | Path | str, on_try: Callable[[int, bool], Non
     one = predictor.resolve(chosen(1))
     ids = getattr(one.config.adapt, part).ids
     most = min(layer.shape.num_experts for layer in one.structure.moe_layers if layer.index in ids)
-    judged: dict[int, MemoryReport] = {}
 
     def predicted(number: int) -> MemoryReport:
-        """Predict the run with the first `number` + 1 experts of each layer, by a closed form."""
-        k = number + 1
-        report = predictor.of(choosing({index: tuple(range(k)) for index in ids}))
-        on_try(k, headroom(report) >= 0)
+        """Predict the run with the `number` + 1 experts of each layer that the scores choose."""
+        report = predictor.of(chosen(number + 1))
+        on_try(number + 1, headroom(report) >= 0)
         return report
 
-    def fits(k: int) -> bool:
-        """Return whether the run fits with the k experts of each layer that the scores choose, by a trace."""
-        if k not in judged:
-            judged[k] = predictor.traced(chosen(k))
-            on_try(k, headroom(judged[k]) >= 0)
-        return headroom(judged[k]) >= 0
-
-    k = 1 + last_that_fits(most, predicted)[0]
-    while k < most and fits(k + 1):
-        k += 1
-    while k and not fits(k):
-        k -= 1
-    if not k:
+    last, reports = last_that_fits(most, predicted, headroom)
+    if last < 0:
         raise UserError(
-            f"adapt.{part}: one expert of each of {len(ids)} layers takes {gib(judged[1].required)}, more than the "
+            f"adapt.{part}: one expert of each of {len(ids)} layers takes {gib(reports[0].required)}, more than the "
             f"budget of {choice.budget}; choose fewer layers, or see in moetune predict which settings need less"
         )
-    return chosen(k)
+    return chosen(last + 1)

@@ -1,7 +1,9 @@
 """`MemoryRecord`: measure the memory of a run's first steps, and write it beside the prediction to `memory.json`."""
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -9,21 +11,21 @@ from rich.console import Console
 from torch import Tensor
 
 from moetune.adapt.fake import tensors_of
-from moetune.errors import one_line
+from moetune.config.load import load_run_config
+from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ReadCounts
+from moetune.files import write_whole
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
-from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.measurement.live import Refused, refused_by_tracker, watch_cuda
-from moetune.memory.measurement.verify import catalog_name
+from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.predict import time_of
 from moetune.memory.trace import named_modules, trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import Gpu, find_gpu
-from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run.resolve import ResolvedRun
-from moetune.training.folder.run_folder import MEMORY_FILE
+from moetune.run.resolve import ResolvedRun, resolve
+from moetune.training.folder.run_folder import MEMORY_FILE, RUN_FILE
 from moetune.training.loop import Loop
 from moetune.training.metrics import Pace
 from moetune.training.optim.values import generator_states, set_generator_states
@@ -63,11 +65,14 @@ class MemoryRecord:
     def _predict(self, routing: AssumedRouting) -> "Predicted":
         """Predict the run with a routing, leaving random generators as they were.
 
-        If that fails, print why, and return a prediction without values.
+        If that fails, print why, and return a prediction without values. One of several ranks has none: a trace needs a
+        process group of its own (`add_predictions`).
         """
+        if not self.loop.ranks.is_single:
+            return Predicted()
         drawn = generator_states(self.device)
         try:
-            return predicted(self.loop.smaller_run(), self.loop.ranks, self.card, routing)
+            return predicted(self.loop.smaller_run(), self.card, routing)
         except Exception as error:  # a model's own code can raise anything
             self.console.print(
                 f"memory of this run cannot be predicted ({one_line(error)}); it trains without",
@@ -149,15 +154,15 @@ class MemoryRecord:
                 "peak_allocated": torch.cuda.max_memory_allocated(self.device) if on_cuda else self._tracker.peak_bytes,
                 "peak_reserved": torch.cuda.max_memory_reserved(self.device) if on_cuda else None,
             }
-            load = tuple((layer, tuple(map(float, rows))) for layer, rows in sorted(self._fullest.items()))
             if self.predicted.peak is not None:
-                self._as_routed = self._predict(AssumedRouting("measured", None, load) if load else BALANCED).peak
+                self._as_routed = self._predict(as_measured(self._fullest)).peak
         record = {
             "schema": 1,
             "device": torch.cuda.get_device_name(self.device) if on_cuda else "cpu",
             "steps": min(self._steps, MEASURED_STEPS),
             "predicted": {"peak_allocated": self.predicted.peak, "as_routed": self._as_routed},
             "measured": self._measured,
+            "rows": {str(layer): rows for layer, rows in sorted(self._fullest.items())},
             "expert_load": {str(layer): load.tolist() for layer, load in self.loop.total_load.items()},
         }
         self.loop.folder.write_if_possible(MEMORY_FILE, json.dumps(record) + "\n")
@@ -176,28 +181,44 @@ class Predicted(NamedTuple):
 
 
 def predicted(
-    run: ResolvedRun, ranks: Ranks = SINGLE_RANK, card: Gpu | None = None, routing: AssumedRouting = BALANCED
+    run: ResolvedRun, card: Gpu | None = None, routing: AssumedRouting = BALANCED, rank: int = 0
 ) -> Predicted:
-    """Predict the peak memory of a rank and, on one GPU with balanced routing, the floating-point operations of a step.
-
-    Operations are counted by a trace, which also predicts the memory. Where they are not counted, a closed form
-    predicts the memory, and if that fails, on a single rank, a trace. One of several ranks cannot record a closed form
-    while it runs: it has no prediction unless `record_ahead` recorded one before.
+    """Predict the peak memory of a rank and, on a GPU, the floating-point operations of a step, by a trace.
 
     Args:
-        ranks: the ranks of the run, of which this process predicts its own.
         card: the GPU whose kernels run, and whose cuBLAS workspaces are added; None for a CPU.
         routing: the assumed number of tokens that each expert receives.
+        rank: the number of the rank.
     """
     workspaces = 0 if card is None else WORKSPACES * card.cublas_workspace.value
-    if not ranks.is_single or card is None or routing.load:
-        try:
-            found = ClosedForm(run, ranks.rank, card).at(run.config, routing, may_record=ranks.is_single)
-            return Predicted(None if found is None else found.parts().total + workspaces)
-        except Exception:
-            if not ranks.is_single:
-                raise
-    traced = trace(run, routing, gpu=card)
+    traced = trace(run, routing, rank=rank, gpu=card)
     time = None if card is None else time_of(run.config, traced, card)
     pace = Pace() if time is None else Pace(round(time.flops), round(time.limit))
     return Predicted(traced.parts().total + workspaces, pace)
+
+
+def as_measured(rows: Mapping[int, Sequence[int]]) -> AssumedRouting:
+    """Return the routing in which the experts of each layer receive these rows; balanced if there are none."""
+    load = tuple((layer, tuple(map(float, of_layer))) for layer, of_layer in sorted(rows.items()))
+    return AssumedRouting("measured", None, load) if load else BALANCED
+
+
+def add_predictions(output: Path) -> None:
+    """Add the predictions of the first rank to `memory.json` of a finished run on several ranks.
+
+    Call it in the process of that rank when it has left the process group: a trace makes one of its own. If the run
+    cannot be predicted, the file stays as it is.
+    """
+    file = output / MEMORY_FILE
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        card = None if record["device"] == "cpu" else find_gpu(catalog_name(torch.device("cuda", 0)))
+        run = resolve(load_run_config(output / RUN_FILE), "cpu" if card is None else "cuda")
+        rows = {int(layer): of_layer for layer, of_layer in record["rows"].items()}
+        record["predicted"] = {
+            "peak_allocated": predicted(run, card).peak,
+            "as_routed": predicted(run, card, as_measured(rows)).peak,
+        }
+        write_whole(file, json.dumps(record) + "\n")
+    except (OSError, ValueError, KeyError, UserError):
+        return

@@ -11,12 +11,12 @@ import torch
 from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit
 from moetune.memory.allocator import WORKSPACES
-from moetune.memory.changes import Remedy
 from moetune.memory.measurement.live import Owned, Process, Refused, owned, processes_on
-from moetune.memory.measurement.verify import catalog_name
+from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.report import PART_NAMES, PartName, Parts
 from moetune.memory.trace import Trace, trace
 from moetune.models.catalog.gpus import find_gpu
+from moetune.planning.changes import Remedy
 from moetune.planning.remedy import remedies
 from moetune.report.units import gib
 from moetune.run.resolve import ResolvedRun

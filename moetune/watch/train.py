@@ -10,8 +10,8 @@ from rich.console import Console
 
 from moetune.errors import DoesNotFit
 from moetune.memory.measurement.live import watch_cuda
-from moetune.memory.measurement.verify import settled_on
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
+from moetune.planning.settle import settled_on
 from moetune.report.console import terminal
 from moetune.report.progress import ProgressBar, loading_progress
 from moetune.run.dtypes import device_kind

@@ -31,8 +31,8 @@ from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
 from moetune.experts.kernels import rotary, routing  # noqa: F401  define their operators
 from moetune.experts.kernels.registry import OPERATORS
-from moetune.experts.kernels.self_check import copied, differences, is_alike
-from moetune.memory.measurement.verify import catalog_name
+from moetune.experts.self_check import copied, differences, is_alike
+from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.time.bench import counted, seconds_of
 from moetune.memory.time.roofline import duration
 from moetune.memory.trace.steps import batches_of

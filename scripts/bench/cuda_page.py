@@ -25,7 +25,7 @@ HEAD = """# Peak memory on CUDA, predicted beside measured
 
 Models at full size with random weights. A case is a run file: a recipe of `configs/` or a catalog model, as
 `scripts/bench/predict_vs_measured.py` has them. `allocated` and `reserved` are the peaks that torch's caching allocator
-counted, beside those of `moetune predict --method trace`.
+counted, beside those of `moetune predict`.
 """
 NULL_DEVICE = """
 ## What these numbers are not

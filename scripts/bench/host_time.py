@@ -23,7 +23,6 @@ import tempfile
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -37,11 +36,10 @@ from _common import ROOT, commit, versions, write_json
 from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import BALANCED
-from moetune.memory.keep.settle import settled
-from moetune.memory.predict import predict
 from moetune.memory.trace.steps import batches_of
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
+from moetune.planning.settle import settled
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training.step.micro_step import count_loss_tokens, micro_step
 from moetune.training.step.router_losses import RouterWatch
@@ -85,7 +83,7 @@ def run_of(folder: Path, case: Case) -> ResolvedRun:
         }
     )
     card = find_gpu(case.gpu)
-    return settled(resolve(run, "cuda"), card, BALANCED, partial(predict, method="trace", gpu=card))
+    return settled(resolve(run, "cuda"), card, BALANCED)
 
 
 def host_time(case: Case, repetitions: int) -> dict[str, Any]:

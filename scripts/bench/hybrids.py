@@ -35,11 +35,11 @@ from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted, build
 from moetune.compat.transformers import scans_of, without_packages
 from moetune.config.schema import RunConfig
-from moetune.memory.measurement.verify import catalog_name
-from moetune.memory.predict import predict
+from moetune.memory.measurement.measure import catalog_name
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
 from moetune.models.stack import decoder_layers
+from moetune.planning.predict import predict
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.step.batch import Batch, collate
@@ -135,7 +135,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             run = run_of(Path(folder), model, options.layers)
             card = find_gpu(catalog_name(torch.device("cuda")))
-            predicted = predict(run, method="trace", gpu=card).fullest.peak_allocated
+            predicted = predict(run, gpu=card).fullest.peak_allocated
             adapted = build(run, "cuda")
         adapted.model.train()
         optimizer = make_optimizer(adapted)

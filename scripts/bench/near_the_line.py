@@ -2,7 +2,7 @@
 
     python scripts/bench/near_the_line.py --recipes --drawn 40 --json docs/benchmarks/near_the_line.json
 
-For a run file and a card the largest micro-batches are found for which the closed form says `yes`, and at least
+For a run file and a card the largest micro-batches are found for which the prediction says `yes`, and at least
 `tight`; they are traced and run, and so is the next one. `--recipes` takes Mixtral-8x7B as in `configs/`: routers,
 experts, LoRA. `--drawn N` takes N run files of several models, drawn with a fixed seed, each at the largest that is let
 through, or one row above.
@@ -40,8 +40,8 @@ from moetune.errors import UserError
 from moetune.experts import context
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.measurement.measure import measure
-from moetune.memory.predict import predict
 from moetune.models.catalog.gpus import find_gpu
+from moetune.planning.predict import predict
 from moetune.run.resolve import resolve
 
 RECIPES = ("mixtral-8x7b-router", "mixtral-8x7b-experts", "mixtral-8x7b-lora")
@@ -58,7 +58,7 @@ def with_rows(config: RunConfig, rows: int) -> RunConfig:
 
 
 def largest(config: RunConfig, card: str, *, with_room: bool = False, routing: str | None = None) -> int:
-    """The most rows of a micro-batch that the closed form lets through: 0 if not even one, `MOST` if so many.
+    """The most rows of a micro-batch that the prediction lets through: 0 if not even one, `MOST` if so many.
 
     Args:
         with_room: whether its verdict is to be `yes`, not `tight`.
@@ -68,7 +68,7 @@ def largest(config: RunConfig, card: str, *, with_room: bool = False, routing: s
     def left(rows: int) -> int:
         """Bytes that the card has beyond what is required."""
         run = resolve(with_rows(config, rows), "cuda")
-        report = predict(run, method="formula", gpu=card, routing=parse_routing(routing))
+        report = predict(run, gpu=card, routing=parse_routing(routing))
         assert report.headroom_bytes is not None
         return report.least_headroom if with_room else report.headroom_bytes
 
@@ -139,7 +139,7 @@ def cases(
 def judge(name: str, config: RunConfig, card: str, rows: int, routing: str | None = None) -> dict[str, Any]:
     """Predicts a case, runs it in a process of its own, and compares."""
     config = with_rows(config, rows)
-    report = predict(resolve(config, "cuda"), method="trace", gpu=card, routing=parse_routing(routing))
+    report = predict(resolve(config, "cuda"), gpu=card, routing=parse_routing(routing))
     command = [sys.executable, __file__, "--cards", card, "--run", config.model_dump_json()]
     command += [] if routing is None else ["--routing", routing]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Peak memory, predicted beside measured: by trace, by formula, and on CUDA what the allocator makes of it.
+"""Peak memory, predicted beside measured: by trace, and on CUDA what the allocator makes of it.
 
     python scripts/bench/predict_vs_measured.py --json docs/benchmarks/predict_vs_measured.json
     python scripts/bench/predict_vs_measured.py --device cuda --cap 44GiB --json predict_vs_measured_cuda.json
@@ -6,7 +6,7 @@
 All weights and tokens are random. Both sides count the same: real steps, and steps on fake tensors.
 
 **On a CPU** catalog models, shrunk, take two float32 steps; the tracker of the trace counts the storages of real
-tensors. Beside that stand traces that differ in what they know of tokens per expert, and the formula: `as routed`,
+tensors. Beside that stand traces that differ in what they know of tokens per expert: `as routed`,
 every answer of the real steps; `fullest`, each layer's fullest micro-step; `balanced`, nothing, as
 `moetune predict` before a run; `worst`, that all tokens choose the same experts. `fullest expert` is the most tokens
 that one received in a micro-batch, as a multiple of the mean.
@@ -47,13 +47,11 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.context import CountRows
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting, parse_routing
-from moetune.memory.closed_form.form import ClosedForm
-from moetune.memory.closed_form.record import NoClosedForm
 from moetune.memory.measurement.measure import Measured, measure
-from moetune.memory.predict import predict
 from moetune.memory.trace import NotTraceable, trace
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
+from moetune.planning.predict import predict
 from moetune.run.resolve import ResolvedRun, resolve
 
 sys.path.insert(0, str(ROOT))
@@ -202,7 +200,6 @@ def run_on_cpu(case: CpuCase) -> dict[str, Any]:
                 "balanced": traced_peak(run, BALANCED),
                 "worst": traced_peak(run, parse_routing("worst")),
             },
-            "formula": {"fullest": formula_peak(run, measured.routing)},
         }
 
 
@@ -219,14 +216,6 @@ def traced_peak(run: ResolvedRun, routing: AssumedRouting | CountRows) -> int | 
     except NotTraceable:
         return None
     return traced.parts().total
-
-
-def formula_peak(run: ResolvedRun, routing: AssumedRouting) -> int | None:
-    """The closed form's peak; None for a model that has none."""
-    try:
-        return ClosedForm(run).at(run.config, routing).parts().total
-    except NoClosedForm:
-        return None
 
 
 # --- Cases on CUDA --------------------------------------------------------------------------------------------
@@ -437,7 +426,7 @@ def claim(device: torch.device, cap: int | None) -> dict[str, Any]:
 
 def predicted_on_cuda(config: RunConfig, card: dict[str, Any], routing: AssumedRouting) -> dict[str, int]:
     """Bytes on this card; `with_loading` is the most that the process takes, loading included."""
-    report = predict(resolve(config, "cuda"), method="trace", gpu=catalog_name(card), routing=routing)
+    report = predict(resolve(config, "cuda"), gpu=catalog_name(card), routing=routing)
     return {kind: getattr(report.fullest, f"peak_{kind}") for kind in BYTES} | {"with_loading": report.peak_process}
 
 
@@ -488,7 +477,7 @@ def size(count: int | None, unit: int) -> str:
 
 def cpu_table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Markdown, a line at a time, each as soon as its case is done; predictions by how far they are off."""
-    ways = [("trace", way) for way in ("as_routed", "fullest", "balanced", "worst")] + [("formula", "fullest")]
+    ways = [("trace", way) for way in ("as_routed", "fullest", "balanced", "worst")]
     heads = " | ".join(f"{method}, {way.replace('_', ' ')}" for method, way in ways)
     yield f"| case | optimizer | fullest expert | measured | {heads} |"
     yield "|---|---|" + "---:|" * (2 + len(ways))

@@ -41,8 +41,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from moetune.adapt.build import build
 from moetune.config.schema import OptimizerConfig, RunConfig
+from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.measurement.profile import large_product
-from moetune.memory.measurement.verify import catalog_name
 from moetune.memory.trace import trace
 from moetune.memory.trace.steps import batches_of
 from moetune.models.catalog import find_model

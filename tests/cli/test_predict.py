@@ -84,7 +84,7 @@ def test_a_run_that_fits(moetune: Run) -> None:
 @pytest.mark.full
 def test_a_run_that_does_not_fit(shallow: list[str], moetune: Run) -> None:
     rows = ("--set", "train.micro_batch=4")
-    ended = moetune("predict", ROUTER, *SHORT, *shallow, *rows, "--gpu", "2800MiB", "--method", "formula", "--json")
+    ended = moetune("predict", ROUTER, *SHORT, *shallow, *rows, "--gpu", "2800MiB", "--json")
     assert ended.code == 1
     result = json.loads(ended.out)
     assert_contract(result)
@@ -97,7 +97,7 @@ def test_a_run_that_does_not_fit(shallow: list[str], moetune: Run) -> None:
 
 
 def test_what_does_not_fit_is_said_with_its_remedy(shallow: list[str], moetune: Run) -> None:
-    """By a trace, and by the formula in JSON and in words; what is said to fit does."""
+    """In JSON and in words; what is said to fit does."""
     words = ["predict", EXPERTS, *shallow, "--set", "adapt.experts.layers=0", "--gpu", "4GiB"]
     ended = moetune(*words, *MIXED, "--json")
     assert ended.code == 1
@@ -108,34 +108,25 @@ def test_what_does_not_fit_is_said_with_its_remedy(shallow: list[str], moetune: 
     fitting = {change["settings"][0]: change for change in result["changes"] if change["fits"]}
     assert {"optimizer.name=adamw8bit", "optimizer.name=sgd"} <= fitting.keys()
 
-    by_formula = ["--method", "formula"]
-    ended = moetune(*words, *MIXED, *by_formula, "--json")
-    assert ended.code == 1
-    assert json.loads(ended.out)["method"] == "formula"
-    assert required(json.loads(ended.out)) == pytest.approx(required(result), rel=1e-3)
-    table = moetune(*words, *MIXED, *by_formula).out
+    table = moetune(*words, *MIXED).out
     assert table.startswith("does NOT fit")
     for text in ("frozen weights", "master weights", "--set optimizer.name=adamw8bit", "4GiB"):
         assert text in table
     for change in fitting.values():
         settings = [option for setting in change["settings"] for option in ("--set", setting)]
-        changed = moetune(*words, *settings, *by_formula, "--json")
+        changed = moetune(*words, *settings, "--json")
         assert changed.code == 0, settings
         assert required(json.loads(changed.out)) == change["peak_process"]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("method", ["trace", "formula"])
-def test_page_and_figure_are_written(method: str, moetune: Run, tmp_path: Path) -> None:
+def test_page_and_figure_are_written(moetune: Run, tmp_path: Path) -> None:
     page, figure = tmp_path / "report.html", tmp_path / "report.svg"
-    options = ["--gpu", "24GiB", "--method", method, "--tokens", "1000", "--html", page, "--figure", figure]
+    options = ["--gpu", "24GiB", "--tokens", "1000", "--html", page, "--figure", figure]
     ended = moetune("predict", TINY, *options, "--json")
     assert ended.code == 0
     found = json.loads(ended.out)
     assert_contract(found)
-    assert found["method"] == method
-    why_no_hours = [note for note in found["notes"] if note.startswith("no hours for --tokens: a closed form")]
-    assert (found["hours"], len(why_no_hours)) == (None, int(method == "formula"))
+    assert found["hours"] is None
     html = page.read_text(encoding="utf-8")
     assert "<html" in html
     assert "tiny-mixtral" in html
@@ -184,9 +175,9 @@ def test_verify_shows_what_is_on_the_host(moetune: Run) -> None:
     assert result["predicted"]["host_bytes"] == result["measured"]["host_bytes"] > 1_000_000
 
 
-def test_the_formula_too_wants_an_optimizer_for_each_part(moetune: Run) -> None:
+def test_a_prediction_wants_an_optimizer_for_each_part(moetune: Run) -> None:
     optimizer = "optimizer={lora: {name: adamw}}"
-    ended = moetune("predict", EXPERTS, "--method", "formula", "--set", optimizer)
+    ended = moetune("predict", EXPERTS, "--set", optimizer)
     assert ended.code == 2
     assert "optimizer.experts is missing, and that part trains" in ended.err
 
@@ -201,11 +192,11 @@ def test_experts_with_full_adam_do_not_fit_and_what_does_is_said(moetune: Run) -
     assert report["fits"] is False
     fitting = {change["settings"][0]: change for change in report["changes"]}
     assert list(fitting) == ["optimizer.offload=True", "model.experts_on=host", "optimizer.name=adamw8bit"]
-    words = moetune("predict", CONFIGS / "mixtral-8x7b-experts.yaml", *options[:-1], "--method", "formula").out
+    words = moetune("predict", CONFIGS / "mixtral-8x7b-experts.yaml", *options[:-1]).out
     assert words.startswith("does NOT fit")
     assert "--set optimizer.name=adamw8bit" in words
     for setting, change in fitting.items():
         assert f"then needs {gib(change['peak_process'])}" in " ".join(words.split())
-        options = ["--gpu", "44GiB", "--method", "formula", "--set", setting]
+        options = ["--gpu", "44GiB", "--set", setting]
         chosen = moetune("predict", CONFIGS / "mixtral-8x7b-experts.yaml", *options)
         assert chosen.code == 0, setting

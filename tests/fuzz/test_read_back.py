@@ -15,8 +15,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 import moetune as package
 from moetune.config.schema import RunConfig
 from moetune.exporting.export import export
-from moetune.memory import predict as predict_module
-from moetune.memory.closed_form import store
+from moetune.planning import kept
+from moetune.planning import predict as predict_module
 from moetune.training.folder.manifest import MANIFEST, write_manifest
 from tests import small
 from tests.fuzz.damage import within
@@ -33,7 +33,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "run/metrics.jsonl": ("report run --no-timeline", "predict run/run.yaml --gpu l40s --measured run --tokens 9"),
     "run/memory.json": (
         "report run --no-timeline",
-        "predict run/run.yaml --method formula --routing run/memory.json",
+        "predict run/run.yaml --routing run/memory.json",
     ),
     "run/drift.json": ("report run --no-timeline",),
     "run/run.yaml": ("report run --no-timeline", "train run/run.yaml --resume auto --dry-run"),
@@ -161,8 +161,6 @@ def one_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = predict_module.predict
 
     def predict(*arguments: Any, **settings: Any) -> Any:
-        if settings["method"] == "formula":
-            return stock(*arguments, **settings)
         if not reports:
             reports.append(stock(*arguments, **settings))
         return reports[0]
@@ -235,10 +233,10 @@ def test_nobody_reads_past_the_table(words: str, known: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "null", "[]", DEEP, '["key", 3, []]', '{"records": {"0.": 3}}'])
-def test_a_record_that_is_odd_is_made_again(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_that_is_odd_is_made_again(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
     (tmp_path / "key.json.gz").write_bytes(gzip.compress(said.encode()))
-    assert store.read("key") is None
+    assert kept._read("key") is None
 
 
 @pytest.mark.full

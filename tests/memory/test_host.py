@@ -9,12 +9,11 @@ import pytest
 
 from moetune.config.schema import HardwareConfig
 from moetune.memory import host
-from moetune.memory.changes import surely_left
-from moetune.memory.closed_form.depth import Depths
 from moetune.memory.host import ON_CUDA, HostMemory, host_of, process_here, this_machine
-from moetune.memory.predict import predict
 from moetune.models.catalog.gpus import Figure, find_gpu
+from moetune.planning.fit import surely_left
 from moetune.planning.plan import plan
+from moetune.planning.predict import predict
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import headroom, solve
 from moetune.planning.tables import missed
@@ -65,14 +64,13 @@ def test_a_run_that_only_its_host_cannot_hold(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(host, "this_machine", lambda: Figure(1, "never asked for a card elsewhere"))
     folder = write_toy(tmp_path, "mixtral", num_hidden_layers=2)
     config = toy_run(folder, "mixtral", LORA, model={"experts_on": "host"})
-    depths = Depths()
-    unknown = predict(config, method="formula", gpu="44GiB", depths=depths)
+    unknown = predict(config, gpu="44GiB")
     assert unknown.host is not None
     assert (unknown.verdict, unknown.host.room, unknown.host.pinned) == ("yes", None, unknown.fullest.host_bytes)
     assert unknown.host.tensors == max(unknown.load.host, unknown.fullest.host_bytes) > 0
     for size, verdict in ((unknown.host.span.low - 1, "no"), (unknown.host.span.low, "tight"), (4 * GIB, "yes")):
         changed = config.but(hardware={"host_memory": f"{size}B"})
-        report = predict(changed, method="formula", gpu="44GiB", depths=depths)
+        report = predict(changed, gpu="44GiB")
         assert (report.verdict, report.card_verdict, report.changes) == (verdict, "yes", ())
         assert report.to_json()["host"]["available"] == "hardware.host_memory"
 

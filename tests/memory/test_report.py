@@ -10,25 +10,24 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.memory.about import trains
 from moetune.memory.assumed_routing import BALANCED, PUBLISHED, UNKNOWN, AssumedRouting, parse_routing
-from moetune.memory.closed_form.depth import Depths
-from moetune.memory.predict import Method, NoClosedForm, predict
+from moetune.memory.predict import predict as predict_memory
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts, RankMemory
 from moetune.memory.trace import Trace, trace
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import find_gpu, gpu_names
+from moetune.planning.predict import predict
 from moetune.run.resolve import ResolvedRun, resolve
 from tests.memory.models import toy_run, write_toy
-from tests.thinned import in_pairs
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("parallel", "method"), in_pairs([{}, {"fsdp": 2, "ep": 2}], ["trace", "formula"], every=2))
-def test_terms_of_a_rank_sum_to_its_peak(parallel: dict[str, int], method: Method, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [{}, {"fsdp": 2, "ep": 2}])
+def test_terms_of_a_rank_sum_to_its_peak(parallel: dict[str, int], tmp_path: Path) -> None:
     sections = {"parallel": parallel, "hardware": {"count": parallel.get("fsdp", 1)}}
     config = toy_run(write_toy(tmp_path, "mixtral"), "mixtral", LORA, **sections)
-    report = predict(config, method=method, gpu="44GiB")
+    report = predict(config, gpu="44GiB")
     for rank in report.ranks:
         assert sum(term.bytes for term in rank.terms) == rank.peak_allocated
         for name, size in rank.parts.items():
@@ -40,7 +39,7 @@ UNKNOWNS = (Unknown("routing", 0, 2**30, "load"), Unknown("context", 2**20, 0, "
 
 def report_of(allocated: int, usable: int) -> MemoryReport:
     rank = RankMemory(0, Parts(frozen_weights=allocated), 1_000, allocated + 500)
-    return MemoryReport("m", "trace", GpuMemory("g", usable), (rank,), (), LoadPeaks(0, 10))
+    return MemoryReport("m", GpuMemory("g", usable), (rank,), (), LoadPeaks(0, 10))
 
 
 GIB = 2**30
@@ -65,15 +64,13 @@ def test_verdict(off: str, verdict: str) -> None:
     assert (report.least_headroom >= 0) is (verdict == "yes")
 
 
-@pytest.mark.parametrize("method", ["formula", pytest.param("trace", marks=pytest.mark.full)])
-def test_the_routing_widens_the_range_by_what_it_may_take(method: Method, tmp_path: Path) -> None:
+def test_the_routing_widens_the_range_by_what_it_may_take(tmp_path: Path) -> None:
     """Up to published scores where nothing is known; from balanced to the ends of their intervals for scores."""
     model = write_toy(tmp_path, "mixtral", hidden_size=256, intermediate_size=2048, vocab_size=256)
     config = toy_run(model, "mixtral", LORA, train={"micro_batch": 8, "sequence_length": 512, "expert_memory": 0})
-    depths = Depths()
 
     def found(routing: AssumedRouting) -> MemoryReport:
-        return predict(config, method=method, gpu="44GiB", routing=routing, depths=depths)
+        return predict(config, gpu="44GiB", routing=routing)
 
     even, unknown = found(BALANCED), found(UNKNOWN)
     assert [one.cause for one in even.unknowns] == ["context"]
@@ -102,51 +99,22 @@ def test_at_balanced_data_the_range_is_at_most_four_percent_wide(size: str) -> N
     assert span.high - span.low <= 0.04 * span.expected
 
 
-def catalog(model: str, adapt: dict[str, Any], rows: int, length: int, **model_keys: Any) -> RunConfig:
-    train = {"micro_batch": rows, "sequence_length": length, "accumulate": 1}
-    keys = {"path": model, "weights": "random", **model_keys}
-    data = {"train": "unread", "packing": "attention" not in model_keys}
-    run = {"model": keys, "adapt": adapt, "optimizer": {"name": "adamw8bit"}, "train": train, "data": data}
-    return RunConfig.model_validate(run)
-
-
-ON_ALL: dict[str, Any] = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("config", "gpu"),
-    [
-        (catalog("qwen3-30b-a3b", ON_ALL, 2, 2048), "rtx4090"),
-        (catalog("gpt-oss-20b", ON_ALL, 2, 2048), "rtx4090"),
-        (catalog("deepseek-v2-lite", ON_ALL, 1, 2048, attention="eager"), "rtx4090"),
-    ],
-    ids=["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite eager"],
-)
-def test_both_methods_say_the_same(config: RunConfig, gpu: str) -> None:
-    by_trace, by_formula = (predict(config, method=method, gpu=gpu) for method in ("trace", "formula"))
-    assert by_trace.verdict == by_formula.verdict
-    assert by_formula.required == pytest.approx(by_trace.required, rel=1e-3)
-
-
 def toy(model: Path, **sections: Any) -> RunConfig:
     return toy_run(model, "mixtral", {"lora": {"rank": 4, "alpha": 8, "targets": ["experts"]}}, **sections)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("method", ["trace", "formula"])
-def test_paged_states_are_outside_of_the_allocator(method: Any, tmp_path: Path) -> None:
+def test_paged_states_are_outside_of_the_allocator(tmp_path: Path) -> None:
     """Large ones: managed memory, which torch's counters do not see."""
     model = write_toy(tmp_path, "mixtral", hidden_size=512, vocab_size=512)
     adapt = {"also": ["lm_head.weight", "model.norm.weight"]}
     runs = [toy_run(model, "mixtral", adapt, optimizer={"name": name}) for name in ("adamw8bit", "paged_adamw8bit")]
-    plain, paged = (predict(run, method=method, gpu="l40s").fullest for run in runs)
+    plain, paged = (predict(run, gpu="l40s").fullest for run in runs)
     moved = 2 * 512 * 512  # the head's two states; the norm's are small
     assert plain.parts.optimizer_states - paged.parts.optimizer_states == moved
     assert paged.outside_allocator - plain.outside_allocator == moved
     assert paged.host_bytes - plain.host_bytes == moved
     offloaded = toy_run(model, "mixtral", adapt, optimizer={"name": "paged_adamw8bit", "offload": True})
-    assert predict(offloaded, method=method, gpu="l40s").fullest.outside_allocator == plain.outside_allocator
+    assert predict(offloaded, gpu="l40s").fullest.outside_allocator == plain.outside_allocator
 
 
 @pytest.mark.full
@@ -171,42 +139,23 @@ def test_a_full_card_gives_back_what_is_unused(tmp_path: Path) -> None:
     assert full.peak_allocated <= full.peak_reserved <= size - full.outside_allocator
 
 
-class NoForms(Depths):
-    """Of runs that have no closed form."""
-
-    def at(self, *_: Any, **options: Any) -> Trace:
-        raise NoClosedForm("none")
-
-
-def test_a_run_without_a_closed_form_is_traced_once_for_each_routing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_traced_once_for_each_routing(tmp_path: Path) -> None:
     traced: list[str] = []
 
     def counted(run: ResolvedRun, routing: AssumedRouting, **options: Any) -> Trace:
         traced.append(routing.name)
         return trace(run, routing, **options)
 
-    monkeypatch.setattr("moetune.memory.predict.trace", counted)
-    report = predict(toy(write_toy(tmp_path, "mixtral")), depths=NoForms(), tracing=counted)
+    report = predict_memory(toy(write_toy(tmp_path, "mixtral")), tracing=counted)
     assert traced == [BALANCED.name, PUBLISHED.name]
     assert report.unknowns[0].cause == "routing"
 
 
-@pytest.mark.parametrize(("depths", "is_tried"), [(NoForms(), False), (Depths(), True)])
-def test_what_was_not_tried_is_said(depths: Depths, is_tried: bool, tmp_path: Path) -> None:
-    run = toy_run(write_toy(tmp_path, "llama"), "llama", {"also": ["norm"]})
-    most = predict(run, gpu="24GiB", routing=BALANCED).span.high
-    report = predict(run, method="trace", gpu=f"{most - 1}B", routing=BALANCED, depths=depths)
-    note = "no change of the run file is known that makes it fit; changes with which the run has no closed form were "
-    assert (report.notes[-1].startswith(note), bool(report.changes)) == (not is_tried, is_tried)
-
-
-def test_values_of_all_sizes_in_a_formula(tmp_path: Path) -> None:
-    terms = predict(toy(write_toy(tmp_path, "mixtral")), method="formula").terms
-    shown = [term.numbers for term in terms if term.formula.endswith("·B·S")]
-    assert shown
-    assert all("B = 2, S = 32" in numbers for numbers in shown)
+def test_no_verdict_depends_on_the_allocator(tmp_path: Path) -> None:
+    run = toy(write_toy(tmp_path, "mixtral"))
+    whole, quick = (predict_memory(run, gpu="l40s", simulated=simulated) for simulated in (True, False))
+    assert (quick.span, quick.verdict, quick.fullest.parts) == (whole.span, whole.verdict, whole.fullest.parts)
+    assert "not simulated" in quick.assumptions[-1]
 
 
 def test_experts_are_named_where_all_layers_have_the_same(tmp_path: Path) -> None:

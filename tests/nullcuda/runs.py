@@ -10,10 +10,10 @@ import bitsandbytes.functional as bnb
 import torch
 
 from moetune.config.schema import RunConfig
-from moetune.memory.measurement.verify import catalog_name
-from moetune.memory.predict import predict
+from moetune.memory.measurement.measure import catalog_name
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
+from moetune.planning.predict import predict
 from tests.nullcuda import device
 from tests.resolved import measure
 
@@ -87,6 +87,6 @@ def compare(config: RunConfig) -> Compared:
     measured = measure(config, card, steps=2)
     managed = device.asked().managed - managed
     gpu = catalog_name(card)
-    rank = predict(config, method="trace", gpu=gpu, routing=measured.routing).fullest
+    rank = predict(config, gpu=gpu, routing=measured.routing).fullest
     outside = rank.outside_allocator - find_gpu(gpu).context.value
     return Compared(rank.peak_allocated, measured.peak_allocated - before, outside, managed)

@@ -110,13 +110,13 @@ def test_what_does_not_fit_raises_torchs_own_error(toy_model: Path, tmp_path: Pa
 
 def test_without_a_gpu_it_is_the_card_of_this_machine_and_what_is_free(toy_model: Path) -> None:
     """Of a card that a user does not name, predictions say so; one that is named comes first."""
-    out, err = moetune("predict", toy_model, "--lora", "8", "--method", "formula", "--json")
+    out, err = moetune("predict", toy_model, "--lora", "8", "--json")
     found = json.loads(out)
     free, total = torch.cuda.mem_get_info()
     assert 0.98 * free <= found["gpu"]["usable_bytes"] <= total
     assert "free now" in found["about"]["card"]
     assert "free now" in err
-    named, err = moetune("predict", toy_model, "--lora", "8", "--method", "formula", "--gpu", "24GiB", "--json")
+    named, err = moetune("predict", toy_model, "--lora", "8", "--gpu", "24GiB", "--json")
     assert json.loads(named)["gpu"] == {"name": "24GiB", "usable_bytes": 24 << 30}
     assert "free now" not in err
 

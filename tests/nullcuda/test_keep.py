@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from moetune.memory.assumed_routing import UNKNOWN
-from moetune.memory.keep.settle import settled
-from moetune.memory.predict import quick
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
+from moetune.planning.settle import settled
 from moetune.run.resolve import ResolvedRun, resolve
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
@@ -26,7 +24,7 @@ def chosen(model: str, gpu: str, train: dict[str, Any], **sections: Any) -> Reso
     sections = {"optimizer": {"name": "adamw8bit"}, "data": {"train": "unread", "packing": True}, **sections}
     adapt = {"lora": {**LORA["lora"], "targets": ["attention"]}} if model.startswith("llama") else LORA
     run = resolve(catalog_run(model, adapt, train=settings, **sections), "cuda")
-    return settled(run, find_gpu(gpu), UNKNOWN, lambda one: quick(one, gpu=gpu))
+    return settled(run, gpu)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetune.memory.measurement.verify import catalog_name
-from moetune.memory.predict import predict
+from moetune.memory.measurement.measure import catalog_name
+from moetune.planning.predict import predict
 from moetune.routing.memory import predict_score
 from moetune.routing.score import to_score
 from moetune.run.resolve import resolve
@@ -26,5 +26,5 @@ def test_scoring_takes_what_is_predicted(adapt: str, residence: str, toy_model: 
     assert (device.asked() - asked).launches > 0
     predicted = predict_score(run, 2, gpu=catalog_name(card)).fullest
     assert 0 <= predicted.peak_allocated - measured <= 512  # how many batches were read is a number on the host
-    trained = predict(run, method="trace", gpu=catalog_name(card)).fullest
+    trained = predict(run, gpu=catalog_name(card)).fullest
     assert predicted.peak_allocated < trained.peak_allocated

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moetune.errors import UserError
-from moetune.memory.measurement.verify import catalog_name
+from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.time.bench import calls, measured
 from moetune.memory.time.speeds import KINDS
 from moetune.models.catalog.gpus import find_gpu

@@ -17,7 +17,7 @@ from moetune.adapt.build import build
 from moetune.compat.trl import Answers, make_trainer
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.commands.trl import predict_trl
-from moetune.memory.measurement.verify import catalog_name
+from moetune.memory.measurement.measure import catalog_name
 from moetune.run.resolve import ResolvedRun, resolve
 from moetune.training.trl import trl_arguments, trl_model
 from tests.nullcuda import runs

@@ -10,7 +10,7 @@ import torch
 
 from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
-from moetune.memory.measurement.verify import catalog_name
+from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.time.work import Work
 from moetune.memory.trace import trace
 from moetune.memory.trace.steps import Steps, batches_of

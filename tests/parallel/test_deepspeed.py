@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
-from moetune.memory.predict import Method, NoClosedForm, predict
 from moetune.memory.trace import trace
 from moetune.parallel.ranks import Ranks
+from moetune.planning.predict import predict
 from moetune.run.validation import untrainable_settings
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.step.stepper import Stepper
@@ -92,15 +92,12 @@ def test_without_the_package_it_is_not_predicted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("moetune.parallel.deepspeed.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs a package that is not installed"):
         predict(config)
-    with pytest.raises(NoClosedForm, match="DeepSpeed"):
-        predict(config, method="formula")
 
 
-@pytest.mark.parametrize("method", ["trace", "formula"])
-def test_offloading_is_trained_and_not_predicted(method: Method) -> None:
+def test_offloading_is_trained_and_not_predicted() -> None:
     config = run_config({"zero": 2, "offload": "optimizer"}, model={"path": "tiny-mixtral"}, adapt={"router": "all"})
     assert not list(untrainable_settings(config))
     with pytest.raises(UserError, match=r"parallel\.offload: optimizer can be trained, not predicted or verified"):
-        predict(config, method=method)
+        predict(config)
     with pytest.raises(UserError, match=r"parallel\.offload: optimizer goes with engine: deepspeed"):
-        predict(run_config({"engine": "fsdp2", "offload": "optimizer"}, model={"path": "tiny-mixtral"}), method=method)
+        predict(run_config({"engine": "fsdp2", "offload": "optimizer"}, model={"path": "tiny-mixtral"}))

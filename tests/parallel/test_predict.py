@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
-from moetune.memory.closed_form.depth import Depths
 from moetune.memory.equal_ranks import kinds_of_ranks
-from moetune.memory.predict import predict
 from moetune.memory.trace import trace
+from moetune.planning.predict import predict
 from moetune.run.resolve import ResolvedRun, resolve
 from tests import small
 from tests.memory.models import toy_run, write_toy
@@ -42,7 +41,7 @@ def test_every_rank_is_reported(small_model: Path) -> None:
         traced.append(rank)
         return trace(config, routing, rank=rank, gpu=gpu)
 
-    report = predict(config_of(small_model, "experts", fsdp=4, ep=2), method="trace", tracing=counted)
+    report = predict(config_of(small_model, "experts", fsdp=4, ep=2), tracing=counted)
     assert [rank.rank for rank in report.ranks] == [0, 1, 2, 3]
     # one trained expert on each rank, and every row divides by four; at uneven routing experts receive unlike rows
     assert traced == [0, 0, 1]
@@ -53,7 +52,7 @@ def test_every_rank_is_reported(small_model: Path) -> None:
 def test_ranks_that_differ_have_figures_of_their_own(small_model: Path) -> None:
     """One expert of one layer trains whole: on one of four ranks."""
     one = {"experts": {"layers": "0", "ids": [0]}}
-    report = predict(config_of(small_model, "router", more=one, fsdp=4, ep=4), method="trace")
+    report = predict(config_of(small_model, "router", more=one, fsdp=4, ep=4))
     assert len({rank.parts.optimizer_states for rank in report.ranks}) > 1
     assert report.fullest.peak_process == max(rank.peak_process for rank in report.ranks)
 
@@ -63,7 +62,7 @@ def test_what_makes_ranks_differ(small_model: Path) -> None:
     config = config_of(small_model, "router", fsdp=4, ep=4)
     assert len(set(kinds_of_ranks(config, by_expert=False))) == 1
     assert len(set(kinds_of_ranks(config, by_expert=True))) == 4  # a full expert is on one of them
-    assert len(predict(config, method="trace", routing=AssumedRouting("skew:3", 3.0)).ranks) == 4
+    assert len(predict(config, routing=AssumedRouting("skew:3", 3.0)).ranks) == 4
     assert len(set(kinds_of_ranks(config_of(small_model, "router", fsdp=3), by_expert=False))) == 3  # 64 / 3
     fp32 = {"model": {"base": "fp32", "dtype": "fp32"}, "parallel": {"tp": 2, "ep": 2}, "hardware": {"count": 2}}
     for length, kinds in ((64, 1), (63, 2)):  # one rank dispatches a token more
@@ -88,25 +87,6 @@ def test_frozen_tensors_that_divide_unevenly_take_equal_memory(adapt: str, tmp_p
     for found in one, other:
         assert found.parts().total == one.parts().total
         assert (found.rounded_peak, found.host_peak, found.load) == (one.rounded_peak, one.host_peak, one.load)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("adapt", "more", "parallel"),
-    [
-        pytest.param("lora", {}, {"zero": 2}, marks=pytest.mark.full),
-        pytest.param("lora", {}, {"reshard": False}, marks=pytest.mark.full),
-        ("experts", {"also": ["norm"]}, {"reshard": False}),  # a layer's gradients are 97 · 1,536 bytes: no 97 rows
-    ],
-)
-def test_weights_that_stay_gathered_have_a_closed_form(
-    adapt: str, more: dict[str, Any], parallel: dict[str, Any], small_model: Path
-) -> None:
-    """It records a step again after an evaluation, which leaves them gathered."""
-    config = config_of(small_model, adapt, 2, small.ADAPT[adapt] | more, fsdp=2, **parallel)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"base": "fp32", "dtype": "fp32"})})
-    formula, traced = (predict(config, method=method).ranks[0].parts for method in ("formula", "trace"))
-    assert formula == traced
 
 
 def test_ranks_differ_by_which_experts_are_computed_together(tmp_path: Path) -> None:
@@ -134,8 +114,8 @@ def test_the_fullest_rank_may_be_any(tmp_path: Path) -> None:
     layout = {"parallel": {"fsdp": 2, "ep": 2}, "hardware": {"count": 2}, "train": {"sequence_length": 256}}
     run = resolve(toy_run(toy, "mixtral", adapt, **layout), "cuda")
     load = tuple((layer.index, (8.0, 2.0, 1.0, 1.0)) for layer in run.structure.moe_layers)
-    routing, depths = AssumedRouting("recorded", None, load, lowest=BALANCED), Depths()
-    uneven, even = (predict(run, method="formula", routing=one, depths=depths) for one in (routing, BALANCED))
+    routing = AssumedRouting("recorded", None, load, lowest=BALANCED)
+    uneven, even = (predict(run, routing=one) for one in (routing, BALANCED))
     assert uneven.ranks[0].peak_allocated > max(even.ranks[0].peak_allocated, uneven.ranks[1].peak_allocated)
     assert uneven.unknowns[0].cause == "routing"
     assert uneven.unknowns[0].below == pytest.approx(uneven.required - even.required, rel=0.01)

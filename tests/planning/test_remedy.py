@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from moetune.memory.changes import is_setting_of_host
 from moetune.models.catalog.gpus import Figure, find_gpu
 from moetune.planning import remedy
+from moetune.planning.changes import is_setting_of_host
 from moetune.run.resolve import resolve
 from tests import small
 

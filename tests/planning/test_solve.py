@@ -1,8 +1,6 @@
 """The largest value that fits: with it the run fits by trace, and one notch further it does not."""
 
-import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,45 +9,11 @@ from moetune.config.load import load_run_config
 from moetune.config.recipes import recipes
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.memory.predict import predict
+from moetune.planning.predict import predict
 from moetune.planning.predictor import Predictor
-from moetune.planning.solve import axis_of, last_that_fits, solve
+from moetune.planning.solve import axis_of, solve
 from moetune.run.resolve import resolve
 from tests.cli.test_commands import ROOT
-
-
-@pytest.mark.parametrize("shape", ["line", "curve", "steps"])
-def test_the_last_that_fits_is_found_wherever_it_is(shape: str) -> None:
-    heights = {"line": lambda n: 7 * n, "curve": lambda n: n * n * n, "steps": lambda n: n // 8 * 100}
-    draw = random.Random(0)
-    for _ in range(200):
-        count, border = draw.randrange(1, 300), draw.randrange(-3, 320)
-        room = heights[shape](border) if border >= 0 else -1
-        asked: list[int] = []
-
-        def predicted(number: int, room: int = room, asked: list[int] = asked) -> Any:
-            asked.append(number)
-            return SimpleNamespace(headroom_bytes=room - heights[shape](number), host=None)
-
-        fits = [number for number in range(count) if heights[shape](number) <= room]
-        last, reports = last_that_fits(count, predicted, draw.randrange(count))
-        assert last == (fits[-1] if fits else -1)
-        assert last + 1 == count or last + 1 in reports
-        assert len(asked) == len(set(asked)) <= 40
-
-        def exceeds(more: int, number: int, report: Any) -> bool:
-            """Half of what it grows is known."""
-            return (heights[shape](more) - heights[shape](number)) / 2 > report.headroom_bytes
-
-        known = {number: predicted(number) for number in draw.sample(range(count), min(count, draw.randrange(3)))}
-        asked.clear()
-        again, reports = last_that_fits(count, predicted, draw.randrange(count), known=known, exceeds=exceeds)
-        assert not {*known} & {*asked}
-        assert again == last
-        assert last + 1 in (count, *reports) or exceeds(last + 1, last, reports[last])
-        fitting = [number for number in asked if number <= last]
-        pairs = [(more, number) for number in fitting for more in asked[asked.index(number) :] if more > number]
-        assert not [pair for pair in pairs if exceeds(*pair, reports[pair[1]])]
 
 
 @pytest.fixture(scope="module")

@@ -8,20 +8,24 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moetune.planning import workers
+from moetune.planning.workers import Workers
 
 PROGRAM = """
 import time
-from types import SimpleNamespace
 from moetune.planning.workers import Workers
-workers = Workers(SimpleNamespace(start=SimpleNamespace(model_dump_json=lambda **settings: "{}")), 3)
+class Search:
+    structure = None
+    def wait(self, seconds):
+        time.sleep(seconds)
+        return seconds
+workers = Workers(Search(), 3)
+results = workers.results("wait", [0.01, 60, 60])
+assert next(results) == 0.01
 print("started", flush=True)
 time.sleep(60)
 """
@@ -97,51 +101,38 @@ def test_a_killed_plan_leaves_no_process_and_no_damaged_record(small_model: Path
         assert begin(cache).communicate()[0] == whole
 
 
-def test_when_calls_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is delayed begins if no other may; one that may not begin waits, even if a process is free."""
-    spans: dict[str, tuple[float, float]] = {}
+class Calls:
+    """In place of a `Search`."""
 
-    class Calls:
-        start = SimpleNamespace(model_dump_json=lambda **settings: "{}")
+    structure = None
 
-        def found(self, one: str) -> None:
-            start = time.monotonic()
-            time.sleep(0.3 if one == "a first" else 0.1)
-            spans[one] = start, time.monotonic()
+    def twice(self, number: int) -> int:
+        if number < 0:
+            raise ZeroDivisionError(number)
+        return 2 * number
 
-    def delay(one: str, running: list[str]) -> int | None:
-        same = [other for other in running if other[0] == one[0]]
-        return None if "last" in one and same else 1 if same else 0
+    def mine(self, _: int) -> int:
+        return os.getpid()
 
+    def end(self, parent: int) -> bool:
+        if os.getpid() != parent:
+            os._exit(9)  # as the system ends a process when memory runs out
+        return True
+
+
+def test_results_come_in_order_from_other_processes() -> None:
     calls: Any = Calls()
-    monkeypatch.setattr(workers, "_search", lambda start: calls)
-    both = workers.Workers(calls)
-    both._pool, both._others = ThreadPoolExecutor(1), 1  # type: ignore[assignment]  # a thread in place of a process
-    inputs: Any = ["a first", "a second", "a last", "b first", "b last"]
-    assert [one for one, _ in both.answers("found", inputs, lambda one: None, delay=delay)] == inputs
-    began = sorted(spans, key=lambda one: spans[one])
-    assert set(began[:2]) == {"a first", "b first"}
-    assert began.index("a second") < began.index("a last")
-    assert spans["a second"][0] < spans["a first"][1]  # nothing else was left to begin
-    assert spans["a last"][0] >= max(spans["a first"][1], spans["a second"][1])
+    with Workers(calls, 2) as workers:
+        assert list(workers.results("twice", range(5))) == [0, 2, 4, 6, 8]
+        assert os.getpid() not in workers.results("mine", range(3))
+        with pytest.raises(ZeroDivisionError):
+            list(workers.results("twice", [1, -1]))
+    with Workers(calls) as workers:
+        assert {*workers.results("mine", range(3))} == {os.getpid()}
 
 
-def test_what_another_process_raises_ends_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the program itself, which no result says; it must not wait for that result."""
-
-    class Calls:
-        start = SimpleNamespace(model_dump_json=lambda **settings: "{}")
-
-        def found(self, one: str) -> None:
-            if one == "broken":
-                raise ZeroDivisionError(one)
-            time.sleep(0.2)
-
+def test_what_a_killed_process_leaves_this_one_does() -> None:
     calls: Any = Calls()
-    monkeypatch.setattr(workers, "_search", lambda start: calls)
-    both = workers.Workers(calls)
-    both._pool, both._others = ThreadPoolExecutor(1), 1  # type: ignore[assignment]  # a thread in place of a process
-    inputs: Any = ["whole", "broken"]
-    runner = ThreadPoolExecutor(1)
-    raised = runner.submit(list, both.answers("found", inputs, lambda one: None)).exception(timeout=10)
-    assert isinstance(raised, ZeroDivisionError)
+    with Workers(calls, 2) as workers:
+        assert list(workers.results("end", [os.getpid()] * 3)) == [True] * 3
+        assert list(workers.results("twice", [4])) == [8]

@@ -90,7 +90,6 @@ def sample(**changes: Any) -> MemoryReport:
     return MemoryReport(
         **{
             "model": "mixtral-8x7b",
-            "method": "trace",
             "gpu": L40S,
             "ranks": (rank(),),
             "assumptions": (
@@ -138,5 +137,5 @@ def many_ranks(**changes: Any) -> MemoryReport:
     )
 
 
-def formula_only(**changes: Any) -> MemoryReport:
-    return sample(**{"method": "formula", "moment": None, "timeline": ()} | changes)
+def without_timeline(**changes: Any) -> MemoryReport:
+    return sample(**{"moment": None, "timeline": ()} | changes)

@@ -9,14 +9,14 @@ import pytest
 from moetune.errors import UserError
 from moetune.memory.report import LoadPeaks, MemoryReport, Parts, RankMemory, Sample
 from moetune.report.memory_charts import memory_chart, phases, thinned
-from tests.report.sample import GIB, MIB, PEAK, formula_only, many_ranks, rank, sample, timeline, too_big
+from tests.report.sample import GIB, MIB, PEAK, many_ranks, rank, sample, timeline, too_big, without_timeline
 
 MAGIC = {".png": b"\x89PNG\r\n\x1a\n", ".PNG": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml"}
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    ("make", "suffix"), [(sample, ".png"), (too_big, ".PNG"), (many_ranks, ".svg"), (formula_only, ".svg")]
+    ("make", "suffix"), [(sample, ".png"), (too_big, ".PNG"), (many_ranks, ".svg"), (without_timeline, ".svg")]
 )
 def test_a_file_is_what_its_suffix_says(tmp_path: Path, make: Callable[..., MemoryReport], suffix: str) -> None:
     path = tmp_path / f"figure{suffix}"
@@ -36,7 +36,7 @@ def test_another_suffix_is_named(tmp_path: Path, name: str) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "figure.png").mkdir()
     with pytest.raises(UserError, match=r"figure\.png' exists and is no ordinary file"):
-        memory_chart(formula_only()).save(tmp_path / "figure.png")
+        memory_chart(without_timeline()).save(tmp_path / "figure.png")
     assert list(tmp_path.iterdir()) == [tmp_path / "figure.png"]
 
 
@@ -54,7 +54,7 @@ def test_labels_are_text_and_follow_the_theme() -> None:
         assert said in svg
     assert "var(--ink)" in svg
     assert "#1b1f24" not in svg
-    assert "backward" not in memory_chart(formula_only()).svg()
+    assert "backward" not in memory_chart(without_timeline()).svg()
 
 
 def test_a_card_far_larger_than_the_need_leaves_the_bars_readable() -> None:

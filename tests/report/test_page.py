@@ -13,10 +13,10 @@ from moetune.report.memory import effect, flags, memory_view, verdict
 from moetune.report.memory_charts import memory_chart
 from moetune.report.page import page, write_page
 from moetune.report.units import gib
-from tests.report.sample import formula_only, many_ranks, sample, tight, too_big
+from tests.report.sample import many_ranks, sample, tight, too_big, without_timeline
 from tests.report.test_memory import counts, printed
 
-REPORTS = [sample, tight, too_big, many_ranks, formula_only]
+REPORTS = [sample, tight, too_big, many_ranks, without_timeline]
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
@@ -76,7 +76,7 @@ def test_the_page_is_well_formed_alone_and_complete(make: Callable[..., MemoryRe
     assert all(term.formula in text and f"docs/{term.page}" in text for term in report.terms)
 
 
-@pytest.mark.parametrize("make", [sample, formula_only])
+@pytest.mark.parametrize("make", [sample, without_timeline])
 def test_a_name_is_never_code(make: Callable[..., MemoryReport]) -> None:
     name = "</title></script><script>alert(1)</script>"
     parsed = Page(rendered(make(model=name, gpu=GpuMemory(name, 2**35), notes=(name,), assumptions=(name,))))
@@ -97,7 +97,7 @@ def test_changes_are_those_of_the_terminal_and_of_json() -> None:
 
 def test_the_page_replaces_an_older_one_and_leaves_nothing_aside(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    write_page(memory_view(formula_only()), path)
+    write_page(memory_view(without_timeline()), path)
     write_page(memory_view(sample()), path)
     assert path.read_text() == page(memory_view(sample()))
     assert list(tmp_path.iterdir()) == [path]

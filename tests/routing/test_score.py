@@ -190,7 +190,7 @@ def test_score_then_select_then_count(
 @pytest.mark.parametrize("part", ["experts", pytest.param("lora", marks=pytest.mark.full)])
 def test_a_budget_takes_the_most_that_fits(part: str, small_model: Path, tmp_path: Path) -> None:
     """The trace says that what is chosen fits, and that one expert a layer more does not."""
-    from moetune.memory.predict import predict
+    from moetune.planning.predict import predict
 
     scores = write_scores(tmp_path / "scores.json", {layer: [1, 4, 3, 2] for layer in range(small.LAYERS)})
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moetune.memory.closed_form.depth import Depths
+from moetune.memory.trace import trace
 from moetune.run.loss_memory import LEAST
 from moetune.run.resolve import ResolvedRun, resolve
 from tests.run.test_resolve import config_of
@@ -66,7 +66,7 @@ def test_the_peak_of_a_base_in_bf16_stays() -> None:
     attention, peaks = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}}, {}
     for memory in ("256MiB", "auto"):
         run = olmoe_in_bf16(attention, train={"micro_batch": 1, "sequence_length": 2048, "loss_memory": memory})
-        peaks[memory] = Depths().at(run).parts().total
+        peaks[memory] = trace(run).parts().total
     assert peaks["auto"] == peaks["256MiB"]
 
 
@@ -80,9 +80,9 @@ def test_the_peak_of_a_base_in_bf16_stays() -> None:
     ],
 )
 def test_the_peak_stays(train: dict[str, Any]) -> None:
-    depths, like = Depths(), None
+    like = None
     peaks = {}
     for memory in ("1MiB", "auto", "4GiB"):
         run = like = catalog_run("qwen3-30b-a3b", like, loss_memory=memory, **train)
-        peaks[memory] = depths.at(run).parts().total
+        peaks[memory] = trace(run).parts().total
     assert peaks["1MiB"] == peaks["auto"] < peaks["4GiB"]

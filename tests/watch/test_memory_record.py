@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from moetune.memory.predict import predict
 from moetune.models.catalog.gpus import find_gpu
-from moetune.parallel.ranks import SINGLE_RANK
+from moetune.planning.predict import predict
 from moetune.run.resolve import resolve
 from moetune.training.metrics import Pace
 from moetune.watch import memory_record
@@ -24,9 +23,7 @@ def test_one_figure_is_said_and_it_is_of_the_runs_own_routing(
 ) -> None:
     """The balanced prediction is in the file; only the one as routed is printed, at the end."""
 
-    def predicted(
-        run: object, ranks: object, card: object, routing: memory_record.AssumedRouting
-    ) -> memory_record.Predicted:
+    def predicted(run: object, card: object, routing: memory_record.AssumedRouting) -> memory_record.Predicted:
         return memory_record.Predicted(2**20 if routing.name == "balanced" else 2**21)
 
     monkeypatch.setattr(memory_record, "predicted", predicted)
@@ -67,7 +64,6 @@ def test_a_prediction_that_fails_ends_no_training(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(memory_record.ClosedForm, "at", fails)
     monkeypatch.setattr(memory_record, "trace", fails)
     assert train(small.run_config(small_model, small_data, tmp_path / "run"), predicts=True).steps == 3
     assert "cannot be predicted" in capsys.readouterr().err
@@ -92,6 +88,6 @@ def test_operations_are_those_of_a_trace_and_the_limit_the_cards(tmp_path: Path)
     card, time = find_gpu("h100"), predict(resolve(config, "cuda"), gpu="h100").time
     assert card.bf16 is not None
     assert time is not None
-    pace = memory_record.predicted(resolve(config, "cuda"), SINGLE_RANK, card).pace
+    pace = memory_record.predicted(resolve(config, "cuda"), card).pace
     assert pace == Pace(round(time.flops), card.bf16.value)
     assert memory_record.predicted(resolve(config, "cpu")).pace == Pace()

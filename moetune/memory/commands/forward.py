@@ -49,7 +49,7 @@ def predict_forward(
     run = run.keeping({}) if is_open(run.config.train) else run
     tracing = partial(trace_forward, passes=passes, filled=filled)
     if run.device_type == "cuda":
-        report = predict(run, method="trace", gpu=gpu, advise=False, tracing=tracing)
+        report = predict(run, gpu=gpu, tracing=tracing)
     else:
         report = _on_cpu(run, tracing(run))
     lines = {**dict(report.about), **said}
@@ -110,7 +110,6 @@ def _on_cpu(run: ResolvedRun, traced: Trace) -> MemoryReport:
     tensors = max(load.gpu + traced.loaded(on_host=True), parts.total + traced.host_peak)
     return MemoryReport(
         model=config.model.path,
-        method="trace",
         gpu=None,
         ranks=(RankMemory(0, parts, 0, parts.total, traced.host_peak, tuple(terms_of(traced))),),
         assumptions=(f"routing: {BALANCED.name}",),

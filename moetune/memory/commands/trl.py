@@ -53,7 +53,7 @@ def predict_trl(
     run = run.keeping({}) if is_open(run.config.train) else run
     options: dict[str, Any] = {"gpu": gpu, "routing": routing, "allocator": allocator}
     tracing = partial(trace_trl, trainer=trainer, more=more or {})
-    report = predict(run, method="trace", tracing=tracing, advise=False, **options)
+    report = predict(run, tracing=tracing, **options)
     assumptions = [one for one in report.assumptions if not one.startswith("every sequence has")]
     named = ("trainer", f"TRL's {trainer.upper()}" + "".join(f", {key}={value}" for key, value in (more or {}).items()))
     about = dict((named, *report.about))

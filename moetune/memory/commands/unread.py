@@ -113,13 +113,12 @@ def report_of(tracker: Tracker, model: str, about: Mapping[str, str], card: Gpu 
         rank = RankMemory(0, parts, 0, parts.total)
         host = host_of(HardwareConfig(), None, max(parts.total, COPIED), 0)
         load = LoadPeaks(parts.total, 0)
-        return MemoryReport(model, "trace", None, (rank,), (), load, about=lines, host=host, device="cpu")
+        return MemoryReport(model, None, (rank,), (), load, about=lines, host=host, device="cpu")
     gpu = card if isinstance(card, Gpu) else find_gpu(card)
     allocator, outside = allocator_here("expandable"), gpu.context.value
     rank = rank_memory(traced, gpu, outside, allocator, 0, gpu.memory.value - outside)
     return MemoryReport(
         model,
-        "trace",
         GpuMemory(card if isinstance(card, str) else gpu.full_name, gpu.memory.value),
         (replace(rank, host_bytes=0),),
         gpu.assumptions,

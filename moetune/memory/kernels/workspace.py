@@ -263,10 +263,9 @@ def _sorted_positions(capability: Capability, numbers: Tensor, count: int) -> It
     """Yield the workspace for sorting rows by expert (`numbers` [n], `count` experts): for each 512 rows an int32 per
     expert, the number of experts rounded up to a power of two.
 
-    That is less than a byte a row below 128 experts; then one byte is assumed, an upper bound, because a closed form
-    needs whole bytes. Source: experts/kernels/triton_routing.py.
+    Source: experts/kernels/triton_routing.py.
     """
-    yield numbers.numel() * max(1, FLOAT * (1 << (count - 1).bit_length()) // 512)
+    yield -(-numbers.numel() // 512) * FLOAT * (1 << (count - 1).bit_length())
 
 
 HOST_OUTPUTS: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}

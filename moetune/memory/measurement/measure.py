@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
+from moetune.errors import UserError
 from moetune.experts.context import ReadCounts, read_received
 from moetune.memory.assumed_routing import Replayed
 from moetune.memory.trace import Steps, Trace, batches_of
 from moetune.memory.trace.tracker import Tracker
+from moetune.models.catalog.gpus import find_gpu
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run import validation
 from moetune.run.resolve import ResolvedRun, raise_problems
@@ -119,3 +121,12 @@ def measure(run: ResolvedRun, device: torch.device | str, steps: int, ranks: Ran
         received=received,
         trace=None if on_cuda else trace,
     )
+
+
+def catalog_name(device: torch.device) -> str:
+    """Return the GPU's catalog name; if it is not in the catalog, its memory as a size, such as `47608692736B`."""
+    name = torch.cuda.get_device_name(device)
+    try:
+        return find_gpu(name).name
+    except UserError:
+        return f"{torch.cuda.get_device_properties(device).total_memory}B"

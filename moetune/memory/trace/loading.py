@@ -41,7 +41,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     a mask of one byte a weight that checks the draw. The embedding and the LM head are drawn last; no linear layer is
     assumed to be larger than these. The host's peak is what stays in host memory.
 
-    `traced` is a prediction of the same run by trace or closed form; only the bytes of its loaded weights are used.
+    `traced` is a prediction of the same run by trace; only the bytes of its loaded weights are used.
     """
     structure, model = run.structure, run.config.model
     on_gpu, on_host = (traced.loaded(on_host=where) for where in (False, True))

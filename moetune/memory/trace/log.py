@@ -26,10 +26,7 @@ class Block:
         managed: whether this is CUDA managed memory, which the driver may move to the device; `on_host` is then set.
         layer: number of the decoder layer of a weight, gradient or optimizer state, as in `Watched.layers`; None if it
             follows from where in the log the storage was allocated.
-        experts: ids of the experts that were being computed, together, at the allocation; empty if there were none.
         in_bank: whether this is a tensor of an expert bank.
-        expert: id of the fully trained expert that alone has this weight, gradient or optimizer state;
-            None for all others.
     """
 
     bytes: int
@@ -43,16 +40,7 @@ class Block:
     fetched: bool = False
     managed: bool = False
     layer: int | None = None
-    experts: tuple[int, ...] = ()
     in_bank: bool = False
-    expert: int | None = None
-
-    def again(self, born: int, experts: tuple[int, ...]) -> "Block":
-        """Return a copy that is allocated at `born`, by these experts, and not released."""
-        return Block(
-            self.bytes, self.part, self.phase, self.module, self.op, born, None, self.on_host, self.fetched,
-            self.managed, self.layer, experts, self.in_bank, self.expert,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,18 +79,6 @@ class Cut(NamedTuple):
     backward: bool
 
 
-class Group(NamedTuple):
-    """The point in a log from which on a group of experts is computed.
-
-    Attributes:
-        at: index in `Log.entries` of the first entry after this point.
-        experts: ids of the experts; empty after a layer's last group.
-    """
-
-    at: int
-    experts: tuple[int, ...]
-
-
 class Sent(NamedTuple):
     """One call of a collective, which sends bytes to other ranks.
 
@@ -131,7 +107,6 @@ class Log:
         entries: allocations and releases in order: n where `blocks[n]` is allocated, ~n where it is freed.
         marks, cuts: starts of phases and modules; ends and starts of decoder layers.
         sent: collectives that send bytes to other ranks.
-        groups: groups of experts that are computed together.
         done: FLOPs, bytes and launches of each operation; empty if the tracker does not count work.
     """
 
@@ -139,7 +114,6 @@ class Log:
     entries: list[int] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
     done: list[Done] = field(default_factory=list)
 

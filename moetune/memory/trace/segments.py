@@ -40,7 +40,7 @@ class Point:
     @classmethod
     def of(cls, log: Log) -> "Point":
         """Return the end of a log."""
-        others = len(log.marks) + len(log.cuts) + len(log.groups) + len(log.sent)
+        others = len(log.marks) + len(log.cuts) + len(log.sent)
         return cls(len(log.entries), len(log.blocks), len(log.done), others)
 
 

@@ -1,6 +1,5 @@
 """`Steps`: run training steps under a tracker, on fake or real tensors, and make the batches for them."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from moetune.experts.context import CountRows, ReadCounts
 from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.time.work import READ, Work, size_of
 from moetune.memory.trace.alike import Shortened
-from moetune.memory.trace.log import OUTSIDE, Log
+from moetune.memory.trace.log import OUTSIDE
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.views import Trace
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
-from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import local_tensor
 from moetune.training.optim.offload import HostUpdater
 from moetune.training.optim.optimizers import make_optimizer
@@ -129,8 +127,7 @@ class Steps(Watched):
     """The training steps of a model, run by the trainer's own `Stepper` and recorded by a tracker. Creates the
     optimizer and the stepper.
 
-    Call `run` once for a trace of whole steps; or `make_states`, under several ranks `warm_up`, and then `record` for
-    each log of a single step. Under fake tensors all but `make_states` need `counting`, which gives the tokens of each
+    Call `run` once for a trace of whole steps. Under fake tensors it needs `counting`, which gives the tokens of each
     expert.
 
     Args:
@@ -202,56 +199,6 @@ class Steps(Watched):
         with self._following(tracker, False):
             self._step(tracker, self.feed, micro_steps)
 
-    @torch.no_grad()
-    def make_states(self) -> None:
-        """Create all optimizer states by an update with uninitialized gradients, which makes the weights invalid."""
-        for updater in self.optimizer.updaters:
-            _give_gradients(updater)
-            updater.step()
-            for parameter in updater.parameters:
-                parameter.grad = None
-        self.optimizer.zero_grad()
-
-    def record(self, tracker: Tracker, feed: Feed, micro_steps: int, *, begun: int = 0) -> Log:
-        """Run one step, and the evaluation if `feed` has one, and return the tracker's log.
-
-        Optimizer states must exist (`make_states`). Of `micro_steps`, the first `begun` do not run: only the gradients
-        that they would leave exist, uninitialized ones, or under FSDP2, whose gradients are parts of larger buffers,
-        those of `leave_gradients`. Afterwards the tracker is stopped and FSDP2's weights are sharded.
-        """
-        if not begun:
-            self.optimizer.zero_grad()
-        elif not any(isinstance(parameter, DTensor) for parameter in self.trained):
-            for updater in self.optimizer.updaters:
-                _give_gradients(updater)
-        elif all(parameter.grad is None for parameter in self.trained):
-            self.leave_gradients(feed)
-        with self._following(tracker):
-            self._step(tracker, feed, micro_steps, begun)
-            self._evaluate(tracker, feed)
-        tracker.stop()
-        reshard(self.adapted.model)  # so that another record starts in the same state
-        return tracker.log
-
-    def warm_up(self) -> None:
-        """Let FSDP2 create the buffers that stay: those of gathered weights and, if it reduces any, of gradients."""
-        if any(isinstance(parameter, DTensor) for parameter in self.trained):
-            self.leave_gradients(self.feed)
-        else:
-            held_out_loss(self.adapted.model, self.feed.batch_of(1), self.adapted.run.loss_bytes())
-            reshard(self.adapted.model)
-
-    def leave_gradients(self, feed: Feed) -> None:
-        """Run a micro-step without recording it, which leaves its gradients and nothing else."""
-        tracker = self.tracker()
-        with self._following(tracker, False):
-            self._step(tracker, feed, 1, updates=False)
-        tracker.stop()
-        gradients = {parameter: parameter.grad for parameter in self.trained}
-        self.stepper.forget()
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-
     def counting(self, routing: AssumedRouting | CountRows) -> AbstractContextManager[None]:
         """Return a context in which the number of tokens of each expert is taken from an assumption, or from a function
         that replaces `ExpertHooks.count_rows`."""
@@ -286,14 +233,12 @@ class Steps(Watched):
             for tensor in _on_host(updater):
                 tracker.add(tensor, "gradients")
         layer_of = self._layer_of()
-        sharing = Counter(_storage_of(parameter.grad) for parameter in self.trained if parameter.grad is not None)
         for name, parameter in self.adapted.trainable().items():
             if parameter.grad is not None:
                 gradient = local_tensor(parameter.grad)
                 tracker.add(gradient, "gradients", self.adapted.part_of(name))
                 if parameter in layer_of:
-                    expert = self.expert_of.get(parameter) if sharing[_storage_of(gradient)] == 1 else None
-                    tracker.belongs(gradient, layer_of[parameter], expert=expert)
+                    tracker.belongs(gradient, layer_of[parameter])
                 del gradient  # this frame lives on while the step runs
         self._say_whose_states(tracker)
         with tracker.following(self.trained), self.watching(tracker, tracking):
@@ -308,7 +253,6 @@ class Steps(Watched):
         as host memory."""
         layer_of = self._layer_of()
         parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
-        owned = Counter(id(tensor) for states in self.optimizer.state.values() for tensor in states.values())
         for updater in self.optimizer.updaters:
             for parameter, updated in updater.updates():
                 label = f"{parts[parameter]}: {self.config.optimizers[parts[parameter]].name}"
@@ -316,15 +260,14 @@ class Steps(Watched):
                 for tensor in (updated, *states.values(), *_on_host(updater)):
                     if isinstance(tensor, Tensor):
                         is_state = tensor is not updated and tensor is not parameter
-                        expert = self.expert_of.get(parameter) if owned[id(tensor)] < 2 else None
-                        tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None, expert=expert)
+                        tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None)
                 if self.gpu is not None and not updater.on_host:  # on the host nothing is paged
                     for tensor in paged(updater.optimizer, updated):
                         tracker.moved_to_host(tensor, managed=True)
 
-    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int, begun: int = 0, *, updates: bool = True) -> None:
-        """Run the micro-steps with the numbers `begun` to `micro_steps` - 1, then with `updates` the update."""
-        for number in range(begun, micro_steps):
+    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int) -> None:
+        """Run the micro-steps of a step, then the update."""
+        for number in range(micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")
             batch = feed.batch_of(feed.rows)
@@ -336,8 +279,6 @@ class Steps(Watched):
             tokens, last = count_loss_tokens(batch) * micro_steps, number == micro_steps - 1
             self._micro_step(batch, tokens, tracker, feed.chunks, last=last)
             del batch
-        if not updates:
-            return
         tracker.enter("optimizer")
         self.stepper.finish()
         if tracker.counter is not None:  # the host reads the gradient norm, and once more to clip
@@ -370,16 +311,3 @@ class Steps(Watched):
 def _on_host(updater: Updater) -> tuple[Tensor, ...]:
     """Return the tensors in host memory that receive an updater's gradients; none unless it updates on the host."""
     return (updater.wire, updater.gradient) if isinstance(updater, HostUpdater) else ()
-
-
-def _storage_of(gradient: Tensor) -> int:
-    """Return the id of a gradient's storage on this rank, which the gradients of several experts can share."""
-    return id(local_tensor(gradient).untyped_storage())
-
-
-def _give_gradients(updater: Updater) -> None:
-    """Set uninitialized gradients on the updater's parameters; an updater on the host copies them right away."""
-    for parameter in updater.parameters:
-        parameter.grad = torch.empty_like(parameter)
-        if isinstance(updater, HostUpdater):
-            updater.take(parameter)

@@ -33,7 +33,7 @@ from moetune.memory.kernels import workspace
 from moetune.memory.report import FORWARD_PHASES, ONCE_PHASES, PartName, Phase
 from moetune.memory.time.counter import Counter
 from moetune.memory.time.work import WorkPart, tensors_in
-from moetune.memory.trace.log import Block, Cut, Group, Log, Mark, Sent
+from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
 from moetune.memory.trace.segments import Point, Segment, key_of
 from moetune.parallel.messages import NAMESPACES, message
 
@@ -80,7 +80,6 @@ class Tracker(TorchDispatchMode):
     Attributes:
         step, micro_step: numbers from 0 that new records carry.
         phase, module: phase, and path of the module, that new storages are recorded under.
-        experts: ids of the experts that are being computed; empty if there are none.
         counter: counter of work; None if work is not counted.
         refused: index in `log.entries` and bytes of the last allocation that exceeded the limit; (0, 0) if none did.
     """
@@ -104,7 +103,6 @@ class Tracker(TorchDispatchMode):
         self.step = self.micro_step = 0
         self.phase: Phase = "load"
         self.module = ""
-        self.experts: tuple[int, ...] = ()
         self.modules = modules
         self._stack: list[tuple[str, Phase]] = []
         self._alive: dict[int, int] = {}  # id of a storage -> number of its block
@@ -161,7 +159,7 @@ class Tracker(TorchDispatchMode):
             self.refused = born, size
             raise torch.OutOfMemoryError(f"{op or 'a tensor'} of {size:,} bytes exceeds the limit of {self.limit:,}")
         self._bytes += 0 if on_host else size
-        block = Block(size, part, self.phase, self.module, op, born, on_host=on_host, experts=self.experts)
+        block = Block(size, part, self.phase, self.module, op, born, on_host=on_host)
         self.log.blocks.append(block)
         self.log.entries.append(len(self.log.blocks) - 1)
         return len(self.log.blocks) - 1
@@ -215,25 +213,15 @@ class Tracker(TorchDispatchMode):
                 self.log.blocks[number].part = part
                 self.read_marks(tensor)
 
-    def belongs(
-        self,
-        tensor: Tensor,
-        layer: int | None,
-        label: str | None = None,
-        *,
-        in_bank: bool = False,
-        expert: int | None = None,
-    ) -> None:
+    def belongs(self, tensor: Tensor, layer: int | None, label: str | None = None, *, in_bank: bool = False) -> None:
         """Set the number of the decoder layer that a tensor's storage belongs to; do nothing if it is not tracked.
 
         None stands for the layer in which it was allocated. A `label` replaces the names of module and operation in
-        reports. `in_bank` marks a tensor of an expert bank; False leaves an earlier True. `expert` is the id of the
-        fully trained expert that alone has the tensor.
+        reports. `in_bank` marks a tensor of an expert bank; False leaves an earlier True.
         """
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
             block.layer, block.in_bank = layer, block.in_bank or in_bank
-            block.expert = expert
             if label is not None:
                 block.module, block.op = "", label
 
@@ -397,10 +385,8 @@ class Tracker(TorchDispatchMode):
             self.log.marks.append(Mark(len(self.log.entries), self.step, self.micro_step, phase, module))
 
     def enter_experts(self, experts: Sequence[int]) -> None:
-        """Set the ids of the experts that are computed next; empty for none."""
+        """End the group of experts that was computed; `experts` are those that are computed next, empty for none."""
         self._end_group()
-        self.experts = tuple(experts)
-        self.log.groups.append(Group(len(self.log.entries), self.experts))
         if not experts:
             self._groups.clear()
 

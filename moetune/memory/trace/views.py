@@ -47,8 +47,6 @@ class Trace:
         load: peaks while weights are loaded; None if not computed, as for a trace of real steps.
         collectives: bytes that this rank sends in the last step, by kind, axis and phase.
         work: the last step's FLOPs, bytes and launches, by part of the model; empty if they were not counted.
-        formula, sizes: in a closed form, a function from an index in `log.blocks` to the formula of the block's bytes,
-            such as "2·B·S", and the values of the sizes in it; None and empty in a trace.
     """
 
     log: Log
@@ -58,8 +56,6 @@ class Trace:
     load: LoadPeaks | None = None
     collectives: tuple[Collective, ...] = ()
     work: Mapping[WorkPart, Work] = field(default_factory=dict)
-    formula: Callable[[int], str] | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(

@@ -36,7 +36,6 @@ class Watched:
     Attributes:
         layers: number -> module, for the decoder layers that run.
         named: module -> path, for the modules that reports name (`named_modules`).
-        expert_of: parameter -> id of the fully trained expert that it belongs to, in its layer.
     """
 
     def __init__(
@@ -52,13 +51,6 @@ class Watched:
         layers = decoder_layers(adapted.model)
         self.layers = dict(zip(range(len(layers)) if kept is None else kept, layers.values(), strict=True))
         self.named = named_modules(adapted)
-        self.expert_of = {
-            parameter: int(expert)
-            for bank in adapted.model.modules()
-            if isinstance(bank, ExpertBank)
-            for expert, full in bank.trained.items()
-            for parameter in full.parameters()
-        }
 
     def tracker(self, *, counts: bool = False, on_cpu: bool = False) -> Tracker:
         """Return a new tracker, not yet active, that names this model's modules; `counts` makes it count FLOPs, bytes
@@ -81,9 +73,6 @@ class Watched:
         for number, layer in self.layers.items():
             for tensor in tensors_of(layer):
                 tracker.belongs(tensor, number, in_bank=id(tensor.untyped_storage()) in in_banks)
-        for parameter, expert in self.expert_of.items():
-            if (block := tracker.block_of(local_tensor(parameter))) is not None:
-                tracker.log.blocks[block].expert = expert
 
     @contextmanager
     def watching(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moetune.memory.predict import predict
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace import trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.source import find_model_source
+from moetune.planning.predict import predict
 from tests.memory.models import toy_run, write_toy
 from tests.resolved import build
 
@@ -34,13 +34,11 @@ def load(config: Any) -> LoadPeaks:
     return found
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("method", ["trace", "formula"])
-def test_a_report_has_them(tmp_path: Path, method: Any) -> None:
+def test_a_report_has_them(tmp_path: Path) -> None:
     """Of a model that is shortened for it."""
     sections = {"model": {"dtype": "bf16", "experts_on": "host"}}
     config = toy_run(write_toy(tmp_path, "mixtral", num_hidden_layers=4), "mixtral", LORA, **sections)
-    assert predict(config, method=method, gpu="44GiB").load == load(config)
+    assert predict(config, gpu="44GiB").load == load(config)
 
 
 @pytest.mark.one_in(3)
@@ -113,7 +111,7 @@ def test_experts_that_stay_on_the_host_are_never_all_on_the_gpu(tmp_path: Path) 
         build(config, "cpu")
     peaks = load(config)
     assert peaks.gpu == pytest.approx(tracker.peak_bytes, rel=0.01)
-    assert peaks.host == predict(config, method="formula", gpu="44GiB").fullest.host_bytes
+    assert peaks.host == predict(config, gpu="44GiB").fullest.host_bytes
     all_on_gpu = load(on_gpu).gpu
     assert peaks.gpu + peaks.host == pytest.approx(all_on_gpu, rel=0.6)
     assert peaks.gpu < all_on_gpu

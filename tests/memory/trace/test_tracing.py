@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from moetune.config.schema import OptimizerName, QuantizedDtype, RunConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import AssumedRouting, parse_routing
-from moetune.memory.closed_form.form import ClosedForm
 from moetune.memory.report import PART_NAMES
 from moetune.memory.trace import Trace, trace
 from moetune.models.source import find_model_source
-from moetune.run.resolve import resolve
 from tests.memory.models import LAYOUTS, toy_run, write_toy
 from tests.published import write_4bit, write_fp8, write_mxfp4
 from tests.resolved import measure
@@ -36,10 +34,6 @@ DENSE |= {name: {"lora": {"rank": 4, "alpha": 8, "targets": ["attention"]}} for 
 
 def peak(traced: Trace) -> int:
     return traced.parts().total
-
-
-def by_formula(config: RunConfig) -> int:
-    return ClosedForm(resolve(config, "cuda")).at(config).parts().total
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +130,7 @@ def test_fake_steps_take_byte_for_byte_what_real_ones_take(
 @pytest.mark.full
 @pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen3_moe"])
 def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path) -> None:
-    """In MXFP4; in NF4 and in FP8 with gate and up apart. And the closed form is the trace."""
+    """In MXFP4; in NF4 and in FP8 with gate and up apart."""
     sizes = {"vocab_size": 256, "num_hidden_layers": 2, "num_local_experts": 4}
     if model_type == "gpt_oss":
         folder = write_mxfp4(tmp_path, **sizes)
@@ -147,10 +141,6 @@ def test_so_they_do_on_a_base_as_it_is_published(model_type: str, tmp_path: Path
         folder = write_4bit(tmp_path, model_type, hidden_size=64, head_dim=16, **sizes)
     config = toy_run(folder, model_type, MIXED, model={"weights": "pretrained"}, train={"checkpointing": "full"})
     assert_alike(config)
-    run = resolve(config, "cuda")
-    traced, found = trace(run), ClosedForm(run).at(run.config)
-    assert found.parts().total == pytest.approx(peak(traced), rel=1e-3)
-    assert found.load == traced.load
 
 
 def assert_alike(config: RunConfig) -> None:
@@ -228,7 +218,6 @@ def test_what_makes_44_gib_enough(
     config = RunConfig.model_validate({"model": model, "adapt": adapt, "optimizer": optimizer, "train": train})
     traced = peak(trace(config))
     assert traced / GiB <= at_most
-    assert by_formula(config) == pytest.approx(traced, rel=1e-3)
 
 
 @pytest.mark.full
@@ -239,9 +228,6 @@ def test_mixtral_8x22b_fits_with_its_experts_on_the_host() -> None:
     traced = trace(config)
     assert peak(traced) / GiB < 12
     assert traced.host_peak / GiB == pytest.approx(65.6, abs=0.7)
-    found = ClosedForm(resolve(config, "cuda")).at(config)
-    assert found.parts().total == pytest.approx(peak(traced), rel=1e-3)
-    assert found.host_peak == pytest.approx(traced.host_peak, rel=1e-3)
 
 
 def test_inputs_on_the_host_leave_the_device_but_for_two(tmp_path: Path) -> None:
@@ -321,7 +307,6 @@ def test_a_larger_batch_of_held_out_data_is_the_peak(tmp_path: Path, dtype: str)
     measured, traced = measure(config, "cpu", steps=2), trace(config)
     assert traced.moment().phase == "evaluation"
     assert peak(traced) == measured.peak_allocated
-    assert by_formula(config) == measured.peak_allocated
     smaller = toy_run(toy, "mixtral", ADAPT["router"], model={"dtype": dtype})
     assert peak(trace(smaller)) < peak(traced)
 

@@ -1,6 +1,5 @@
 """Comparison of a prediction with real steps on this machine, for `moetune verify`; at most 5 % apart is a pass."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,15 +7,13 @@ import torch
 
 from moetune.adapt.guard import checked
 from moetune.errors import UserError
-from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
-from moetune.memory.keep.settle import settled
-from moetune.memory.measurement.measure import measure
-from moetune.memory.predict import allocator_here, predict, quick
-from moetune.memory.trace import NotTraceable, trace
-from moetune.models.catalog.gpus import find_gpu
+from moetune.memory.assumed_routing import AssumedRouting
+from moetune.memory.measurement.measure import catalog_name, measure
+from moetune.memory.predict import allocator_here, predict
+from moetune.memory.trace import trace
+from moetune.planning.settle import settled_on
 from moetune.run.dtypes import device_kind
-from moetune.run.keeps import Kept, is_open
-from moetune.run.resolve import AnyRun, ResolvedRun, resolve
+from moetune.run.resolve import AnyRun, resolve
 
 TOLERANCE = 0.05
 """Largest relative difference of predicted and measured `peak_allocated` with which `verify` passes."""
@@ -84,7 +81,7 @@ def verify(
         predicted = dict(zip(_NAMES, (allocated, None, None, on_host), strict=True))
     else:
         card, allocator = catalog_name(device), allocator_here()
-        report = predict(run, method="trace", gpu=card, routing=routing, allocator=allocator, advise=False)
+        report = predict(run, gpu=card, routing=routing, allocator=allocator)
         predicted = {name: getattr(report.fullest, name) for name in _NAMES}
     return Outcome(
         predicted=predicted,
@@ -93,35 +90,3 @@ def verify(
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         routing=routing.name,
     )
-
-
-def settled_on(run: ResolvedRun, device: torch.device, before: Mapping[int, Kept] | None = None) -> ResolvedRun:
-    """Return a run with values in place of `train.checkpointing: auto` and `train.keep_rows: auto`, as fit on a GPU.
-
-    The GPU is `hardware.gpu`, or `device` if that is not set. On a CPU layers keep what is in `before`; if the model's
-    code cannot be traced, they keep nothing. Raises `UserError` if the run cannot be predicted.
-
-    Args:
-        before: layer -> what it kept before the run was interrupted, which it keeps again if that surely fits.
-    """
-    if not is_open(run.config.train):
-        return run
-    as_before = run.keeping(before or {})
-    if device.type == "cpu":
-        return as_before
-    gpu = run.config.hardware.gpu or catalog_name(device)
-    try:
-        if before and quick(as_before, gpu=gpu).verdict == "yes":
-            return as_before
-        return settled(run, find_gpu(gpu), UNKNOWN, lambda one: quick(one, gpu=gpu))
-    except NotTraceable:
-        return run.keeping({})
-
-
-def catalog_name(device: torch.device) -> str:
-    """Return the GPU's catalog name; if it is not in the catalog, its memory as a size, such as `47608692736B`."""
-    name = torch.cuda.get_device_name(device)
-    try:
-        return find_gpu(name).name
-    except UserError:
-        return f"{torch.cuda.get_device_properties(device).total_memory}B"

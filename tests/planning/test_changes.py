@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from moetune.config.schema import RunConfig
-from moetune.memory.changes import changed, fitting, savings
-from moetune.memory.predict import predict
 from moetune.memory.report import GpuMemory, LoadPeaks, MemoryReport, Parts
+from moetune.planning.changes import changed, fitting, savings
+from moetune.planning.predict import predict
 from tests.report.sample import GIB, MIB, rank, sample
 
 RAW: dict[str, Any] = {
@@ -103,12 +103,12 @@ def test_what_is_said_to_be_needed_is_predicted_of_the_changed_run(small_model: 
         "train": {"sequence_length": 1024, "micro_batch": 4, "accumulate": 1},
     }
     config = RunConfig.model_validate(raw)
-    before = predict(config, method="formula", gpu="80GiB").required
+    before = predict(config, gpu="80GiB").required
     for size in (before - 1,):
-        report = predict(config, method="formula", gpu=f"{size}B")
+        report = predict(config, gpu=f"{size}B")
         assert report.changes
         for change in report.changes:
             other = changed(config, dict(setting.split("=") for setting in change.settings))
-            after = predict(other, method="formula", gpu=f"{size}B")
+            after = predict(other, gpu=f"{size}B")
             assert (after.verdict, change.fits) == ("yes", True)
             assert after.required == change.peak_process == report.required - change.saves

@@ -60,13 +60,6 @@ class Remedy:
         return Change(self.flags, before.required - required, required, self.report.fits is True, "; ".join(self.why))
 
 
-def surely_left(report: MemoryReport) -> int:
-    """Return the bytes left free on GPU or host, whichever has less, if the run needs the most that it may; negative if
-    that does not fit."""
-    on_host = None if report.host is None else report.host.surely_left
-    return report.least_headroom if on_host is None else min(report.least_headroom, on_host)
-
-
 def on_card(report: MemoryReport) -> int:
     """Return the bytes left free on the GPU if the run needs the most that it may; negative if that does not fit."""
     return report.least_headroom

@@ -1,0 +1,136 @@
+"""What layers keep for backward takes what memory is left, and never makes a run not fit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moetune.config.schema import KeptConfig
+from moetune.memory.predict import rows_of
+from moetune.memory.report import MemoryReport
+from moetune.memory.trace import Trace, trace
+from moetune.models.catalog.gpus import find_gpu
+from moetune.planning.fit import surely_left
+from moetune.planning.predict import predict
+from moetune.planning.predictor import Predictor
+from moetune.planning.settle import _choices, settled, settled_on
+from moetune.report.memory import rows as sentence
+from moetune.run.keeps import Kept, kept_by_layer
+from moetune.run.resolve import ResolvedRun, resolve
+from tests.memory.models import toy_run, write_toy
+
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
+BF16 = {"dtype": "bf16", "base": "bf16"}
+
+
+def auto(folder: Path, model_type: str, layers: int, **train: Any) -> ResolvedRun:
+    """On a card, in sizes at which what is kept is most of what a layer takes."""
+    toy = write_toy(folder, model_type, experts=2, num_hidden_layers=layers)
+    sizes = {"sequence_length": 512, "micro_batch": 2, "loss_memory": "1MiB", "checkpointing": "auto", **train}
+    adapt = {"lora": {**LORA["lora"], "targets": ["attention"]}} if model_type == "llama" else LORA
+    return resolve(toy_run(toy, model_type, adapt, train=sizes, model=BF16), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "train"),
+    [
+        ("mixtral", {}),
+        pytest.param("mixtral", {"checkpointing": "full", "keep_rows": "auto"}, marks=pytest.mark.full),
+        pytest.param("llama", {}, marks=pytest.mark.full),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.full),
+    ],
+)
+def test_each_choice_takes_more_and_the_last_that_fits_is_made(
+    model_type: str, train: dict[str, Any], tmp_path: Path
+) -> None:
+    run = auto(tmp_path, model_type, 3, **train)
+    choices = _choices(run)
+    assert choices[0] == {}
+    needs = [Predictor("24GiB", end="high").of_resolved(run.keeping(keeps)).span.high for keeps in choices]
+    assert needs == sorted(needs)
+    assert needs[0] < needs[-1]
+    for size in (needs[0] - 1, needs[0], (needs[0] + needs[-1]) // 2, needs[-1] - 1, needs[-1]):
+        found = settled(run, f"{size}B")
+        fitting = [keeps for keeps, need in zip(choices, needs, strict=True) if need <= size]
+        expected = run.keeping(fitting[-1] if fitting else {})
+        assert (found.keeps, found.config.train) == (expected.keeps, expected.config.train)
+        assert settled(found, f"{size}B") is found
+
+
+@pytest.mark.parametrize("keep_rows", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_verdict_is_that_of_full(keep_rows: bool, tmp_path: Path) -> None:
+    train = {"checkpointing": "full", "keep_rows": "auto"} if keep_rows else {}
+    run = auto(tmp_path, "mixtral", 8, accumulate=2, **train)
+    base = run.keeping({})
+
+    def at(one: ResolvedRun, gpu: str | None) -> MemoryReport:
+        return predict(one, gpu=gpu, advise=False)
+
+    full = at(base, "24GiB")
+    for size in (full.span.low - 1, full.required, full.span.high + (8 << 20)):
+        found, without = at(run, f"{size}B"), at(base, f"{size}B")
+        assert found.verdict == without.verdict
+        assert (found.required > without.required) == (size > full.span.high)
+    assert "kept of 8 layers" in dict(found.about)["batch"] or keep_rows
+    assert at(run, None).required == full.required
+    assert Predictor("24GiB").whole(run.config).required == full.required  # plans compare the least
+    assert "8 of 8 layers can keep their rows: train.checkpointing=auto" in sentence(full)
+    if keep_rows:
+        kept = at(run, f"{full.span.high + 3 * rows_of(base).bytes}B")  # type: ignore[union-attr]
+        assert kept.to_json()["keep_rows"]["kept"] >= 2
+
+
+@pytest.mark.full
+def test_a_step_repeats_less_and_its_run_file_says_it_all(tmp_path: Path) -> None:
+    run, card = auto(tmp_path, "mixtral", 8), find_gpu("l40s")
+    keeps: dict[int, Kept] = {
+        2: frozenset(("attention",)),
+        4: frozenset(("attention", "rows")),
+        5: frozenset(("rest",)),
+    }
+    some = run.keeping(keeps)
+    assert isinstance(some.config.train.checkpointing, KeptConfig)
+    assert kept_by_layer(some.config.train, run.structure) == some.keeps == keeps
+    again = resolve(type(run.config).model_validate(some.config.model_dump(mode="json")), "cuda", like=run)
+    assert again.keeps == keeps
+
+    def traced(one: ResolvedRun) -> Trace:
+        return trace(one, gpu=card)
+
+    every = range(8)
+    full, attention = traced(run.keeping({})), traced(run.keeping(dict.fromkeys(every, frozenset(("attention",)))))
+    forward = full.work["attention"].flops - attention.work["attention"].flops
+    assert attention.work["experts"] == full.work["experts"]
+    assert 0 < forward < full.work["attention"].flops / 3
+    everything = traced(run.keeping(dict.fromkeys(every, frozenset(("rest", "rows")))))
+    none = traced(resolve(run.config.but(train={"checkpointing": "none"}), "cuda", like=run))
+    assert everything.work["experts"] == none.work["experts"]
+    assert everything.work["attention"].flops >= none.work["attention"].flops  # here gradients reach the first layer
+    mixed = traced(some)
+    less = full.work["attention"].flops - mixed.work["attention"].flops
+    linears = full.work["attention"].flops - everything.work["attention"].flops - forward
+    assert less == pytest.approx(forward * 3 / 8 + linears / 8)
+    rows = full.work["experts"].flops - none.work["experts"].flops
+    assert full.work["experts"].flops - mixed.work["experts"].flops == pytest.approx(rows / 8)
+
+
+def test_before_an_interruption(tmp_path: Path) -> None:
+    """What was kept is kept again where it surely fits, and on a CPU always."""
+    run = auto(tmp_path, "mixtral", 8)
+    keeps: dict[int, Kept] = {7: frozenset(("rows",))}
+    assert settled_on(run, torch.device("cpu"), keeps).keeps == keeps
+    assert settled_on(run, torch.device("cpu")).keeps == {}
+    full = Predictor("24GiB", end="high").of_resolved(run.keeping({}))
+    assert surely_left(full) > 0
+    wide = replace(run, config=run.config.but(hardware={"gpu": "24GiB"}))
+    assert settled_on(wide, torch.device("cuda"), keeps).keeps == keeps
+    narrow = replace(run, config=run.config.but(hardware={"gpu": f"{full.required}B"}))
+    assert settled_on(narrow, torch.device("cuda"), keeps).keeps == {}
+
+
+def test_no_number_where_none_can_be_chosen(tmp_path: Path) -> None:
+    dense = toy_run(write_toy(tmp_path, "llama"), "llama", {"also": ["norm"]}, train={"keep_rows": "auto"})
+    report = predict(dense, gpu="24GiB")
+    assert (report.rows, report.rows_that_fit, report.to_json()["keep_rows"]) == (None, None, None)
