@@ -332,7 +332,7 @@ def told_by(run: dict[str, Any], tmp_path: Path, room: int) -> dict[str, Any]:
 def test_a_disk_that_fills_up_within_a_checkpoint(share: float, with_room: dict[str, Any], tmp_path: Path) -> None:
     """Room for three checkpoints and a `share` of the fourth."""
     checkpoint = pages(Path(with_room["output"]) / "checkpoints" / "step-4")
-    told = told_by(with_room, tmp_path, 3 * checkpoint + 7 * PAGE + int(share * checkpoint))
+    told = told_by(with_room, tmp_path, 3 * checkpoint + 11 * PAGE + int(share * checkpoint))
     print(told["error"])
     if share:
         assert "step 4: the disk of" in told["error"]
