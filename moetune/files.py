@@ -51,24 +51,6 @@ def expanded(path: Path | str) -> Path:
         raise UserError(f"{shown(str(path))} cannot be a path: {error}") from None
 
 
-def cache_folder(kind: str) -> Path:
-    """Return the folder for files that can be computed again; `kind`, such as "closed_form", says what they are.
-
-    It is `$MOETUNE_CACHE` for all kinds, or else `moetune/<kind>` under `$XDG_CACHE_HOME` or `~/.cache`, and need not
-    exist.
-
-    Raises:
-        UserError: `MOETUNE_CACHE` is set to something that cannot be a path, or there is no home folder.
-    """
-    own = os.environ.get("MOETUNE_CACHE")
-    try:
-        if own:
-            return check_path(own)
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetune" / kind
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"MOETUNE_CACHE: {own!r} cannot be a path: {error}; set it to a folder") from None
-
-
 @cache
 def source_digest(*patterns: str) -> str:
     """Return the SHA-256, in hexadecimal, of moetune's source files that match any pattern, such as `adapt/*.py`."""

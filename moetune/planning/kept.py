@@ -5,15 +5,13 @@ A plan that is made again, or has the same runs or strategies, is quick; the pro
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from moetune.adapt.guard import as_known
+from moetune.cache import file_of, read_cached, write_cached
 from moetune.memory.assumed_routing import AssumedRouting
-from moetune.memory.closed_form import store
 from moetune.memory.predict import allocator_here
 from moetune.memory.report import MemoryReport
 from moetune.memory.time.roofline import duration
@@ -24,6 +22,9 @@ from moetune.run.resolve import ResolvedRun
 from moetune.run.resolved import ResolvedModel
 from moetune.training.trl import InTrl
 
+_Found = tuple[int, Candidate | None]
+"""`more_than` and what was found, as in `write_candidate`."""
+
 
 def what_decides(
     config: dict[str, Any],
@@ -32,7 +33,7 @@ def what_decides(
     routing: AssumedRouting,
     trainer: InTrl | None = None,
 ) -> dict[str, Any]:
-    """Return all that the report of a run depends on, as values for `store.key_of`.
+    """Return all that the report of a run depends on, as values for `file_of`.
 
     Args:
         config: the run's configuration as JSON values, without its output.
@@ -71,12 +72,11 @@ def kept(
     name = gpu or run.config.hardware.gpu
     known = as_known(run, None if name is None else _card(gpu, run.config.hardware.gpu))  # as `predict` does
     config = known.config.model_dump(mode="json", exclude={"output"})
-    key = store.key_of(what_decides(config, run.model, gpu, routing, trainer), rank=0)
-    if (there := store.read_content(key, _content())) is None:
+    file = file_of(what_decides(config, run.model, gpu, routing, trainer))
+    if (report := read_cached(file, MemoryReport)) is None:
         report = trace()
-        store.write_content(key, _content(), (key, report))
+        write_cached(file, MemoryReport, report)
         return report
-    report = there[1]
     if report.time is None:
         return report
     card = _card(gpu, run.config.hardware.gpu)
@@ -89,11 +89,6 @@ def _card(gpu: str | Gpu | None, of_run: str | None) -> Gpu:
     return name if isinstance(name, Gpu) else find_gpu(name)
 
 
-@cache
-def _content() -> TypeAdapter[tuple[str, MemoryReport]]:
-    return TypeAdapter(tuple[str, MemoryReport])
-
-
 def read_candidate(about: dict[str, Any], strategy: Strategy, more_than: int) -> tuple[Candidate | None] | None:
     """Read from disk the largest run of a strategy that trains more than `more_than` (`Candidate.amount`), None if
     there is none, as a tuple of one; None if it is not on disk.
@@ -103,9 +98,9 @@ def read_candidate(about: dict[str, Any], strategy: Strategy, more_than: int) ->
     Args:
         about: all that the search depends on, except the strategy and `more_than`.
     """
-    if (there := store.read_content(_key(about, strategy), _candidates())) is None:
+    if (there := read_cached(_file(about, strategy), _Found)) is None:
         return None
-    _, least, found = there
+    least, found = there
     if found is None:
         return (None,) if least <= more_than else None
     is_more = not more_than or found.amount > worth(more_than)
@@ -114,8 +109,7 @@ def read_candidate(about: dict[str, Any], strategy: Strategy, more_than: int) ->
 
 def write_candidate(about: dict[str, Any], strategy: Strategy, more_than: int, found: Candidate | None) -> None:
     """Write to disk what was found for the arguments of `read_candidate`."""
-    key = _key(about, strategy)
-    store.write_content(key, _candidates(), (key, more_than, found))
+    write_cached(_file(about, strategy), _Found, (more_than, found))
 
 
 def read_beyond(about: dict[str, Any], strategy: Strategy) -> tuple[int, int]:
@@ -123,8 +117,7 @@ def read_beyond(about: dict[str, Any], strategy: Strategy) -> tuple[int, int]:
 
     Returns (amount, bytes); (0, 0) if there is nothing. `about` is as in `read_candidate`.
     """
-    there = store.read_content(_key_of_beyond(about, strategy), _amount_and_bytes())
-    return (0, 0) if there is None else there[1:]
+    return read_cached(_file_of_beyond(about, strategy), tuple[int, int]) or (0, 0)
 
 
 def write_beyond(about: dict[str, Any], strategy: Strategy, amount: int, beyond: int) -> None:
@@ -132,23 +125,12 @@ def write_beyond(about: dict[str, Any], strategy: Strategy, amount: int, beyond:
     (`Bounds.beyond`), unless that of a run that trains less is there."""
     known, _ = read_beyond(about, strategy)
     if not 0 < known < amount:
-        key = _key_of_beyond(about, strategy)
-        store.write_content(key, _amount_and_bytes(), (key, amount, beyond))
+        write_cached(_file_of_beyond(about, strategy), tuple[int, int], (amount, beyond))
 
 
-def _key_of_beyond(about: dict[str, Any], strategy: Strategy) -> str:
-    return store.key_of({**about, "beyond": [strategy.goal, strategy.storage_and_layout]}, rank=0)
+def _file_of_beyond(about: dict[str, Any], strategy: Strategy) -> Path:
+    return file_of({**about, "beyond": [strategy.goal, strategy.storage_and_layout]})
 
 
-@cache
-def _amount_and_bytes() -> TypeAdapter[tuple[str, int, int]]:
-    return TypeAdapter(tuple[str, int, int])
-
-
-def _key(about: dict[str, Any], strategy: Strategy) -> str:
-    return store.key_of({**about, "strategy": asdict(strategy)}, rank=0)
-
-
-@cache
-def _candidates() -> TypeAdapter[tuple[str, int, Candidate | None]]:
-    return TypeAdapter(tuple[str, int, Candidate | None])
+def _file(about: dict[str, Any], strategy: Strategy) -> Path:
+    return file_of({**about, "strategy": asdict(strategy)})

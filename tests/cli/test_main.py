@@ -15,10 +15,10 @@ import torch
 import yaml
 
 import moetune as package
+from moetune.cache import cache_folder
 from moetune.cli.main import _EXAMPLES
 from moetune.errors import UserError
 from moetune.files import Ledger
-from moetune.memory.closed_form import store
 from moetune.parallel.start_ranks import number_in_environment
 from tests import small
 
@@ -178,4 +178,4 @@ def test_ranks_that_are_no_number(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_cache_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOETUNE_CACHE", "~nosuch/x")
     with pytest.raises(UserError, match="no user 'nosuch'"):
-        store.folder()
+        cache_folder("closed_form")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from moetune.cache import cache_folder
 from moetune.config.schema import RunConfig
-from moetune.memory.closed_form import store
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.planning import predictor
 from moetune.planning.candidate import Candidate, worth
@@ -34,7 +34,7 @@ def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: py
     assert Predictor().traced(run(128)) != first
     assert Predictor(gpu="h100").traced(run(64)).gpu != first.gpu
     assert len(traced) == 3
-    for file in store.folder().iterdir():
+    for file in cache_folder("closed_form").iterdir():
         file.write_bytes(file.read_bytes()[:-9])
     assert Predictor().traced(run(64)) == first
     assert len(traced) == 4

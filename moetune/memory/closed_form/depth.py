@@ -9,12 +9,10 @@ only in the layers that each one stands for.
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from pathlib import Path
 
-from pydantic import TypeAdapter
-
+from moetune.cache import file_of, read_cached, write_cached
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
-from moetune.memory.closed_form import store
 from moetune.memory.closed_form.banks import Bank, banks_of, probes_of
 from moetune.memory.closed_form.experts import Choices, Scale, Unlike
 from moetune.memory.closed_form.form import ClosedForm
@@ -31,6 +29,8 @@ from moetune.run.resolve import ResolvedRun
 
 _Banks = tuple[Bank | None, ...]
 _Choices = Choices | None
+_Grows = tuple[tuple[int, ...] | None]
+_Scales = tuple[tuple[Scale, ...] | None]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Depths:
     """In-memory cache of closed forms, in which runs with the same shortened model share one record. Records are also
     kept on disk (store.py)."""
 
-    _known: dict[str, ClosedForm] = field(default_factory=dict)
+    _known: dict[Path, ClosedForm] = field(default_factory=dict)
     _choices: dict[Hashable, _Choices] = field(default_factory=dict)
     _of_ranks: dict[Hashable, LoraRanks | None] = field(default_factory=dict)
     _rewritten: dict[Hashable, Recorded] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Depths:
 
     def _like(self, form: ClosedForm) -> ClosedForm:
         """Return the cached closed form of the same shortened model; if there is none, cache and return `form`."""
-        return self._known.setdefault(form.key, form)
+        return self._known.setdefault(form.file, form)
 
     def _of_experts(self, form: ClosedForm, routing: AssumedRouting) -> Recorded | None:
         """Derive a run's record from those of two runs with few trained experts (banks.py, experts.py), which are
@@ -157,45 +157,31 @@ def _choices(one: ClosedForm, other: ClosedForm, shape: Shape, first: Record, ba
 
     `shape` is that of the batches of both steps; `banks` are those of the recorded layers, of `one` and of `other`.
     """
-    key = store.key_of({"scales": [one.key, other.key, repr(shape)]}, one.rank)
-    if (known := store.read_content(key, _scales())) is not None and len(known[1] or first.log.blocks) == len(
-        first.log.blocks
-    ):
-        return None if known[1] is None else Choices(first, banks[0], known[1])
+    file = file_of({"scales": [one.file.name, other.file.name, repr(shape)], "rank": one.rank})
+    known = read_cached(file, _Scales)
+    if known is not None and len(known[0] or first.log.blocks) == len(first.log.blocks):
+        return None if known[0] is None else Choices(first, banks[0], known[0])
     try:
         found = Choices.of(first, banks[0], other.like(first, shape), banks[1])
     except Unlike:
         found = None
-    store.write_content(key, _scales(), (key, None if found is None else found.scales))
+    write_cached(file, _Scales, (None if found is None else found.scales,))
     return found
 
 
 def _lora_ranks(highest: ClosedForm, lowest: ClosedForm, shape: Shape, record: Record) -> LoraRanks | None:
     """Find what grows with the rank of LoRA by comparing `record`, that of `highest`, with a step of `lowest`; None if
     records of other ranks cannot be derived. Kept on disk. `shape` is that of the batches of both steps."""
-    key = store.key_of({"ranks": [highest.key, lowest.key, repr(shape)]}, highest.rank)
-    if (known := store.read_content(key, _grows())) is not None and len(known[1] or record.log.blocks) == len(
-        record.log.blocks
-    ):
-        return None if known[1] is None else LoraRanks(record, known[1])
+    file = file_of({"ranks": [highest.file.name, lowest.file.name, repr(shape)], "rank": highest.rank})
+    known = read_cached(file, _Grows)
+    if known is not None and len(known[0] or record.log.blocks) == len(record.log.blocks):
+        return None if known[0] is None else LoraRanks(record, known[0])
     try:
         found = LoraRanks.of(record, lowest.like(record, shape))
     except Unlike:
         found = None
-    store.write_content(key, _grows(), (key, None if found is None else found.grows))
+    write_cached(file, _Grows, (None if found is None else found.grows,))
     return found
-
-
-@cache
-def _grows() -> TypeAdapter[tuple[str, tuple[int, ...] | None]]:
-    """Return the type of the content of a file with `LoraRanks.grows`: (key, grows; None if there are none)."""
-    return TypeAdapter(tuple[str, tuple[int, ...] | None])
-
-
-@cache
-def _scales() -> TypeAdapter[tuple[str, tuple[Scale, ...] | None]]:
-    """Return the type of the content of a file with `Choices.scales`: (key, scales; None if there are none)."""
-    return TypeAdapter(tuple[str, tuple[Scale, ...] | None])
 
 
 def _banks(form: ClosedForm) -> _Banks:

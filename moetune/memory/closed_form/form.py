@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from moetune.adapt.documents import DOCUMENT_LENGTHS
 from moetune.adapt.guard import as_known
+from moetune.cache import file_of
 from moetune.config.resolved import ResolvedConfig
 from moetune.config.schema import OptimizerConfig
 from moetune.errors import UserError
@@ -106,10 +108,10 @@ class ClosedForm:
         return _limits(self.run.model.settings.to_dict())
 
     @cached_property
-    def key(self) -> str:
-        """Name of the records' file: a digest of what the recorded step depends on apart from sizes (settings, recorded
-        layers, rank, compute capability, versions of libraries, source code). Runs with the same shortened model share
-        it, such as two that train the experts of the first 6 and of the first 12 layers."""
+    def file(self) -> Path:
+        """The records' file in the cache, named by a digest of what the recorded step depends on apart from sizes
+        (settings, recorded layers, rank, compute capability, versions of libraries, source code). Runs with the same
+        shortened model share it, such as two that train the experts of the first 6 and of the first 12 layers."""
         run, kind = self.run, kind_of(self.run) | {"gpu": self.gpu and self.gpu.capability}
         if can_be_shortened(run.config):
             lora = kind.pop("adapt")["lora"] or {}
@@ -124,7 +126,7 @@ class ClosedForm:
             ]
         else:
             kind["placement"] = dict(run.placement)  # depends on what is in the file `parallel.load`
-        return store.key_of(kind, self.rank)
+        return file_of({"kind": kind, "rank": self.rank})
 
     @overload
     def at(
@@ -181,7 +183,7 @@ class ClosedForm:
 
     def knows(self, config: ResolvedConfig, routing: AssumedRouting) -> bool:
         """Read the records from disk if none are loaded; return whether the step of a run's shape is among them."""
-        self.recorded = self.recorded or store.read(self.key)
+        self.recorded = self.recorded or store.read(self.file)
         return self.recorded is not None and self.shape(config, routing) in self.recorded.records
 
     def like(self, other: Record, shape: Shape) -> Record:
@@ -203,13 +205,13 @@ class ClosedForm:
                 shape = self.shape(config, routing)
                 known.records[shape] = record(steps, shape, config.train.sequence_length, self.limits)
             self._read_again()
-            store.write(self.key, known)
+            store.write(self.file, known)
         assert self.recorded is not None
         return self.recorded
 
     def _read_again(self) -> None:
         """Add the records that other processes have written since `recorded` was read."""
-        found = store.read(self.key)
+        found = store.read(self.file)
         if found is not None and self.recorded is not None:
             for shape, one in found.records.items():
                 self.recorded.records.setdefault(shape, one)

@@ -1,34 +1,16 @@
-"""Storage on disk of what takes seconds to predict: closed-form records, one file for each kind of run, and reports.
+"""Storage on disk of the closed form's records: one file of the cache for each kind of run and rank."""
 
-Files are in `$MOETUNE_CACHE`, or else in `moetune/closed_form` under `$XDG_CACHE_HOME` or `~/.cache`. Reading executes
-nothing from a file. A file that cannot be read or written is treated as missing. File names are digests of the run's
-kind, the rank, torch's switches, the versions of libraries and moetune's source, so that outdated records are never
-found.
-"""
-
-import gzip
-import hashlib
-import json
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
-import torch
-from pydantic import TypeAdapter
 
-from moetune.errors import UserError
-from moetune.files import cache_folder, source_digest, write_whole
+from moetune.cache import read_cached, write_cached
 from moetune.memory.closed_form.record import Record
 from moetune.memory.closed_form.sizes import Shape
 from moetune.memory.trace.alike import Stack
 from moetune.memory.trace.repeat import Events
-
-_MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
-"""Libraries whose versions a record depends on."""
 
 
 @dataclass(frozen=True)
@@ -75,79 +57,15 @@ class Recorded:
         return self._events[key]
 
 
-def key_of(kind: dict[str, Any], rank: int) -> str:
-    """Return the digest that names the file of a kind of run's records for one rank: 32 hexadecimal digits. `kind` has
-    the settings that the step's storages depend on, as JSON values."""
-    about = {"versions": _versions(), "switches": _switches(), "source": source_digest("**/*.py")}
-    whole = {"kind": kind, "rank": rank, **about}
-    return hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()[:32]
+_Content = tuple[KnownHead, list[tuple[Shape, Record]]]
 
 
-@cache
-def _versions() -> dict[str, str]:
-    return {name: version(name) for name in _MADE_BY}
+def read(file: Path) -> Recorded | None:
+    """Read the records in a file of the cache; None if there are none."""
+    found = read_cached(file, _Content)
+    return None if found is None else Recorded(found[0], dict(found[1]))
 
 
-def _switches() -> list[bool]:
-    """Return which kernels of attention torch may choose, and whether operations must be deterministic."""
-    of = torch.backends.cuda
-    kernels = of.flash_sdp_enabled, of.mem_efficient_sdp_enabled, of.cudnn_sdp_enabled, of.math_sdp_enabled
-    return [is_on() for is_on in (*kernels, torch.are_deterministic_algorithms_enabled)]
-
-
-def folder() -> Path:
-    """Return the folder of all records, which need not exist. Raise `UserError` if `$MOETUNE_CACHE` cannot be a path,
-    or there is no home folder."""
-    return cache_folder("closed_form")
-
-
-@cache
-def _content() -> TypeAdapter[tuple[str, KnownHead, list[tuple[Shape, Record]]]]:
-    """Return the type of a file's content: (key, sizes of the LM head, shapes and records)."""
-    return TypeAdapter(tuple[str, KnownHead, list[tuple[Shape, Record]]])
-
-
-def read(key: str) -> Recorded | None:
-    """Read the records with a key; return None if their file is missing, damaged, or has another key inside. Raise
-    `UserError` as `folder` does."""
-    if (content := read_content(key, _content())) is None:
-        return None
-    _, head, records = content
-    return Recorded(head, dict(records))
-
-
-def write(key: str, recorded: Recorded) -> None:
-    """Write the records to the file named by `key`; an error of the file system is ignored. Raise `UserError` as
-    `folder` does."""
-    write_content(key, _content(), (key, recorded.head, list(recorded.records.items())))
-
-
-Content = TypeVar("Content", bound=tuple[Any, ...])
-"""Content of a file: a tuple of its key and what is stored."""
-
-
-def read_content(key: str, type_: TypeAdapter[Content]) -> Content | None:
-    """Read the file named by `key`, of the type that `type_` validates; return None if it is missing, damaged, or has
-    another key inside. Raise `UserError` as `folder`."""
-    try:
-        content = type_.validate_json(gzip.decompress(_file(key).read_bytes()))
-    except UserError:
-        raise
-    except Exception:  # whatever is wrong with the file: a new one is made
-        return None
-    return content if content[0] == key else None  # a renamed file is not used
-
-
-def write_content(key: str, type_: TypeAdapter[Content], content: Content) -> None:
-    """Write `content`, of the type that `type_` dumps, to the file named by `key`, replacing an older one; an error of
-    the file system is ignored, and the old file stays. Settings that a configuration leaves out stay left out. Raise
-    `UserError` as `folder`."""
-    try:
-        folder().mkdir(parents=True, exist_ok=True)
-        write_whole(_file(key), gzip.compress(type_.dump_json(content, exclude_unset=True), 1))
-    except OSError:
-        return  # made again next time
-
-
-def _file(key: str) -> Path:
-    return folder() / f"{key}.json.gz"
+def write(file: Path, recorded: Recorded) -> None:
+    """Write records to a file of the cache."""
+    write_cached(file, _Content, (recorded.head, list(recorded.records.items())))

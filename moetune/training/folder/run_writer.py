@@ -2,7 +2,7 @@
 
 The ledger, `.moetune` in the run folder, lists the paths that moetune has written. Any other file is the user's, and is
 neither replaced nor deleted. A file or checkpoint appears when it is complete (`moetune.atomic`). On
-resume `metrics.jsonl` is replaced by the copy in the checkpoint, because later steps run again.
+resume `metrics.jsonl` is cut to what it held at the checkpoint, because later steps run again.
 """
 
 import json
@@ -124,8 +124,14 @@ class RunWriter(RunFolder):
                     + "\n  ".join(changed)
                     + "\nSet these back, or choose another output"
                 )
+        if checkpoint is not None:
+            self._metrics_until(checkpoint)
         self._refuse_foreign(0 if checkpoint is None else step_of(checkpoint))
         return checkpoint
+
+    def _metrics_until(self, checkpoint: Path) -> bytes:
+        text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
+        return self.metrics_until(checkpoint, text)
 
     def _check_writable(self) -> None:
         """Raise `UserError` unless a file can be made in the run folder, or in its nearest parent that exists."""
@@ -281,8 +287,7 @@ class RunWriter(RunFolder):
                     self.write_base(base)
                 if inputs is not None:
                     self._write(INPUTS_FILE, sealed(asdict(inputs)))
-                metrics = "" if checkpoint is None else (checkpoint / METRICS_FILE).read_text(encoding="utf-8")
-                self._write(METRICS_FILE, metrics)
+                self._write(METRICS_FILE, b"" if checkpoint is None else self._metrics_until(checkpoint))
         self.ranks.barrier()
 
     def remove_leftovers(self) -> None:
@@ -316,7 +321,7 @@ class RunWriter(RunFolder):
         """Add relative paths to the ledger; if the run has no ledger yet, begin it with the files of `_ours`."""
         self._ledger.add("run", *names, *(self._ours() - self._ledger.paths))
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, text: str | bytes) -> None:
         write_whole(self.path / name, text)
 
     @contextmanager
@@ -386,11 +391,11 @@ class RunWriter(RunFolder):
                 yield new
                 self.ranks.barrier()
                 if first:
-                    for name in (RUN_FILE, INPUTS_FILE, METRICS_FILE):
+                    for name in (RUN_FILE, INPUTS_FILE):
                         if name != INPUTS_FILE or (self.path / name).is_file():
                             shutil.copyfile(self.path / name, new / name)
-                    write_manifest(new, step)
                     sync(self.metrics_file)
+                    write_manifest(new, step, self.metrics_file)
                     refuse_existing(final)
                     self._own(*(f"checkpoints/{final.name}/{file.relative_to(new)}" for file in files_in(new)))
                     publish(final)

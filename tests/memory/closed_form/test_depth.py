@@ -129,7 +129,7 @@ def test_a_record_on_disk_is_that_of_the_shortened_model(more: dict[str, Any], t
     """Another process finds the record of another number of layers; other settings have another record."""
     toy = write_toy(tmp_path, "mixtral", experts=2, num_hidden_layers=12)
     keys = [
-        ClosedForm(resolve(toy_run(toy, "mixtral", {"experts": {"layers": f"0-{n}", "ids": [1]}}, **of), "cuda")).key
+        ClosedForm(resolve(toy_run(toy, "mixtral", {"experts": {"layers": f"0-{n}", "ids": [1]}}, **of), "cuda")).file
         for n, of in ((4, {}), (6, more))
     ]
     assert (keys[0] == keys[1]) == (not more)

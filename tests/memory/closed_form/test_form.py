@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moetune.cache import file_of
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import PUBLISHED, AssumedRouting, parse_routing
@@ -283,15 +284,12 @@ def test_records_are_kept_and_a_damaged_one_is_made_again(tmp_path: Path, monkey
     assert again is not None
     assert again.parts() == first.parts()
     assert again.load == first.load
-    other = file.with_name(f"{'0' * 32}.json.gz")
-    other.write_bytes(file.read_bytes())
-    assert store.read("0" * 32) is None  # another's, under its name
+    other = file.with_name("other.json.gz")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert ClosedForm(run).at(run.config, may_record=False) is None
     assert ClosedForm(run).at(run.config).parts() == first.parts()
     monkeypatch.setattr(os, "fsync", lambda descriptor: os.close(-1))  # a disk that refuses
-    other.unlink()
-    store.write("1" * 32, store.read(ClosedForm(run).key))
+    store.write(other, store.read(ClosedForm(run).file))
     assert list((tmp_path / "cache").iterdir()) == [file]
 
 
@@ -308,7 +306,7 @@ def test_processes_keep_each_others_records(
     one.at(shapes[1])
     other.at(shapes[2])  # which has not read the second
     assert len(recorded) == 3
-    kept = store.read(one.key)
+    kept = store.read(one.file)
     assert kept is not None
     assert len(kept.records) == 3
     one.at(shapes[2])
@@ -334,19 +332,18 @@ def test_the_step_of_ranks_is_recorded_for_the_card_that_they_run_on(
 def test_a_cache_that_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOETUNE_CACHE", "~nosuch/x")
     with pytest.raises(UserError, match=r"MOETUNE_CACHE: '~nosuch/x'.*no user 'nosuch'"):
-        store.read("0" * 32)
+        file_of({})
 
 
 def test_what_changes_storages_changes_the_kind(tmp_path: Path) -> None:
     config = toy_run(write_toy(tmp_path, "mixtral"), "mixtral", ADAPT["router"])
-    keys = {ClosedForm(resolve(config, "cuda")).key, ClosedForm(resolve(sized(config, 3, 50), "cuda")).key}
+    keys = {ClosedForm(resolve(config, "cuda")).file, ClosedForm(resolve(sized(config, 3, 50), "cuda")).file}
     assert len(keys) == 1
     for change in ({"checkpointing": "none"}, {"accumulate": 2}):
         other = config.model_copy(update={"train": config.train.model_copy(update=change)})
-        keys.add(ClosedForm(resolve(other, "cuda")).key)
-    keys.add(ClosedForm(resolve(config, "cuda"), rank=1).key)
+        keys.add(ClosedForm(resolve(other, "cuda")).file)
+    keys.add(ClosedForm(resolve(config, "cuda"), rank=1).file)
     assert len(keys) == 4
-    assert store.folder().name
 
 
 def test_what_changes_the_step_of_all_layers_changes_the_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,12 +356,12 @@ def test_what_changes_the_step_of_all_layers_changes_the_kind(tmp_path: Path, mo
         for scope in ("model", "layer"):
             train = {"router_aux_loss": 0.1, "router_aux_scope": scope}
             run = resolve(toy_run(toy, "mixtral", ADAPT["router"], train=train, **layout), "cuda")
-            keys.add(ClosedForm(run).key)
+            keys.add(ClosedForm(run).file)
     assert len(keys) == 4
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    keys.add(ClosedForm(run).key)
+    keys.add(ClosedForm(run).file)
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-    assert len(keys | {ClosedForm(run).key}) == 6
+    assert len(keys | {ClosedForm(run).file}) == 6
 
 
 def test_router_losses(tmp_path: Path) -> None:
