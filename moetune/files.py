@@ -1,4 +1,4 @@
-"""Path checks, atomic writes and file locks; the ledger of the files that moetune wrote into a folder."""
+"""Path checks, files written atomically, locks; the ledger of the files that moetune wrote into a folder."""
 
 import errno
 import fcntl
@@ -8,8 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
-import time
 from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
@@ -53,24 +51,6 @@ def expanded(path: Path | str) -> Path:
         raise UserError(f"{shown(str(path))} cannot be a path: {error}") from None
 
 
-def cache_folder(kind: str) -> Path:
-    """Return the folder for files that can be computed again; `kind`, such as "reports", says what they are.
-
-    It is `$MOETUNE_CACHE` for all kinds, or else `moetune/<kind>` under `$XDG_CACHE_HOME` or `~/.cache`, and need not
-    exist.
-
-    Raises:
-        UserError: `MOETUNE_CACHE` is set to something that cannot be a path, or there is no home folder.
-    """
-    own = os.environ.get("MOETUNE_CACHE")
-    try:
-        if own:
-            return check_path(own)
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moetune" / kind
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"MOETUNE_CACHE: {own!r} cannot be a path: {error}; set it to a folder") from None
-
-
 @cache
 def source_digest(*patterns: str) -> str:
     """Return the SHA-256, in hexadecimal, of moetune's source files that match any pattern, such as `adapt/*.py`."""
@@ -98,21 +78,6 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(nearest_existing(path)).free
 
 
-def is_occupied(out: Path, overwrite: bool) -> bool:
-    """Return whether the output folder of `--out` has entries, to be replaced; False if it is empty or missing.
-
-    Raises:
-        UserError: `out` is a link or not a folder; or it has entries, and `overwrite` is False.
-    """
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise UserError(f"--out {str(out)!r} exists and is not a folder")
-    if not out.exists() or not any(out.iterdir()):
-        return False
-    if not overwrite:
-        raise UserError(f"--out {str(out)!r} is not empty; replace what is there with --overwrite, or choose another")
-    return True
-
-
 def sync(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk with fsync."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -128,46 +93,49 @@ def refuse_existing(path: Path) -> None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
 
 
-def write_whole(path: Path, content: str | bytes, *, aside: Path | None = None, new: bool = False) -> None:
-    """Write a file atomically: to a temporary file, which is synced and then renamed to `path`; text as UTF-8.
-
-    Args:
-        aside: path of the temporary file, on the same file system; an existing file there is overwritten. By default a
-            new random name beside `path`.
-        new: raise `FileExistsError` instead of replacing an existing file.
+def write_whole(path: Path, content: str | bytes, *, new: bool = False) -> None:
+    """Write a file atomically: to a temporary file beside it, which is synced and then renamed to `path`; text as
+    UTF-8. With `new`, raise `FileExistsError` instead of replacing an existing file.
 
     Raises:
         OSError: writing or renaming fails; the temporary file is removed.
     """
-    mode = "xb" if aside is None else "wb"
-    if aside is None:
-        _sweep(path.parent)
-        aside = path.with_name(f".moetune-{secrets.token_hex(8)}")
+    _sweep(path.parent)
+    aside = path.with_name(f".moetune-{secrets.token_hex(8)}")
     try:
-        with aside.open(mode) as file:
-            with suppress(OSError):  # the file system has no locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _locked(aside) as file:
             file.write(content.encode() if isinstance(content, str) else content)
-        sync(aside)
-        if new:
-            refuse_existing(path)
-        aside.rename(path)
+            file.flush()
+            os.fsync(file.fileno())
+            if new:
+                refuse_existing(path)
+            aside.rename(path)
     finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
 
 
-_ASIDE, _MINUTE = re.compile(r"\.moetune-[0-9a-f]{16}"), 60.0
+ASIDE = re.compile(r"\.moetune-[0-9a-f]{16}")
+"""Names of the temporary files of `write_whole`."""
+
+
+def _locked(aside: Path) -> IO[bytes]:
+    """Create a temporary file, locked if its file system has locks, so that no other process sweeps it."""
+    try:
+        while (file := lock(aside, "a+b")) is None:
+            pass  # it was swept before it was locked
+        return file
+    except OSError:
+        return aside.open("wb")
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the temporary files that killed calls of `write_whole` left: over a minute old and not locked."""
-    for name in filter(_ASIDE.fullmatch, names_in(folder)):
-        left = folder / name
+    """Remove the temporary files that killed calls of `write_whole` left: those that nobody has locked."""
+    for name in filter(ASIDE.fullmatch, names_in(folder)):
         with suppress(OSError):
-            if time.time() - left.lstat().st_mtime > _MINUTE and (held := lock(left, "rb")) is not None:
-                left.unlink()
-                held.close()
+            if (held := lock(folder / name, "r+b")) is not None:
+                with held:
+                    (folder / name).unlink()
 
 
 _SIGNS = (b"<!-- written by moetune -->", b"Software\0moetune")
@@ -203,6 +171,7 @@ def write_output(path: Path, content: str | bytes, *, replace: bool = False) -> 
     """
     if not replace:
         refuse_taken(path)
+    refuse_in_checkpoint(path)
     try:
         write_whole(path, content, new=not replace and not path.exists())
     except OSError as error:
@@ -263,6 +232,13 @@ class Ledger:
         self.paths |= set(paths)
 
 
+def refuse_in_checkpoint(out: Path) -> None:
+    """Raise `UserError` if an output would be in a checkpoint of a run, which would then count as damaged."""
+    for folder in (*out.absolute().parents, *Path(os.path.realpath(out)).parents):
+        if folder.name == "checkpoints" and Ledger(folder.parent).kind == "run":
+            raise UserError(f"{str(out)!r} is among the checkpoints of a run; choose another")
+
+
 _OF_SYSTEMS = re.compile(r"\.DS_Store|\._.*|\.nfs.*")
 """Names of files that operating systems create by themselves, which `foreign_in` ignores."""
 
@@ -297,11 +273,6 @@ def refused(error: BaseException) -> str | None:
         if found := re.search(r"\(os error (\d+)\)", str(cause)):  # the form of Rust's messages
             return os.strerror(int(found[1]))
     return None
-
-
-def aside_of(path: Path) -> Path:
-    """Return the path under which a file or folder is written before it is renamed: `.NAME` in the same folder."""
-    return path.with_name(f".{path.name}")
 
 
 def settle(path: Path) -> None:
@@ -348,64 +319,3 @@ def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
             file.close()
             raise
         file.close()
-
-
-class WriterLock:
-    """A lock file `.lock` in a folder, which keeps out a second writing process.
-
-    Call `take` before writing into the folder, and `close` at the end. The file names the process that holds the lock.
-    If it is killed, the file stays and the lock ends.
-    """
-
-    NAME = ".lock"
-
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / self.NAME
-        self._held: IO[bytes] | None = None
-
-    def take(self, what: str, *, create: bool) -> None:
-        """Take the lock, unless it is held already; without `create`, only if there is a lock file.
-
-        Messages name the folder `what`.
-
-        Raises:
-            UserError: another process holds the lock, locking fails, or a file of this name is not a lock of moetune.
-        """
-        if self._held is not None or not (create or self.file.exists()):
-            return
-        holder = "another process"
-        try:
-            self._held = lock(self.file, "a+b")
-        except OSError as error:
-            reason = f"{error.strerror or error} ({self.file})"
-            raise UserError(f"{what} cannot be locked against a second writer: {reason}; choose another") from error
-        if self._held is None:
-            with suppress(OSError):
-                holder = _writer(self.file.read_bytes()) or holder
-            raise UserError(f"{what} is being written by {holder}; wait for it to end, or choose another")
-        text = self._held.read()
-        if text and _writer(text) is None:
-            self._held.close()
-            self._held = None
-            raise UserError(f"{str(self.file)!r} exists and is not a lock file of moetune; move it away")
-        self._held.seek(0)
-        self._held.truncate(0)
-        self._held.write(json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode())
-        self._held.flush()
-
-    def close(self) -> None:
-        """Release the lock, if it is held, and remove its file."""
-        if self._held is not None:
-            with suppress(OSError):
-                self.file.unlink(missing_ok=True)
-            self._held.close()
-            self._held = None
-
-
-def _writer(text: bytes) -> str | None:
-    """Return "process PID on HOST" from the text of a lock file; None if the text is something else."""
-    try:
-        writer = json.loads(text)
-        return f"process {int(writer['process'])} on {str(writer['host'])[:80]}"
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None

@@ -75,7 +75,7 @@ def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "")
     """
     with reading(what, remedy):
         try:
-            found: T = _adapter(kind).validate_json(text, strict=True)
+            found: T = adapter_of(kind).validate_json(text, strict=True)
         except ValidationError as error:
             raise ValueError(first_problem(error)) from error
         UNIQUE_KEYS.decode(text.decode())
@@ -115,7 +115,8 @@ def first_problem(error: ValidationError) -> str:
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's adapter of a type."""
     return TypeAdapter(kind)
 
 

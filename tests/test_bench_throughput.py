@@ -14,7 +14,7 @@ BENCH = "throughput"
 @pytest.fixture(scope="module")
 def rows(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("throughput") / "model"
-    ours, peft, _ = bench.PARTS["small"]
+    ours, peft = bench.PARTS["small"]
     bench.write_checkpoint(ours, folder, True)
     options = asked(bench, 32, 64)
     return [row for case in (ours, peft) for row in bench.run_case(case, folder, options)]
@@ -72,6 +72,7 @@ def test_what_cannot_be_loaded_is_a_row(bench: ModuleType, tmp_path: Path, monke
 def test_a_side_that_trains_something_else_has_failed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are compared with the first side that ran."""
     found = iter(({"failed": "no answer"}, {"trained": 100}, {"trained": 101}))
+    monkeypatch.setitem(bench.PARTS, "small", bench.PARTS["small"][:1] * 3)
     monkeypatch.setattr(bench, "write_checkpoint", lambda case, folder, small: folder.mkdir())
     monkeypatch.setattr(bench, "in_own_process", lambda *_: [next(found)])
     rows = list(bench.run(["small"], bench.argparse.Namespace(small=True, models=None)))

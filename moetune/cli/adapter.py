@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moetune.atomic import is_occupied
 from moetune.cli.options import Json, NewFolder, Overwrite, answer, argument, choice, heavy_imports, option
 from moetune.errors import counted
-from moetune.files import expanded, is_occupied
+from moetune.files import expanded
 from moetune.report.console import note
 
 if TYPE_CHECKING:

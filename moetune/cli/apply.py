@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
+from moetune.atomic import is_occupied
 from moetune.cli.options import Json, NewFolder, Overwrite, answer, argument, heavy_imports, option
-from moetune.files import expanded, is_occupied
+from moetune.files import expanded
 from moetune.report.console import note, terminal
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from moetune.atomic import is_occupied
 from moetune.cli.options import (
     Json,
     Overwrite,
@@ -18,7 +19,7 @@ from moetune.cli.options import (
     option,
 )
 from moetune.errors import UserError, counted
-from moetune.files import expanded, is_occupied
+from moetune.files import expanded
 from moetune.report.console import note
 
 if TYPE_CHECKING:

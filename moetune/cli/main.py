@@ -8,6 +8,9 @@ import traceback
 from collections.abc import Callable
 from typing import Annotated
 
+# Threads that wait for work sleep. Those that spin slow each other down several times over on a busy machine.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+    os.environ["OMP_WAIT_POLICY"] = "passive"
 # torch reads these when it is imported. Growing segments keep fragmentation low at no cost.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 # Nothing here is compiled by torch, and bitsandbytes would load its compiler, which takes longer than a prediction.

@@ -28,5 +28,5 @@ def models(json_: Json = False) -> None:
         )
         for entry in entries
     ]
-    table = Table(("name", ">parameters, published", "weights"), rows)
+    table = Table(("name", ">parameters", "weights"), rows)
     answer(json_, {"models": found}, table)

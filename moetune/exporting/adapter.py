@@ -17,9 +17,10 @@ from moetune.adapters.factors import Adapter
 from moetune.adapters.files import StoredAdapter, open_adapter, write_adapter
 from moetune.adapters.read import Read, read, sure
 from moetune.adapters.write import laid_out
+from moetune.atomic import new_folder
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of, shown
-from moetune.exporting.folder import keep_apart, new_folder, write_export_manifest
+from moetune.exporting.folder import keep_apart, write_export_manifest
 from moetune.exporting.formats.merged import copy_checkpoint, untie_if_apart
 from moetune.exporting.formats.updates import Update, expert_with_lora, linear_with_lora, new_rows, placed, whole
 from moetune.files import expanded

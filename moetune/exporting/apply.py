@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moetune.atomic import new_folder, refuse_unfit
 from moetune.errors import UserError
-from moetune.exporting.folder import keep_apart, new_folder, refuse_unfit, write_export_manifest
+from moetune.exporting.folder import keep_apart, write_export_manifest
 from moetune.exporting.formats.merged import copy_checkpoint, untie_if_apart
 from moetune.files import expanded
 from moetune.json_files import Answer

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from moetune.adapt.build import Adapted
+from moetune.atomic import new_folder
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, in_memory, open_run
-from moetune.exporting.folder import keep_apart, new_folder
+from moetune.exporting.folder import keep_apart
 from moetune.exporting.formats.delta import write_delta
 from moetune.exporting.formats.merged import bytes_needed, write_merged
 from moetune.exporting.formats.rounded import Into, Survival, write_rounded

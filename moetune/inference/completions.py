@@ -1,12 +1,13 @@
 """`moetune generate --prompts`: generate text for each record of a file, in batches; an interrupted call is continued.
 
 Batches hold prompts of similar length, the longest first, so that a batch that needs too much memory fails at once. The
-texts are collected in a file beside the output, with a line for each finished batch. The same command reads this file
-and generates the rest; when all texts are there, the output is written and the file removed.
+texts are collected in a file in the folder beside the output (`atomic.aside`), with a line for each finished batch. The
+same command reads this file and generates the rest.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,8 +16,9 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from moetune.atomic import NEW, aside, publish, sweep, writing
 from moetune.errors import UserError, one_line, shown
-from moetune.files import expanded, lock, refuse_existing, write_output
+from moetune.files import expanded, write_whole
 from moetune.inference.generate import Message, continued, has_static_cache, token_ids
 from moetune.inference.opened import Found, Opened, open_model
 from moetune.json_files import Answer, parse_json
@@ -28,6 +30,7 @@ from moetune.training.data.values import MalformedError, checked_text
 
 GENERATED = "generated"
 """The key of the generated text in a record of the output."""
+_BATCHES = "batches.jsonl"
 
 
 @dataclass(frozen=True)
@@ -76,10 +79,8 @@ def complete(
             model computes NaN.
     """
     out, console = expanded(out), console or terminal(stderr=True)
-    try:
-        refuse_existing(out)
-    except FileExistsError:
-        raise UserError(f"--out {str(out)!r} exists; choose another") from None
+    sweep(out)
+    _refuse_existing(out)
     if samples > 1 and not temperature:
         raise UserError(f"--samples {samples} at temperature 0 would be equal texts; set --temperature, such as 0.7")
     opened = opened if isinstance(opened, Opened) else open_model(str(opened))
@@ -88,20 +89,22 @@ def complete(
     plan = _batches(opened, [row for row in ids for _ in range(samples)], batch)
     asked = [record for _, record in records]
     settings = [asked, batch, samples, max_new_tokens, temperature, seed, opened.name, opened.step, _weights(opened)]
-    of = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
-    with _Begun(out, of, [len(numbers) for numbers in plan]) as begun:
+    of = {"command": "generate", "texts of": hashlib.sha256(json.dumps(settings).encode()).hexdigest()}
+    with writing(out), aside(out, of) as folder, (folder / _BATCHES).open("a+b") as begun:
+        finished = _finished(begun, [len(numbers) for numbers in plan])
         texts: dict[int, str] = {}
-        for numbers, found in zip(plan, begun.done, strict=False):
+        for numbers, found in zip(plan, finished, strict=False):
             texts.update(zip(numbers, found, strict=True))
         if texts:
             console.print(f"continuing after {len(texts):,} of {len(ids) * samples:,} texts", highlight=False)
         with counting(console, "generating", len(ids) * samples, len(texts)) as advance:
-            for number in range(len(begun.done), len(plan)):
+            for number in range(len(finished), len(plan)):
                 rows = [ids[index // samples] for index in plan[number]]
                 found = continued(
                     opened, rows, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed + number
                 )
-                begun.add(found)
+                begun.write(json.dumps(found).encode() + b"\n")
+                begun.flush()
                 texts.update(zip(plan[number], found, strict=True))
                 advance(len(found))
         lines = [
@@ -109,8 +112,9 @@ def complete(
             for index, (_, record) in enumerate(records)
             for sample in range(samples)
         ]
-        write_output(out, "".join(f"{line}\n" for line in lines))
-        begun.remove()
+        write_whole(folder / NEW, "".join(f"{line}\n" for line in lines))
+        _refuse_existing(out)
+        publish(out)
     return Completions(opened.name, str(out), len(records), len(lines))
 
 
@@ -194,83 +198,21 @@ def _weights(opened: Opened) -> list[tuple[str, int, int]]:
     return [(str(file.relative_to(folder)), (now := file.stat()).st_size, now.st_mtime_ns) for file in files]
 
 
-class _Begun:
-    """The file beside the output `out` that collects the texts of finished batches, locked against a second process.
+def _refuse_existing(out: Path) -> None:
+    if os.path.lexists(out):
+        raise UserError(f"--out {str(out)!r} exists; choose another")
 
-    It is opened by `with`, which raises `UserError` if another process has it open, or if it is of another call. A call
-    that ends with an error before its first batch leaves no file.
 
-    Args:
-        of: digest of all that the texts depend on: records, settings and model; the first line of the file.
-        sizes: number of texts of each batch. Each further line is the JSON list of the texts of one batch; a last line
-            that a killed process left unfinished is dropped.
+def _finished(begun: IO[bytes], sizes: Sequence[int]) -> list[list[str]]:
+    """Return the texts of each finished batch from its file; drop a last line that a killed process left unfinished.
 
-    Attributes:
-        done: the texts of each finished batch.
+    `sizes` are the numbers of texts of all batches. Raises `UserError` if the file was changed.
     """
-
-    def __init__(self, out: Path, of: str, sizes: Sequence[int]) -> None:
-        self._out, self._file, self._of, self._sizes = out, out.with_name(f".{out.name}.begun"), of, sizes
-        self.done: list[list[str]] = []
-        self._added = False
-
-    def __enter__(self) -> "_Begun":
-        try:
-            held = lock(self._file, "a+b")
-        except OSError as error:
-            raise self._unwritable(error) from error
-        if held is None:
-            raise UserError(f"another process writes {str(self._file)!r}; let it end, or choose another --out")
-        self._held: IO[bytes] = held
-        whole, _, rest = held.read().rpartition(b"\n")
-        try:
-            self.done = self._read(whole.splitlines()) if whole or rest else []
-        except UserError:
-            held.close()
-            raise UserError(
-                f"{str(self._file)!r} holds texts of another model, other prompts or settings; remove it, or choose "
-                "another --out"
-            ) from None
-        held.seek(len(whole) + 1 if whole else 0)
-        held.truncate()
-        if not whole:
-            try:
-                self._write({"of": self._of})
-            except UserError:
-                self.remove()
-                raise
-        return self
-
-    def _read(self, lines: list[bytes]) -> list[list[str]]:
-        """Return the texts of each finished batch; raise `UserError` if the lines are not of a call like this one."""
-        name = repr(str(self._file))
-        if not lines or parse_json(lines[0], dict[str, str], name) != {"of": self._of}:
-            raise UserError(name)
-        done = [parse_json(line, list[str], name) for line in lines[1:]]
-        if [len(texts) for texts in done] != list(self._sizes[: len(done)]):
-            raise UserError(name)
-        return done
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        self._held.close()
-        if kind is not None and not self.done and not self._added:
-            self.remove()
-
-    def _unwritable(self, error: OSError) -> UserError:
-        return UserError(f"{str(self._out)!r} cannot be written: {error.strerror or error}")
-
-    def add(self, texts: list[str]) -> None:
-        """Append the texts of a batch; raise `UserError` if the disk refuses."""
-        self._write(texts)
-        self._added = True
-
-    def remove(self) -> None:
-        """Delete the file."""
-        self._file.unlink(missing_ok=True)
-
-    def _write(self, value: Any) -> None:
-        try:
-            self._held.write(json.dumps(value).encode() + b"\n")
-            self._held.flush()
-        except OSError as error:
-            raise self._unwritable(error) from error
+    begun.seek(0)
+    whole, _, rest = begun.read().rpartition(b"\n")
+    if rest:
+        begun.truncate(len(whole) + 1 if whole else 0)
+    finished = [parse_json(line, list[str], repr(begun.name), "remove it") for line in whole.splitlines()]
+    if [len(texts) for texts in finished] != list(sizes[: len(finished)]):
+        raise UserError(f"{begun.name!r} was changed after it was written; remove it")
+    return finished

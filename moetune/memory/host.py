@@ -79,7 +79,8 @@ class HostMemory:
     def to_json(self) -> dict[str, Any]:
         """Return the object under `host` in the output of `moetune predict --json`."""
         return {
-            "required_bytes": self.span.to_json(),
+            "required_bytes": self.required,
+            "required_range": self.span.to_json(),
             "available_bytes": None if self.room is None else self.room.value,
             "available": None if self.room is None else self.room.source,
             "headroom_bytes": self.left,

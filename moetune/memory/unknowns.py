@@ -44,7 +44,7 @@ class Span:
     high: int
 
     def to_json(self) -> dict[str, int]:
-        """Return the object under `required_bytes` in the output of `moetune predict --json`."""
+        """Return the object under `required_range` in the output of `moetune predict --json`."""
         return {"low": self.low, "expected": self.expected, "high": self.high}
 
 

@@ -21,8 +21,6 @@ from moetune.models.hub.fingerprint import Base, Fingerprint
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST
 from moetune.models.hub.tensor_files import is_name_of_weights
 
-BEGUN = ".packed.begun.json"
-"""Name of a file that exists in the output folder of `moetune quantize` until the command has finished."""
 REST = "rest.safetensors"
 """Name of the file of a quantized base with all tensors other than experts, under the names of transformers' model."""
 _IN_16_BITS: Storage = "nf4"
@@ -127,14 +125,12 @@ def read_quantized_manifest(folder: Path) -> QuantizedManifest | None:
     """Return the manifest of a quantized base; None for any other folder.
 
     Raises:
-        UserError: the manifest is damaged or of an earlier version; or `moetune quantize` was interrupted.
+        UserError: the manifest is damaged or of an earlier version.
     """
-    if (folder / QUANTIZED_MANIFEST).is_file():  # written last, so it takes precedence over BEGUN
-        remedy = "write it again with moetune quantize"
-        return read_json(folder / QUANTIZED_MANIFEST, QuantizedManifest, remedy=remedy)
-    if (folder / BEGUN).is_file():
-        raise UserError(f"{str(folder)!r} is not a complete quantized base; run moetune quantize again to finish it")
-    return None
+    if not (folder / QUANTIZED_MANIFEST).is_file():
+        return None
+    remedy = "write it again with moetune quantize"
+    return read_json(folder / QUANTIZED_MANIFEST, QuantizedManifest, remedy=remedy)
 
 
 def quantization_of(config: PretrainedConfig) -> SourceQuantization:

@@ -65,8 +65,8 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
     first is printed on stderr. SIGINT and SIGTERM are passed on to the ranks.
 
     Returns:
-        0, or the exit code of a failed rank: the lowest-numbered with a positive code, else 128 + the signal that ended
-            it.
+        0, or the exit code of the rank whose error is printed: 128 + the signal that ended a rank, such as 137 where
+            the system killed it, else that of the lowest-numbered rank that failed.
 
     Raises:
         KeyboardInterrupt: ranks failed after a SIGINT.
@@ -129,9 +129,21 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> tuple[int, set[int]]:
             if not _have_ended(processes, _GRACE):
                 for process in processes:
                     process.kill()
+    if killed := _killed(processes, stopped):  # the others then fail because of it
+        return 128 + killed[1], stopped
     failed = [process.returncode for process in processes if process.returncode]
     usual = [code for code in failed if code > 0]  # processes that this launcher ended have a negative code
     return usual[0] if usual else (128 - failed[0] if failed else 0), stopped
+
+
+def _killed(processes: list[subprocess.Popen[bytes]], stopped: set[int]) -> tuple[int, signal.Signals] | None:
+    """Return the first rank that a signal ended, and the signal, other than SIGTERM and the ranks `stopped` by this
+    launcher; None if there is none."""
+    for rank, process in enumerate(processes):
+        number = -(process.returncode or 0)
+        if number > 0 and number != signal.SIGTERM and rank not in stopped:
+            return rank, signal.Signals(number)
+    return None
 
 
 def _have_ended(processes: list[subprocess.Popen[bytes]], patience: float) -> bool:
@@ -150,14 +162,16 @@ def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]], stopped
 
     `folder` has what the ranks wrote: `<rank>.json` from `note_failure`, and `<rank>.log`, stderr of all but rank 0.
     """
+    if killed := _killed(processes, stopped):
+        rank, number = killed
+        why = ", as the system does when the machine's memory runs out" if number == signal.SIGKILL else ""
+        return f"error: rank {rank} was ended by {number.name}{why}; the other ranks were stopped"
     errors: list[tuple[float, int, str]] = []  # time, rank, message
     for rank, process in enumerate(processes):
         file, code = folder / f"{rank}.json", process.returncode or 0
         if file.is_file():
             noted = read_json(file, dict[str, dict[str, Any]])["message"]
             errors.append((noted["at"], rank, noted["message"]))
-        elif code < 0 and rank not in stopped and code != -signal.SIGTERM:
-            return f"error: rank {rank} was ended by {signal.Signals(-code).name}; the other ranks were stopped"
         elif code > 0:
             tail = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
             errors.append((float("inf"), rank, tail or f"it ended with code {code}"))

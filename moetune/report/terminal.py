@@ -1,13 +1,17 @@
 """`show`: prints views, sections and tables on a terminal, readable from 80 columns up."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.box import HEAVY_HEAD, Box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from moetune.report.view import Records, Table, View, ViewSection
 
+_WIDEST = 1000
 STYLES = {"yes": "bold green", "tight": "bold yellow", "no": "bold red", None: "bold"}
 
 
@@ -20,7 +24,7 @@ def show(what: View | ViewSection | Table | RenderableType, console: Console, *,
         console.print(what, highlight=False, soft_wrap=True)
         return
     for renderable in _whole(what, verbose) if isinstance(what, View) else [_part(what)]:
-        console.print(renderable, highlight=False)
+        console.print(renderable, highlight=False, crop=False)
 
 
 def _whole(view: View, verbose: bool) -> Iterator[RenderableType]:
@@ -47,12 +51,12 @@ def _whole(view: View, verbose: bool) -> Iterator[RenderableType]:
 
 def _part(part: ViewSection | Table | RenderableType) -> RenderableType:
     if isinstance(part, Table):
-        return _table(part)
+        return _Drawn(part)
     if not isinstance(part, ViewSection):
         return part
     body = part.body
     if isinstance(body, Table):
-        drawn: RenderableType = _table(body)
+        drawn: RenderableType = _Drawn(body)
     elif isinstance(body, Records):
         drawn = Group(*_records(body))
     else:
@@ -61,13 +65,31 @@ def _part(part: ViewSection | Table | RenderableType) -> RenderableType:
     return Group(Text(f"\n{part.title}", "bold"), drawn)
 
 
-def _table(table: Table) -> RenderableType:
+@dataclass(frozen=True)
+class _Drawn:
+    """A table in a box. Where it needs more columns than there are, it has no box, and lines may be longer than the
+    terminal is wide, because a name that is broken in two could not be copied."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for box in (HEAVY_HEAD, None):
+            drawn = _table(self.table, box)
+            least = Measurement.get(console, options.update(width=_WIDEST), drawn).minimum
+            if least <= options.max_width:
+                break
+        yield from console.render(drawn, options.update(width=max(least, options.max_width)))
+
+
+def _table(table: Table, box: Box | None) -> RichTable:
     # Cells are Text, because rich would read square brackets in a str (names, formulas) as markup.
-    drawn = RichTable(show_lines=any("\n" in cell for row in table.rows for cell in row))
-    for heading in table.headings:
-        is_number = heading.startswith(">")
+    drawn = RichTable(show_lines=any("\n" in cell for row in table.rows for cell in row), box=box, pad_edge=bool(box))
+    for heading, *cells in zip(table.headings, *table.rows, *table.totals, strict=True):
+        is_number, title = heading.startswith(">"), heading.removeprefix(">")
+        words = [cell for cell in cells if len(cell.split()) == 1]
+        is_names = len(words) == len(cells) and len(title) <= max(map(len, words), default=0)
         justify = "right" if is_number else "left"
-        drawn.add_column(Text(heading.removeprefix(">")), justify=justify, no_wrap=is_number, overflow="fold")  # type: ignore[arg-type]
+        drawn.add_column(Text(title), justify=justify, no_wrap=is_number or is_names, overflow="fold")  # type: ignore[arg-type]
     for row in table.rows:
         drawn.add_row(*map(_cell, row))
     drawn.add_section()

@@ -8,26 +8,27 @@ the output, so that the same command continues an interrupted pass. Of n ranks w
 n-th batch, and the sums of all ranks are added.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
 from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted, build, build_noting
 from moetune.adapt.start_from.start import open_start
+from moetune.atomic import NEW, aside, aside_of, publish, sweep, writing
 from moetune.config.load import load_run_config
 from moetune.config.schema import AdaptConfig, ChoiceConfig, RunConfig
-from moetune.errors import UserError
-from moetune.files import write_output
+from moetune.errors import UserError, reading
+from moetune.files import write_whole
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.report.console import terminal
@@ -44,6 +45,7 @@ from moetune.training.step.lm_head import split
 
 TOKENS = 131_072
 SAVE_SECONDS = 60.0
+_SUMS = "sums.safetensors"
 
 
 def to_score(config: RunConfig) -> RunConfig:
@@ -126,31 +128,34 @@ def score(
     adapted, base = load_base(run, run.device(device), console, ranks)
     content = None if base is None else base.fingerprint.content
     settings = _settings(config)
-    kept = _PartialSums(out, {"base": content, "data": [source.digest for source in sources], "run": settings})
-    recorder = Recorder(adapted, kept.read(adapted.model.device) if ranks.is_first else None)
-    saved = time.monotonic()
+    of = {"command": "score", "base": content, "data": [source.digest for source in sources], "run": settings}
+    with ExitStack() as stack:
+        sums = None
+        if out is not None and ranks.is_first:
+            stack.enter_context(writing(out))
+            sums = stack.enter_context(aside(out, of, overwrite=overwrite)) / _SUMS
+        recorder = Recorder(adapted, _read_sums(sums, adapted.model.device))
+        saved = time.monotonic()
 
-    def save(done: int) -> None:
-        """After a batch: save the sums of all ranks every `save_seconds`, and call `on_batch`."""
-        nonlocal saved
-        if ranks.any(time.monotonic() - saved >= save_seconds):
-            total = recorder.total(ranks)
-            if ranks.is_first:
-                kept.write(total)
-            saved = time.monotonic()
-        on_batch(done)
+        def save(done: int) -> None:
+            """After a batch: save the sums of all ranks every `save_seconds`, and call `on_batch`."""
+            nonlocal saved
+            if ranks.any(time.monotonic() - saved >= save_seconds):
+                _write_sums(sums, recorder.total(ranks))
+                saved = time.monotonic()
+            on_batch(done)
 
-    try:
-        record_batches(recorder, adapted, sources, padding, console, save)
-    except KeyboardInterrupt:
-        if ranks.is_single:  # other ranks may be at other batches; the sums saved last stay
-            kept.write(recorder.sums)
-        raise
-    recorder.sums = recorder.total(ranks)
-    scores = _scores(recorder, sources, config.model.path, content, settings)
-    if out is not None and ranks.is_first:
-        write_output(out, scores.to_text(), replace=True)
-        kept.remove()
+        try:
+            record_batches(recorder, adapted, sources, padding, console, save)
+        except KeyboardInterrupt:
+            if ranks.is_single:  # other ranks may be at other batches; the sums saved last stay
+                _write_sums(sums, recorder.sums)
+            raise
+        recorder.sums = recorder.total(ranks)
+        scores = _scores(recorder, sources, config.model.path, content, settings)
+        if out is not None and ranks.is_first:
+            write_whole(aside_of(out) / NEW, scores.to_text())
+            publish(out)
     return scores
 
 
@@ -291,6 +296,7 @@ def _refuse_output(out: Path, overwrite: bool) -> None:
 
     The folder must exist. The file must not, unless `overwrite` is set and it holds scores and is no symbolic link.
     """
+    sweep(out)
     if os.path.lexists(out):
         if not overwrite:
             raise UserError(f"--out {str(out)!r} exists; replace it with --overwrite, or choose another")
@@ -301,41 +307,16 @@ def _refuse_output(out: Path, overwrite: bool) -> None:
         raise UserError(f"--out {str(out)!r}: there is no folder {str(out.absolute().parent)!r}")
 
 
-class _PartialSums:
-    """The safetensors file beside the output `out` with the sums of an unfinished pass; with `out` None, no file.
+def _read_sums(file: Path | None, device: torch.device) -> RoutingSums | None:
+    """Return the sums that an interrupted pass saved in `file`, moved to `device`; None if there are none. Raise
+    `UserError` if the file is damaged."""
+    if file is None or not file.is_file():
+        return None
+    with reading(repr(str(file)), "remove it"):
+        return {name: value.to(device) for name, value in load_file(file).items()}
 
-    `of` identifies the pass: its base, data and settings, as JSON values. It is stored in the file's metadata, so that
-    no other pass is continued.
-    """
 
-    def __init__(self, out: Path | None, of: dict[str, Any]) -> None:
-        self.file = None if out is None else out.with_name(f".{out.name}.begun")
-        self._of = json.dumps(of, sort_keys=True)
-
-    def read(self, device: torch.device) -> RoutingSums:
-        """Return the saved sums, moved to `device`; empty if there are none, or if they are of another pass.
-
-        Raises `UserError` if a file of this name exists and cannot be read.
-        """
-        if self.file is None or not os.path.lexists(self.file):
-            return {}
-        try:
-            with safe_open(self.file, "pt") as held:
-                if (held.metadata() or {})["of"] != self._of:
-                    return {}
-                return {name: held.get_tensor(name).to(device) for name in held.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError, KeyError):
-            raise UserError(
-                f"{str(self.file)!r} is no file of partial scores, which are saved under this name; move it away"
-            ) from None
-
-    def write(self, sums: RoutingSums) -> None:
-        """Save the sums in place of those saved before."""
-        if self.file is not None:
-            held = {name: value.contiguous().cpu() for name, value in sums.items()}
-            write_output(self.file, as_safetensors(held, {"of": self._of}), replace=True)
-
-    def remove(self) -> None:
-        """Delete the file, if there is one."""
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)
+def _write_sums(file: Path | None, sums: RoutingSums) -> None:
+    """Save the sums in place of those saved before; with `file` None, do nothing."""
+    if file is not None:
+        write_whole(file, as_safetensors({name: value.contiguous().cpu() for name, value in sums.items()}))

@@ -12,7 +12,8 @@ trace of it counts (recomputation included), over what a large product reaches o
 
 - PEFT: the model as transformers loads it, in 16 bit, because transformers packs no stacked experts, with
   `target_parameters`.
-- experts4bit-qlora, if it is installed: experts in NF4 as its loader packs them, its own factors.
+- experts4bit-qlora, if it is installed with its kernels (`pip install "experts4bit-qlora[train,fast]"`) and there is a
+  GPU: experts in NF4 as its loader packs them, its own factors, its fast path. Not measured so yet.
 
 Unsloth is no side: it could not be run where this was written. The losses of the first step are in the table; factors
 start at zero there, so that sides differ by how weights are stored. A side that trains another number of weights has
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,6 +65,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 WARM_UP = 2
+E4B = ("experts4bit-qlora", "grouped-nf4-gemm")
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ PARTS = {
         for model, layers in (("mixtral-8x7b", 4), ("qwen3-30b-a3b", 8), ("olmoe-1b-7b", 8))
         for side in ("moetune", "peft", "experts4bit")
     ],
-    "small": [Case("mixtral-8x7b", "lora", side, 2) for side in ("moetune", "peft", "experts4bit")],
+    "small": [Case("mixtral-8x7b", "lora", side, 2) for side in ("moetune", "peft")],
 }
 
 
@@ -158,6 +161,10 @@ def experts4bit(folder: Path, device: torch.device, length: int, dtype: torch.dt
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name.lower())
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # kernels too old for `dgrad` are only a warning there
+        patched = theirs.enable_fast_train(model, dgrad=True)
+    assert patched > 0, "enable_fast_train changed no module: grouped-nf4-gemm is missing"
     return plain(model, length)
 
 
@@ -375,7 +382,7 @@ def main() -> None:
     report = {
         "schema": 1,
         "benchmark": "throughput",
-        "versions": versions("moetune", "torch", "transformers", "peft", "bitsandbytes", "experts4bit-qlora"),
+        "versions": versions("moetune", "torch", "transformers", "peft", "bitsandbytes", *E4B),
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
         "null_device": nullcuda.is_present(),
         "commit": commit(),

@@ -82,3 +82,12 @@ def test_models_lists_the_catalog(moetune: Moetune) -> None:
     out = moetune("models").out
     assert "granite-3.1-3b-a800m" in out
     assert "671,026,419,200" in out
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_hub_ids_can_be_copied(columns: int, moetune: Moetune, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    models = json.loads(moetune("models", "--json").out)["models"]
+    names = {name for model in models for name in (model["name"], model["hub_id"]) if name is not None}
+    assert len(names) == 2 * len(models) - 1
+    assert names - {*moetune("models").out.split()} == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import torch
 import yaml
 
 import moetune as package
+from moetune.cache import cache_folder
 from moetune.cli.main import _EXAMPLES
 from moetune.errors import UserError
-from moetune.files import Ledger, cache_folder
+from moetune.files import Ledger
 from moetune.parallel.start_ranks import number_in_environment
 from tests import small
 
@@ -26,6 +28,15 @@ FOR_PEOPLE = {"chat"}
 
 def test_version(moetune: Callable[..., Any]) -> None:
     assert moetune("--version").out == f"moetune {package.__version__}\n"
+
+
+@pytest.mark.parametrize(("given", "policy"), [({}, "passive"), ({"GOMP_SPINCOUNT": "9"}, "None")])
+def test_threads_that_wait_sleep(given: dict[str, str], policy: str) -> None:
+    """It is set before torch is imported, and not beside a setting of one's own."""
+    code = "import os, sys, moetune.cli.main; print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
+    kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    ended = subprocess.run([sys.executable, "-c", code], env=kept | given, capture_output=True, text=True, check=True)
+    assert ended.stdout == f"{policy} False\n"
 
 
 CHEAP = {

@@ -259,8 +259,8 @@ def test_what_the_system_refuses(
     assert_refused(ended, os.strerror(REFUSALS[how]))
     assert "out/it" in ended.err
     left = listing(here)
-    if command[0] in ("train", "quantize", "generate"):  # which go on where they were
-        left = {name: content for name, content in left.items() if not name.startswith(("out/it", "out/.it.begun"))}
+    if command[0] == "train":  # which goes on where it was
+        left = {name: content for name, content in left.items() if not name.startswith("out/it")}
     assert left == before
     assert moetune(*line).code in (0, 1)
     assert listing(here)["out/beside.txt"] == b"mine"
@@ -298,8 +298,10 @@ def test_outputs_that_name_an_input(here: Path, moetune: Callable[..., Any]) -> 
     assert listing(here) == before
 
 
-def test_sums_of_ones_own_beside_scores(here: Path, moetune: Callable[..., Any]) -> None:
-    (here / "out" / ".it.begun").write_text("mine")
+@pytest.mark.parametrize("command", [("score", "--out"), ("generate", "--out"), ("export", "--out")])
+def test_ones_own_folder_beside_an_output(command: tuple[str, str], here: Path, moetune: Callable[..., Any]) -> None:
+    (here / "out" / ".it.moetune").mkdir()
+    (here / "out" / ".it.moetune" / "of.json").write_text("{}")
     before = listing(here)
-    assert_refused(moetune(*FILES["score", "--out"].format("out/it").split()), ".it.begun")
+    assert_refused(moetune(*EVERY[command].format("out/it").split()), ".it.moetune")
     assert listing(here) == before

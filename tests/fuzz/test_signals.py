@@ -13,19 +13,23 @@ from typing import Any
 import pytest
 import yaml
 
+from moetune.adapt.weights.quantize import quantize
+from moetune.atomic import sweep
 from moetune.config.schema import RunConfig
+from moetune.exporting.adapter import merge_adapter
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
+from moetune.inference.completions import complete
 from moetune.parallel.start_ranks import start_ranks
 from moetune.routing.score import score, to_score
 from moetune.run.resolve import resolve
 from tests import small
 from tests.processes import processes
-from tests.resolved import train, write_quantized_base
+from tests.resolved import train
 from tests.training.test_resume import assert_same, work_alone
 
 LONG = ("train", "two ranks")
-OTHERS = ("peft", "merged", "vllm", "score", "delta")
+OTHERS = ("peft", "merged", "vllm", "score", "delta", "merge", "generate")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Work = Callable[[Path, bool], None]
 """Writes to a folder; the second time it goes on with, or replaces, what is there."""
@@ -33,7 +37,7 @@ Work = Callable[[Path, bool], None]
 
 @pytest.fixture(scope="module")
 def runs(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose experts train and one with LoRA, and a delta."""
+    """A run whose experts train and one with LoRA, a delta, an adapter, and prompts."""
     folder = tmp_path_factory.mktemp("signals")
     for adapt in ("experts", "lora"):
         train(small.run_config(small_model, small_data, folder / adapt, adapt, train={"steps": 1}))
@@ -41,6 +45,8 @@ def runs(small_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathF
         config = small.run_config(small_model, small_data, folder / adapt, adapt, train={"steps": 2, "save_every": 1})
         train(config, overwrite=True)
     export(folder / "experts", "delta", folder / "delta")
+    export(folder / "lora", "peft", folder / "adapter")
+    small.write_data(folder / "prompts.jsonl", [{"prompt": "a" * length} for length in range(1, 9)])
     shutil.copytree(small_model, folder / "model")
     first = processes.Process(target=work_alone)  # begins the server of processes, which takes longer than they do
     first.start()
@@ -59,9 +65,16 @@ def work(command: str, runs: Path, out: Path, again: bool, run: dict[str, Any]) 
     if command == "train":
         train(RunConfig.model_validate(run | {"output": str(out)}), resume="auto" if again else "never")
     elif command == "quantize":
-        write_quantized_base(str(runs / "model"), out, "nf4", True)
+        quantize(runs / "model", out, overwrite=overwrite)
     elif command == "apply":
         apply_delta(runs / "delta", runs / "model", out, overwrite=overwrite)
+    elif command == "merge":
+        merge_adapter(str(runs / "model"), runs / "adapter", out, overwrite=overwrite)
+    elif command == "generate":
+        out.mkdir(exist_ok=True)
+        if not (out / "texts.jsonl").exists():  # a whole one stays
+            complete(runs / "model", str(runs / "prompts.jsonl"), out / "texts.jsonl", batch=2, max_new_tokens=8)
+        sweep(out / "texts.jsonl")
     elif command == "score":
         out.mkdir(exist_ok=True)
         scored = to_score(RunConfig.model_validate(run))
@@ -87,9 +100,7 @@ def in_process(*arguments: Any, number: int | None = None, after: float = 60.0) 
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files of a folder, but for temporary ones of killed writes, which the first write after a minute removes."""
-    files = [file for file in folder.rglob("*") if file.is_file() and not file.name.startswith(".moetune-")]
-    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.mark.one_in(2)
@@ -125,15 +136,11 @@ def test_signals_at_random_moments(
                 interrupted += 1
             else:
                 seconds *= 0.7  # it had ended
-        if command == "quantize" and (out / "packed.json").exists():
-            (out / ".lock").unlink(missing_ok=True)  # of a process that was killed after its last file
-        else:
-            assert in_process(command, runs, out, True, run) == 0, f"{signal.Signals(number).name}, round {index}"
+        assert in_process(command, runs, out, True, run) == 0, f"{signal.Signals(number).name}, round {index}"
         if command in LONG:
             assert_same(run | {"output": str(out)}, run | {"output": str(reference)})
         else:
             assert contents(out) == contents(reference), f"{signal.Signals(number).name}, round {index}"
-        left = [path.name for path in out.parent.iterdir() if path != out and any(path.iterdir())]
-        assert left == []
+        assert os.listdir(out.parent) == ["out"]
     assert interrupted
     print(f"{command}: {interrupted} interrupted, {len(rounds)} ended equal")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moetune.atomic import aside, aside_of
 from moetune.errors import UserError
 from moetune.inference import completions
 from moetune.inference.completions import complete
@@ -43,7 +44,7 @@ def test_a_batch_gives_the_texts_of_single_prompts(opened: Opened, tmp_path: Pat
     ]  # fmt: skip
     assert read(out) == [record | {"generated": text} for record, text in zip(RECORDS, single, strict=True)]
     assert (done.records, done.texts) == (5, 5)
-    assert [file.name for file in tmp_path.iterdir() if ".begun" in file.name] == []
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
 @pytest.mark.parametrize("damage", [b"", b'["half a li'])
@@ -63,7 +64,8 @@ def test_an_interrupted_call_is_continued(
         return real(opened, rows, **how)
 
     monkeypatch.setattr(completions, "continued", cut_off)
-    out, begun = tmp_path / "out.jsonl", tmp_path / ".out.jsonl.begun"
+    out = tmp_path / "out.jsonl"
+    begun = aside_of(out) / "batches.jsonl"
     with pytest.raises(KeyboardInterrupt):
         complete(opened, str(data), out, **how)
     assert not out.exists()
@@ -72,21 +74,21 @@ def test_an_interrupted_call_is_continued(
     whole = begun.read_bytes()
     for odd in (b"3\n", b'["too", "many", "texts"]\n'):
         begun.write_bytes(whole.rpartition(b"\n")[0] + b"\n" + odd)
-        with pytest.raises(UserError, match="other prompts or settings"):
+        with pytest.raises(UserError, match=r"batches\.jsonl' .*; remove it"):
             complete(opened, str(data), out, **how)
     begun.write_bytes(whole)
-    with pytest.raises(UserError, match="other prompts or settings"):
+    with pytest.raises(UserError, match="other data or settings"):
         complete(opened, str(data), out, **(how | {"seed": 4}))
     complete(opened, str(data), out, **how)
     assert calls == [2, 2, 2, 2, 2, 2]  # three before, and the last three of five batches
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(read(out)) == 10
-    assert not begun.exists()
+    assert not begun.parent.exists()
 
 
 def test_a_second_process_is_refused(opened: Opened, tmp_path: Path) -> None:
     data, out = small.write_data(tmp_path / "prompts.jsonl", RECORDS), tmp_path / "out.jsonl"
-    with completions._Begun(out, "of", []), pytest.raises(UserError, match="another process"):
+    with aside(out), pytest.raises(UserError, match="is being written by process"):
         complete(opened, str(data), out)
 
 
@@ -140,12 +142,3 @@ def test_what_is_there_is_kept(opened: Opened, tmp_path: Path) -> None:
     assert out.read_text() == "mine"
     with pytest.raises(UserError, match="--samples 2 at temperature 0"):
         complete(opened, str(data), tmp_path / "other.jsonl", samples=2)
-
-
-@pytest.mark.parametrize("odd", ["mine", "mine\n", '{"of": "x"}\n', '["x"]\n', '{"of": 3}\n', "\xff\n"])
-def test_a_file_of_another_call_is_kept(opened: Opened, tmp_path: Path, odd: str) -> None:
-    data, begun = small.write_data(tmp_path / "prompts.jsonl", RECORDS), tmp_path / ".out.jsonl.begun"
-    begun.write_text(odd, encoding="latin-1")
-    with pytest.raises(UserError, match="remove it, or choose another"):
-        complete(opened, str(data), tmp_path / "out.jsonl")
-    assert begun.read_text(encoding="latin-1") == odd

@@ -75,5 +75,5 @@ def taken(*command: object) -> int:
 
 def off(here: Path, command: str, *more: object, out: bool = True) -> float:
     """How far what is predicted of a command's host memory lies from what it takes, as a share of the latter."""
-    expected = predicted(*command.split(), *more)["host"]["required_bytes"]["expected"]
+    expected = predicted(*command.split(), *more)["host"]["required_bytes"]
     return expected / taken(*command.split(), *more, *(("--out", here / "out") if out else ())) - 1

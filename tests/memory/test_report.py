@@ -58,9 +58,11 @@ def test_verdict(off: str, verdict: str) -> None:
     assert report.fits is (verdict != "no")
     found = report.to_json()
     assert found["verdict"] == verdict
-    assert found["required_bytes"] == {"low": span.low, "expected": report.required, "high": span.high}
+    assert found["required_range"] == {"low": span.low, "expected": report.required, "high": span.high}
     assert sum(one["above"] for one in found["unknowns"]) == span.high - span.expected
-    assert report.figures()["required_range"] == found["required_bytes"]
+    for described in (found, report.figures()):
+        assert described["required_bytes"] == report.required
+        assert described["required_range"] == found["required_range"]
     assert (report.least_headroom >= 0) is (verdict == "yes")
 
 

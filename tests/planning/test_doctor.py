@@ -50,7 +50,7 @@ def test_the_speeds_of_a_card(moetune: Run, monkeypatch: pytest.MonkeyPatch, tmp
     said = {check.name: check.found for check in doctor.measure_card()}
     assert said.pop(f"{card.full_name}, memory") == "80 to 80 % of the data sheet's"
     assert said.pop(f"{card.full_name}, launch") == "6 to 6 µs each"
-    (file,) = tmp_path.glob("speeds-*.json")
+    (file,) = tmp_path.glob("speeds-*.json.gz")
     assert str(file) in said.pop(f"{card.full_name}, speeds")
     assert not said
     file.unlink()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moetune.cache import cache_folder
 from moetune.config.schema import RunConfig
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.planning import predictor
@@ -30,7 +31,7 @@ def test_a_run_is_traced_once(small_model: Path, tmp_path: Path, monkeypatch: py
     assert Predictor().whole(run(128)) != first
     assert Predictor(gpu="h100").whole(run(64)).gpu != first.gpu
     assert len(traced) == 3
-    for file in tmp_path.iterdir():
+    for file in cache_folder("reports").iterdir():
         file.write_bytes(file.read_bytes()[:-9])
     assert Predictor().whole(run(64)) == first
     assert len(traced) == 4

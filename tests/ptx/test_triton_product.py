@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from moetune.experts.kernels import triton_product
 from moetune.experts.kernels.operators import OPERATORS
-from moetune.experts.self_check import is_alike
 from moetune.experts.kernels.triton_product import TILES
+from moetune.experts.self_check import is_alike
 from tests.ptx.cases import Draw
 from tests.ptx.driver import emulated
 

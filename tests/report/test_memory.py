@@ -103,7 +103,7 @@ def test_the_host_is_part_of_the_verdict(room: int, verdict_: str, said: str) ->
     assert (report.verdict, report.fits) == (verdict_, verdict_ != "no")
     assert (report.card_verdict, report.host_verdict) == ("yes", verdict_)
     assert verdict(report) == said
-    assert report.to_json()["required_bytes"] == sample().to_json()["required_bytes"]  # those of the card
+    assert report.to_json()["required_range"] == sample().to_json()["required_range"]  # those of the card
     alone = replace(report, gpu=None)
     assert alone.verdict == verdict_
     assert "the host" in verdict(alone)

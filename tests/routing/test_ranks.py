@@ -55,7 +55,7 @@ def test_one_rank_goes_on_where_two_were_interrupted(
 ) -> None:
     out = tmp_path / "scores.json"
     world.run(2, ranks.interrupted, ON_TWO[2], small_model, odd_data, out)
-    assert (tmp_path / ".scores.json.begun").is_file()
+    assert (tmp_path / ".scores.json.moetune" / "sums.safetensors").is_file()
     assert not out.exists()
     config = small.run_config(small_model, odd_data, Path("unused"), "lora", model={"base": "fp32"})
     done: list[int] = []

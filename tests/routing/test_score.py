@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from moetune.atomic import aside_of
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.assumed_routing import parse_routing
@@ -114,14 +115,12 @@ def test_an_interrupted_pass_goes_on(
 
     with pytest.raises(KeyboardInterrupt):
         scored(small_model, [small_data], out, on_batch=interrupt)
-    begun = tmp_path / ".scores.json.begun"
+    begun = aside_of(out) / "sums.safetensors"
     assert begun.is_file()
     assert not out.exists()
     other = small.write_data(tmp_path / "other.jsonl", small.DATA[:9])
-    with pytest.raises(KeyboardInterrupt):  # of other data: begun anew
-        scored(small_model, [other], out, on_batch=interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        scored(small_model, [small_data], out, on_batch=interrupt)
+    with pytest.raises(UserError, match=r"begun with another model, other data .*\.scores\.json\.moetune"):
+        scored(small_model, [other], out)
     monkeypatch.setattr(Recorder, "_add", in_layer_1_after(1))
     with pytest.raises(KeyboardInterrupt):  # in the middle of the fifth batch
         scored(small_model, [small_data], out)
@@ -130,7 +129,7 @@ def test_an_interrupted_pass_goes_on(
     assert scored(small_model, [small_data], out, on_batch=done.append) == whole
     assert done[0] == 5
     assert read_scores(out, "it") == whole
-    assert not begun.exists()
+    assert not begun.parent.exists()
 
 
 def test_several_files_are_kept_apart_and_added(whole: Scores, small_model: Path, tmp_path: Path) -> None:

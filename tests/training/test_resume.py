@@ -32,19 +32,19 @@ Moment = tuple[str, int, str]
 
 MOMENTS: dict[str, Moment] = {
     "nothing but an empty folder": ("moetune.training.folder.run_writer.write_whole", 1, "before"),
-    "run file not renamed": ("moetune.files.sync", 1, "after"),
+    "run file not renamed": ("os.fsync", 2, "after"),
     "base not noted": ("moetune.training.folder.run_writer.write_whole", 2, "before"),
     "inputs not noted": ("moetune.training.folder.run_writer.write_whole", 3, "before"),
     "no metrics file": ("moetune.training.folder.run_writer.write_whole", 4, "before"),
     "before the first step": ("moetune.training.step.stepper.micro_step", 1, "before"),
     "before the first checkpoint": ("moetune.training.step.stepper.micro_step", 4, "before"),
     "within the first checkpoint": ("moetune.training.folder.checkpoint.save_file", 1, "after"),
-    "a checkpoint complete but for its name": ("pathlib.Path.rename", 5, "before"),
-    "just after a checkpoint": ("pathlib.Path.rename", 5, "after"),
+    "a checkpoint complete but for its name": ("moetune.training.folder.run_writer.publish", 1, "before"),
+    "just after a checkpoint": ("moetune.training.folder.run_writer.publish", 1, "after"),
     "between checkpoints, mid-step": ("moetune.training.step.stepper.micro_step", 9, "before"),
     "within a line of metrics": ("moetune.training.folder.run_writer.RunWriter.append_metrics", 6, "within"),
     "within the second checkpoint": ("moetune.training.folder.checkpoint.dcp.save", 2, "after"),
-    "an old checkpoint half removed": ("pathlib.Path.rename", 7, "after"),
+    "an old checkpoint half removed": ("moetune.atomic.shutil.rmtree", 1, "before"),
     "after the epoch's end": ("moetune.training.step.stepper.micro_step", 13, "before"),
 }
 # Eight steps of two micro-batches; the data end after four steps, of which the last has one micro-batch. Logging,

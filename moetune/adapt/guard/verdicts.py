@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 
 from moetune.adapt.guard.exercise import Sizes
-from moetune.errors import UserError
-from moetune.files import cache_folder, source_digest, write_whole
-from moetune.json_files import read_sealed, sealed
+from moetune.cache import cache_folder, read_cached, write_cached
+from moetune.files import source_digest
 
 KERNELS = ("experts/**/*.py", "adapt/*.py", "adapt/layers/*.py", "adapt/guard/*.py")
 """Patterns, relative to the package, of the source files of kernels, their references and the exercises."""
@@ -53,7 +52,7 @@ class Key:
         body = asdict(self)
         sizes = body.pop("sizes")
         names = (hashlib.sha256(json.dumps(one, sort_keys=True).encode()).hexdigest()[:16] for one in (body, sizes))
-        return cache_folder("kernels") / f"{'-'.join(names)}.json"
+        return cache_folder("kernels") / f"{'-'.join(names)}.json.gz"
 
 
 @dataclass(frozen=True)
@@ -77,38 +76,29 @@ class Verdict:
 
 def kept(key: Key) -> Verdict | None:
     """Return the verdict that is on disk for a key; None if there is none, or its file is damaged."""
-    verdict = _read(key.file)
+    verdict: Verdict | None = read_cached(key.file, Verdict)
     return verdict if verdict is not None and verdict.key == key else None
-
-
-def _read(file: Path) -> Verdict | None:
-    try:
-        verdict = read_sealed(file, Verdict)
-    except UserError:  # not there, or not what was written: compared again
-        return None
-    return verdict if verdict.is_complete else None
 
 
 def failed_at_any_sizes(key: Key) -> frozenset[str]:
     """Return the operators that failed in any verdict on disk whose key equals `key` except in `sizes`."""
     folder = key.file.parent
     try:
-        return _failed_of(key.file.with_name(f"{key.file.stem.partition('-')[0]}-*.json"), folder.stat().st_mtime_ns)
+        return _failed_of(key.file.with_name(f"{key.file.stem.partition('-')[0]}-*.json.gz"), folder.stat().st_mtime_ns)
     except OSError:
         return frozenset()
 
 
 @lru_cache(1)  # a plan asks for every run that it tries
 def _failed_of(files: Path, changed: int) -> frozenset[str]:
-    return frozenset(name for file in files.parent.glob(files.name) if (one := _read(file)) for name in one.failed)
+    verdicts = (read_cached(file, Verdict) for file in files.parent.glob(files.name))
+    return frozenset(name for verdict in verdicts if verdict is not None for name in verdict.failed)
 
 
 def keep(verdict: Verdict) -> None:
     """Write a verdict to disk if its comparison was complete, else do nothing; ignore errors of the file system."""
     if verdict.is_complete:
-        with suppress(OSError):
-            verdict.key.file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(verdict.key.file, sealed(asdict(verdict)))
+        write_cached(verdict.key.file, Verdict, verdict)
 
 
 def driver_here() -> str:

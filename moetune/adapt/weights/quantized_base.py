@@ -2,13 +2,13 @@
 
 A quantized base is a checkpoint with weights that `moetune quantize` has quantized, so that loading takes a fraction of
 the time. The folder has one safetensors file for each layer's experts, `rest.safetensors` for all other tensors, the
-model's configuration and tokenizer, a ledger of these files, and a manifest, `packed.json`. The manifest is written
-last; it says what was quantized and how, with the size and SHA-256 of each weight file. While a base is read, other
+model's configuration and tokenizer, a ledger of these files, and a manifest, `packed.json`, which says what was
+quantized and how, with the size and SHA-256 of each weight file. While a base is read, other
 threads compute the digests of its files; one that has changed raises `UserError`.
 """
 
 import json
-import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,18 @@ from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.bitsandbytes import Linear4bit
 from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
-from moetune.files import Ledger, WriterLock, aside_of, foreign_in, settle, write_whole
-from moetune.json_files import read_json
+from moetune.files import settle
 from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
 from moetune.models.hub.tensor_files import Stored
-from moetune.models.source_quantization import BEGUN, REST, QuantizedManifest
+from moetune.models.source_quantization import REST, QuantizedManifest
 from moetune.models.structure import tied_names
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedModel, ResolvedRun
 
-_KIND = "quantized base"
+KIND = "quantized base"
 """Kind of the folder in its ledger, `.moetune`."""
 _AGAIN = "write it again with moetune quantize"
 _THREADS = 4
@@ -91,91 +90,43 @@ def rest_of(
     return tensors
 
 
-def begin(folder: Path, model: ResolvedModel, source: Path, weights: Iterable[Path]) -> None:
-    """Prepare a folder for a new or interrupted quantized base; copy configuration and tokenizer into it from `source`.
-
-    What is to be quantized is recorded in the folder, or compared with what was recorded there before. The ledger lists
-    all files that will be written. `weights` are the checkpoint's weight files.
-
-    Raises:
-        UserError: the folder holds other files or a finished quantized base; it was begun for another model, precision
-            or version of the checkpoint; or its record is damaged.
-    """
-    plan = {
+def plan(model: ResolvedModel, source: Path, weights: Iterable[Path]) -> dict[str, Any]:
+    """Return, as JSON values, what a model's quantized base depends on: the precision, and the checkpoint in the folder
+    `source` with its files `weights`, which must not change between two calls that write one base."""
+    return {
         "schema": 1,
         "base": model.config.base,
         "double_quant": model.config.double_quant,
         "gate_up_apart": model.gate_up_apart,
         "source": str(source.resolve()),
-        # To detect a checkpoint that changed between two attempts, which would be mixed otherwise.
         "source_files": {file.name: [(found := file.stat()).st_size, found.st_mtime_ns] for file in weights},
     }
-    begun = folder / BEGUN
-    left_by_kill = (aside_of(begun).name, WriterLock.NAME, Ledger.NAME)
-    is_empty = foreign_in(folder.resolve(), left_by_kill) is None
-    if (folder / QUANTIZED_MANIFEST).exists() or not (is_empty or begun.is_file()):
-        raise UserError(
-            f"--out {str(folder)!r} is not empty; replace a quantized base there with --overwrite, or choose another"
-        )
-    if begun.is_file() and _read_begun(folder) != plan:
-        raise UserError(
-            f"--out {str(folder)!r} was begun for another model or precision, or the model changed; choose another"
-        )
-    written = [REST, QUANTIZED_MANIFEST, BEGUN, *(layer_file(layer.experts) for layer in model.structure.moe_layers)]
-    copied = [str(file.relative_to(source)) for file in small_files(source)]
-    Ledger(folder).add(_KIND, *copied, *written, *(aside_of(Path(name)).name for name in written))
-    if not begun.is_file():
-        write_whole(begun, json.dumps(plan), aside=aside_of(begun))
+
+
+def begin(folder: Path, source: Path, experts: Iterable[str]) -> None:
+    """Copy configuration and tokenizer from the checkpoint `source` into the folder of a base that is being written,
+    and remove what an interrupted call left there except complete files of layers, whose experts modules are named."""
+    complete = {layer_file(path) for path in experts}
+    for left in folder.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left)
+        elif left.name not in complete:
+            left.unlink()
     for file in small_files(source):
-        copy = folder / file.relative_to(source)
-        if os.path.lexists(copy) and (copy.is_symlink() or not file.read_bytes().startswith(copy.read_bytes())):
-            raise UserError(
-                f"{str(copy)!r} already exists, and the model's {file.name} would be copied there; move it away"
-            )
         copy_small_file(file, source, folder)
 
 
-def remove(folder: Path) -> None:
-    """Remove a quantized base, finished or not, from a folder: the files in its ledger, the manifest first.
-
-    Raises:
-        UserError: the folder has entries and no ledger of a quantized base, or a file that the ledger does not list.
-    """
-    ledger = Ledger(folder)
-    if not any(item.name != WriterLock.NAME for item in folder.iterdir()):
-        return
-    if ledger.kind != _KIND:
-        raise UserError(
-            f"--out {str(folder)!r} holds no quantized base, or one of an earlier version, which has no {Ledger.NAME}; "
-            "choose another"
-        )
-    if found := foreign_in(folder.resolve(), {Ledger.NAME, WriterLock.NAME, *ledger.paths}):
-        raise UserError(f"--out {str(folder)!r}: {str(found)!r} is not part of the quantized base there; move it away")
-    listed = [item for item in folder.rglob("*") if str(item.relative_to(folder)) in ledger.paths]
-    for file in sorted(listed, key=lambda item: item.name != QUANTIZED_MANIFEST):
-        file.unlink()
-    ledger.file.unlink()
-
-
-def finish(folder: Path, source: Fingerprint, experts: Iterable[str]) -> dict[str, int]:
+def finish(folder: Path, plan: dict[str, Any], source: Fingerprint, experts: Iterable[str]) -> dict[str, int]:
     """Write the manifest, which completes the quantized base; return `files`, the number of weight files, and their
     total `bytes`. `source` is the fingerprint of the checkpoint, `experts` are the paths of the experts modules of all
     layers."""
     files = sorted([folder / REST, *(folder / layer_file(path) for path in experts)])
     with digesting(files, _THREADS) as digests:
         entries = {file.name: {"bytes": file.stat().st_size, "sha256": digests()[file.name]} for file in files}
-    plan = _read_begun(folder)
-    del plan["source_files"]
-    manifest = {**plan, "fingerprint": source.to_json(), "files": entries}
-    file = folder / QUANTIZED_MANIFEST
-    write_whole(file, json.dumps(manifest, indent=2) + "\n", aside=aside_of(file))
-    (folder / BEGUN).unlink()
+    what = {key: value for key, value in plan.items() if key != "source_files"}
+    manifest = {**what, "fingerprint": source.to_json(), "files": entries}
+    (folder / QUANTIZED_MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     return {"files": len(files), "bytes": sum(file.stat().st_size for file in files)}
-
-
-def _read_begun(folder: Path) -> dict[str, Any]:
-    remedy = f"delete {str(folder)!r} and run moetune quantize again"
-    return read_json(folder / BEGUN, dict[str, Any], remedy=remedy)
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -198,9 +149,10 @@ def plain_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, aside_of(file), metadata={"format": "pt"})
-    settle(aside_of(file))
-    aside_of(file).rename(file)
+    aside = file.with_suffix(".part")
+    save_file(contiguous, aside, metadata={"format": "pt"})
+    settle(aside)
+    aside.rename(file)
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------

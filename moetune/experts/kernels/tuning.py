@@ -1,13 +1,11 @@
 """The fastest tile of a kernel, measured once for each card and shape; the choices are kept on disk.
 
-Choices are in `tiles.json` in moetune's cache folder (`files.cache_folder`), by card, version of Triton and shapes. A
+Choices are in `tiles.json.gz` in moetune's cache folder (`cache_folder`), by card, version of Triton and shapes. A
 file that cannot be read counts as empty, and one that cannot be written is left. Import this file only with a GPU and
 Triton.
 """
 
-import json
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from moetune.files import cache_folder, write_whole
+from moetune.cache import cache_folder, read_cached, write_cached
 
 
 class Tile(NamedTuple):
@@ -45,6 +43,7 @@ def tiled(tiles: Sequence[Tile]) -> Callable[[Any], Any]:
     return define
 
 
+_Content = dict[str, dict[str, list[int]]]
 _CHOSEN: dict[Hashable, Tile] = {}
 """(kernel, shapes) -> the tile chosen in this process."""
 
@@ -115,26 +114,18 @@ def _events(count: int) -> list[torch.cuda.Event]:
 
 def _read() -> dict[str, dict[str, list[int]]]:
     """Return the content of the file, card -> (kernel and shapes -> tile); empty if the file is missing or damaged."""
-    # Not `read_json`: the frames of its error hold the product's operands in a cycle, until garbage is collected.
-    try:
-        content = json.loads(_file().read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    is_whole = isinstance(content, dict) and all(isinstance(of_card, dict) for of_card in content.values())
-    return content if is_whole else {}
+    return read_cached(_file(), _Content) or {}
 
 
 def _keep(name: str, tile: Tile) -> None:
     """Add the tile of a kernel and its shapes (`name`) to the file; does nothing if the file cannot be written."""
     content = _read()
     content.setdefault(_card(), {})[name] = list(tile)
-    with suppress(OSError):
-        _file().parent.mkdir(parents=True, exist_ok=True)
-        write_whole(_file(), json.dumps(content, indent=1))
+    write_cached(_file(), _Content, content)
 
 
 def _file() -> Path:
-    return cache_folder("tiles") / "tiles.json"
+    return cache_folder("tiles") / "tiles.json.gz"
 
 
 @cache

@@ -7,8 +7,7 @@ point is left out in turn, and the range of all points is widened by the ratio b
 
 import hashlib
 import json
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
@@ -16,9 +15,8 @@ from typing import Literal, get_args
 import torch
 
 from moetune.adapt.guard.verdicts import driver_here
+from moetune.cache import cache_folder, read_cached, write_cached
 from moetune.errors import UserError
-from moetune.files import cache_folder, write_whole
-from moetune.json_files import read_sealed, sealed
 from moetune.memory.time.work import Work
 from moetune.models.catalog.gpus import Gpu
 
@@ -88,15 +86,13 @@ class Speeds:
     def file(self) -> Path:
         """Path of the file for the points of this card, driver and version of torch, in the cache folder."""
         key = json.dumps([self.card, self.driver, self.versions], sort_keys=True)
-        return cache_folder("speeds") / f"speeds-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        return cache_folder("speeds") / f"speeds-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json.gz"
 
     def keep(self) -> None:
         """Write the points to `file`. Raises `UserError` if it cannot be written."""
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.file, sealed(asdict(self)))
-        except OSError as error:
-            raise UserError(f"{str(self.file)!r} cannot be written: {error.strerror or error}") from error
+        write_cached(self.file, Speeds, self)
+        if read_cached(self.file, Speeds) != self:
+            raise UserError(f"{str(self.file)!r} cannot be written; set MOETUNE_CACHE to a folder that can")
         _kept.cache_clear()
 
     def factors(self, card: Gpu) -> dict[Kind, Between]:
@@ -124,7 +120,5 @@ def speeds_of(card: Gpu) -> Speeds | None:
 @cache  # a choice of activations asks for every layer
 def _kept() -> Speeds | None:
     here = Speeds.here(torch.device("cuda", 0))
-    with suppress(UserError):  # not there, or not what was written
-        found = read_sealed(here.file, Speeds)
-        return found if replace(found, points=()) == here else None
-    return None
+    found: Speeds | None = read_cached(here.file, Speeds)
+    return found if found is not None and replace(found, points=()) == here else None

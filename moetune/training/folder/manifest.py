@@ -1,6 +1,8 @@
 """The manifest of a checkpoint: size and SHA-256 of each of its files, written last and checked to find damage."""
 
+import hashlib
 from pathlib import Path
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -19,16 +21,35 @@ class _File(TypedDict):
 class _Manifest(TypedDict):
     step: Amount
     files: dict[str, _File]
+    metrics: NotRequired[_File]
 
 
-def write_manifest(folder: Path, step: int) -> None:
-    """Write `manifest.json` of the complete checkpoint of `step`, with a seal (a digest of the manifest itself)."""
-    files = {
-        str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": digest(file)}
-        for file in files_in(folder)
-        if file.name != MANIFEST
-    }
-    (folder / MANIFEST).write_text(sealed({"step": step, "files": files}), encoding="utf-8")
+def write_manifest(folder: Path, step: int, metrics: Path | None = None) -> None:
+    """Write `manifest.json` of the complete checkpoint of `step`, with a seal (a digest of the manifest itself).
+
+    `metrics` is the run's `metrics.jsonl`, of which the manifest has size and digest as they are now.
+    """
+    about: dict[str, Any] = {"step": step, "files": {}} | ({} if metrics is None else {"metrics": _file(metrics)})
+    for file in files_in(folder):
+        if file.name != MANIFEST:
+            about["files"][str(file.relative_to(folder))] = _file(file)
+    (folder / MANIFEST).write_text(sealed(about), encoding="utf-8")
+
+
+def _file(path: Path) -> _File:
+    return {"bytes": path.stat().st_size, "sha256": digest(path)}
+
+
+def begins_with(text: bytes, folder: Path) -> bytes | None:
+    """Return the beginning of a `metrics.jsonl` that had been written when the checkpoint in `folder` was; None if it
+    is not what it was then. A checkpoint whose manifest is damaged says nothing: all of `text` is returned."""
+    try:
+        metrics = read_sealed(folder / MANIFEST, _Manifest)["metrics"]
+    except (UserError, KeyError):
+        return text
+    beginning = text[: metrics["bytes"]]
+    is_same = len(beginning) == metrics["bytes"] and hashlib.sha256(beginning).hexdigest() == metrics["sha256"]
+    return beginning if is_same else None
 
 
 def files_in(folder: Path) -> list[Path]:

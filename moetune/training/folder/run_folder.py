@@ -3,11 +3,11 @@
     run.yaml, base.json, inputs.json     what the run was started with
     metrics.jsonl                        a line for each logged step and each evaluation
     memory.json, out_of_memory.json      memory, predicted and measured; the state in which memory ran out
-    checkpoints/step-N/                  one checkpoint, with copies of run.yaml, inputs.json and metrics.jsonl
+    checkpoints/step-N/                  one checkpoint, with copies of run.yaml and inputs.json
     .moetune                             the list of files that moetune wrote
 
-A checkpoint gets its final name when it is complete, and its manifest has the SHA-256 of every file. So its copies show
-whether run.yaml, inputs.json and metrics.jsonl in the run folder are damaged.
+A checkpoint gets its final name when it is complete, and its manifest has the SHA-256 of every file, and of
+metrics.jsonl as it was then. So it shows whether run.yaml, inputs.json and metrics.jsonl in the run folder are damaged.
 """
 
 import math
@@ -25,7 +25,7 @@ from moetune.files import expanded, lock
 from moetune.json_files import read_sealed
 from moetune.models.hub.fingerprint import Base
 from moetune.run.folder_files import MetricsLine, parse_metrics
-from moetune.training.folder.manifest import MANIFEST, damage
+from moetune.training.folder.manifest import MANIFEST, begins_with, damage
 from moetune.training.same_run import FREE_ON_EXPORT, Inputs, changed_settings
 
 RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE = "run.yaml", "base.json", "inputs.json", "memory.json"
@@ -141,20 +141,38 @@ class RunFolder:
             return datetime.fromisoformat(inputs.clock)
 
     def metrics(self) -> list[MetricsLine]:
-        """Return every complete line of `metrics.jsonl`; an empty list if there is no file and no checkpoint.
-
-        The file only grows. If it does not begin with the copy in the newest checkpoint, it is damaged, and the copy is
-        read instead.
+        """Return every complete line of `metrics.jsonl`; an empty list if there is no file.
 
         Raises:
-            UserError: a line is not what a run writes (`parse_metrics`).
+            UserError: a line is not what a run writes (`parse_metrics`), or was changed after the newest checkpoint was
+                written.
         """
+        there = self.checkpoints()
         text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
-        for checkpoint in self.checkpoints()[-1:]:
-            copy = checkpoint / METRICS_FILE
-            if copy.is_file() and not text.startswith(whole := copy.read_bytes()) and damage(checkpoint) is None:
-                text = whole
+        try:
+            for checkpoint in there[-1:]:
+                self.metrics_until(checkpoint, text)
+        except UserError:
+            if there == self.checkpoints():
+                raise
+            return self.metrics()  # a run is writing here: look again
         return parse_metrics(text, self.metrics_file)
+
+    def metrics_until(self, checkpoint: Path, text: bytes) -> bytes:
+        """Return the beginning of `metrics.jsonl`, of the content `text`, that had been written when a checkpoint was.
+
+        It is empty if the file was moved away since, so that it begins with a later step. Raises `UserError` if it was
+        changed.
+        """
+        if (beginning := begins_with(text, checkpoint)) is not None:
+            return beginning
+        first = parse_metrics(b"".join(text.partition(b"\n")[:2]), self.metrics_file)
+        if not first or first[0]["step"] > step_of(checkpoint):
+            return b""
+        raise UserError(
+            f"{str(self.metrics_file)!r} was changed after {checkpoint.name} was written; restore it, or move it away: "
+            "the run then goes on without its earlier losses"
+        )
 
     def held_out(self) -> dict[int, float]:
         """Return step -> held-out loss of the evaluations after the first update, as in the metrics; NaN for null."""

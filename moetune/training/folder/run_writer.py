@@ -1,39 +1,39 @@
 """Writes a run folder: checks that a run may start in it, locks it, writes its files, adds and deletes checkpoints.
 
 The ledger, `.moetune` in the run folder, lists the paths that moetune has written. Any other file is the user's, and is
-neither replaced nor deleted. A file or checkpoint is written under a temporary name and renamed when it is complete. On
-resume `metrics.jsonl` is replaced by the copy in the checkpoint, because later steps run again.
+neither replaced nor deleted. A file or checkpoint appears when it is complete (`moetune.atomic`). On
+resume `metrics.jsonl` is cut to what it held at the checkpoint, because later steps run again.
 """
 
 import json
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
+from moetune.atomic import NEW, WriterLock, aside, aside_of, is_ours, out_of, publish, sweep
 from moetune.config.load import refuse_existing_run
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.files import (
+    ASIDE,
     Ledger,
-    WriterLock,
     expanded,
     foreign_in,
     free_bytes,
     lock,
     nearest_existing,
     refuse_existing,
+    refuse_in_checkpoint,
     refuse_taken,
     refused,
-    settle,
     sync,
     write_whole,
 )
@@ -54,7 +54,6 @@ from moetune.training.folder.run_folder import (
 from moetune.training.same_run import FREE_ON_RESUME, Inputs, changed_settings
 
 _FILES = (RUN_FILE, BASE_FILE, INPUTS_FILE, METRICS_FILE, MEMORY_FILE, OUT_OF_MEMORY_FILE)
-_ASIDE = ".moetune-"
 
 
 class RunWriter(RunFolder):
@@ -92,7 +91,8 @@ class RunWriter(RunFolder):
         """
         if resume != "never" and overwrite:
             raise UserError("--resume and --overwrite exclude each other")
-        if self.ranks.is_first:  # another rank's temporary folder would look like another run's
+        refuse_in_checkpoint(self.path)
+        if self.ranks.is_first:
             self._check_writable()
         self._take_lock(create=False)
         self._seen, self._ledger = self._names(), Ledger(self.path)
@@ -124,17 +124,22 @@ class RunWriter(RunFolder):
                     + "\n  ".join(changed)
                     + "\nSet these back, or choose another output"
                 )
+        if checkpoint is not None:
+            self._metrics_until(checkpoint)
         self._refuse_foreign(0 if checkpoint is None else step_of(checkpoint))
         return checkpoint
 
+    def _metrics_until(self, checkpoint: Path) -> bytes:
+        text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
+        return self.metrics_until(checkpoint, text)
+
     def _check_writable(self) -> None:
-        """Raise `UserError` unless a folder can be made in the run folder, or in its nearest parent that exists."""
+        """Raise `UserError` unless a file can be made in the run folder, or in its nearest parent that exists."""
         where = self.path
         try:
             where = nearest_existing(self.path)
-            probe = where / f"{_ASIDE}{secrets.token_hex(8)}"
-            probe.mkdir()
-            probe.rmdir()
+            with TemporaryFile(dir=where):
+                pass
         except OSError as error:
             raise UserError(
                 f"output {str(self.path)!r} cannot be written: {error.strerror} ({where}); choose another output"
@@ -169,14 +174,14 @@ class RunWriter(RunFolder):
         """Return the sorted names of files and checkpoints, without lock and temporary files."""
         runs = self.path.iterdir() if self.path.is_dir() else ()
         names = (item.name for item in (*runs, *self.checkpoints()))
-        return sorted(name for name in names if name != WriterLock.NAME and not name.startswith(_ASIDE))
+        return sorted(name for name in names if name != WriterLock.NAME and not ASIDE.fullmatch(name))
 
     def _is_occupied(self) -> bool:
         """Return whether the folder has contents, other than those that a run leaves if it is killed before it writes
         its run file."""
-        first = {self.checkpoints_path.name, WriterLock.NAME, Ledger.NAME, f"{_ASIDE}{RUN_FILE}"}
+        first = {self.checkpoints_path.name, WriterLock.NAME, Ledger.NAME}
         return self.path.exists() and (
-            any(item.name not in first for item in self.path.iterdir())
+            any(item.name not in first and not ASIDE.fullmatch(item.name) for item in self.path.iterdir())
             or (self.checkpoints_path.exists() and any(self.checkpoints_path.iterdir()))
         )
 
@@ -199,10 +204,6 @@ class RunWriter(RunFolder):
         sealed = {f"checkpoints/{folder.name}/{name}" for folder in self.checkpoints() for name in sealed_files(folder)}
         return {*_FILES, *sealed}
 
-    def _is_our_aside(self, folder: Path) -> bool:
-        """Return whether moetune made `folder`, a temporary `.step-N` in which a checkpoint is written or deleted."""
-        return f"checkpoints/{folder.name}" in self._ledger.paths and not folder.is_symlink()
-
     def _foreign(self, checkpoint: Path) -> Path | None:
         """Return the path of a file in a checkpoint's folder that moetune has not written; None if there is none."""
         prefix = f"checkpoints/{checkpoint.name}/"
@@ -212,11 +213,9 @@ class RunWriter(RunFolder):
         """Raise `UserError` if a run from `step` on would write to an existing path that moetune has not written."""
         ours = self._ours()
         foreign = [self.path / name for name in _FILES if name not in ours and os.path.lexists(self.path / name)]
-        for item in sorted(self.checkpoints_path.glob("*step-*")):
-            if re.fullmatch(r"\.step-\d+", item.name) and not self._is_our_aside(item):
-                foreign.append(item)
-            elif re.fullmatch(r"step-\d+", item.name) and step_of(item) > step and (found := self._foreign(item)):
-                foreign.append(found)
+        foreign += [folder for folder in self._asides() if not is_ours(folder)]
+        later = [checkpoint for checkpoint in self.checkpoints() if step_of(checkpoint) > step]
+        foreign += [found for checkpoint in later if (found := self._foreign(checkpoint))]
         if foreign:
             raise UserError(
                 f"output {str(self.path)!r}: {str(foreign[0])!r} already exists and was not written by this "
@@ -288,8 +287,7 @@ class RunWriter(RunFolder):
                     self.write_base(base)
                 if inputs is not None:
                     self._write(INPUTS_FILE, sealed(asdict(inputs)))
-                metrics = "" if checkpoint is None else (checkpoint / METRICS_FILE).read_text(encoding="utf-8")
-                self._write(METRICS_FILE, metrics)
+                self._write(METRICS_FILE, b"" if checkpoint is None else self._metrics_until(checkpoint))
         self.ranks.barrier()
 
     def remove_leftovers(self) -> None:
@@ -297,11 +295,12 @@ class RunWriter(RunFolder):
         rank."""
         if not self.ranks.is_first:
             return
-        for leftover in self.checkpoints_path.glob(".step-*"):
-            if self._is_our_aside(leftover):
-                shutil.rmtree(leftover)
-        for name in _FILES:
-            (self.path / f"{_ASIDE}{name}").unlink(missing_ok=True)
+        for folder in self._asides():
+            sweep(out_of(folder))
+
+    def _asides(self) -> list[Path]:
+        """Return the folders, and whatever else has such a name, in which checkpoints are written or deleted."""
+        return sorted(self.checkpoints_path.glob(".step-*.moetune"))
 
     def own(self, name: str) -> None:
         """Add `name` to the ledger: a file of the run folder that a command is about to write, and may replace later.
@@ -322,11 +321,8 @@ class RunWriter(RunFolder):
         """Add relative paths to the ledger; if the run has no ledger yet, begin it with the files of `_ours`."""
         self._ledger.add("run", *names, *(self._ours() - self._ledger.paths))
 
-    def _write(self, name: str, text: str) -> None:
-        """Write a file of the run folder under a temporary name, and rename it."""
-        aside = self.path / f"{_ASIDE}{name}"
-        aside.unlink(missing_ok=True)  # left by a run that was killed, or a link, which must not be followed
-        write_whole(self.path / name, text, aside=aside)
+    def _write(self, name: str, text: str | bytes) -> None:
+        write_whole(self.path / name, text)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -384,31 +380,26 @@ class RunWriter(RunFolder):
             UserError: the disk is full, or the system refused to write. The temporary folder is deleted then, and
                 earlier checkpoints are as they were.
         """
-        final, aside = self.checkpoints_path / f"step-{step}", self.checkpoints_path / f".step-{step}"
-        first = self.ranks.is_first
+        final = self.checkpoints_path / f"step-{step}"
+        new, first = aside_of(final) / NEW, self.ranks.is_first
         try:
-            if first:
-                if self._is_our_aside(aside):
-                    shutil.rmtree(aside, ignore_errors=True)
-                refuse_existing(aside)
-                self._own(f"checkpoints/{aside.name}")
-                aside.mkdir(parents=True)
-            self.ranks.barrier()
-            yield aside
-            self.ranks.barrier()
-            if first:
-                for name in (RUN_FILE, INPUTS_FILE, METRICS_FILE):
-                    if name != INPUTS_FILE or (self.path / name).is_file():
-                        shutil.copyfile(self.path / name, aside / name)
-                write_manifest(aside, step)
-                sync(self.metrics_file)
-                settle(aside)
-                refuse_existing(final)
-                self._own(*(f"checkpoints/{final.name}/{file.relative_to(aside)}" for file in files_in(aside)))
-                aside.rename(final)
+            with aside(final) if first else nullcontext():
+                if first:
+                    refuse_existing(final)
+                    new.mkdir()
+                self.ranks.barrier()
+                yield new
+                self.ranks.barrier()
+                if first:
+                    for name in (RUN_FILE, INPUTS_FILE):
+                        if name != INPUTS_FILE or (self.path / name).is_file():
+                            shutil.copyfile(self.path / name, new / name)
+                    sync(self.metrics_file)
+                    write_manifest(new, step, self.metrics_file)
+                    refuse_existing(final)
+                    self._own(*(f"checkpoints/{final.name}/{file.relative_to(new)}" for file in files_in(new)))
+                    publish(final)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
-            if first and self._is_our_aside(aside):
-                shutil.rmtree(aside, ignore_errors=True)
             free, reason = free_bytes(self.path), refused(error)
             if free > needed and reason is None:
                 raise
@@ -434,7 +425,5 @@ class RunWriter(RunFolder):
 
     def _discard(self, checkpoint: Path) -> None:
         """Rename a checkpoint, then delete it, so that a kill leaves no half checkpoint under its name."""
-        aside = checkpoint.with_name(f".{checkpoint.name}")
-        self._own(f"checkpoints/{aside.name}")
-        checkpoint.rename(aside)
-        shutil.rmtree(aside)
+        with aside(checkpoint) as folder:
+            checkpoint.rename(folder / "deleted")

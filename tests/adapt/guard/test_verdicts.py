@@ -1,6 +1,5 @@
 """Verdicts are read back whole or not at all, under all that they depend on."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,22 +42,6 @@ def test_a_verdict_is_kept_under_all_it_depends_on() -> None:
     others = [{"card": "a card, 8.6"}, {"driver": "newer"}, {"versions": {"torch": "2.13"}}, {"kernels": "other"}]
     others.append({"sizes": samples(torch.float32)})
     assert [kept(key_of(**other)) for other in others] == [None] * len(others)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda file: file.write_text(""),
-        lambda file: file.write_text(file.read_text().replace("differs", "is right")),
-        lambda file: file.write_bytes(b"\xff\x00"),
-        lambda file: (file.unlink(), file.mkdir()),
-    ],
-)
-def test_a_damaged_verdict_counts_as_none(damage: Callable[[Path], None]) -> None:
-    verdict = Verdict(key_of(), {"gated": "differs"})
-    keep(verdict)
-    damage(verdict.key.file)
-    assert kept(verdict.key) is None
 
 
 def test_a_verdict_under_another_name_or_not_complete_is_not_used(tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def test_predict_and_count_do_not_read_it(
     config = run_of(
         small_model, small_data, tmp_path / "run", adapt | {"start_from": str(tmp_path / "none")}, model=model
     )
-    assert predict(config).to_json() == predict(plain, method="formula").to_json()
+    assert predict(config).to_json() == predict(plain).to_json()
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     assert moetune("count", "--run", tmp_path / "run.yaml").code == 0
     assert moetune("verify", tmp_path / "run.yaml", "--steps", "2").code in (0, 1)

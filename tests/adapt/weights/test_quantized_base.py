@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moetune.adapt.weights import quantized_base
+from moetune.atomic import aside_of
 from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
 from moetune.files import Ledger
@@ -126,43 +127,34 @@ def test_writing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(quantized_base, "write_bank", stops)
     with pytest.raises(KeyboardInterrupt):
         write_quantized_base(str(tmp_path / "plain"), packed, "nf4", True)
-    with pytest.raises(UserError, match="not a complete quantized base"):
-        states(packed)
-    first = {file: file.stat().st_mtime_ns for file in packed.glob("*.safetensors")}
+    assert not packed.exists()
+    begun = aside_of(packed) / "new"
+    first = {file.name: file.stat().st_mtime_ns for file in begun.glob("*.safetensors")}
     assert len(first) == 2
-    with pytest.raises(UserError, match="begun for another model or precision"):
+    (begun / ".tmpx12").write_bytes(b"half")  # as a killed safetensors leaves it
+    with pytest.raises(UserError, match="begun with another model, other data or settings"):
         write_quantized_base(str(tmp_path / "plain"), packed, "int8", True)
     source = tmp_path / "plain" / "model.safetensors"
     times = source.stat().st_atime_ns, source.stat().st_mtime_ns
     os.utime(source)
-    with pytest.raises(UserError, match="or the model changed; choose another"):
+    with pytest.raises(UserError, match="begun with another model, other data or settings"):
         write_quantized_base(str(tmp_path / "plain"), packed, "nf4", True)
     os.utime(source, ns=times)
     monkeypatch.setattr(quantized_base, "write_bank", write_bank)
     write_quantized_base(str(tmp_path / "plain"), packed, "nf4", True)
-    assert {file: file.stat().st_mtime_ns for file in first} == first
+    assert {name: (packed / name).stat().st_mtime_ns for name in first} == first
     write_quantized_base(str(tmp_path / "plain"), tmp_path / "at once", "nf4", True)
     assert read_quantized_manifest(packed) == read_quantized_manifest(tmp_path / "at once")
-    for file in packed.glob("*.safetensors"):
+    assert sorted(os.listdir(packed)) == sorted(os.listdir(tmp_path / "at once"))
+    for file in packed.iterdir():
         assert file.read_bytes() == (tmp_path / "at once" / file.name).read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["at once", "packed", "plain"]
 
 
-@pytest.mark.parametrize("begun", ["", "[]", "\xff"])
-def test_an_unreadable_beginning_is_named(begun: str, tmp_path: Path) -> None:
-    write(tmp_path / "plain", "mixtral")
-    (tmp_path / "packed").mkdir()
-    (tmp_path / "packed" / ".packed.begun.json").write_bytes(begun.encode("latin-1"))
-    with pytest.raises(UserError, match=r"begun\.json' cannot be read: .*; delete .* and run moetune quantize again"):
-        write_quantized_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
-
-
-def test_a_start_that_was_killed_at_once_leaves_nothing_in_the_way(tmp_path: Path) -> None:
-    """Nor does what speaks of the source's own files come along."""
+def test_what_speaks_of_the_sources_own_files_stays_there(tmp_path: Path) -> None:
     write(tmp_path / "plain", "mixtral")
     for name in ("manifest.json", "model.safetensors.index.json", "tokenizer.json"):
         (tmp_path / "plain" / name).write_text("{}")
-    (tmp_path / "packed").mkdir()
-    (tmp_path / "packed" / "..packed.begun.json").write_text("{")
     write_quantized_base(str(tmp_path / "plain"), tmp_path / "packed", "nf4", True)
     assert [f.name for f in sorted((tmp_path / "packed").glob("*.json"))] == [
         "config.json", "generation_config.json", "packed.json", "tokenizer.json",
@@ -252,8 +244,6 @@ def test_overwriting_removes_what_the_ledger_lists(packed: Path, tmp_path: Path,
     ended = moetune(*again, "--overwrite")
     assert (ended.code, ended.err) == (0, "")
     assert read_quantized_manifest(out).base == "int8"
-    assert (out / "notes").is_dir()
-    assert not (out / ".lock").exists()
     lacking = tmp_path / "lacking"
     shutil.copytree(source, lacking)
     weights = load_file(lacking / "model.safetensors")
@@ -268,20 +258,6 @@ def test_overwriting_removes_what_the_ledger_lists(packed: Path, tmp_path: Path,
     ended = moetune("quantize", source, "--out", other, "--overwrite")
     assert (ended.code, "holds no quantized base" in ended.err) == (2, True)
     assert (other / "rest.safetensors").read_text() == "mine"
-
-
-def test_a_base_that_was_begun_is_overwritten(packed: Path, tmp_path: Path, moetune: Run) -> None:
-    """One that was killed before it wrote more than its ledger goes on, too."""
-    source, out = packed.parent / "plain", tmp_path / "out"
-    assert moetune("quantize", source, "--out", out).code == 0
-    (out / "packed.json").rename(out / ".packed.begun.json")
-    (out / ".rest.safetensors").write_text("half")
-    assert moetune("quantize", source, "--out", out, "--overwrite").code == 0
-    assert read_quantized_manifest(out) == read_quantized_manifest(packed)
-    begun = tmp_path / "begun"
-    begun.mkdir()
-    (begun / ".moetune").write_bytes((out / ".moetune").read_bytes())
-    assert moetune("quantize", source, "--out", begun).code == 0
 
 
 def test_the_command_takes_a_name(tmp_path: Path, moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """A kernel's tile is measured once for a card and its shapes, and kept on disk; without a clock it is the first."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from moetune.cache import read_cached
 from moetune.experts.kernels import tuning
 from moetune.experts.kernels.tuning import Tile, fastest
 
@@ -29,7 +29,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tuning, "_has_clock", lambda: True)
     monkeypatch.setattr(tuning, "_card", lambda: "a card")
     monkeypatch.setattr(tuning, "_CHOSEN", {})
-    return tmp_path / "cache" / "tiles.json"
+    return tmp_path / "cache" / "tiles.json.gz"
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *shapes: int) -> tuple[Tile, list[Tile]]:
@@ -43,10 +43,10 @@ def test_a_choice_is_measured_once(file: Path, monkeypatch: pytest.MonkeyPatch) 
     assert asked(monkeypatch, 4, 8) == (TILES[1], TILES)
     assert asked(monkeypatch, 4, 8) == (TILES[1], [])
     assert asked(monkeypatch, 4, 9) == (TILES[1], TILES)
-    assert json.loads(file.read_text()) == {"a card": {"rows (4, 8)": [*TILES[1]], "rows (4, 9)": [*TILES[1]]}}
+    assert read_cached(file, tuning._Content) == {"a card": {"rows (4, 8)": [*TILES[1]], "rows (4, 9)": [*TILES[1]]}}
     monkeypatch.setattr(tuning, "_card", lambda: "another")
     assert asked(monkeypatch, 4, 8)[1] == TILES
-    assert len(json.loads(file.read_text())) == 2
+    assert len(read_cached(file, tuning._Content)) == 2
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"a card": 3}', '{"a card": {"rows (4, 8)": [7, 7, 7, 1, 1]}}'])
@@ -54,7 +54,7 @@ def test_a_file_that_is_damaged_is_written_anew(file: Path, content: str, monkey
     file.parent.mkdir()
     file.write_text(content)
     assert asked(monkeypatch, 4, 8) == (TILES[1], TILES)
-    assert json.loads(file.read_text())["a card"]["rows (4, 8)"] == [*TILES[1]]
+    assert read_cached(file, tuning._Content)["a card"]["rows (4, 8)"] == [*TILES[1]]
 
 
 def test_without_memory_nothing_is_chosen(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

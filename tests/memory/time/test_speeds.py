@@ -158,7 +158,7 @@ def test_they_are_kept_for_this_card_driver_and_torch(machine: Gpu, monkeypatch:
     speeds._kept.cache_clear()
     assert speeds_of(machine) is None
     monkeypatch.setattr(speeds, "driver_here", lambda: "driver")
-    found.file.write_text(found.file.read_text().replace("8192", "8193"))
+    found.file.write_bytes(found.file.read_bytes()[:-9])
     speeds._kept.cache_clear()
     assert speeds_of(machine) is None
 

@@ -33,14 +33,41 @@ def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in folder.metrics_file.read_text().splitlines()] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff", b'{"step": 1, "loss": 2.0}\n'])
-def test_metrics_that_were_damaged_are_those_of_the_checkpoint(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize("damage", [b"\xff", b'{"step": 1, "loss": 2.0}\n'])
+def test_metrics_that_were_changed_are_refused(tmp_path: Path, damage: bytes) -> None:
     folder = started(tmp_path / "run", steps=3)
-    whole, lines = folder.metrics_file.read_bytes(), folder.metrics()
+    whole = folder.metrics_file.read_bytes()
     folder.metrics_file.write_bytes(damage + whole[len(damage) + 1 :])
-    assert folder.metrics() == lines
-    folder.create(config(), folder.checkpoints_path / "step-3", overwrite=False)
-    assert folder.metrics_file.read_bytes() == whole
+    for read in (folder.metrics, lambda: folder.check(config(), "auto", overwrite=False)):
+        with pytest.raises(UserError, match=r"metrics\.jsonl"):
+            read()
+    folder.metrics_file.write_bytes(whole.replace(b"0.5", b"0.4"))
+    with pytest.raises(UserError, match=r"changed after step-3 was written; restore it, or move it away"):
+        folder.check(config(), "auto", overwrite=False)
+    assert folder.check(config(), str(folder.checkpoints_path / "step-1"), overwrite=False) is not None
+
+
+def test_a_run_goes_on_without_metrics_that_were_moved_away(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=3)
+    folder.metrics_file.unlink()
+    assert folder.metrics() == []
+    for step in (4, 5):
+        checkpoint = folder.check(config(), "auto", overwrite=False)
+        folder.create(config(), checkpoint, overwrite=False)
+        folder.append_metrics({"step": step})
+        assert [line["step"] for line in folder.metrics()] == list(range(4, step + 1))
+        with folder.new_checkpoint(step, keep=9):
+            pass
+    folder.create(config(), folder.checkpoints_path / "step-2", overwrite=False)
+    assert folder.metrics_file.read_bytes() == b""
+
+
+def test_checkpoints_do_not_grow_with_the_metrics(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=1)
+    folder.append_metrics({"step": 2, "routing": "x" * 10**6})
+    with folder.new_checkpoint(2, keep=2):
+        pass
+    assert sum(file.stat().st_size for file in folder.checkpoints_path.rglob("*") if file.is_file()) < 50_000
 
 
 @pytest.mark.full

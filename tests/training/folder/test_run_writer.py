@@ -1,6 +1,7 @@
 """Writing a run folder: what a run may start in, what it deletes, what it refuses to resume."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from traceback import StackSummary
@@ -12,8 +13,10 @@ import yaml
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
+from moetune.atomic import aside_of
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
+from moetune.training.folder import run_writer
 from moetune.training.folder.manifest import write_manifest
 from moetune.training.folder.run_folder import step_of
 from moetune.training.folder.run_writer import RunWriter
@@ -34,6 +37,15 @@ def started(path: Path, steps: int = 0) -> RunWriter:
         folder.append_metrics({"step": step, "loss": 1 / step})
         with folder.new_checkpoint(step, keep=steps) as aside:
             (aside / "weights").write_text(str(step))
+    return folder
+
+
+def leave_aside(checkpoint: Path) -> Path:
+    """Leave what a process that was killed while it wrote a checkpoint leaves."""
+    folder = aside_of(checkpoint)
+    (folder / "new").mkdir(parents=True)
+    (folder / "new" / "weights").write_text("half")
+    (folder / "of.json").write_text(json.dumps({"written by moetune": "aside", "of": None}))
     return folder
 
 
@@ -61,10 +73,9 @@ def test_an_empty_folder_will_do(tmp_path: Path) -> None:
 
 
 def test_only_the_first_rank_tries_whether_it_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another one tries while the first looks would be taken for another run's."""
-    made: list[str] = []
-    stock = Path.mkdir
-    monkeypatch.setattr(Path, "mkdir", lambda path, *args, **how: (made.append(path.name), stock(path, *args, **how)))
+    made: list[Path] = []
+    stock = run_writer.TemporaryFile
+    monkeypatch.setattr(run_writer, "TemporaryFile", lambda dir: (made.append(dir), stock(dir=dir))[1])
     for is_first in (True, False):
         folder = RunWriter(tmp_path, SimpleNamespace(is_first=is_first))  # type: ignore[arg-type]
         folder.check(config(), "never", overwrite=False)
@@ -126,8 +137,7 @@ def test_an_output_on_a_read_only_file_system() -> None:
 
 def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
     folder = started(tmp_path / "run", steps=1)
-    aside = folder.new_checkpoint(2, keep=3).__enter__()
-    (aside / "weights").write_text("half")
+    leave_aside(folder.checkpoints_path / "step-2")
     assert folder.check(config(), "auto", overwrite=False) == folder.checkpoints_path / "step-1"
     folder.create(config(), folder.checkpoints_path / "step-1", overwrite=False)
     assert [path.name for path in folder.checkpoints_path.iterdir()] == ["step-1"]
@@ -135,7 +145,7 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
 
 def test_only_the_first_rank_removes_leftovers(tmp_path: Path) -> None:
     folder = started(tmp_path / "run")
-    leftover = folder.new_checkpoint(1, keep=1).__enter__()
+    leftover = leave_aside(folder.checkpoints_path / "step-1")
     RunWriter(folder.path, SimpleNamespace(is_first=False)).remove_leftovers()  # type: ignore[arg-type]
     assert leftover.exists()
     RunWriter(folder.path).remove_leftovers()
@@ -289,7 +299,7 @@ def test_a_folder_of_ones_own_is_no_run_whatever_its_names(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoints/step-2/notes.txt", "checkpoints/step-7/my.pt", "checkpoints/.step-7/my.pt"]
+    "name", ["checkpoints/step-2/notes.txt", "checkpoints/step-7/my.pt", "checkpoints/.step-7.moetune/my.pt"]
 )
 def test_what_is_in_the_way_is_named(name: str, tmp_path: Path) -> None:
     """Before anything is written or removed, and it is never removed with an old checkpoint."""
@@ -383,11 +393,13 @@ def test_what_the_system_refuses_is_said(number: int, tmp_path: Path, monkeypatc
             folder.close()
 
 
-@pytest.mark.parametrize("name", ["step-2", ".step-2"])
-def test_what_came_meanwhile_is_neither_replaced_nor_removed(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"), [("step-2", "step 2: .*File exists"), (".step-2.moetune", "move it away")]
+)
+def test_what_came_meanwhile_is_neither_replaced_nor_removed(name: str, message: str, tmp_path: Path) -> None:
     folder = started(tmp_path / "run", steps=1)
     plant(folder.path, [f"checkpoints/{name}/weights"])
-    with pytest.raises(UserError, match=r"step 2: .*File exists"), folder.new_checkpoint(2, keep=2):
+    with pytest.raises(UserError, match=message), folder.new_checkpoint(2, keep=2):
         pass
     assert (folder.checkpoints_path / name / "weights").read_text() == f"checkpoints/{name}/weights"
 
