@@ -21,7 +21,7 @@ gc.disable()  # until modules are imported and tests collected: pytest_collectio
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start: the order of sums depends on it
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled; bitsandbytes would load the compiler to mark functions
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
-if "MOETUNE_CACHE" not in os.environ:  # closed forms that one test records serve all others, in every worker
+if "MOETUNE_CACHE" not in os.environ:  # reports that one test traces serve all others, in every worker
     os.environ["MOETUNE_CACHE"] = tempfile.mkdtemp(prefix="moetune-tests-")
     atexit.register(shutil.rmtree, os.environ["MOETUNE_CACHE"], ignore_errors=True)
 

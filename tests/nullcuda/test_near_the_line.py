@@ -18,7 +18,7 @@ LOADS = [
     [717, 658, 2554, 10778, 30, 15671, 2085, 304],
 ]
 """What each expert of a layer of `tiny-mixtral` received of 16,384 tokens of unicode-names (`moetune score`), at least
-30, because closed forms want a token for each expert. A Mixtral has as many experts."""
+30. A Mixtral has as many experts."""
 
 
 def write_loads(folder: Path) -> Path:

@@ -76,7 +76,7 @@ def test_what_cannot_be_solved_for_is_refused_by_name(small_model: Path, predict
 
 
 HYBRID = ("nemotron", "qwen3-next", "qwen3.5", "qwen3.6")
-"""Without a closed form, each try is a trace of minutes."""
+"""Each try is a trace of minutes."""
 
 
 @pytest.mark.full
