@@ -32,7 +32,7 @@ def summary(file: Path) -> str:
 def rooms() -> list[str]:
     """Return the packages and modules directly in moetune, in the order of the layers."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (contract,) = settings["tool"]["importlinter"]["contracts"]
+    contract = next(one for one in settings["tool"]["importlinter"]["contracts"] if one["type"] == "layers")
     return [name.strip().removeprefix("moetune.") for layer in contract["layers"] for name in layer.split("|")]
 
 
