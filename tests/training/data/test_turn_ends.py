@@ -32,8 +32,9 @@ TOOL_CHAT: list[dict[str, Any]] = [
     PLAIN[3],
 ]
 ENDS = {
-    "cohere": "<|END_OF_TURN_TOKEN|>", "deepseek": "<｜end▁of▁sentence｜>", "gemma4": "<turn|>", "gemma": "<end_of_turn>",
-    "diffusion_gemma": "<turn|>", "glm": "<|user|>", "gptoss": "<|return|>", "lfm2": "<|im_end|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>", "deepseek": "<｜end▁of▁sentence｜>", "gemma4": "<turn|>",
+    "gemma": "<end_of_turn>", "diffusion_gemma": "<turn|>", "glm": "<|user|>", "gptoss": "<|return|>",
+    "lfm2": "<|im_end|>",
     "llama3": "<|eot_id|>", "muse": "<|eot|>", "nemotron": "<|im_end|>", "phi3": "<|end|>", "qwen": "<|im_end|>",
 }  # fmt: skip
 """First letters of a template's name -> the token that ends an answer."""
@@ -97,7 +98,10 @@ def test_turns_of_trls_templates(name: str) -> None:
 
 
 CONTENT = "{{ m.content }}"
-MARKED_CONTENT = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+MARKED_CONTENT = (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}"
+)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
