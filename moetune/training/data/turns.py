@@ -7,7 +7,7 @@ from typing import Any
 
 from moetune.training.data.marks import Layout, Messages
 
-_SCALAR = r"[-+.\d]*\d(?:e[-+]?\d+)?|true|false|null|none"
+_SCALAR = r"-?\d[\d.]*(?:e[-+]?\d+)?|true|false|null|none"
 
 
 class TurnFinder:
