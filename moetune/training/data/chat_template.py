@@ -5,7 +5,7 @@ import resource
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -19,8 +19,7 @@ from moetune.training.data.marks import REASONING, Layout, Messages, Text, marke
 from moetune.training.data.turn_ends import Spanned, TurnEnds
 from moetune.training.data.turns import TurnFinder
 
-_SECONDS = 10.0  # limit of time for rendering a chat once
-_BYTES = 2**30  # limit of memory for a record
+_SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering a chat once
 _MAY_BE_IGNORED = (("tool_calls",), ("function_call",), REASONING, ("name",))
 """Keys of a message that some templates ignore; each tuple lists alternative names of one key."""
 _MARK = "qyzzyq"
@@ -98,37 +97,34 @@ class ChatTemplate:
             MalformedError: the template raises an error, leaves out part of the chat, or exceeds 10 s or 1 GiB when it
                 is run once.
         """
-        # Null beside tool calls: some templates write the word None, others fail without the key.
-        messages = [message | {"content": message["content"] or ""} for message in messages]
         try:
-            with _memory_limit():
-                return self._written(messages, tools)
+            # Null beside tool calls: some templates write the word None, others fail without the key.
+            messages = [message | {"content": message["content"] or ""} for message in messages]
+            text, spans = self._render(messages, tools)
+            if tools and self._tried(messages, None) == text:
+                raise _left_out("tools")
+            marks = marked(messages)
+            if self._has_markers:
+                layout = self._layout(text, len(messages), marks, tools)
+                cuts = [_Cut(len(messages), layout, _weighted(messages, spans))]
+            else:
+                cuts = self._turns(text, messages, marks, tools)
+            self._refuse_lost(messages, marks[1], cuts, tools)
+            texts, ends = [], []
+            for cut in cuts:
+                if cut.spans is not None:
+                    calls = bool(messages[cut.end - 1].get("tool_calls"))
+                    spanned, tokens = self._ends.added(cut.layout.text, cut.spans, calls)
+                    texts.append(spanned)
+                    ends += tokens
         except UserError as error:
             raise MalformedError(str(error)) from None
         except Exception as error:  # template code can raise any exception
             raise MalformedError(f"the chat template refuses it: {one_line(error)}") from None
-
-    def _written(self, messages: Messages, tools: Tools) -> Written:
-        text, spans = self._render(messages, tools)
-        if tools and self._tried(messages, None) == text:
-            raise _left_out("tools")
-        marks = marked(messages)
-        if self._has_markers:
-            layout = self._layout(text, len(messages), marks, tools)
-            cuts = [_Cut(len(messages), layout, _weighted(messages, spans))]
-        else:
-            cuts = self._turns(text, messages, marks, tools)
-        self._refuse_lost(messages, marks[1], cuts, tools)
-        written = Written([], "markers", [])
-        for cut in cuts:
-            if cut.spans is not None:
-                calls = bool(messages[cut.end - 1].get("tool_calls"))
-                spanned, ends = self._ends.added(cut.layout.text, cut.spans, calls)
-                checked_text(spanned[0], "rendered chat")
-                written.texts.append(spanned)
-                written.ends.extend(ends)
-        marking: Marking = "prompts" if len(written.texts) == 1 else "turns"
-        return written if self._has_markers else replace(written, marking=marking)
+        for text, _ in texts:
+            checked_text(text, "rendered chat")
+        marking: Marking = "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
+        return Written(texts, marking, ends)
 
     def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> Spanned:
         """Return a chat as the template writes it, and the character ranges of its `{% generation %}` blocks.
@@ -138,10 +134,11 @@ class ChatTemplate:
 
         Raises:
             UserError: the template takes more than `_SECONDS`, or writes too much.
+            MemoryError: it takes more than `_BYTES` of memory, on systems with /proc.
         """
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         options: dict[str, Any] = {**self._tokenizer.special_tokens_map}
-        with time_limit("the chat template", _SECONDS):
+        with _bounded():
             rendered: Any = render_jinja_template(
                 [chat],
                 tools,
@@ -333,8 +330,8 @@ def _weighted(messages: Messages, spans: list[tuple[int, int]]) -> list[tuple[in
 
 
 @contextmanager
-def _memory_limit() -> Iterator[None]:
-    """Raise `MemoryError` if the `with` block takes more than `_BYTES`, on systems with /proc."""
+def _bounded() -> Iterator[None]:
+    """Limit the time of the `with` block (`UserError`) and, on systems with /proc, its memory (`MemoryError`)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit, statm = soft, Path("/proc/self/statm")
     if statm.is_file():
@@ -342,6 +339,7 @@ def _memory_limit() -> Iterator[None]:
         limit = wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
-        yield
+        with time_limit("the chat template", _SECONDS):
+            yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
