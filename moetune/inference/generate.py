@@ -15,6 +15,7 @@ from moetune.errors import UserError
 from moetune.inference.opened import Found, Opened, open_model
 from moetune.json_files import first_problem
 from moetune.training.data.load import pad_token_id
+from moetune.training.data.stop_tokens import stop_ids
 from moetune.training.data.thinking import placed
 from moetune.training.data.tool_calls import fitted
 
@@ -128,7 +129,7 @@ def continued(
         is_token,
         new_tokens(opened.settings, length, max_new_tokens),
         temperature,
-        ends=tokenizer.eos_token_id,
+        ends=stop_ids(tokenizer, opened.settings, model.generation_config),
         pad=pad,
         logits_processor=[numbers],
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None,
@@ -152,7 +153,7 @@ def written_after(
     max_new_tokens: int,
     temperature: float,
     *,
-    ends: int | None,
+    ends: int | list[int],
     pad: int,
     **more: Any,
 ) -> Tensor:
@@ -162,7 +163,7 @@ def written_after(
         is_token: 1 for each token of a prompt, 0 for padding on its left; [B, S].
         max_new_tokens: the number of tokens to generate, for which the model must have positions.
         temperature: 0 for the most likely token at each position; above 0, tokens are sampled.
-        ends, pad: ids of the token that ends a text (None for none), and of the one that follows it, as padding.
+        ends, pad: ids of the tokens that end a text, and of the one that follows it, as padding.
         more: further arguments of transformers' `generate`.
     """
     generate: Any = model.generate
@@ -171,7 +172,7 @@ def written_after(
         input_ids=ids,
         attention_mask=is_token,
         max_new_tokens=max_new_tokens,
-        eos_token_id=ends,
+        eos_token_id=None if ends == [] else ends,
         pad_token_id=pad,
         use_cache=True,
         disable_compile=True,
@@ -198,10 +199,11 @@ class _Sampling(BaseModel):
     top_k: NonNegativeInt | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     repetition_penalty: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    eos_token_id: int | list[int] | None = None
 
 
 def sampling(name: str, settings: GenerationConfig | None) -> GenerationConfig:
-    """Return only `top_k`, `top_p` and `repetition_penalty` of the `generation_config.json` of the model `name`.
+    """Return only the settings in `_Sampling` of the `generation_config.json` of the model `name`.
 
     None, for a model without this file, gives the defaults. Raises `UserError` for an invalid value.
     """

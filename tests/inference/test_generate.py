@@ -53,6 +53,7 @@ def without_cache(model: Any, ids: list[int]) -> Iterator[int]:
 @pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v4", *toys.expert_model_types()])
 def test_batches_change_nothing(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "pad_token_id", lambda tokenizer: tokenizer.pad_token_id)
+    monkeypatch.setattr(generate, "stop_ids", lambda *_: [])
     config = toys.toy_config(model_type, **WITH_ATTENTION.get(model_type, {}))
     sections: dict[str, Any] = {
         "model": {"attention": "auto", "base": "fp32"},
@@ -81,3 +82,14 @@ def test_a_checkpoint_whose_training_packs_documents_generates(small_model: Path
     vocabulary = json.loads((small_model / "config.json").read_text())["vocab_size"]
     toys.toy_model("gpt_oss", vocab_size=vocabulary).save_pretrained(tmp_path)
     assert generate.generate(open_model(str(tmp_path), device="cpu"), "a router", max_new_tokens=4)
+
+
+def test_generation_ends_at_the_tokens_of_generation_config_too(small_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(small_model, tmp_path, dirs_exist_ok=True)
+    whole = generate.generate(open_model(str(tmp_path), device="cpu"), "a router", max_new_tokens=9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(6, 512)]}))
+    opened = open_model(str(tmp_path), device="cpu")
+    for _ in range(2):  # a dialogue generates again with the same model
+        text = generate.generate(opened, "a router", max_new_tokens=9)
+        assert whole.startswith(text)
+        assert len(text) < len(whole)

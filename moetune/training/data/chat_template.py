@@ -204,7 +204,7 @@ class ChatTemplate:
         end, text = len(messages), full
         while turns:
             layout = self._layout(text, end, marks, tools)
-            lost = _keys(marks[1], {*range(len(marks[1]))} - layout.kept)
+            lost = _keys(marks[1], layout.lost(marks[1]))
             if lost and not cuts:  # what no turn has is found without rendering all of them
                 self._refuse_ignored(messages, min(lost), _keys(marks[1], layout.kept)[min(lost)], tools)
             finder = TurnFinder(layout, messages[:end], {*range(end)} - lost.keys(), alone)

@@ -126,6 +126,11 @@ class Layout:
         ranges = self.around(index)
         return None if ranges is None else self.text[ranges[0][0] : ranges[1][1]].casefold()
 
+    def lost(self, texts: Sequence[Text]) -> list[int]:
+        """Return the numbers of the texts whose words are neither between their marks nor near their message."""
+        numbers = (number for number in range(len(texts)) if number not in self.kept)
+        return [n for n in numbers if missing_word(texts[n].value, self.near(texts[n].message) or "") is not None]
+
 
 def missing_word(content: str, written: str) -> str | None:
     """Search the words of `content` in order in `written`, which is casefolded; return the first that is missing, or

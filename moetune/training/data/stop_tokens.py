@@ -12,13 +12,21 @@ from moetune.models.hub.reach import hub_is_reachable
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, settings: PretrainedConfig, folder: str | None) -> frozenset[str]:
     """Return the tokens at which generation ends: `eos_token_id` of the tokenizer, of the model's configuration
     `settings`, and of generation_config.json in `folder`, a folder or a name on the hub."""
-    found = [getattr(part, "eos_token_id", None) for part in (tokenizer, settings, settings.get_text_config())]
+    generation = None
     if folder is not None:
         with suppress(OSError, ValueError):  # many models have no such file
             generation = GenerationConfig.from_pretrained(folder, local_files_only=not hub_is_reachable())
-            found.append(generation.eos_token_id)
+    return frozenset(tokenizer.convert_ids_to_tokens(stop_ids(tokenizer, settings, generation)))
+
+
+def stop_ids(
+    tokenizer: PreTrainedTokenizerBase, settings: PretrainedConfig, generation: GenerationConfig | None
+) -> list[int]:
+    """Return the sorted ids of the tokens at which generation ends; `generation` is from generation_config.json."""
+    holders = (tokenizer, settings, settings.get_text_config(), generation)
+    found = [getattr(holder, "eos_token_id", None) for holder in holders]
     ids = {number for numbers in found for number in (numbers if isinstance(numbers, list) else [numbers])}
-    return frozenset(tokenizer.convert_ids_to_tokens([number for number in ids if isinstance(number, int)]))
+    return sorted(number for number in ids if isinstance(number, int))
 
 
 def turn_ends(ends: Mapping[tuple[str, ...], int], stops: Collection[str]) -> dict[str, int]:

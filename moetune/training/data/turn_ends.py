@@ -38,7 +38,7 @@ class TurnEnds:
     def __init__(self, render: Callable[[Messages], Spanned], tokens: Iterable[str]) -> None:
         self._render = render
         self._tokens = tuple(sorted((token for token in tokens if token.strip()), key=len, reverse=True))
-        self._token = rf"\s*(?:{'|'.join(map(re.escape, self._tokens)) or '(?!)'})"
+        self._token = rf"\s*+(?:{'|'.join(map(re.escape, self._tokens)) or '(?!)'})"
         self._first = re.compile(self._token)
 
     def added(self, text: str, spans: list[tuple[int, int]], calls: bool) -> tuple[Spanned, list[tuple[str, ...]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from moetune.training.data.marks import Layout, Messages
 
-_SCALAR = r"[-+.\d]*\d(?:e[-+]?\d+)?|true|false|null|none"
+_SCALAR = r"-?\d[\d.]*(?:e[-+]?\d+)?|true|false|null|none"
 
 
 class TurnFinder:
@@ -34,10 +34,11 @@ class TurnFinder:
         for index, message in enumerate(messages):
             ranges = layout.around(index)
             if message["role"] == "assistant" and ranges is not None and index in whole:
-                near = messages[max(index - 1, 0) : index + 2]
-                before, after = (_Gap(layout.text, *bounds, _ids(near)) for bounds in ranges)
+                ids = _ids(messages[max(index - 2, 0) : index + 3])  # of texts beside an empty message, too
+                before, after = (_Gap(layout.text, *bounds, ids) for bounds in ranges)
                 self._gaps[index] = before, after
-                kind = self._kinds[index] = *map(_signature, near), before.key, after.key
+                near = map(_signature, messages[max(index - 1, 0) : index + 2])
+                kind = self._kinds[index] = *near, before.key, after.key
                 self._alike[kind].append(index)
 
     def span(self, index: int) -> tuple[int, int] | None:
