@@ -128,7 +128,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"adapter {str(folder)!r}: {CONFIG_FILE}")
     if settings.get("peft_type") != "LORA" or "lora_alpha" not in settings:
         raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter")
-    refuse_not_finite(read_header(folder / WEIGHTS_FILE), f"adapter {str(folder)!r}")
+    refuse_not_finite(read_header(folder / WEIGHTS_FILE))
     with reading(repr(str(folder / WEIGHTS_FILE))):
         tensors = load_file(folder / WEIGHTS_FILE)
     if not tensors:

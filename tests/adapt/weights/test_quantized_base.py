@@ -1,6 +1,7 @@
 """A quantized base on disk: the same model, bit for bit, and nothing of a damaged one is used."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from moetune.adapt.weights import quantized_base
 from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
 from moetune.files import Ledger
-from moetune.models.hub.fingerprint import take_fingerprint
+from moetune.models.hub.fingerprint import digest, take_fingerprint
 from moetune.models.source import find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
 from tests.adapt.weights.test_published import write
@@ -192,6 +193,20 @@ def test_a_damaged_one_is_refused_by_name(packed: Path, damage: str, tmp_path: P
         (tmp_path / victim).unlink()
     with pytest.raises(UserError, match=victim):
         states(tmp_path)
+
+
+def test_a_scale_that_is_not_finite_is_named(packed: Path, tmp_path: Path) -> None:
+    """Of a base that was written from such weights, when quantizing did not look for them."""
+    shutil.copytree(packed, tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "rest.safetensors")
+    name = "model.layers.1.self_attn.v_proj.weight.nested_absmax"
+    tensors[name][0] = math.nan
+    save_file(tensors, tmp_path / "base" / "rest.safetensors", metadata={"format": "pt"})
+    manifest = json.loads((packed / "packed.json").read_text())
+    manifest["files"]["rest.safetensors"]["sha256"] = digest(tmp_path / "base" / "rest.safetensors")
+    (tmp_path / "base" / "packed.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=rf"rest\.safetensors': {name} holds values that are not finite"):
+        states(tmp_path / "base")
 
 
 @pytest.mark.parametrize("key", ["fingerprint", "files", "source"])
