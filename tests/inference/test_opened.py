@@ -368,7 +368,7 @@ MODELS: dict[str, tuple[str, Change, str]] = {
     "an index without metadata": ("eval", indexed({}), ""),
     "an index with other metadata": ("eval", indexed({"metadata": "x"}), ""),
     **{
-        f"{value} in {name}": ("eval", values(MODEL, partial(broken, name, value)), rf"{name}\S* holds values .* finite")
+        f"{value} in {name}": ("eval", values(MODEL, partial(broken, name, value)), rf"{name}\S* holds .* not finite")
         for name, value in (("embed_tokens", math.nan), ("q_proj", math.nan), ("gate", math.inf), ("w2", -math.inf))
     },
     "an end outside of the vocabulary": (
