@@ -48,7 +48,7 @@ def commit() -> str | None:
 
 
 def write_json(report: dict[str, Any], file: Path) -> None:
-    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def mixtral_config(sizes: Any, **more: Any) -> MixtralConfig:

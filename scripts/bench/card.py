@@ -34,7 +34,7 @@ from moetune.experts.kernels.registry import OPERATORS
 from moetune.experts.kernels.self_check import copied, differences, is_alike
 from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.time.bench import counted, seconds_of
-from moetune.memory.time.roofline import duration
+from moetune.memory.time.estimate import duration
 from moetune.memory.trace.steps import batches_of
 from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu

@@ -9,7 +9,7 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import Parts
-from moetune.memory.time.roofline import Duration, Range
+from moetune.memory.time.estimate import Duration, Range
 from moetune.planning.candidate import Candidate
 from moetune.planning.figure import front, plan_chart
 from moetune.planning.plan import Miss, Plan

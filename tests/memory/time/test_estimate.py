@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moetune.config.schema import RunConfig
-from moetune.memory.time.roofline import FACTORS, duration
+from moetune.memory.time.estimate import FACTORS, duration
 from moetune.memory.time.work import Work
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
