@@ -4,9 +4,10 @@
     python scripts/bench/step_times.py --trace      the work of each point anew, by tracing it; writes the file
 
 Points are in docs/benchmarks/step_times.json: a configuration, the card, the seconds that it took there, where they are
-from, and the work of the step (or of the micro-step, without the `update`), as a trace counts it. The constants are
-those whose logarithms of estimated over measured seconds have the least sum of squares; each point is also estimated
-with constants fitted to the others.
+from, and the work of the step (or of the micro-step, without the `update`), as a trace counts it. Under `hosts` are the
+seconds that a host took for micro-steps on a device that computes nothing: from these follows how much more a launch by
+Python costs than one by torch. What both cost beside a card is fitted to the points: the logarithms of estimated over
+measured seconds have the least sum of squares. Each point is also estimated with the constant fitted to the others.
 """
 
 from __future__ import annotations
@@ -19,43 +20,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import ROOT, write_json
+from _common import ROOT, lora_run, write_json
 
-from moetune.config.schema import RunConfig
 from moetune.memory.time.estimate import SPREAD, duration
 from moetune.memory.time.work import Work
 from moetune.memory.trace import trace
-from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
 
 FILE = ROOT / "docs/benchmarks/step_times.json"
-LORA = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
 COSTS = np.geomspace(5e-6, 500e-6, 461)
 """Seconds of a launch that are tried, 1 % apart."""
 
 
-def points() -> list[dict[str, Any]]:
-    return json.loads(FILE.read_text(encoding="utf-8"))["points"]
+def points(which: str = "points") -> list[dict[str, Any]]:
+    return json.loads(FILE.read_text(encoding="utf-8"))[which]
 
 
 def traced(point: dict[str, Any]) -> dict[str, int]:
     """Trace a point's step; return its work, without that of an update that was not timed."""
-    entry = find_model(point["model"])
-    assert entry is not None
-    config = entry.config | ({"num_hidden_layers": point["layers"]} if "layers" in point else {})
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        run = RunConfig.model_validate(
-            {
-                "model": {"path": folder, "weights": "random", "dtype": "bf16"},
-                "adapt": point.get("adapt", LORA),
-                "optimizer": {"name": "adamw8bit"},
-                "train": point["train"],
-            }
-        )
+        adapt = {"adapt": point["adapt"]} if "adapt" in point else {}
+        run = lora_run(Path(folder), point["model"], point.get("layers"), point["train"], **adapt)
         work = trace(resolve(run, "cuda"), gpu=find_gpu(point["card"])).work
     counted = (done for part, done in work.items() if point["update"] or part != "optimizer")
     return sum(counted, Work()).to_json()
@@ -75,22 +61,30 @@ def estimated(point: dict[str, Any], launch: float, own_launch: float) -> float:
     return max(computing, by_torch * launch + own * own_launch)
 
 
+def launch_ratio() -> float:
+    """Return how many launches by torch cost the host as much as one by Python, on a device that computes nothing."""
+    measured, _, by_torch, own = np.array([numbers(host) for host in points("hosts")]).T
+    launches = np.stack([by_torch, own], axis=1) / measured[:, None]
+    (launch, own_launch), *_ = np.linalg.lstsq(launches, np.ones(len(measured)), rcond=None)
+    return float(own_launch / launch)
+
+
 def fitted(points: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """Return the seconds of a launch by torch and by Python that fit the points best."""
+    ratio = launch_ratio()
     measured, computing, by_torch, own = np.array([numbers(point) for point in points]).T
-    launch, own_launch = COSTS[:, None, None], COSTS[None, :, None]
-    off = np.log(np.maximum(computing, by_torch * launch + own * own_launch) / measured)
-    best = np.unravel_index((off**2).sum(-1).argmin(), off.shape[:2])
-    return float(COSTS[best[0]]), float(COSTS[best[1]])
+    off = np.log(np.maximum(computing, (by_torch / ratio + own) * COSTS[:, None]) / measured)
+    best = float(COSTS[(off**2).sum(axis=1).argmin()])
+    return best / ratio, best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--trace", action="store_true", help="count the work of each point anew")
-    found = points()
     if parser.parse_args().trace:
-        found = [point | {"work": traced(point)} for point in found]
-        write_json({"schema": 1, "points": found}, FILE)
+        counted = {key: [point | {"work": traced(point)} for point in points(key)] for key in ("hosts", "points")}
+        write_json({"schema": 1, **counted}, FILE)
+    found = points()
     launch, own_launch = fitted(found)
     print(f"a launch by torch {1e6 * launch:.1f} µs, by Python {1e6 * own_launch:.1f} µs\n")
     print("| step | card | measured | estimated | range | measured / estimated | when left out of the fit |")

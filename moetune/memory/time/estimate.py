@@ -5,7 +5,7 @@
     step  = max(card, host)
 
 F16, F32: FLOPs of products in 16 and 32 bits, B bytes that operations read and write, P16, P32, M: the card's FLOP/s
-and bytes/s. The constants are fitted to steps that were measured on cards (docs/benchmarks/step_times.json; the fit is
+and bytes/s. The constants follow from steps that were measured on cards (docs/benchmarks/step_times.json; the fit is
 scripts/bench/step_times.py). Copies from and to the host, what the host computes, and messages between ranks were never
 measured beside a step: at the fast end they cost nothing unless they take longest, at the slow end all is waited for.
 Explained in docs/concepts/time.md.
@@ -19,9 +19,10 @@ from moetune.memory.time.work import Work, WorkPart
 from moetune.models.catalog.gpus import Gpu
 
 REACHED = 0.79
-"""Share of FLOP/s and of bandwidth: the best that kernels reached on an H200 (docs/benchmarks/kernels_bandwidth.json)."""
-LAUNCH, OWN_LAUNCH = 28e-6, 115e-6
-"""Seconds of the host for a launch, by torch and by Python (`Work.own_launches`), Python of the model included."""
+"""Share of FLOP/s and of bandwidth: the best of kernels on an H200 (docs/benchmarks/kernels_bandwidth.json)."""
+LAUNCH, OWN_LAUNCH = 19e-6, 139e-6
+"""Seconds of the host for a launch, by torch and by Python (`Work.own_launches`), Python of the model included: their
+ratio as measured on a device that computes nothing, their size as fitted to steps on cards."""
 LINK = 0.85
 """Share of a link's bandwidth that large copies reach: 82 to 87 % of the link to the host, on an H200."""
 HOST_MEMORY = 25e9

@@ -60,7 +60,6 @@ class Work:
         return {name: round(number) for name, number in vars(self).items()}
 
 
-
 class Done(NamedTuple):
     """A record of work that was done at one point of a traced step.
 
