@@ -67,7 +67,7 @@ def kept(
         "switches": _switches(),
         "source": source_digest("**/*.py"),
     }
-    keys = [_digest({**about, "simulated": is_simulated}) for is_simulated in {True, simulated}]
+    keys = [_digest({**about, "simulated": is_simulated}) for is_simulated in dict.fromkeys((True, simulated))]
     report = next((report for key in keys if (report := _read(key)) is not None), None)
     if report is None:
         report = trace()

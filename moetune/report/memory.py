@@ -261,7 +261,7 @@ def pace(time: Duration, tokens: int | None = None) -> str:
         return (
             f"Measured in a similar run: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
         )
-    how = "Estimated" if time.of_card else "Estimated, of a kind of card that was never measured"
+    how = "Estimated" if time.of_card else "Estimated, on a kind of card that was never measured"
     return (
         f"{how}: {between(speed)} tokens/s, {between(seconds)} s a step"
         f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of the card's 16-bit FLOP/s."
