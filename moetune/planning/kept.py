@@ -1,7 +1,7 @@
 """`kept`: a cache on disk of traced reports, so that a plan that is made again, or has the same runs, is quick."""
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 
 from moetune.adapt.guard import as_known
@@ -9,7 +9,6 @@ from moetune.cache import file_of, read_cached, write_cached
 from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.predict import allocator_here
 from moetune.memory.report import MemoryReport
-from moetune.memory.time.roofline import duration
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.run.resolve import ResolvedRun
 from moetune.training.trl import InTrl
@@ -25,9 +24,6 @@ def kept(
     simulated: bool = True,
 ) -> MemoryReport:
     """Read the report of a run on a GPU from disk; if it is not there, call `trace` for it, and write it.
-
-    In a report from disk the time of a step is estimated anew from the work that was counted, by the speeds that are
-    known now.
 
     Args:
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; None for `hardware.gpu`.
@@ -51,13 +47,9 @@ def kept(
         "allocator": allocator_here("expandable"),
         "trainer": None if trainer is None else [trainer.trainer, trainer.arguments, version("trl")],
     }
-    files = [file_of({**about, "simulated": is_simulated}) for is_simulated in (True, simulated)]
+    files = [file_of({**about, "simulated": is_simulated}) for is_simulated in dict.fromkeys((True, simulated))]
     report = next((report for file in files if (report := read_cached(file, MemoryReport)) is not None), None)
     if report is None:
         report = trace()
         write_cached(files[-1], MemoryReport, report)
-        return report
-    if report.time is None:
-        return report
-    time = duration(report.time.work, report.time.tokens, card, (one.bytes for one in report.collectives))
-    return replace(report, time=time)
+    return report
