@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from transformers import MixtralConfig
 
 ROOT = Path(__file__).parents[2]
 MiB = 2**20
+BEGIN, END = "<!-- table, from JSON -->\n", "<!-- end of table -->\n"
+"""Between these a page has its table."""
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -49,6 +53,23 @@ def commit() -> str | None:
 
 def write_json(report: dict[str, Any], file: Path) -> None:
     file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def write_table(lines: Iterable[str], page: Path) -> None:
+    """Writes a page's table anew, where there is that page."""
+    if not page.exists():
+        return
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{page} has no place for a table: {BEGIN}{END}")
+    page.write_text("\n".join([before + begin, *lines, "", end + after]), encoding="utf-8")
+
+
+def spread(values: Iterable[float], form: str = "{:,.0f}") -> str:
+    """The least, the median and the most, as "3, 5, 9"."""
+    numbers = sorted(values)
+    return ", ".join(form.format(number) for number in (numbers[0], median(numbers), numbers[-1]))
 
 
 def mixtral_config(sizes: Any, **more: Any) -> MixtralConfig:

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any, get_args
 
 import torch
-from _common import MiB, commit, cpu_name, mixtral_config, versions, write_json
+from _common import MiB, commit, cpu_name, mixtral_config, versions, write_json, write_table
 
 from moetune.adapt.build import build
 from moetune.config.schema import OptimizerName, RunConfig
@@ -242,31 +242,28 @@ def run(device: str, sizes: Sizes, repetitions: int) -> dict[str, Any]:
 # --- The report -------------------------------------------------------------------------------------------------------
 
 
-def table(report: dict[str, Any]) -> str:
-    """The report as Markdown; bytes in MiB."""
-    lines = [
-        f"| optimizer | {' | '.join(BYTES)} | time |",
-        f"|---|{'---:|' * (len(BYTES) + 1)}",
-    ]
+def table(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page's table; bytes in MiB."""
+    yield f"| optimizer | {' | '.join(BYTES)} | time |"
+    yield f"|---|{'---:|' * (len(BYTES) + 1)}"
     for row in report["results"]:
         memory = " | ".join(f"{row['bytes'][name] / MiB:.1f}" for name in BYTES)
-        ratio = "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["ratio"])
-        lines.append(f"| {row['name']} | {memory} | {ratio} |")
-    return "\n".join(lines)
+        yield f"| {row['name']} | {memory} | {row['ratio']['median']:.2f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here, and the page beside it")
     parser.add_argument("--repetitions", type=int, default=7, help="timed steps of each, beside one of AdamW each")
     parser.add_argument("--threads", type=int, default=1, help="threads of one operation on a CPU")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     report = run(options.device, SIZES[options.device], options.repetitions)
-    print(table(report))
+    print("\n".join(table(report)))
     if options.json is not None:
         write_json(report, options.json)
+        write_table(table(report), options.json.with_suffix(".md"))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
 """Which of ep, fsdp and tp is fastest on how many GPUs, by arithmetic: nothing here was run on a GPU.
 
-    python scripts/bench/scaling.py > tables.md
+    python scripts/bench/scaling.py --json docs/benchmarks/scaling.json
 
 Bytes and peaks are those of a trace of the first rank, which holds the experts that train and no less than any other;
-link speeds, utilisation and what overlaps are assumptions, listed in docs/benchmarks/scaling.md, whose tables this
-prints. A layout takes ten seconds or twenty.
+link speeds, utilisation and what overlaps are assumptions, listed in docs/benchmarks/scaling.md, whose table this
+writes. A layout takes ten seconds or twenty.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Any
+
+from _common import commit, write_json, write_table
 
 from moetune.config.schema import ParallelConfig, RunConfig
 from moetune.memory.report import Collective
@@ -118,28 +122,14 @@ def flops(structure: ModelStructure, adapt: str, tp: int) -> float:
     return (6 * active + 2 * trained) / tp + 4 * outside
 
 
-@dataclass(frozen=True)
-class Row:
-    layout: str
-    peak: int
-    sent: dict[str, int]
-    seconds: dict[str, float | None]
-    rates: dict[str, float | None]
-    """Tokens a second and card, by machine; None where it does not fit."""
-
-    def merit(self, machine: str) -> tuple[float, int]:
-        """Of equals, the one that sends less is better."""
-        return self.rates[machine] or 0.0, -sum(self.sent.values())
-
-
-def row_of(model: str, adapt: str, gpus: int, name: str) -> Row:
-    """One layout, its first rank traced."""
+def row_of(model: str, adapt: str, gpus: int, name: str) -> dict[str, Any]:
+    """One layout, its first rank traced; by card, tokens a second of each, None where it does not fit."""
     sizes, base = layouts(gpus)[name]
     run = resolve(config_of(model, adapt, sizes, base, gpus), "cuda")
     traced, parallel = trace(run, gpu=find_gpu(MACHINES[0].gpu)), run.config.parallel
     peak = traced.parts().total
     sent = dict.fromkeys(("gathers", "exchange", "sums"), 0)
-    seconds, rates = dict[str, float | None](), dict[str, float | None]()
+    seconds, rates = dict[str, float](), dict[str, int | None]()
     for collective in traced.collectives:
         sent[kind_of(collective)] += collective.bytes
     for machine in MACHINES:
@@ -150,11 +140,20 @@ def row_of(model: str, adapt: str, gpus: int, name: str) -> Row:
         taken = dict.fromkeys(sent, 0.0)
         for collective in traced.collectives:
             taken[kind_of(collective)] += machine.seconds(collective, parallel)
-        seconds[machine.name] = sum(taken.values())
+        seconds[machine.gpu] = round(sum(taken.values()), 2)
         step = max(compute, taken["gathers"]) + taken["exchange"] + taken["sums"]
         fits = peak + card.context.value + 2 * card.cublas_workspace.value <= card.memory.value
-        rates[machine.name] = tokens / parallel.tp / step if fits else None
-    return Row(name, peak, sent, seconds, rates)
+        rates[machine.gpu] = round(tokens / parallel.tp / step) if fits else None
+    return {
+        "model": model,
+        "adapt": adapt,
+        "gpus": gpus,
+        "layout": name,
+        "peak_gib": round(peak / 2**30, 1),
+        "gb_sent": {kind: round(size / 1e9, 2) for kind, size in sent.items()},
+        "seconds_on_links": seconds,
+        "tokens_per_second": rates,
+    }
 
 
 def kind_of(collective: Collective) -> str:
@@ -162,44 +161,39 @@ def kind_of(collective: Collective) -> str:
     return {"ep": "exchange", "tp": "sums"}.get(collective.axis, "gathers")
 
 
-def table(model: str, adapt: str) -> Iterator[str]:
-    yield f"### {model}, {adapt}"
-    yield ""
-    machines = [machine.gpu.partition("-")[0].upper() for machine in MACHINES]
-    yield (
-        "| GPUs | layout | GB sent: gathers | dispatch, combine | sums | "
-        + " | ".join(f"{name}: s on links" for name in machines)
-        + " | peak GiB | "
-        + " | ".join(f"{name}: tokens/s a GPU" for name in machines)
-        + " |"
-    )
-    yield "|---:|---|" + "---:|" * (3 + 1 + 2 * len(machines))
-    for gpus in GPUS:
-        found = [row_of(model, adapt, gpus, name) for name in layouts(gpus)]
-        best = {machine.name: max(found, key=lambda row, name=machine.name: row.merit(name)) for machine in MACHINES}
-        for row in found:
-            yield line(gpus, row, [name for name, fastest in best.items() if row is fastest])
-    yield ""
+def fastest(rows: list[dict[str, Any]], gpu: str) -> str:
+    """Of the layouts that fit, the one with most tokens a second; of equals, the one that sends least."""
+    fitting = [row for row in rows if row["tokens_per_second"][gpu] is not None]
+    if not fitting:
+        return "none fits"
+    best = max(fitting, key=lambda row: (row["tokens_per_second"][gpu], -sum(row["gb_sent"].values())))
+    return f"{best['layout']}: {best['tokens_per_second'][gpu]:,}, {best['peak_gib']} GiB"
 
 
-def line(gpus: int, row: Row, fastest_on: Collection[str]) -> str:
-    """A row of a table; bold where no layout is faster."""
-    sent = " | ".join(f"{size / 1e9:.2f}" for size in row.sent.values())
-    links = " | ".join(f"{row.seconds[machine.name]:.2f}" for machine in MACHINES)
-    rates = []
-    for name, rate in row.rates.items():
-        text = "does not fit" if rate is None else f"{rate:,.0f}"
-        rates.append(f"**{text}**" if rate is not None and name in fastest_on else text)
-    return f"| {gpus} | {row.layout} | {sent} | {links} | {row.peak / 2**30:.1f} | {' | '.join(rates)} |"
+def table(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page's table: the fastest layout, its tokens a second of a card, and its peak."""
+    heads = [machine.gpu.partition("-")[0].upper() for machine in MACHINES]
+    yield f"| trains | GPUs | {' | '.join(heads)} | least memory |"
+    yield f"|---|---:|{'---|' * (len(heads) + 1)}"
+    for model, adapt, gpus in dict.fromkeys((row["model"], row["adapt"], row["gpus"]) for row in report["rows"]):
+        rows = [row for row in report["rows"] if (row["model"], row["adapt"], row["gpus"]) == (model, adapt, gpus)]
+        least = min(rows, key=lambda row: row["peak_gib"])
+        cells = [fastest(rows, machine.gpu) for machine in MACHINES]
+        yield f"| {model}, {adapt} | {gpus} | {' | '.join(cells)} | {least['layout']}: {least['peak_gib']} GiB |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="*", default=MODELS, help="catalog names")
-    for model in parser.parse_args().models:
-        for adapt in ADAPT:
-            for text in table(model, adapt):
-                print(text, flush=True)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here, and the page beside it")
+    options = parser.parse_args()
+    report: dict[str, Any] = {"schema": 1, "benchmark": "scaling", "commit": commit(), "rows": []}
+    for model, adapt, gpus in product(MODELS, ADAPT, GPUS):
+        for name in layouts(gpus):
+            report["rows"].append(row_of(model, adapt, gpus, name))
+            print(report["rows"][-1], flush=True)
+    if options.json is not None:
+        write_json(report, options.json)
+        write_table(table(report), options.json.with_suffix(".md"))
 
 
 if __name__ == "__main__":

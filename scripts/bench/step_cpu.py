@@ -35,7 +35,7 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from _common import MiB, commit, cpu_name, mixtral_config, versions, write_json
+from _common import MiB, commit, cpu_name, mixtral_config, versions, write_json, write_table
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
@@ -351,41 +351,34 @@ def measure(
     }
 
 
-def table(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
-    lines = [
-        "| model | checkpointing | side | step, median | before | peak | above before |",
-        "|---|---|---|---:|---:|---:|---:|",
-    ]
+def table(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page's table."""
+    yield "| model | checkpointing | moetune | PEFT | as fast | in CPU time | above: moetune | PEFT | ratio of peaks |"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|"
     for shape, of_shape in report["shapes"].items():
         for checkpointing, result in of_shape["checkpointing"].items():
-            row = f"| {shape} | {checkpointing}"
-            for side in SIDES:
-                memory = " | ".join(
-                    f"{result['bytes'][side][key] / MiB:.1f} MiB" for key in ("before", "peak", "above")
-                )
-                lines.append(f"{row} | {side} | {result['seconds'][side]['median']:.3f} s | {memory} |")
+            seconds = [f"{result['seconds'][side]['median']:.3f} s" for side in SIDES]
+            above = [f"{result['bytes'][side]['above'] / MiB:.1f} MiB" for side in SIDES]
             ratios = result["ratios"]
-            speed = "{median:.2f}× faster ({min:.2f} to {max:.2f})".format(**ratios["speed"])
-            speed += f", {ratios['cpu_time']['median']:.2f}× in CPU time"
-            lines.append(
-                f"{row} | **ratio** | **{speed}** | | **{ratios['peak']:.2f}×** | **{ratios['above']:.2f}×** |"
-            )
-    return "\n".join(lines)
+            speed = "{median:.2f}× ({min:.2f} to {max:.2f})".format(**ratios["speed"])
+            of_cpu = f"{ratios['cpu_time']['median']:.2f}×"
+            cells = (shape, checkpointing, *seconds, speed, of_cpu, *above, f"{ratios['peak']:.2f}×")
+            yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here, and the page beside it")
     parser.add_argument("--repetitions", type=int, default=15, help="timed steps of each side")
     parser.add_argument("--threads", type=int, default=1, help="threads of one operation")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=[*SHAPES], help="which models; by default all")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     report = run({shape: SHAPES[shape] for shape in options.shapes}, options.repetitions)
-    print(table(report))
+    print("\n".join(table(report)))
     if options.json is not None:
         write_json(report, options.json)
+        write_table(table(report), options.json.with_suffix(".md"))
 
 
 if __name__ == "__main__":
