@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+import moetune
 from tests.docs.test_commands import ROOT
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -64,3 +66,23 @@ def test_every_place_that_is_named_exists() -> None:
     assert len(places) > 30
     missing = [place for place in places if not (ROOT / place.rstrip(".")).exists() and "X" not in place]
     assert missing == []
+
+
+def test_the_version_is_one() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest is not None
+    assert cited == newest[1] == moetune.__version__
+
+
+@pytest.mark.parametrize("name", ["ci", "nightly"])
+def test_workflows_run_scripts_that_exist(name: str) -> None:
+    workflow = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text(encoding="utf-8"))
+    scripts = set()
+    for job in workflow["jobs"].values():
+        values = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
+        runs = [step["run"] for step in job["steps"] if "run" in step]
+        scripts |= {run.split()[0].replace("${{ matrix.script }}", v.get("script", "")) for run in runs for v in values}
+    ours = {script for script in scripts if script.startswith("./")}
+    assert ours == {"./scripts/test.sh", "./scripts/test_cuda.sh"}
+    assert all(os.access(ROOT / script, os.X_OK) for script in ours)
