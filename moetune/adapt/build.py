@@ -22,6 +22,7 @@ from moetune.adapt.lora import add_lora
 from moetune.adapt.packages import leave_out_broken_packages
 from moetune.adapt.scans import recompute_scans
 from moetune.adapt.validate import refuse_misplaced, refuse_unquantized
+from moetune.adapt.weights.base import noting_base
 from moetune.adapt.weights.published import read_published
 from moetune.adapt.weights.quantized_base import read_quantized_base
 from moetune.adapt.weights.random import fill_randomly
@@ -33,6 +34,7 @@ from moetune.experts.context import ExpertContext
 from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
 from moetune.experts.kernels.registry import use_kernels
+from moetune.models.hub.fingerprint import Base
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
@@ -213,3 +215,14 @@ def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseW
         dispatcher = TokenDispatcher(ranks.placement.experts, trained, ranks.expert["ep"], ranks.dense["tp"])
     prefetcher = ExpertPrefetcher(device) if run.config.model.experts_on == "host" else None
     return ExpertContext(run.expert_memory, run.keeps_rows, run.model.gate_up_apart, prefetcher, dispatcher, dense)
+
+
+def build_noting(
+    run: ResolvedRun,
+    device: torch.device,
+    on_read: Callable[[float], None] | None = None,
+    ranks: Ranks = SINGLE_RANK,
+) -> tuple[Adapted, Base | None]:
+    """Build the adapted model as `build` does; return it and the base of its frozen weights (None if random)."""
+    with noting_base(run.model, ranks) as noted:
+        return build(run, device, on_read, ranks), noted()

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from peft import PeftModel, get_peft_model_state_dict
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from moetune.adapt.build import build
-from moetune.adapt.weights.base import build_noting, refuse_changed_base
+from moetune.adapt.build import build, build_noting
+from moetune.adapt.weights.base import refuse_changed_base
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.adapt.weights.stock import load_stock
 from moetune.adapters.base import base_of

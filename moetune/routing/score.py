@@ -22,9 +22,8 @@ from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
 from moetune.adapt.attention import document_inputs
-from moetune.adapt.build import Adapted, build
+from moetune.adapt.build import Adapted, build, build_noting
 from moetune.adapt.start_from.start import open_start
-from moetune.adapt.weights.base import build_noting
 from moetune.config.load import load_run_config
 from moetune.config.schema import AdaptConfig, ChoiceConfig, RunConfig
 from moetune.errors import UserError

@@ -31,7 +31,7 @@ from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
 from moetune.experts.kernels import rotary, routing  # noqa: F401  define their operators
 from moetune.experts.kernels.registry import OPERATORS
-from moetune.experts.kernels.self_check import copied, differences, is_alike
+from moetune.experts.self_check import copied, differences, is_alike
 from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.time.bench import counted, seconds_of
 from moetune.memory.time.roofline import duration

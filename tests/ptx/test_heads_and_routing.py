@@ -14,7 +14,7 @@ from moetune.experts.kernels import (
     triton_routing,
 )
 from moetune.experts.kernels.registry import OPERATORS
-from moetune.experts.kernels.self_check import differences
+from moetune.experts.self_check import differences
 from tests.ptx.cases import Call, Draw
 from tests.ptx.driver import emulated
 

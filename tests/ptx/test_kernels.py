@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from moetune.experts.kernels import triton_kernels
 from moetune.experts.kernels.registry import OPERATORS
-from moetune.experts.kernels.self_check import differences, is_alike
+from moetune.experts.self_check import differences, is_alike
 from tests.experts.kernels.recorded import calls
 from tests.ptx import cases
 from tests.ptx.cases import Call, Draw

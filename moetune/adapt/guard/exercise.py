@@ -19,9 +19,9 @@ from moetune.compat.transformers import activation_of, calls_rotary, norms_heads
 from moetune.config.schema import LINEAR_STORAGES, Storage
 from moetune.experts.activation import SwiGLU, recognize
 from moetune.experts.kernels import rotary, routing
-from moetune.experts.kernels.self_check import TOKENS, BankSizes
-from moetune.experts.kernels.self_check import samples as bank_samples
 from moetune.experts.quantized import QuantizedLinear
+from moetune.experts.self_check import TOKENS, BankSizes
+from moetune.experts.self_check import samples as bank_samples
 from moetune.models.moe import MoeLayer
 from moetune.run.dtypes import DTYPES
 from moetune.run.resolved import ResolvedRun

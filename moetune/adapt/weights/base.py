@@ -7,13 +7,10 @@ each weight file.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
-
-from moetune.adapt.build import Adapted, build
 from moetune.errors import UserError
 from moetune.models.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint, taking_fingerprint
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.run.resolve import ResolvedModel, ResolvedRun
+from moetune.run.resolve import ResolvedModel
 
 
 @contextmanager
@@ -51,17 +48,6 @@ def noting_base(model: ResolvedModel, ranks: Ranks = SINGLE_RANK) -> Iterator[Ca
             return Base(source.name, whole(take_fingerprint(folder, part=part)))
 
         yield noted
-
-
-def build_noting(
-    run: ResolvedRun,
-    device: torch.device,
-    on_read: Callable[[float], None] | None = None,
-    ranks: Ranks = SINGLE_RANK,
-) -> tuple[Adapted, Base | None]:
-    """Build the adapted model as `build` does; return it and the base of its frozen weights (None if random)."""
-    with noting_base(run.model, ranks) as noted:
-        return build(run, device, on_read, ranks), noted()
 
 
 def refuse_changed_base(noted: Base, found: Fingerprint, what: str, where: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from moetune.adapt.build import build
 from moetune.adapt.guard.exercise import _few, samples, sizes_of
 from moetune.experts.kernels.registry import OPERATORS, Operator
-from moetune.experts.kernels.self_check import CallsSeen
+from moetune.experts.self_check import CallsSeen
 from moetune.run.resolve import resolve
 from moetune.training.step.micro_step import token_loss
 from tests.experts.kernels.recorded import kind_of

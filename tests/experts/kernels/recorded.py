@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moetune.experts.kernels.registry import Operator
-from moetune.experts.kernels.self_check import CallsSeen, copied, samples
+from moetune.experts.self_check import CallsSeen, copied, samples
 
 
 def calls(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moetune.experts.kernels import operators as kernels
 from moetune.experts.kernels.registry import OPERATORS
-from moetune.experts.kernels.self_check import differences, is_alike
+from moetune.experts.self_check import differences, is_alike
 from moetune.experts.quantized import QuantizedExperts
 from tests.experts.kernels.interpreter import interpreted_module
 from tests.experts.kernels.recorded import calls
