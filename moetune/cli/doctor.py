@@ -3,14 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-from moetune.cli.options import Json, Overrides, answer, argument, flag, heavy_imports, refuse_set
+from moetune.cli.options import Json, Overrides, answer, argument, heavy_imports, refuse_set
 
 
 def doctor(
     run: Annotated[Path | None, argument("[RUN.yaml]", "Also check what this run needs.")] = None,
-    measure: Annotated[
-        bool, flag("--measure", "Also measure how fast this GPU is, for a minute; estimates of time then take that.")
-    ] = False,
     set_: Overrides = None,
     json_: Json = False,
 ) -> None:
@@ -21,10 +18,9 @@ def doctor(
         from rich.text import Text
 
         from moetune.config.load import load_run_config
-        from moetune.planning.doctor import examine_machine, examine_run, measure_card
+        from moetune.planning.doctor import examine_machine, examine_run
 
-    speeds = [*measure_card()] if measure else []
-    checks = [*examine_machine(), *speeds, *(() if run is None else examine_run(load_run_config(run, set_ or ())))]
+    checks = [*examine_machine(), *(() if run is None else examine_run(load_run_config(run, set_ or ())))]
     is_well = all(check.outcome != "problem" for check in checks)
     colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
     shown = []

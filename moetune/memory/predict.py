@@ -21,7 +21,7 @@ from moetune.memory.host import host_of
 from moetune.memory.outside_allocator import outside_allocator
 from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Rows, Term
 from moetune.memory.terms import terms_of
-from moetune.memory.time.roofline import Duration, duration
+from moetune.memory.time.estimate import Duration, duration
 from moetune.memory.trace import Trace, trace
 from moetune.memory.unknowns import Unknown, of_context
 from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu

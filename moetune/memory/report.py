@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 from moetune.memory.host import HostMemory
-from moetune.memory.time.roofline import Duration
+from moetune.memory.time.estimate import Duration
 from moetune.memory.unknowns import ERROR, FRAGMENTATION, Span, Unknown, always, span
 
 PartName = Literal[

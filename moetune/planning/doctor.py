@@ -21,18 +21,12 @@ from moetune.memory.host import process_here, this_machine
 from moetune.memory.measurement.live import processes_on
 from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.predict import allocator_here
-from moetune.memory.time.bench import measured
-from moetune.memory.time.speeds import PER_EVENT, Speeds
-from moetune.models.catalog.gpus import find_gpu
 from moetune.planning.predict import predict
-from moetune.report.console import note
 from moetune.report.units import gib
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import resolve
 
 Outcome = Literal["ok", "note", "problem"]
-_IMPOSSIBLE = 4.0
-"""Share of a data sheet's limit that no card reaches, whatever its variant, clock and slot."""
 
 
 @dataclass(frozen=True)
@@ -115,40 +109,6 @@ def examine_run(config: RunConfig) -> Iterator[Check]:
         remedy = "end other programs, or use fewer settings that move tensors to host memory"
         found = f"{gib(host)} needed, {gib(room.value)} {room.source}"
         yield _check(host <= room.value, "host memory of the run", found, remedy)
-
-
-def measure_card() -> Iterator[Check]:
-    """Measure the speeds of this machine's first GPU, in about a minute, and write them to disk, where estimates of a
-    step's time find them. Yield a check for each speed.
-
-    Raises:
-        UserError: there is no GPU; the catalog lacks its limits, which are compared with; its clock is wrong; or the
-            file of the speeds cannot be written.
-    """
-    if not torch.cuda.is_available():
-        raise UserError("--measure measures the speeds of a GPU, and torch finds none on this machine")
-    device = torch.device("cuda", 0)
-    name, card = torch.cuda.get_device_name(device), find_gpu(catalog_name(device))
-    if (card.bf16 or card.fp16) is None or None in (card.fp32, card.bandwidth, card.host_link):
-        raise UserError(f"--measure: the catalog has no speeds of {name!r} to compare with (docs/reference/gpus.md)")
-    note(f"measuring the speeds of {name}, about a minute")
-    speeds = Speeds.here(device, measured(card, device))
-    torch.cuda.empty_cache()  # what was measured with is no longer in use
-    factors = speeds.factors(card)
-    for kind, one in factors.items():
-        if kind not in PER_EVENT and one.slow > _IMPOSSIBLE:
-            raise UserError(
-                f"--measure: by the clock of {name!r}, {kind}: {one.slow:.3g} times as fast as its data sheet allows; "
-                "no speeds are kept. Update the driver, and measure again"
-            )
-    speeds.keep()
-    for kind, one in factors.items():
-        if kind in PER_EVENT:
-            found = f"{1e6 * one.fast:.3g} to {1e6 * one.slow:.3g} µs each"
-        else:
-            found = f"{100 * one.slow:.0f} to {100 * one.fast:.0f} % of the data sheet's"
-        yield Check(f"{name}, {kind}", "ok", found)
-    yield Check(f"{name}, speeds", "ok", f"estimates for this card take them from {speeds.file}")
 
 
 def _packages() -> Iterator[Check]:

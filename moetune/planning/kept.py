@@ -9,7 +9,7 @@ import gzip
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +23,6 @@ from moetune.files import cache_folder, source_digest, write_whole
 from moetune.memory.assumed_routing import AssumedRouting
 from moetune.memory.predict import allocator_here
 from moetune.memory.report import MemoryReport
-from moetune.memory.time.roofline import duration
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.run.resolve import ResolvedRun
 from moetune.training.trl import InTrl
@@ -42,9 +41,6 @@ def kept(
     simulated: bool = True,
 ) -> MemoryReport:
     """Read the report of a run on a GPU from disk; if it is not there, call `trace` for it, and write it.
-
-    In a report from disk the time of a step is estimated anew from the work that was counted, by the speeds that are
-    known now.
 
     Args:
         gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; None for `hardware.gpu`.
@@ -76,11 +72,7 @@ def kept(
     if report is None:
         report = trace()
         _write(_digest({**about, "simulated": simulated}), report)
-        return report
-    if report.time is None:
-        return report
-    time = duration(report.time.work, report.time.tokens, card, (one.bytes for one in report.collectives))
-    return replace(report, time=time)
+    return report
 
 
 def _digest(about: dict[str, object]) -> str:

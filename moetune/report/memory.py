@@ -6,7 +6,7 @@ from textwrap import wrap
 
 from moetune.errors import counted
 from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term, Verdict
-from moetune.memory.time.roofline import Duration
+from moetune.memory.time.estimate import Duration
 from moetune.memory.time.work import Work
 from moetune.memory.unknowns import Span
 from moetune.models.selection import ranges
@@ -261,7 +261,7 @@ def pace(time: Duration, tokens: int | None = None) -> str:
         return (
             f"Measured in a similar run: {speed.fast:,.0f} tokens/s, {seconds.fast:.3g} s a step{hours(time, tokens)}."
         )
-    how = "Estimated from speeds that were measured on this card" if time.of_card else "Estimated, not measured"
+    how = "Estimated" if time.of_card else "Estimated, of a kind of card that was never measured"
     return (
         f"{how}: {between(speed)} tokens/s, {between(seconds)} s a step"
         f"{hours(time, tokens)}; {100 * share.slow:.0f} to {100 * share.fast:.0f} % of the card's 16-bit FLOP/s."
@@ -359,7 +359,7 @@ def _times(time: Duration) -> Table:
     works: dict[str, Work] = dict(time.work.items())
     for part, seconds in sorted(time.parts.items(), key=lambda item: -item[1].slow):
         work = works.get(part, Work())
-        moved = work.bytes + work.product_bytes + work.copied
+        moved = work.bytes + work.copied
         counted = ((work.flops + work.flops32) / 1e12, 2), (moved / 1e9, 1), (work.launches, 0)
         cells = [f"{number:,.{digits}f}" if number else "" for number, digits in counted]
         rows.append((named(part), *cells, f"{1000 * seconds.fast:,.1f}", f"{1000 * seconds.slow:,.1f}"))

@@ -1,6 +1,6 @@
 """Formatting of bytes, percentages, estimated ranges and hours as text, in one place for all commands."""
 
-from moetune.memory.time.roofline import Duration, Range
+from moetune.memory.time.estimate import Duration, Range
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 

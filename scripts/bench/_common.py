@@ -1,22 +1,27 @@
-"""What every benchmark writes beside its numbers: versions, the machine, the commit."""
+"""What benchmarks share: the versions, machine and commit that each writes, models of a few layers, and a clock."""
 
 from __future__ import annotations
 
 import json
 import platform
 import subprocess
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from transformers import MixtralConfig
+import torch
+
+from moetune.config.schema import RunConfig
+from moetune.models.catalog import find_model
 
 ROOT = Path(__file__).parents[2]
 MiB = 2**20
 BEGIN, END = "<!-- table, from JSON -->\n", "<!-- end of table -->\n"
 """Between these a page has its table."""
+LORA_16 = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -52,7 +57,7 @@ def commit() -> str | None:
 
 
 def write_json(report: dict[str, Any], file: Path) -> None:
-    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_table(lines: Iterable[str], page: Path) -> None:
@@ -72,16 +77,39 @@ def spread(values: Iterable[float], form: str = "{:,.0f}") -> str:
     return ", ".join(form.format(number) for number in (numbers[0], median(numbers), numbers[-1]))
 
 
-def mixtral_config(sizes: Any, **more: Any) -> MixtralConfig:
-    """A Mixtral of a benchmark's sizes."""
-    return MixtralConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.intermediate,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        num_local_experts=sizes.experts,
-        max_position_embeddings=sizes.tokens,
-        **more,
-    )
+def config_of(model: str, layers: int | None = None) -> dict[str, Any]:
+    """Return the configuration of a catalog model, of so many of its layers."""
+    entry = find_model(model)
+    assert entry is not None
+    config = entry.config | ({} if layers is None else {"num_hidden_layers": layers})
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    return config
+
+
+def lora_run(folder: Path, model: str, layers: int | None, train: dict[str, Any], **sections: Any) -> RunConfig:
+    """Write a catalog model of so many layers into a folder, and return its run file: LoRA on NF4 with random weights,
+    8-bit AdamW, in bfloat16; `sections` replace others."""
+    (folder / "config.json").write_text(json.dumps(config_of(model, layers)), encoding="utf-8")
+    run = {"model": {"path": str(folder), "weights": "random", "dtype": "bf16"}, "adapt": LORA_16}
+    return RunConfig.model_validate({**run, "optimizer": {"name": "adamw8bit"}, "train": train, **sections})
+
+
+def seconds_of(device: torch.device, run: Callable[[], Any], times: int = 5) -> float:
+    """Return the seconds of the fastest of `times` calls, after one that is not counted: on a GPU those that its stream
+    takes, on a CPU those until `run` returns."""
+    taken = []
+    for _ in range(times + 1):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(device)
+            start.record()
+            run()
+            end.record()
+            torch.cuda.synchronize(device)
+            taken.append(start.elapsed_time(end) / 1e3)
+        else:
+            began = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - began)
+    return max(min(taken[1:]), 1e-9)

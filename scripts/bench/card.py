@@ -1,7 +1,7 @@
 """What a card shows before all else: that kernels are right, how fast each is, and that steps repeat.
 
     python scripts/bench/card.py check          every kernel at the widths of four models, beside torch's operations
-    python scripts/bench/card.py bandwidth      time, GB/s and TFLOP/s of each, beside the roofline's time
+    python scripts/bench/card.py bandwidth      time, GB/s and TFLOP/s of each
     python scripts/bench/card.py repeat         two equal steps of two layers, of each of two models, bit for bit
 
 `check` is what compute-sanitizer is to watch (`--tokens 8` then). `repeat` asks torch for deterministic algorithms: the
@@ -12,7 +12,6 @@ kernel differs, or the steps do.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -28,19 +27,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from moetune.adapt.build import build
-from moetune.config.schema import RunConfig
 from moetune.experts.kernels import rotary, routing  # noqa: F401  define their operators
 from moetune.experts.kernels.registry import OPERATORS
 from moetune.experts.self_check import copied, differences, is_alike
-from moetune.memory.measurement.measure import catalog_name
-from moetune.memory.time.bench import counted, seconds_of
-from moetune.memory.time.roofline import duration
+from moetune.memory.time.work import Work, works
 from moetune.memory.trace.steps import batches_of
-from moetune.models.catalog import find_model
-from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
 from moetune.training.step.micro_step import count_loss_tokens, token_loss
-from scripts.bench._common import commit, versions, write_json
+from scripts.bench._common import LORA_16, commit, lora_run, seconds_of, versions, write_json
 from tests.experts.kernels.recorded import calls
 from tests.nullcuda import device as nullcuda
 
@@ -102,42 +96,24 @@ def check(device: torch.device, tokens: int) -> int:
 
 
 def bandwidth(device: torch.device, tokens: int) -> list[dict[str, Any]]:
-    """Print and return the time of every kernel, the smallest of `TIMES` launches, beside the roofline's."""
-    card, capability = find_gpu(catalog_name(device)), torch.cuda.get_device_capability(device)
-    rows = []
-    print("model           kernel                     µs   GB/s  TFLOP/s  roofline µs   tensors")
+    """Print and return the time of every kernel, the smallest of `TIMES` launches, beside its bytes and FLOPs."""
+    capability, rows = torch.cuda.get_device_capability(device), []
+    print("model           kernel                     µs   GB/s  TFLOP/s  tensors")
     for model in WIDTHS:
         for name, args in calls_of(model, device, tokens):
             kernel = OPERATORS[name].kernel(*args)
             if kernel is None:
                 continue
-            func = getattr(torch.ops.moetune, name).default
-            work = counted(func, copied(args, args), {}, capability, None)
-            modelled = duration({"experts": work}, tokens, card)
-            given = iter([copied(args, args) for _ in range(TIMES + 1)])
-            run = partial(lambda kernel, given: kernel(*next(given)), kernel, given)
-            best, size = seconds_of(device, run, TIMES), work.bytes + work.product_bytes
-            row = {
-                "model": model,
-                "kernel": name,
-                "tensors": shapes(args),
-                "seconds": best,
-                "bytes": round(size),
-                "flops": round(work.flops + work.flops32),
-                "modelled": None if modelled is None else modelled.parts["experts"].to_json(),
-            }
-            rows.append(row)
-            ends = (
-                ""
-                if modelled is None
-                else "{fast:.1f} to {slow:.1f}".format(
-                    **{end: 1e6 * value for end, value in modelled.parts["experts"].to_json().items()}
-                )
-            )
-            print(
-                f"{model:15} {name:20} {1e6 * best:8.1f} {size / best / 1e9:6,.0f} {row['flops'] / best / 1e12:8.1f}"
-                f"  {ends:12}  {row['tensors']}"
-            )
+            func, given = getattr(torch.ops.moetune, name).default, copied(args, args)
+            with torch.no_grad():
+                work = sum((work for work, _ in works(func, given, {}, func(*given), capability)), Work())
+            copies = iter([copied(args, args) for _ in range(TIMES + 1)])
+            run = partial(lambda kernel, copies: kernel(*next(copies)), kernel, copies)
+            best, flops = seconds_of(device, run, TIMES), round(work.flops + work.flops32)
+            rows.append({"model": model, "kernel": name, "tensors": shapes(args), "seconds": best})
+            rows[-1] |= {"bytes": round(work.bytes), "flops": flops}
+            rates = f"{1e6 * best:8.1f} {work.bytes / best / 1e9:6,.0f} {flops / best / 1e12:8.1f}"
+            print(f"{model:15} {name:20} {rates}  {shapes(args)}")
     return rows
 
 
@@ -145,17 +121,9 @@ def repeat(device: torch.device) -> int:
     """Take a step twice from the same weights; print and return how many losses and gradients differ in a bit."""
     differ = 0
     for model in REPEATED:
-        entry = find_model(model)
-        assert entry is not None
+        train = {"micro_batch": 2, "sequence_length": 1024}
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(entry.config | {"num_hidden_layers": 2}))
-            config = RunConfig.model_validate(
-                {
-                    "model": {"path": folder, "weights": "random", "dtype": "bf16"},
-                    "adapt": {"router": "all", "lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}},
-                    "train": {"micro_batch": 2, "sequence_length": 1024},
-                }
-            )
+            config = lora_run(Path(folder), model, 2, train, adapt={"router": "all", **LORA_16})
             adapted = build(resolve(config, device.type), device)
         adapted.model.train()
         batch = batches_of(adapted)(2)

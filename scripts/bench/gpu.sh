@@ -8,13 +8,12 @@
 #     mixtral         Mixtral LoRA, experts and router, predicted and measured
 #     qwen3           Qwen3-30B-A3B LoRA, predicted and measured
 #     tests           the tests marked gpu: imports, gradients against the CPU, a run in bfloat16
-#     profile         one layer's experts and one step, by kernel; the host's time of a micro-step
+#     host-time       micro-steps of Qwen3-30B-A3B and Mixtral-8x7B, and of eight layers of two hybrids
 #     throughput-mixtral, throughput-fine   tokens a second of whole models, 1k to 32k tokens a step
 #     throughput-peers                      of a few layers, beside PEFT and experts4bit-qlora
 #     mixtral-more    other batches, LOMO, and one that must not fit
 #     near-the-line   two that are to fit CAP, barely
-#     hybrids         linear attention by transformers' own code and by flash-linear-attention, if that is installed
-#     others, newer, large, mixtral-8x22b, optimizers
+#     others, newer, large, mixtral-8x22b
 #
 # Logs and JSON go to OUT (docs/benchmarks/ by default). PYTHON names the interpreter; else .venv/bin/python if there
 # is one, else python3. CAP is the card to stand for (44GiB by default; empty: the whole card).
@@ -23,7 +22,7 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 out=$(realpath -m "${OUT:-$root/docs/benchmarks}")
-all=(kernels mixtral qwen3 tests profile throughput-mixtral throughput-fine throughput-peers mixtral-more near-the-line hybrids others newer large mixtral-8x22b optimizers)
+all=(kernels mixtral qwen3 tests host-time throughput-mixtral throughput-fine throughput-peers mixtral-more near-the-line others newer large mixtral-8x22b)
 parts=("${@:-${all[@]}}")
 for name in "${parts[@]}"; do
   if [[ " ${all[*]} " != *" $name "* ]]; then
@@ -94,17 +93,10 @@ for name in "${parts[@]}"; do
       run kernels_bandwidth "$python" scripts/bench/card.py bandwidth --json "$out/kernels_bandwidth.json"
       run equal_steps "$python" scripts/bench/card.py repeat
       ;;
-    profile | optimizers)
-      script=${name/profile/profile_step}
-      device=()
-      [[ $name == optimizers ]] && device=(--device cuda)
-      run "${script}_cuda" "$python" "scripts/bench/$script.py" "${device[@]}" --json "$out/${script}_cuda.json"
-      if [[ $name == profile ]]; then
-        run host_time_cuda "$python" scripts/bench/host_time.py --json "$out/host_time_cuda.json"
-      fi
-      ;;
-    hybrids)
-      run hybrids_cuda "$python" scripts/bench/hybrids.py --json "$out/hybrids_cuda.json"
+    host-time)
+      run host_time_cuda "$python" scripts/bench/host_time.py --json "$out/host_time_cuda.json"
+      run hybrids_cuda "$python" scripts/bench/host_time.py --models qwen3-next-80b-a3b kimi-linear-48b-a3b --layers 8 \
+        --rows 4 --json "$out/hybrids_cuda.json"
       ;;
     throughput-*)
       part=${name#throughput-}

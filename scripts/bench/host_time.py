@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import tempfile
@@ -31,13 +30,11 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from _common import ROOT, commit, versions, write_json
+from _common import ROOT, commit, lora_run, versions, write_json
 
 from moetune.adapt.build import build
-from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.trace.steps import batches_of
-from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
 from moetune.planning.settle import settled
 from moetune.run.resolve import ResolvedRun, resolve
@@ -64,26 +61,15 @@ class Case:
 
 
 def run_of(folder: Path, case: Case) -> ResolvedRun:
-    entry = find_model(case.model)
-    assert entry is not None
-    config = entry.config | ({} if case.layers is None else {"num_hidden_layers": case.layers})
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    run = RunConfig.model_validate(
-        {
-            "model": {"path": str(folder), "weights": "random", "dtype": "bf16"},
-            "adapt": {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}},
-            "optimizer": {"name": "adamw8bit"},
-            "train": {
-                "micro_batch": case.rows,
-                "accumulate": 1,
-                "sequence_length": 2048,
-                "expert_memory": case.expert_memory,
-                "checkpointing": case.checkpointing,
-            },
-        }
-    )
-    card = find_gpu(case.gpu)
-    return settled(resolve(run, "cuda"), card, BALANCED)
+    train = {
+        "micro_batch": case.rows,
+        "accumulate": 1,
+        "sequence_length": 2048,
+        "expert_memory": case.expert_memory,
+        "checkpointing": case.checkpointing,
+    }
+    run = lora_run(folder, case.model, case.layers, train)
+    return settled(resolve(run, "cuda"), find_gpu(case.gpu), BALANCED)
 
 
 def host_time(case: Case, repetitions: int) -> dict[str, Any]:
@@ -130,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here")
     parser.add_argument("--repetitions", type=int, default=5, help="timed micro-steps")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--models", nargs="+", default=[*MODELS], metavar="MODEL", help="of the catalog")
     parser.add_argument("--expert-memory", nargs="+", default=["auto"], metavar="SIZE", help="train.expert_memory")
     parser.add_argument("--checkpointing", nargs="+", default=["full"], metavar="WHICH", help="train.checkpointing")
     parser.add_argument("--gpu", default="44GiB", metavar="CARD", help="that `checkpointing: auto` is to fit")

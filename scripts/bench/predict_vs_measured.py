@@ -40,7 +40,7 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from _common import ROOT, MiB, commit, cpu_name, versions, write_json
+from _common import LORA_16, ROOT, MiB, commit, cpu_name, versions, write_json
 
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
@@ -240,7 +240,6 @@ def catalog_run(model: str, adapt: dict[str, Any], /, **sections: dict[str, Any]
 
 
 TOO_LARGE = "mixtral-8x7b-experts-of-16-layers"
-LORA_16 = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
 CUDA_CASES: dict[str, Callable[[], RunConfig]] = {
     "mixtral-8x7b-lora": partial(recipe, "mixtral-8x7b-lora"),
     "mixtral-8x7b-experts": partial(recipe, "mixtral-8x7b-experts"),

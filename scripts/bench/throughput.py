@@ -34,18 +34,16 @@ from statistics import median
 from typing import Any
 
 import torch
-from _common import commit, versions, write_json
-from predict_vs_measured import LORA_16, answering, catalog_run, nullcuda, shrunk
+from _common import LORA_16, commit, config_of, seconds_of, versions, write_json
+from predict_vs_measured import answering, catalog_run, nullcuda, shrunk
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from moetune.adapt.build import build
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.memory.measurement.measure import catalog_name
-from moetune.memory.measurement.profile import large_product
 from moetune.memory.trace import trace
 from moetune.memory.trace.steps import batches_of
-from moetune.models.catalog import find_model
 from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
 from moetune.training.optim.optimizers import make_optimizer, optimizer_maker
@@ -208,12 +206,8 @@ def write_checkpoint(case: Case, folder: Path, small: bool) -> None:
 
 
 def model_config(case: Case, small: bool) -> PretrainedConfig:
-    entry = find_model(case.model)
-    assert entry is not None
-    config = dict(shrunk(case.model) if small else entry.config) | {"num_hidden_layers": case.layers}
-    if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][: case.layers]
-    return AutoConfig.for_model(**config)
+    of_few = {"num_hidden_layers": case.layers}
+    return AutoConfig.for_model(**(shrunk(case.model) | of_few if small else config_of(case.model, case.layers)))
 
 
 def run_case(case: Case, folder: Path | None, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -269,6 +263,13 @@ def timed(side: Side, tokens: int, device: torch.device, repetitions: int) -> di
     return {"seconds": taken, "all": seconds, "tokens_per_second": tokens / taken, "loss": loss} | (
         peaks if on_cuda else {}
     )
+
+
+def large_product(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square product in `dtype`: of size 8192 on a GPU, 1024 on a CPU."""
+    size = 8192 if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / seconds_of(device, lambda: torch.mm(a, b))
 
 
 def counted(side: Side, tokens: int, device: torch.device) -> dict[str, Any]:

@@ -211,8 +211,8 @@ def test_a_trace_that_writes_scans_again_equals_one_that_runs_them_all(
     assert [(block.bytes, block.part, block.phase, block.module, block.op) for block in written.log.blocks] == [
         (block.bytes, block.part, block.phase, block.module, block.op) for block in ran.log.blocks
     ]
-    assert {part: pytest.approx(work.numbers()) for part, work in ran.work.items()} == {
-        part: work.numbers() for part, work in written.work.items()
+    assert {part: pytest.approx(vars(work)) for part, work in ran.work.items()} == {
+        part: vars(work) for part, work in written.work.items()
     }
     assert len(written.log.done) < len(ran.log.done)
 

@@ -28,7 +28,6 @@ FILES = {
     ("data", "--html"): "data run.yaml --html {}",
     ("drift", "--figure"): "drift done --data data.jsonl --tokens 64 --figure {}.png",
     ("report", "--out"): "report done --no-timeline --out {}",
-    ("verify", "--profile"): "verify run.yaml --set train.sequence_length=16 --steps 2 --profile {}",
     ("plan", "--html"): "plan model --gpu 44GiB --goal router --html {}",
     ("plan", "--figure"): "plan model --gpu 44GiB --goal router --figure {}.svg",
 }
@@ -274,17 +273,6 @@ def test_a_page_of_ours_is_replaced(command: tuple[str, str], here: Path, moetun
     assert sorted(os.listdir(here / "out")) == ["beside.txt", "page.html"]
 
 
-@pytest.mark.full
-def test_a_profile_that_the_system_takes_nowhere(here: Path, moetune: Callable[..., Any]) -> None:
-    """Where torch's writer says nothing."""
-    if not Path("/proc/self").exists():
-        pytest.skip("needs /proc")
-    line = FILES["verify", "--profile"].format("/proc/trace.json").split()
-    ended = moetune(*line)
-    assert_refused(ended, "/proc/trace.json")
-    assert "written" not in ended.err.replace("cannot be written", "")
-
-
 def test_outputs_that_name_an_input(here: Path, moetune: Callable[..., Any]) -> None:
     before = listing(here)
     for line in (
@@ -292,7 +280,7 @@ def test_outputs_that_name_an_input(here: Path, moetune: Callable[..., Any]) -> 
         "data run.yaml --html data.jsonl", "select scores.json --k 1 --out scores.json",
         "score run.yaml --data data.jsonl --overwrite --out data.jsonl", "quantize model --out model",
         "export done --format delta --out done --overwrite", "apply delta --to model --out delta --overwrite",
-        "report done --out done/metrics.jsonl", "verify run.yaml --profile run.yaml",
+        "report done --out done/metrics.jsonl",
     ):  # fmt: skip
         assert_refused(moetune(*line.split()), line.split()[-1 - line.endswith("--overwrite")])
     assert listing(here) == before

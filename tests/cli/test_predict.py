@@ -150,9 +150,8 @@ def test_how_long(moetune: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_verify(moetune: Run, tmp_path: Path) -> None:
-    profile = tmp_path / "trace.json"
-    ended = moetune("verify", TINY, "--set", "train.sequence_length=64", "--json", "--steps", "2", "--profile", profile)
+def test_verify(moetune: Run) -> None:
+    ended = moetune("verify", TINY, "--set", "train.sequence_length=64", "--json", "--steps", "2")
     assert ended.code == 0
     result = json.loads(ended.out)
     assert result["schema"] == 1
@@ -161,12 +160,6 @@ def test_verify(moetune: Run, tmp_path: Path) -> None:
     assert result["predicted"]["peak_allocated"] == pytest.approx(result["measured"]["peak_allocated"], rel=0.05)
     assert result["holds"] is True
     assert result["tokens_per_second"] > 0
-    assert json.loads(profile.read_text())["traceEvents"]
-    parts = result["profile"]["parts"]
-    assert parts.keys() >= {"experts", "attention", "router", "head_and_loss", "dequantization", "optimizer"}
-    assert sum(part["seconds"] for part in parts.values()) > 0
-    for part in parts.values():
-        assert (part["products_seconds"] > 0) == (part["work"]["flops"] + part["work"]["flops32"] > 0)
 
 
 def test_verify_shows_what_is_on_the_host(moetune: Run) -> None:

@@ -28,7 +28,7 @@ def assert_page_has(table: Iterable[str], page: str) -> None:
     assert f"\n\n{lines}\n\n" in (FOLDER / f"{page}.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["near_the_line", "optimizers", "plan_times", "scaling", "step_cpu"])
+@pytest.mark.parametrize("name", ["near_the_line", "plan_times"])
 def test_a_page_says_what_was_measured(name: str, script: Callable[[str], ModuleType]) -> None:
     assert_page_has(script(name).table(numbers(name)), name)
 

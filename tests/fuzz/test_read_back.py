@@ -57,7 +57,6 @@ READ_BY = {
     "adapt/guard/comparison.py": "what its own child writes: test_comparison.py",
     "adapt/guard/verdicts.py": "a verdict of the kernels: test_verdicts.py",
     "inference/completions.py": "texts of an interrupted call: test_completions.py",
-    "memory/time/speeds.py": "speeds of a card: test_speeds.py",
     "adapt/weights/stock.py": "model.safetensors.index.json: test_models.py",
     "adapt/weights/quantized_base.py": "packed/packed.json",
     "adapters/files.py": "adapter/adapter_config.json",

@@ -12,9 +12,7 @@ import torch
 
 from moetune.adapt.guard.exercise import samples
 from moetune.adapt.guard.verdicts import Verdict
-from moetune.errors import UserError
-from moetune.memory.time.speeds import Point, Speeds
-from moetune.models.catalog.gpus import Figure, find_gpu
+from moetune.models.catalog.gpus import Figure
 from moetune.planning import doctor
 
 Run = Callable[..., Any]
@@ -33,34 +31,6 @@ def test_a_machine_that_is_well(moetune: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "none" not in found
     assert found["bitsandbytes' library"]["outcome"] == "ok"
     assert "a run can start" in moetune("doctor").out
-
-
-def test_the_speeds_of_a_card(moetune: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ended = moetune("doctor", "--measure")
-    assert (ended.code, ended.out) == (2, "")
-    assert "torch finds none on this machine" in ended.err
-    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
-    card = find_gpu("l40s")
-    found = (Point("memory", "a copy", {"bytes": 8.64e11}, 1.25), Point("launch", "a sum", {"launches": 1000.0}, 0.006))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card.full_name)
-    monkeypatch.setattr(doctor, "catalog_name", lambda device: card.name)
-    monkeypatch.setattr(doctor, "measured", lambda card, device: found)
-    monkeypatch.setattr(doctor.Speeds, "here", lambda device, points: Speeds(card.full_name, "", {}, points))
-    said = {check.name: check.found for check in doctor.measure_card()}
-    assert said.pop(f"{card.full_name}, memory") == "80 to 80 % of the data sheet's"
-    assert said.pop(f"{card.full_name}, launch") == "6 to 6 µs each"
-    (file,) = tmp_path.glob("speeds-*.json")
-    assert str(file) in said.pop(f"{card.full_name}, speeds")
-    assert not said
-    file.unlink()
-    found = (Point("memory", "a copy", {"bytes": 8.64e11}, 1e-9),)
-    with pytest.raises(UserError, match=r"by the clock of .*, memory: 1e\+09 times as fast"):
-        list(doctor.measure_card())
-    assert not file.exists()
-    monkeypatch.setattr(doctor, "catalog_name", lambda device: "44GiB")
-    with pytest.raises(UserError, match=f"no speeds of '{card.full_name}'"):
-        list(doctor.measure_card())
 
 
 def test_what_is_missing_or_of_another_version(moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:

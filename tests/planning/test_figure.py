@@ -9,7 +9,7 @@ import pytest
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import Parts
-from moetune.memory.time.roofline import Duration, Range
+from moetune.memory.time.estimate import Duration, Range
 from moetune.planning.candidate import Candidate
 from moetune.planning.figure import front, plan_chart
 from moetune.planning.plan import Miss, Plan
@@ -40,7 +40,7 @@ def test_the_front_is_what_nothing_beats() -> None:
     assert front([]) == []
 
 
-@pytest.mark.parametrize("time", [None, Duration(1000, 1e12, 1e14, Range(1, 2), {}, {})])
+@pytest.mark.parametrize("time", [None, Duration(1000, 1e12, 1e14, Range(1, 2), {}, {}, True)])
 def test_the_page_shows_names_as_text_and_speed_if_it_is_known(time: Duration | None) -> None:
     text = rendered(plan_view(made(TRAINED, time)), [plan_chart(made(TRAINED, time))])
     page = Page(text)

@@ -15,7 +15,7 @@ from moetune.compat.bitsandbytes import paged
 from moetune.config.schema import RunConfig
 from moetune.experts.context import CountRows, ReadCounts
 from moetune.memory.assumed_routing import AssumedRouting
-from moetune.memory.time.work import READ, Work, size_of
+from moetune.memory.time.work import Work, size_of
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import OUTSIDE
 from moetune.memory.trace.tracker import Tracker
@@ -214,7 +214,7 @@ class Steps(Watched):
         assumed = hooks.count_rows
 
         def count_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-            counter.note(READ)
+            counter.note(Work(synchronizations=1))
             return assumed(layer, ids, num_experts, read)
 
         return hooks.using(count_rows=count_rows)
@@ -275,14 +275,14 @@ class Steps(Watched):
             tracker.tag(given, "saved_activations")
             if tracker.counter is not None:  # copies of the batch to the GPU, for which the host waits
                 size = sum(map(size_of, given))
-                tracker.counter.note(Work(synchronizations=len(given), copies=len(given), copied=size), "transfers")
+                tracker.counter.note(Work(synchronizations=len(given), copied=size), "transfers")
             tokens, last = count_loss_tokens(batch) * micro_steps, number == micro_steps - 1
             self._micro_step(batch, tokens, tracker, feed.chunks, last=last)
             del batch
         tracker.enter("optimizer")
         self.stepper.finish()
         if tracker.counter is not None:  # the host reads the gradient norm, and once more to clip
-            tracker.counter.note(READ * (2 if self.config.train.max_grad_norm else 1))
+            tracker.counter.note(Work(synchronizations=2 if self.config.train.max_grad_norm else 1))
         for tensor in self.optimizer.states():  # quantization maps were created before the tracker was active
             tracker.add(tensor)
         tracker.tag(self.optimizer.states(), "optimizer_states")

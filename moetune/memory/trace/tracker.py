@@ -73,7 +73,6 @@ class Tracker(TorchDispatchMode):
         limit: simulated size of the device in bytes, or None for no limit. An operation whose result would exceed it
             raises `torch.OutOfMemoryError`.
         capability: compute capability of the GPU whose workspaces are added; None for a CPU, without workspaces.
-        multiprocessors: of this GPU; None if unknown.
         on_cpu: add what operations take inside on a CPU (`workspace.on_cpu`).
         parts: module path -> part of a step; if given together with `capability`, work is counted by part.
 
@@ -92,7 +91,6 @@ class Tracker(TorchDispatchMode):
         limit: int | None = None,
         *,
         capability: Capability | None = None,
-        multiprocessors: int | None = None,
         parts: Mapping[str, WorkPart] | None = None,
         on_cpu: bool = False,
     ) -> None:
@@ -115,7 +113,7 @@ class Tracker(TorchDispatchMode):
         self._capability, self._on_cpu = capability, on_cpu
         self.counter = None
         if capability is not None and parts is not None:
-            self.counter = Counter(capability, multiprocessors, self, parts, self.log.done)
+            self.counter = Counter(capability, self, parts, self.log.done)
 
     # --- What is alive ------------------------------------------------------------------------------------------
 
@@ -281,7 +279,7 @@ class Tracker(TorchDispatchMode):
         """Call a function of fake tensors, or write again what it allocated when it was first called (segments.py)."""
         if (of_tensors := key_of(tensors)) is None:
             return function(tensors)
-        work = None if self.counter is None else (self.counter.part(), self.counter.multiprocessors)
+        work = None if self.counter is None else self.counter.part()
         key = (key, of_tensors, self._capability, self._on_cpu, work, self.phase)
         inputs = [self.block_of(tensor) for tensor in tensors]
         if (known := self._segments.get(key)) is not None:

@@ -56,8 +56,7 @@ class Watched:
         """Return a new tracker, not yet active, that names this model's modules; `counts` makes it count FLOPs, bytes
         and launches of each operation, if there is a `gpu`. With `on_cpu` it adds a CPU's workspaces."""
         parts = work_parts(self.adapted, self.named) if counts and self.gpu is not None else None
-        processors = None if self.gpu is None or self.gpu.multiprocessors is None else self.gpu.multiprocessors.value
-        return Tracker(self.named, capability=self.capability, multiprocessors=processors, parts=parts, on_cpu=on_cpu)
+        return Tracker(self.named, capability=self.capability, parts=parts, on_cpu=on_cpu)
 
     def add_to(self, tracker: Tracker) -> None:
         """Add the storages of the model's weights, buffers and shards to a tracker, with labels and layer numbers."""

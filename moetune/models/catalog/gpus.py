@@ -38,7 +38,6 @@ class Figure:
 
 
 _RATES = {"bandwidth": 10**9, "bf16": 10**12, "fp16": 10**12, "fp32": 10**12, "host_link": 10**9, "interconnect": 10**9}
-_RATES |= {"multiprocessors": 1}
 """Field of `Gpu` -> factor from its unit in `gpus.yaml` (GB/s, TFLOP/s) to bytes/s or FLOP/s."""
 _AMPERE = (8, 0)
 _DRIVERS = 419 / 507
@@ -62,7 +61,6 @@ class Gpu:
         bf16: dense FLOP/s in bfloat16 with float32 accumulation; None also without tensor cores for bfloat16.
         fp16: dense FLOP/s in float16 with float32 accumulation, for GPUs without tensor cores for bfloat16.
         fp32: FLOP/s in float32 without tensor cores.
-        multiprocessors: number of streaming multiprocessors.
         host_link: bytes/s from or to the host.
         interconnect: bytes/s between two GPUs, both directions together.
         channels: number of channels that NCCL opens between two GPUs.
@@ -79,7 +77,6 @@ class Gpu:
     bf16: Figure | None = None
     fp16: Figure | None = None
     fp32: Figure | None = None
-    multiprocessors: Figure | None = None
     host_link: Figure | None = None
     interconnect: Figure | None = None
     channels: Figure = PCIE_CHANNELS

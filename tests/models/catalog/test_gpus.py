@@ -76,7 +76,7 @@ def test_a_size_is_a_gpu(size: str, nbytes: int) -> None:
     ada = find_gpu("l40s")
     assert (gpu.capability, gpu.context.value) == (ada.capability, ada.context.value)
     assert gpu.cublas_workspace.value == ada.cublas_workspace.value
-    assert {gpu.bandwidth, gpu.bf16, gpu.fp16, gpu.fp32, gpu.multiprocessors, gpu.host_link, gpu.interconnect} == {None}
+    assert {gpu.bandwidth, gpu.bf16, gpu.fp16, gpu.fp32, gpu.host_link, gpu.interconnect} == {None}
     assert gpu.assumptions == (
         f"memory of a GPU of {size}: the size given: all of it is taken to be usable",
         f"context of a GPU of {size}: assumed as on NVIDIA L40S",
@@ -159,7 +159,6 @@ def row(gpu: Gpu) -> str:
         number(gpu.bandwidth, GB),
         number(gpu.bf16 or gpu.fp16, 10**12),
         number(gpu.fp32, 10**12),
-        number(gpu.multiprocessors, 1),
         number(gpu.host_link, GB),
         number(gpu.interconnect, GB),
     ]
