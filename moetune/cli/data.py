@@ -19,7 +19,7 @@ def data(
     with heavy_imports():
         from moetune.report.data import data_view
         from moetune.report.page import write_page
-        from moetune.training.data.preview import preview
+        from moetune.training.preview import preview
 
     found = preview(config, records)
     view = data_view(found.name, found.to_json())

@@ -188,7 +188,7 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
     """
     with heavy_imports():
         from moetune.config.load import read_run_config
-        from moetune.training.data.preview import preview
+        from moetune.training.preview import preview
 
     run = {"model": {"path": model}, "adapt": {}, "train": {"sequence_length": length}, "data": {"train": data}}
     try:

@@ -32,8 +32,8 @@ def kept_by_layer(train: TrainConfig, structure: ModelStructure) -> dict[int, Ke
     `rest` (everything but rows, so that the layer is not recomputed).
 
     `train.keep_rows: N` stands for the last N layers with experts: they are the first in backward, so their rows are
-    freed before other layers are recomputed. `auto` keeps nothing until the GPU is known (memory/keep/). Layers that do
-    not exist are left out; `unknown_layers` reports them.
+    freed before other layers are recomputed. `auto` keeps nothing until the GPU is known (planning/settle.py). Layers
+    that do not exist are left out; `unknown_layers` reports them.
     """
     of_experts = [layer.index for layer in structure.moe_layers]
     layers: dict[Keepable, list[int]] = {"attention": [], "rows": [], "rest": []}

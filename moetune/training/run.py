@@ -33,7 +33,6 @@ from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.keeps import Kept, is_open, kept_by_layer
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.training.data.load import Datasets, data_of, pad_token_id
-from moetune.training.data.preview import notes, steps_an_epoch
 from moetune.training.folder.run_folder import BASE_FILE, OUT_OF_MEMORY_FILE, RUN_FILE, is_stopped, step_of
 from moetune.training.folder.run_writer import RunWriter
 from moetune.training.folder.trainer_state import check_checkpoint, read_state
@@ -41,6 +40,7 @@ from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.loop import Loop, Watcher
 from moetune.training.optim.saved import saved_bytes
 from moetune.training.optim.values import generator_states
+from moetune.training.preview import notes, steps_an_epoch
 from moetune.training.reporters import check_reporters
 from moetune.training.run_warnings import RunWarnings
 from moetune.training.same_run import Inputs

@@ -6,9 +6,10 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from moetune.models.catalog import find_model
 
 ROOT = Path(__file__).parents[2]
 MiB = 2**20
+BEGIN, END = "<!-- table, from JSON -->\n", "<!-- end of table -->\n"
+"""Between these a page has its table."""
 LORA_16 = {"lora": {"rank": 16, "alpha": 32, "targets": ["attention", "experts"]}}
 
 
@@ -55,6 +58,23 @@ def commit() -> str | None:
 
 def write_json(report: dict[str, Any], file: Path) -> None:
     file.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_table(lines: Iterable[str], page: Path) -> None:
+    """Writes a page's table anew, where there is that page."""
+    if not page.exists():
+        return
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{page} has no place for a table: {BEGIN}{END}")
+    page.write_text("\n".join([before + begin, *lines, "", end + after]), encoding="utf-8")
+
+
+def spread(values: Iterable[float], form: str = "{:,.0f}") -> str:
+    """The least, the median and the most, as "3, 5, 9"."""
+    numbers = sorted(values)
+    return ", ".join(form.format(number) for number in (numbers[0], median(numbers), numbers[-1]))
 
 
 def config_of(model: str, layers: int | None = None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from _common import commit, versions, write_json
+from _common import commit, spread, versions, write_json, write_table
 from predict_vs_measured import GiB, answering, catalog_run, claim, nullcuda, recipe
 from pydantic import ValidationError
 
@@ -198,44 +198,25 @@ def said(row: dict[str, Any]) -> str:
     return {"yes": "FALSE YES", "tight": "out of memory, said tight"}.get(row["verdict"], "out of memory")
 
 
-def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Markdown, a line at a time."""
-    yield "| case | card | rows × tokens | required | of the card | verdict | what happened |"
-    yield "|---|---|---:|---:|---:|---|---|"
-    for row in rows:
-        length = row["run"]["train"]["sequence_length"]
-        share = f"{100 * row['required'] / row['usable']:.1f} %"
-        yield (
-            f"| {row['case']} | {row['card']} | {row['rows']} × {length} | {row['required'] / GiB:.2f} GiB | {share} | "
-            f"{row['verdict']} | {said(row)} |"
-        )
+def line(row: dict[str, Any]) -> str:
+    """What is printed of a case."""
+    share = f"{row['required'] / GiB:.2f} GiB, {100 * row['required'] / row['usable']:.1f} % of the card"
+    length = row["run"]["train"]["sequence_length"]
+    return f"{row['case']}, {row['card']}, {row['rows']} × {length}: {share}, {row['verdict']}: {said(row)}"
 
 
-def page(report: dict[str, Any]) -> str:
-    """docs/benchmarks/near_the_line.md."""
-    counts = {kind: sum(said(row) == kind for row in report["cases"]) for kind in ("FALSE YES", "false no")}
+def table(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page's table: by verdict, what happened."""
+    yield "| verdict | runs | ran | out of memory | required, of the card: least, median, most |"
+    yield "|---|---:|---:|---:|---:|"
+    for verdict in ("yes", "tight", "no"):
+        rows = [row for row in report["cases"] if row["verdict"] == verdict]
+        if rows:
+            ran = sum(row["ran"] for row in rows)
+            shares = spread((100 * row["required"] / row["usable"] for row in rows), "{:.1f} %")
+            yield f"| {verdict} | {len(rows)} | {ran} | {len(rows) - ran} | {shares} |"
     made = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    where = (
-        "No GPU has run\nthem: they ran on the null device ([what that means](predict_vs_measured_cuda.md)), whose "
-        "allocator is torch's own. The card's\nsize less the predicted context is what it may have."
-        if report["null_device"]
-        else f"On {report['device']}."
-    )
-    command = f"--recipes --drawn 40 --models {report['models']}"
-    head = f"""# Runs near what a card has
-
-    python scripts/bench/near_the_line.py {command} --json docs/benchmarks/near_the_line.json
-
-The largest micro-batches for which `moetune predict` says `yes`, and at least `tight`, and one row more: `required` is
-the predicted need, `verdict` the prediction, beside whether two steps ran. {where}
-
-Of {len(report["cases"])} runs {counts["FALSE YES"]} said `yes` and ran out of memory, and
-{counts["false no"]} said `no` and ran.
-
-Commit {", ".join(sorted({str(row["commit"])[:12] for row in report["cases"]}))}; {made}.
-
-"""
-    return head + "\n".join(table(report["cases"])) + "\n"
+    yield f"\nCommits {', '.join(sorted({str(row['commit'])[:12] for row in report['cases']}))}; {made}."
 
 
 def main() -> None:
@@ -271,11 +252,11 @@ def main() -> None:
             report["cases"].append(judge(*case, options.routing))
             if options.json is not None:
                 write_json(report, options.json)
-                options.json.with_suffix(".md").write_text(page(report), encoding="utf-8")
+                write_table(table(report), options.json.with_suffix(".md"))
             yield report["cases"][-1]
 
-    for line in table(results()):
-        print(line, flush=True)
+    for row in results():
+        print(line(row), flush=True)
     if any(said(row) in ("FALSE YES", "BELOW LOW") for row in report["cases"]):
         sys.exit(1)
 

@@ -21,18 +21,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from _common import commit, cpu_name, versions, write_json
+from _common import commit, cpu_name, spread, versions, write_json, write_table
 
 import moetune.models.catalog
 
 MODELS = sorted(path.stem for path in (Path(moetune.models.catalog.__file__).parent / "models").glob("*.json"))
 GPUS = ("15GiB", "24GiB", "44GiB", "80GiB")
 LENGTH = 1024
-BEGIN, END = "<!-- table: scripts/bench/plan_times.py -->\n", "<!-- end of table -->"
 
 
 def plan(model: str, gpu: str, goal: str, count: int, cache: str, limit: float) -> dict[str, Any]:
@@ -61,23 +62,37 @@ def loop() -> float:
     return time.process_time() - start
 
 
-def table(plans: list[dict[str, Any]]) -> str:
-    """The table of a page: a row for each model and goal, wall seconds of both runs for each number of cards."""
-    columns = list(product((1, 2), GPUS))
-    heads = [gpu if count == 1 else f"{count} × {gpu}" for count, gpu in columns]
-    lines = [f"| model | goals | {' | '.join(heads)} | commit |", f"|---|---|{'---:|' * len(columns)}---|"]
-    found = {(one["model"], one["goal"], one["count"], one["gpu"]): one for one in plans}
-    for model, goal in dict.fromkeys((model, goal) for model, goal, *_ in sorted(found)):
-        cells = []
-        for column in columns:
-            one = found.get((model, goal, *column))
-            both = () if one is None else (one["cold"], one["warm"])
-            ended = [{-9: "not ended", 2: "refused"}.get(run["status"], f"{run['wall']:.0f}") for run in both]
-            cells.append(" / ".join(dict.fromkeys(ended)) or "–")
-        commits = dict.fromkeys(one["commit"][:8] for (of, *_), one in found.items() if of == model)
-        lines.append(f"| {model} | {goal} | {' | '.join(cells)} | {', '.join(commits)} |")
-    missing = [model for model in MODELS if all(model != one["model"] for one in plans)]
-    return "\n".join(lines) + (f"\n\nNot measured: {', '.join(missing)}.\n" if missing else "\n")
+def table(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page's table: wall seconds on each card, then the slowest plans."""
+    plans = [one for one in report["plans"] if one["cold"]["status"] in (0, 1)]
+    yield "| cards | goals | plans | from an empty cache, least, median, most | again |"
+    yield "|---|---|---:|---:|---:|"
+    for count, gpu in product((1, 2), GPUS):
+        for goals in ("all", "one"):
+            rows = [
+                one for one in plans
+                if (one["count"], one["gpu"]) == (count, gpu) and (one["goal"] == "all") is (goals == "all")
+            ]  # fmt: skip
+            if rows:
+                cold, again = (spread(row[kind]["wall"] for row in rows) for kind in ("cold", "warm"))
+                yield f"| {count} × {gpu} | {goals} | {len(rows)} | {cold} | {again} |"
+    slowest = sorted(plans, key=lambda one: -one["cold"]["wall"])[:5]
+    yield "\nThe slowest: " + "; ".join(
+        f"{one['model']}, {one['goal']}, {one['count']} × {one['gpu']}: {one['cold']['wall']:.0f} s" for one in slowest
+    ) + "."  # fmt: skip
+    commits = Counter(one["commit"][:8] for one in report["plans"])
+    made = f"{len(report['plans'])} plans of {len({one['model'] for one in plans})} models"
+    listed = ", ".join(f"{name} ({count})" for name, count in commits.most_common())
+    yield f"\n{made}; {report['cpu']}, {report['cores']} cores; commits {listed}."
+    ended = {-9: "not ended", 2: "refused"}
+    if others := [one for one in report["plans"] if one not in plans]:
+        yield "\nNot counted: " + "; ".join(
+            f"{one['model']}, {one['goal']}, {one['count']} × {one['gpu']} "
+            f"({ended.get(one['cold']['status'], one['cold']['status'])})" for one in others
+        ) + "."  # fmt: skip
+    missing = [model for model in MODELS if all(model != one["model"] for one in report["plans"])]
+    if missing:
+        yield f"\nNot measured: {', '.join(missing)}."
 
 
 def main() -> None:
@@ -99,9 +114,7 @@ def main() -> None:
     if options.json.exists():
         report = json.loads(options.json.read_text(encoding="utf-8"))
     if options.page is not None:
-        before, _, rest = options.page.read_text(encoding="utf-8").partition(BEGIN)
-        whole = f"{before}{BEGIN}\n{table(report['plans'])}\n{END}{rest.partition(END)[2]}"
-        options.page.write_text(whole, encoding="utf-8")
+        write_table(table(report), options.page)
         return
     known = {(one["model"], one["count"], one["gpu"], one["goal"]) for one in report["plans"]}
     for model, count, gpu, goal in product(options.models, options.count, options.gpu, options.goal):

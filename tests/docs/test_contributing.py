@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+import moetune
 from tests.docs.test_commands import ROOT
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -21,7 +23,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "moetune", folder / "moetune")
     shutil.copytree(ROOT / "configs", folder / "configs")
     blocks = re.findall(r"^```diff\n(\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 8
     for name, block in blocks:
         old, new = (
             "\n".join(line[1:] for line in block.splitlines() if line.startswith(sign)).strip("\n") for sign in "-+"
@@ -44,7 +46,6 @@ def run(folder: Path, *arguments: str) -> str:
 SETTINGS = ("--set", "optimizer.name=paged_lion8bit", "--set", "model.base=fp16", "--set", "train.accumulate=1")
 
 
-@pytest.mark.full
 @pytest.mark.slow
 def test_the_optimizer_the_storage_and_the_gpu_are_there(changed: Path, small_model: Path) -> None:
     model = ("--set", f"model.path={small_model}")
@@ -65,3 +66,23 @@ def test_every_place_that_is_named_exists() -> None:
     assert len(places) > 30
     missing = [place for place in places if not (ROOT / place.rstrip(".")).exists() and "X" not in place]
     assert missing == []
+
+
+def test_the_version_is_one() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest is not None
+    assert cited == newest[1] == moetune.__version__
+
+
+@pytest.mark.parametrize("name", ["ci", "nightly"])
+def test_workflows_run_scripts_that_exist(name: str) -> None:
+    workflow = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text(encoding="utf-8"))
+    scripts = set()
+    for job in workflow["jobs"].values():
+        values = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
+        runs = [step["run"] for step in job["steps"] if "run" in step]
+        scripts |= {run.replace("${{ matrix.script }}", v.get("script", "")).split()[0] for run in runs for v in values}
+    ours = {script for script in scripts if script.startswith("./")}
+    assert ours == {"./scripts/test.sh", "./scripts/test_cuda.sh"}
+    assert all(os.access(ROOT / script, os.X_OK) for script in ours)

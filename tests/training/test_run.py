@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moetune.errors import UserError
-from moetune.training.data.preview import preview
 from moetune.training.folder.manifest import write_manifest
+from moetune.training.preview import preview
 from moetune.training.step import router_losses
 from tests import small
 from tests.resolved import train

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moetune.adapt.attention import Capability
 from moetune.adapt.build import Adapted
-from moetune.memory.report import ONCE_PHASES
+from moetune.memory.phases import ONCE_PHASES
 from moetune.memory.time.work import Done, Work, WorkPart, size_of, works, written_by
 
 

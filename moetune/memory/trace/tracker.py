@@ -30,7 +30,8 @@ from moetune.adapt.scans import Outputs, running_by
 from moetune.compat.torch import called_by_autograd, noting_resizes, unguarded
 from moetune.experts.host import host_source, stays_on_host
 from moetune.memory.kernels import workspace
-from moetune.memory.report import FORWARD_PHASES, ONCE_PHASES, PartName, Phase
+from moetune.memory.phases import FORWARD_PHASES, ONCE_PHASES, Phase
+from moetune.memory.report import PartName
 from moetune.memory.time.counter import Counter
 from moetune.memory.time.work import WorkPart, tensors_in
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent

@@ -26,9 +26,9 @@ from moetune.inference.opened import open_model
 from moetune.routing.data_sets import read_sources
 from moetune.routing.drift import drift
 from moetune.run.resolve import resolve
-from moetune.training.data.preview import preview
 from moetune.training.data.template_arguments import fix_template, given, reads, with_arguments
 from moetune.training.folder.run_folder import RunFolder
+from moetune.training.preview import preview
 from tests import small
 from tests.resolved import train
 from tests.training.data.test_load import CHATML, make_tokenizer

@@ -1,7 +1,7 @@
-"""What the compiler makes of the experts' kernels for each compute capability: registers, spills, shared memory,
-occupancy, widths of accesses, tensor cores, instructions.
+"""What the compiler makes of the experts' kernels for each compute capability (docs/benchmarks/kernels.md): registers,
+spills, shared memory, occupancy, widths of accesses, tensor cores, instructions.
 
-    python scripts/bench/kernels.py [--capability 86 ...] [--only WORD] [--page docs/benchmarks/kernels.md]
+    python scripts/bench/kernel_code.py [--capability 86 ...] [--only WORD] [--json docs/benchmarks/kernels.json]
 
 Needs Triton, whose wheel brings ptxas, cuobjdump and nvdisasm, and no GPU.
 """
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from moetune.experts.kernels import triton_kernels as kernels
 from moetune.experts.kernels import triton_product, triton_rotary, triton_routing
-from scripts.bench._common import commit
+from scripts.bench._common import commit, spread, versions, write_json, write_table
 from tests.ptx.driver import SHARED, emulated
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -64,19 +64,19 @@ class Statistics:
     def count(self, *names: str) -> int:
         return sum(number for name, number in self.instructions.items() if name.split(".")[0] in names)
 
-    def widths(self, *names: str) -> str:
-        """Return the widths of accesses in bytes, as in "16 ×8, 2 ×4"."""
-        found: Counter[int] = Counter()
+    def widths(self, *names: str) -> dict[int, int]:
+        """Return how many accesses there are of each width in bytes."""
+        accesses: Counter[int] = Counter()
         for name, number in self.instructions.items():
             first, *rest = name.split(".")
             if first in names:
                 bits = [int(re.sub(r"\D", "", part)) for part in rest if re.fullmatch(r"[US]?(8|16|64|128)", part)]
-                found[bits[0] // 8 if bits else 4] += number
-        return ", ".join(f"{width} ×{found[width]}" for width in sorted(found, reverse=True)) or "–"
+                accesses[bits[0] // 8 if bits else 4] += number
+        return {width: accesses[width] for width in sorted(accesses, reverse=True)}
 
-    def tensor_cores(self) -> str:
+    def tensor_cores(self) -> dict[str, int]:
         names = {name: number for name, number in self.instructions.items() if TENSOR_CORES.match(name)}
-        return ", ".join(f"{'.'.join(name.split('.')[:2])} ×{number}" for name, number in names.items()) or "–"
+        return {".".join(name.split(".")[:2]): number for name, number in names.items()}
 
 
 def read(cubin: Path, metadata: Any) -> Statistics:
@@ -175,52 +175,68 @@ def products() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "product, gradient of weights", partial(triton_product._launch_outer, dout.T, x, ends, W, tile)
 
 
-COLUMNS = (
-    "kernel", "registers", "spilled", "shared memory", "occupancy", "loads, bytes", "stores, bytes", "tensor cores",
-    "instructions", "of the logic pipe",
-)  # fmt: skip
-
-
-def table(capability: int, only: str) -> Iterator[str]:
-    """Yield the rows of a capability's table."""
-    yield "| " + " | ".join(COLUMNS) + " |"
-    yield "|---|" + "---:|" * 4 + "---|" * 3 + "---:|" * 2
+def measured(capability: int, only: str) -> Iterator[dict[str, Any]]:
+    """Yield what the JSON file has of each kernel."""
     for what, call in calls():
         if only not in what or (capability == 90 and what.startswith("product")):  # torch's there
             continue
+        about = {"capability": capability, "call": what}
         with emulated(capability, executes=False) as driver:
             try:
                 call()
             except triton.runtime.errors.OutOfResources as error:
-                yield f"| {what} | {error} |"
+                yield about | {"failed": str(error)}
                 continue
         compiled, metadata = driver.launched[-1]
-        one = read(compiled.files["cubin"], metadata)
+        code = read(compiled.files["cubin"], metadata)
+        yield about | {
+            "kernel": compiled.name,
+            "registers": code.registers,
+            "spilled": code.spilled,
+            "shared": code.shared,
+            "occupancy": round(code.occupancy(capability), 2),
+            "loads": code.widths("LDG", "LDGSTS"),
+            "stores": code.widths("STG"),
+            "tensor_cores": code.tensor_cores(),
+            "instructions": code.instructions.total() - code.count("NOP"),
+            "logic": code.count(*HALF_RATE),
+        }
+
+
+def table(report: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of the page's table: least, median and most of each capability's kernels."""
+    yield "| capability | kernels | registers | occupancy | of the logic pipe | 16 bytes a load | spill |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
+    for capability in dict.fromkeys(row["capability"] for row in report["kernels"]):
+        rows = [row for row in report["kernels"] if row["capability"] == capability and "failed" not in row]
+        wide = sum(max(map(int, row["loads"]), default=0) == 16 for row in rows)
         cells = (
-            f"`{compiled.name}`, {what}", one.registers, one.spilled, f"{one.shared:,}",
-            f"{one.occupancy(capability):.0%}", one.widths("LDG", "LDGSTS"), one.widths("STG"), one.tensor_cores(),
-            f"{one.instructions.total() - one.count('NOP'):,}", f"{one.count(*HALF_RATE):,}",
+            f"{capability // 10}.{capability % 10}", len(rows), spread(row["registers"] for row in rows),
+            spread((100 * row["occupancy"] for row in rows), "{:.0f} %"),
+            spread((100 * row["logic"] / row["instructions"] for row in rows), "{:.0f} %"), wide,
+            sum(row["spilled"] > 0 for row in rows),
         )  # fmt: skip
-        yield "| " + " | ".join(map(str, cells)) + " |"
+        yield f"| {' | '.join(map(str, cells))} |"
+    yield ""
+    yield f"Triton {report['versions']['triton']}, commit {report['commit'][:12]}."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capability", type=int, nargs="+", default=list(SHARED), choices=list(SHARED))
     parser.add_argument("--only", default="", help="calls whose description contains this word")
-    parser.add_argument("--page", type=Path, help="the page whose tables to replace")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every number here, and the page beside it")
     args = parser.parse_args()
-    sections = []
+    rows: list[dict[str, Any]] = []
     for capability in args.capability:
-        lines = [f"## Compute capability {capability // 10}.{capability % 10}", ""]
-        for line in table(capability, args.only):
-            print(line, flush=True)
-            lines.append(line)
-        sections.append("\n".join(lines))
-    if args.page:
-        intro = args.page.read_text(encoding="utf-8").partition("\n## ")[0].rstrip()
-        stamp = f"Triton {triton.__version__}, commit {commit()}."
-        args.page.write_text("\n\n".join([intro, *sections, stamp]) + "\n", encoding="utf-8")
+        for row in measured(capability, args.only):
+            print(row, flush=True)
+            rows.append(row)
+    if args.json is not None:
+        report = {"schema": 1, "benchmark": "kernels", "versions": versions("triton"), "commit": commit()}
+        report["kernels"] = rows
+        write_json(report, args.json)
+        write_table(table(report), args.json.with_suffix(".md"))
 
 
 if __name__ == "__main__":
