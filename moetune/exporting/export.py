@@ -15,9 +15,9 @@ from moetune.exporting.formats.merged import bytes_needed, write_merged
 from moetune.exporting.formats.rounded import Into, Survival, write_rounded
 from moetune.files import expanded
 from moetune.json_files import Answer
+from moetune.training.data.chats.stop_tokens import end_notes, stop_tokens
+from moetune.training.data.chats.template_arguments import with_arguments
 from moetune.training.data.load import chat_template, tokenizer_of
-from moetune.training.data.stop_tokens import end_notes, stop_tokens
-from moetune.training.data.template_arguments import with_arguments
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 from moetune.errors import UserError
 from moetune.inference.opened import Found, Opened, open_model
 from moetune.json_files import first_problem
+from moetune.training.data.chats.stop_tokens import stop_ids
+from moetune.training.data.chats.thinking import placed
+from moetune.training.data.chats.tool_calls import fitted
 from moetune.training.data.load import pad_token_id
-from moetune.training.data.stop_tokens import stop_ids
-from moetune.training.data.thinking import placed
-from moetune.training.data.tool_calls import fitted
 
 Message = dict[str, Any]
 """A chat message: `role` and `content`."""

@@ -13,9 +13,9 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
-from moetune.training.data.chat_template import MARKINGS
+from moetune.training.data.chats.chat_template import MARKINGS
+from moetune.training.data.chats.stop_tokens import end_notes, turn_ends
 from moetune.training.data.load import DataCounts, Datasets, data_of
-from moetune.training.data.stop_tokens import end_notes, turn_ends
 from moetune.training.folder.run_folder import RunFolder
 from moetune.training.step.loss import IGNORED
 

@@ -23,9 +23,9 @@ from moetune.models.hub.tensor_files import NAMES
 from moetune.parallel.coordinates import data_ranks
 from moetune.run.dtypes import DTYPES
 from moetune.run.resolved import ResolvedModel
+from moetune.training.data.chats.stop_tokens import turn_ends
 from moetune.training.data.documents import values
 from moetune.training.data.load import Datasets
-from moetune.training.data.stop_tokens import turn_ends
 
 FREE_ON_RESUME = {
     "output", "hardware", "parallel", "train.steps", "train.epochs", "train.log_every", "train.eval_every",

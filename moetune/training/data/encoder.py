@@ -16,7 +16,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from moetune.errors import UserError, reading
-from moetune.training.data.chat_template import ChatTemplate, Written
+from moetune.training.data.chats.chat_template import ChatTemplate, Written
+from moetune.training.data.chats.tool_calls import checked_tools
 from moetune.training.data.documents import Document
 from moetune.training.data.formats import (
     alpaca_chat,
@@ -25,7 +26,6 @@ from moetune.training.data.formats import (
     checked_messages,
     sharegpt_chat,
 )
-from moetune.training.data.tool_calls import checked_tools
 from moetune.training.data.values import MalformedError, checked_text
 from moetune.training.step.loss import IGNORED
 

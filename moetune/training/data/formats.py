@@ -9,8 +9,8 @@ xLAM      {"query": .., "tools": [..], "answers": [calls]}
 from typing import Any
 
 from moetune.errors import shown
-from moetune.training.data.marks import REASONING
-from moetune.training.data.tool_calls import checked_calls
+from moetune.training.data.chats.marks import REASONING
+from moetune.training.data.chats.tool_calls import checked_calls
 from moetune.training.data.values import MalformedError, checked_list, checked_text, json_text, kind, parsed
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -21,13 +21,13 @@ from moetune.errors import UserError, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import ModelSource, find_model_source
-from moetune.training.data.chat_template import Marking
+from moetune.training.data.chats.chat_template import Marking
+from moetune.training.data.chats.stop_tokens import stop_tokens
+from moetune.training.data.chats.template_arguments import fix_template
 from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
 from moetune.training.data.records import Reading, read_documents
 from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
-from moetune.training.data.stop_tokens import stop_tokens
-from moetune.training.data.template_arguments import fix_template
 from moetune.training.data.tokenizer_files import load_tokenizer
 from moetune.training.step.loss import IGNORED
 

@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from moetune.errors import UserError, counted, one_line, reading
-from moetune.training.data.chat_template import Marking
+from moetune.training.data.chats.chat_template import Marking
 from moetune.training.data.documents import Documents
 from moetune.training.data.encoder import Encoder, format_of
 from moetune.training.data.formats import with_known_keys

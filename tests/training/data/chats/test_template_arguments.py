@@ -26,7 +26,7 @@ from moetune.inference.opened import open_model
 from moetune.routing.data_sets import read_sources
 from moetune.routing.drift import drift
 from moetune.run.resolve import resolve
-from moetune.training.data.template_arguments import fix_template, given, reads, with_arguments
+from moetune.training.data.chats.template_arguments import fix_template, given, reads, with_arguments
 from moetune.training.folder.run_folder import RunFolder
 from moetune.training.preview import preview
 from tests import small

@@ -8,7 +8,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.training.data import chat_template
-from moetune.training.data.chat_template import ChatTemplate
+from moetune.training.data.chats.chat_template import ChatTemplate
 from moetune.training.data.formats import MalformedError
 from tests.chat_templates import of_trl, tokenizer_with
 

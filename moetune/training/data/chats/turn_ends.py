@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from moetune.errors import UserError
-from moetune.training.data.marks import Messages
+from moetune.training.data.chats.marks import Messages
 
 Spanned = tuple[str, list[tuple[int, int]]]
 """A text, and the [start, end) character ranges of it that are trained on."""

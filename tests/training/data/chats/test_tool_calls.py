@@ -8,9 +8,9 @@ import pytest
 import trl
 
 from moetune.errors import UserError
+from moetune.training.data.chats.tool_calls import fitted
 from moetune.training.data.encoder import Encoder, format_of
 from moetune.training.data.formats import checked_messages, with_known_keys
-from moetune.training.data.tool_calls import fitted
 from tests.training.data.test_load import CHATML, make_tokenizer, trained_text
 
 ARGUMENTS = {

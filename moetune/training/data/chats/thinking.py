@@ -5,9 +5,9 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, Protocol
 
-from moetune.training.data.formats import MalformedError
-from moetune.training.data.marks import REASONING, Messages
-from moetune.training.data.template_arguments import given, reads
+from moetune.training.data.chats.marks import REASONING, Messages
+from moetune.training.data.chats.template_arguments import given, reads
+from moetune.training.data.values import MalformedError
 
 _OPEN, _CLOSE = "<think>", "</think>"
 

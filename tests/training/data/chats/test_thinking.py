@@ -10,8 +10,8 @@ import pytest
 from moetune.config.schema import DataConfig, TrainConfig
 from moetune.errors import UserError
 from moetune.inference.generate import token_ids
+from moetune.training.data.chats.template_arguments import reads
 from moetune.training.data.load import Datasets, load_data
-from moetune.training.data.template_arguments import reads
 from moetune.training.preview import notes
 from tests.training.data.test_load import CHATML, make_tokenizer
 

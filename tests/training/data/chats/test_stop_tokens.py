@@ -8,7 +8,7 @@ import pytest
 from transformers import MixtralConfig
 
 from moetune.exporting.export import export
-from moetune.training.data.stop_tokens import end_notes, stop_tokens, turn_ends
+from moetune.training.data.chats.stop_tokens import end_notes, stop_tokens, turn_ends
 from moetune.training.preview import preview
 from tests import small
 from tests.chat_templates import tokenizer_with

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError, one_line, time_limit
-from moetune.training.data.marks import REASONING, Layout, Messages, Text, marked, missing_word
-from moetune.training.data.thinking import Thinking, placed
-from moetune.training.data.tool_calls import fitted, refuse_lost_parameters
-from moetune.training.data.turn_ends import Spanned, TurnEnds
-from moetune.training.data.turns import TurnFinder
+from moetune.training.data.chats.marks import REASONING, Layout, Messages, Text, marked, missing_word
+from moetune.training.data.chats.thinking import Thinking, placed
+from moetune.training.data.chats.tool_calls import fitted, refuse_lost_parameters
+from moetune.training.data.chats.turn_ends import Spanned, TurnEnds
+from moetune.training.data.chats.turns import TurnFinder
 from moetune.training.data.values import MalformedError, checked_text
 
 _SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering a chat once

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
-from moetune.training.data.marks import Layout, Messages
+from moetune.training.data.chats.marks import Layout, Messages
 
 _SCALAR = r"-?\d[\d.]*(?:e[-+]?\d+)?|true|false|null|none"
 
