@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.training.data.chats.test_tool_calls import SPELLINGS, chat, encoded, refusal, templated
 from tests.training.data.test_load import ASSISTANT, CHATML, MARKED, USER, load, make_tokenizer
-from tests.training.data.test_tool_calls import SPELLINGS, chat, encoded, refusal, templated
 
 PLAIN = {"messages": [USER, ASSISTANT]}
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from moetune.config.schema import DataConfig, TrainConfig
 from moetune.errors import UserError
-from moetune.training.data import chat_template, encoder
+from moetune.training.data import encoder
+from moetune.training.data.chats import chat_template
 from moetune.training.data.load import load_data, pad_token_id, tokenizer_of
 from moetune.training.step.batch import collate
 

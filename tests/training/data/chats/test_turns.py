@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moetune.training.data import chat_template
+from moetune.training.data.chats import chat_template
 from moetune.training.data.chats.chat_template import ChatTemplate
 from moetune.training.data.formats import MalformedError
 from tests.chat_templates import of_trl, tokenizer_with
