@@ -46,8 +46,7 @@ CALL_ENDS = {
 WITHOUT_TOOLS = ("cohere", "deepseek", "gemma3", "gemma_", "lfm2_training", "llama3_training", "phi3", "qwen2_5_vl")
 IN_PARTS = ("idefics3", "llava_next", "smolvlm")
 """Templates that take content as a list of parts only."""
-OTHER_PROMPT = {"deepseek_r1_distill", "deepseekv3", *(f"nemotron_3_{size}" for size in ("nano", "super", "ultra"))}
-OTHER_PROMPT |= {"nemotron_3_5_lightning"}
+OTHER_PROMPT = {"deepseek_r1_distill", "deepseekv3"}
 """Templates whose generation prompt is not how a plain answer begins."""
 STOPS = {*ENDS.values(), *CALL_ENDS.values()}
 
@@ -154,7 +153,7 @@ def test_the_last_turn_ends_as_if_another_message_followed() -> None:
     documents, _ = Encoder(tokenizer, "chat").encode({"messages": thought})
     assert trained(tokenizer, documents) == [f"\n<think>WHY</think>\nANSWER{turn}<|user|>" for turn in (1, 2)]
     documents, _ = Encoder(tokenizer, "chat").encode({"messages": [*PLAIN[:3], PLAIN[3] | {"weight": 0}]})
-    assert trained(tokenizer, documents) == ["\n<think></think>\nANSWER1<|user|>"]
+    assert trained(tokenizer, documents) == ["\nANSWER1<|user|>"]
 
 
 @pytest.mark.parametrize(("template", "end"), [(MARKED, "<|im_end|>"), (OPEN, "<|user|>")])
