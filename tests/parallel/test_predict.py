@@ -7,6 +7,7 @@ import pytest
 
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
 from moetune.memory.equal_ranks import kinds_of_ranks
+from moetune.memory.predict import predict as predict_memory
 from moetune.memory.trace import trace
 from moetune.planning.predict import predict
 from moetune.run.resolve import ResolvedRun, resolve
@@ -41,7 +42,7 @@ def test_every_rank_is_reported(small_model: Path) -> None:
         traced.append(rank)
         return trace(config, routing, rank=rank, gpu=gpu)
 
-    report = predict(config_of(small_model, "experts", fsdp=4, ep=2), tracing=counted)
+    report = predict_memory(config_of(small_model, "experts", fsdp=4, ep=2), tracing=counted)
     assert [rank.rank for rank in report.ranks] == [0, 1, 2, 3]
     # one trained expert on each rank, and every row divides by four; at uneven routing experts receive unlike rows
     assert traced == [0, 0, 1]
