@@ -243,11 +243,10 @@ REFUSED = {
     "predict {router} --set parallel.fsdp=16 --set parallel.ep=16 --set hardware.count=16": (
         "parallel.ep: more ranks than experts, 16 and 8"
     ),
-    "predict {router} --method guess": "--method 'guess': give trace or formula",
-    "predict {router} --method formula --set parallel.pp=2 --set hardware.count=2": (
+    "predict {router} --set parallel.pp=2 --set hardware.count=2": (
         "parallel.pp: | pipeline stages run forward only | set parallel.pp: 1"
     ),
-    "predict {experts} --method formula --set optimizer.lora.name=adamw": "optimizer: is either one optimizer",
+    "predict {experts} --set optimizer.lora.name=adamw": "optimizer: is either one optimizer",
     "predict {router} --routing skew:0": "--routing 'skew:0' | a number from 1 to",
     "predict {router} --routing nope": "--routing 'nope': give balanced, skew:S, worst, or an existing file",
     "predict {tiny} --figure x.gif": "'x.gif' | .png or .svg, not '.gif'",
@@ -255,7 +254,6 @@ REFUSED = {
     "predict none.yaml": "none.yaml' cannot be read: No such file or directory",
     "predict {tiny} --measured gone": "cannot be read",
     "predict {tiny} --measured {tiny}": "line 1 cannot be read",
-    "compare {tiny} --method guess": "--method 'guess'",
     "eval tiny-mixtral": "has no held-out data of its own; name some with --data",
     "eval tiny-mixtral --format alpca": "Did you mean 'alpaca'?",
     "eval tiny-mixtral --base nf3": "--base 'nf3': give nf4, int8, fp8, nvfp4 or mxfp4",
