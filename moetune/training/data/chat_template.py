@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError, one_line, time_limit
 from moetune.training.data.marks import REASONING, Layout, Messages, Text, marked, missing_word
+from moetune.training.data.template_arguments import reads
 from moetune.training.data.thinking import Thinking, placed
 from moetune.training.data.tool_calls import fitted, refuse_lost_parameters
 from moetune.training.data.turn_ends import Spanned, TurnEnds
@@ -24,6 +25,8 @@ from moetune.training.data.values import MalformedError, checked_text
 _SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering a chat once
 _MAY_BE_IGNORED = (("tool_calls",), REASONING, ("name",))
 """Keys of a message that some templates ignore; each tuple lists alternative names of one key."""
+_READ = {"role", "content", "weight", *(name for names in _MAY_BE_IGNORED for name in names), "tool_call_id"}
+"""Keys of a message that are read, or that are refused if the template ignores them; a result's id repeats a call's."""
 _MARK = "qyzzyq"
 Marking = Literal["markers", "prompts", "turns"]
 MARKINGS: dict[Marking, str] = {
@@ -136,6 +139,10 @@ class ChatTemplate:
             checked_text(text, "rendered chat")
         marking: Marking = "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
         return Written(texts, marking, ends, settings)
+
+    def unread_keys(self, messages: Messages) -> set[str]:
+        """Return the keys of messages that the template does not read, and that no message needs."""
+        return {key for message in messages for key in message} - _READ - reads(self._template).words
 
     def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False, **arguments: Any) -> Spanned:
         """Return a chat as the template writes it, and the character ranges of its `{% generation %}` blocks.
