@@ -283,8 +283,8 @@ def _content_of(message: dict[str, Any], where: str) -> Any:
         others = [type for type in types if type not in _TEXT_PARTS and (type in _MEDIA_PARTS or not is_result)]
         if foreign := [type for type in others if type in _ANTHROPIC]:
             raise MalformedError(
-                f"{where} holds {foreign[0]!r} of Anthropic's format; write it as {_ANTHROPIC[foreign[0]]}, beside text "
-                "as content"
+                f"{where} holds {foreign[0]!r} of Anthropic's format; write it as {_ANTHROPIC[foreign[0]]}, beside "
+                "text as content"
             )
         if any(others):
             raise MalformedError(
