@@ -60,6 +60,15 @@ def marked(messages: Messages) -> tuple[Messages, list[Text]]:
     return copies, texts
 
 
+def unmarked_from(written: str, position: int) -> str:
+    """Return a text with marks from a position on, which counts characters outside of marks."""
+    for match in _MARK.finditer(written):
+        if match.start() > position:
+            break
+        position += len(match[0])
+    return written[position:]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where a template writes the texts of a chat.

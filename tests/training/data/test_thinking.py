@@ -169,3 +169,33 @@ def test_earlier_answers_of_a_prompt(tmp_path: Path) -> None:
 
     ids = token_ids(Opened(), [USER, {**ANSWER, "content": "hm\n</think>\nho ho"}, USER])  # type: ignore[arg-type]
     assert "think" not in Opened.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "content"])
+def test_thoughts_at_calls_train_although_the_answer_after_them_drops_them(tmp_path: Path, key: str) -> None:
+    """gpt-oss leaves out the thoughts at calls once the answer is there; when it is generated they still are."""
+
+    def call(thought: str) -> list[dict[str, Any]]:
+        function = {"name": "f", "arguments": {"a": thought}}
+        return [
+            {
+                "role": "assistant",
+                "content": "",
+                key: thought,
+                "tool_calls": [{"type": "function", "function": function}],
+            },
+            {"role": "tool", "name": "f", "content": "3"},
+        ]
+
+    messages = [USER, *call("one"), *call("two"), ANSWER, USER, *call("three"), {**ANSWER, "content": "done"}]
+    documents, _ = chat(tmp_path, TEMPLATES["gptoss"], *messages)
+    tokenizer = make_tokenizer(TEMPLATES["gptoss"], bos=False)
+    expected = [
+        tokenizer.apply_chat_template(messages[:end], tokenize=False, add_generation_prompt=True)
+        + f"<|channel|>final<|message|>{messages[end]['content']}<|return|>"
+        for end in (5, 9)
+    ]
+    assert [tokenizer.decode(ids) for ids, _ in documents] == expected
+    first, second = trained(documents)
+    assert [first.count(f"<|message|>{word}<") for word in ("one", "two", "ho ho")] == [1, 1, 1]
+    assert [second.count(f"<|message|>{word}<") for word in ("one", "two", "ho ho", "three", "done")] == [0, 0, 0, 1, 1]
