@@ -10,6 +10,7 @@ import pytest
 from moetune.config.schema import DataConfig, TrainConfig
 from moetune.errors import UserError
 from moetune.inference.generate import token_ids
+from moetune.training.data import chat_template
 from moetune.training.data.load import Datasets, load_data
 from moetune.training.data.preview import notes
 from moetune.training.data.template_arguments import reads
@@ -199,3 +200,31 @@ def test_thoughts_at_calls_train_although_the_answer_after_them_drops_them(tmp_p
     first, second = trained(documents)
     assert [first.count(f"<|message|>{word}<") for word in ("one", "two", "ho ho")] == [1, 1, 1]
     assert [second.count(f"<|message|>{word}<") for word in ("one", "two", "ho ho", "three", "done")] == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gemma4_v5"])
+def test_renderings_do_not_grow_with_the_calls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These templates write the name of a function above the result of its call again."""
+    rendered: list[int] = []
+    render = chat_template.render_jinja_template
+
+    def counted(chats: list[Any], *args: Any, **options: Any) -> Any:
+        rendered[-1] += 1
+        return render(chats, *args, **options)
+
+    monkeypatch.setattr(chat_template, "render_jinja_template", counted)
+    function = {"name": "lookup", "arguments": {"city": "Oslo"}}
+    turn = [
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "c", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c", "name": "lookup", "content": "3"},
+    ]
+    for calls in (8, 16):
+        rendered.append(0)
+        documents, _ = chat(tmp_path, TEMPLATES[name], USER, *turn * calls, ANSWER)
+        assert "".join(trained(documents)).count("Oslo") == calls
+    assert rendered[0] == rendered[1]
