@@ -185,6 +185,8 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(turn, dict):
             raise MalformedError(f"turn {number} is {kind(turn)}, not an object with from and value")
         speaker = turn.get("from", turn.get("role"))
+        if speaker is None:
+            raise MalformedError(f"turn {number} holds {', '.join(turn) or 'nothing'}, and no from or role")
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             raise MalformedError(f"turn {number}: unknown speaker {speaker!r}; it may be {', '.join(_SPEAKERS)}")
         said = turn.get("value", turn.get("content"))
@@ -242,7 +244,9 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
         where, message = f"message {number}", {key: of_key for key, of_key in given.items() if of_key is not None}
         if message.get("role") == "function":
             message["role"] = "tool"
-        if (role := message.get("role")) not in ROLES:
+        if "role" not in message:
+            raise MalformedError(f"{where} holds {', '.join(message) or 'nothing'}, and no role")
+        if (role := message["role"]) not in ROLES:
             raise MalformedError(f"{where}: unknown role {role!r}; it may be {', '.join(ROLES)}")
         if message.get("weight") not in (None, 0, 1):
             raise MalformedError(f"weight of {where} is {message['weight']!r}; it may be 0 or 1")

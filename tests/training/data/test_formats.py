@@ -119,6 +119,8 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ({"prompt": "hi", "completion": "no", "label": "True"}, "docs/guides/preferences.md"),
         ({"label": False, **PLAIN}, "docs/guides/preferences.md"),
         ({"instruction": "hi", "output": "no", "kto_tag": False}, "kto_tag is false"),
+        ({"conversation": [{"human": "hi", "assistant": "yes"}]}, "turn 1 holds human, assistant, and no from or role"),
+        ({"messages": [{"author": "user", "content": "hi"}]}, "message 1 holds author, content, and no role"),
         ({"images": ["a.png"], **PLAIN}, "it holds images, and only text is read"),
         ({"question": "hi", "answer": "yes", "image": "a.png"}, "it holds image,"),
         ({"chat_template_kwargs": {"enable_thinking": False}, **PLAIN}, "data.template"),

@@ -109,9 +109,9 @@ def csv_rows(name: str, handle: IO[bytes], delimiter: str) -> Iterator[Row]:
     with io.TextIOWrapper(handle, encoding="utf-8-sig", newline="") as text:
         last = 1
         try:
-            names = text.readline()
-            delimiter = ";" if delimiter == "," and ";" in names and "," not in names else delimiter
-            reader = csv.DictReader(itertools.chain([names], text), delimiter=delimiter, strict=True)
+            header = text.readline()
+            delimiter = ";" if delimiter == "," and ";" in header and "," not in header else delimiter
+            reader = csv.DictReader(itertools.chain([header], text), delimiter=delimiter, strict=True)
             refuse_twice(name, [column for column in reader.fieldnames or () if column])
             for value in reader:
                 number, last = last + 1, reader.line_num  # a quoted field may hold line breaks
