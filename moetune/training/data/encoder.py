@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from moetune.errors import UserError, reading
 from moetune.training.data.chats.chat_template import ChatTemplate, Written
+from moetune.training.data.chats.marks import REASONING
 from moetune.training.data.chats.tool_calls import checked_tools
 from moetune.training.data.documents import Document
 from moetune.training.data.formats import (
@@ -37,6 +38,14 @@ KEYS: dict[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
+_ALSO: dict[Format, tuple[str, ...]] = {
+    "chat": ("system", "tools", "functions"),
+    "sharegpt": ("system", "tools", "functions"),
+    "prompt": (),
+    "alpaca": ("input", "system", "history", *REASONING),
+    "text": (),
+}
+"""Keys that are read besides, if the record has them."""
 Tokens = tuple[np.ndarray, np.ndarray]
 """Token ids [length], and for each token whether it is trained on [length], or its character range [length, 2]."""
 _WINDOW = 2**18
@@ -57,6 +66,9 @@ def format_of(record: dict[str, Any]) -> Format:
 class Encoder:
     """Converts records of one `format` to documents, by `encode`.
 
+    Attributes:
+        unread: keys of the records that were encoded, or of their messages, whose values are not read.
+
     Raises:
         UserError: the tokenizer lacks what the format needs: an end-of-sequence token or, for chats, a chat template
             and character offsets.
@@ -64,6 +76,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, format: Format) -> None:
         self.tokenizer, self.format = tokenizer, format
+        self.unread: set[str] = set()
         self._template: ChatTemplate | None = None
         if format in ("chat", "sharegpt") or (format == "alpaca" and tokenizer.chat_template):
             self._template = ChatTemplate(tokenizer)
@@ -86,6 +99,8 @@ class Encoder:
         if missing:
             found = ", ".join(key for key, value in record.items() if value is not None)
             raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {found or 'nothing'}")
+        read = (*KEYS[self.format], *_ALSO[self.format])
+        self.unread.update(key for key in record.keys() - read if record[key] not in (None, "", [], {}))
         if self.format == "sharegpt":
             record = sharegpt_chat(record)
         elif self.format == "alpaca":
@@ -97,6 +112,7 @@ class Encoder:
             if self._template is not None:
                 messages, tools = checked_messages(record["messages"]), checked_tools(record.get("tools"))
                 written = self._template.write(messages, tools)
+                self.unread |= {f"{key} (of messages)" for key in self._template.unread_keys(messages)}
                 parts = [self._spanned(text, spans) for text, spans in written.texts]
             else:
                 parts = [self._text(record) if self.format == "text" else self._prompt(record)]
@@ -115,6 +131,8 @@ class Encoder:
         return ids, np.ones(len(ids), dtype=bool)
 
     def _prompt(self, record: dict[str, Any]) -> Tokens:
+        if lost := [key for key in ("system", "history", "tools", *REASONING) if record.get(key)]:
+            raise MalformedError(f"{' and '.join(lost)} beside prompt and completion would be lost; write messages")
         # Tokenized separately, so that no token has characters of both prompt and completion.
         prompt = _joined(self._bos, self._tokens(checked_text(record["prompt"], "prompt")))
         ids = _joined(prompt, self._checked(record, "completion"), self._eos)

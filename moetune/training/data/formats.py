@@ -1,9 +1,11 @@
 """Conversion of the records of other programs to chats or prompts, and checks of a chat's messages.
 
 Alpaca    {"instruction": .., "input": .., "output": ..}           in some files also "system" and "history"
+OpenOrca  {"system_prompt": .., "question": .., "response": ..}
 ShareGPT  {"conversations": [{"from": "human", "value": ..}, ..]}  in some files also "system" and "tools"
 TRL       {"prompt": [messages], "completion": [messages]}
 xLAM      {"query": .., "tools": [..], "answers": [calls]}
+LMSYS     {"conversation": [messages]}
 """
 
 from typing import Any
@@ -23,65 +25,112 @@ _SPEAKERS = {
 """Name of a speaker in ShareGPT files -> role of the message."""
 _CALLERS = ("function_call", "tool_call")
 """Speakers whose text is the JSON of calls."""
-_TRAINS = ("train", "training", "trainable", "loss")
+_TRAINS = (
+    *("train", "training", "trainable", "loss", "mask", "masked"),
+    *("train_detail", "training_detail", "loss_mask", "loss_scale", "loss_weight"),
+)
 """Keys by which messages of other tools' files say whether they are trained on."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
 )
 """The prompt of Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca)."""
-_AS_ALPACA = (("instruction", "context", "response"), ("question", "context", "answer"))
-"""Other names for Alpaca's (instruction, input, output): those of Dolly, and those of question-answer data."""
+_AS_ALPACA = (
+    ("instruction", "context", "response"),
+    ("question", "context", "answer"),
+    ("question", "context", "response"),
+)
+"""Other names for Alpaca's (instruction, input, output): those of Dolly, of question-answer data, and of OpenOrca."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
 """Types of a message's parts in the formats of OpenAI and of Hugging Face's processors."""
+_ANTHROPIC = {
+    "tool_use": "tool_calls",
+    "tool_result": "a message of the role tool",
+    "thinking": "reasoning_content of the message",
+}
+"""Types of a message's parts in Anthropic's format -> how they are written here."""
 _TRAINED = ("completion", "output", "text")
 """Keys of other formats that hold what is trained on."""
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Keys of records that hold what stands at placeholders, such as `<image>`, in their text."""
 
 
 def with_known_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record under the keys of a format: a copy with them added if it has other names, else as it is.
+    """Return a record under the keys of a format: a copy with other names replaced if it has some, else as it is.
 
-    Those of Dolly and of question-answer data get Alpaca's `instruction`, `input` and `output`. A prompt and completion
-    that are lists of messages, as for TRL, get `messages`, of which those of the prompt have `weight` 0; so does xLAM's
-    query with its answers, which are calls of tools.
+    Those of Dolly, OpenOrca and question-answer data become Alpaca's `instruction`, `input` and `output`,
+    `system_prompt` becomes `system`, and LMSYS' `conversation`, or messages with ShareGPT's keys, `conversations`. A
+    prompt and completion that are lists of messages, as for TRL, become `messages`, of which those of the prompt have
+    `weight` 0; so does xLAM's query with its answers, which are calls of tools.
 
     Raises:
         MalformedError: only one of prompt and completion is a list; or the record holds preferences: two answers, of
-            which one was chosen, or a label that says whether the completion is wanted.
+            which one was chosen, or a label that says whether the answer is wanted; or images, sounds or videos beside
+            a prompt or chat; or arguments of the chat template.
     """
+    _refuse_other_uses(record)
     for asked, given, answered in _AS_ALPACA:
         if record.get(asked) is not None and record.get(answered) is not None and record.get("output") is None:
-            found = {"instruction": record[asked], "input": record.get(given, record.get("input"))}
-            return {**record, **found, "output": record[answered]}
-    if record.get("messages") is not None:
-        return record
-    pair = (record.get("chosen"), record.get("rejected"))
-    if None not in pair and all(record.get(key) is None for key in _TRAINED):
-        raise MalformedError(
-            "it holds preferences, chosen and rejected: docs/guides/preferences.md shows how to train on both; to "
-            "train on the chosen answers only, write each as completion, or as the last of messages"
+            given = given if record.get(given) is not None else "input"
+            record = _renamed(record, {asked: "instruction", given: "input", answered: "output"})
+    if record.get("system") is None and record.get("text") is None:
+        record = _renamed(record, {"system_prompt": "system"})
+    messages = record.get("messages")
+    if messages is not None:
+        is_sharegpt = (
+            isinstance(messages, list) and messages and isinstance(messages[0], dict) and "from" in messages[0]
         )
+        return _renamed(record, {"messages": "conversations"}) if is_sharegpt else record
+    if isinstance(record.get("conversation"), list) and record.get("conversations") is None:
+        return _renamed(record, {"conversation": "conversations"})
     prompt, completion, query, answers = (record.get(key) for key in ("prompt", "completion", "query", "answers"))
-    if completion is not None and isinstance(record.get("label"), bool):
-        raise MalformedError(
-            "label says whether the completion is wanted, and every completion would be trained on: "
-            "docs/guides/preferences.md shows how to train on preferences; or keep those that are, without label"
-        )
     if isinstance(prompt, list) and isinstance(completion, list):
         context = [{**m, "weight": 0} if isinstance(m, dict) and m.get("role") == "assistant" else m for m in prompt]
-        return {**record, "messages": [*context, *completion]}
+        return _renamed(record, {"prompt": "", "completion": ""}) | {"messages": [*context, *completion]}
     if completion is not None and (isinstance(prompt, list) or isinstance(completion, list)):
         raise MalformedError(
             f"prompt is {kind(prompt)} and completion is {kind(completion)}; write both as text, or both as lists of "
             "messages"
         )
     if query is not None and answers is not None and record.get("tools") is not None:
-        return {
-            **record,
-            "messages": [{"role": "user", "content": query}, {"role": "assistant", "tool_calls": answers}],
-        }
+        messages = [{"role": "user", "content": query}, {"role": "assistant", "tool_calls": answers}]
+        return _renamed(record, {"query": "", "answers": ""}) | {"messages": messages}
     return record
+
+
+def _renamed(record: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Return a copy of a record with other names for some of its keys; one that becomes "" is left out."""
+    renamed = {key: value for key, value in record.items() if key not in names and key not in names.values()}
+    for old, new in names.items():
+        renamed |= {new: record[old]} if new and old in record else {}
+    return renamed
+
+
+def _refuse_other_uses(record: dict[str, Any]) -> None:
+    """Raise `MalformedError` for a record that is written for another kind of training, or for other inputs than
+    text."""
+    is_text = record.get("text") is not None
+    pair = (record.get("chosen"), record.get("rejected"))
+    if None not in pair and all(record.get(key) is None for key in ("messages", *_TRAINED)):
+        raise MalformedError(
+            "it holds preferences, chosen and rejected: docs/guides/preferences.md shows how to train on both; to "
+            "train on the chosen answers only, write each as completion, or as the last of messages"
+        )
+    for key in ("label", "kto_tag"):
+        label = str(record.get(key)).lower()
+        if label in ("true", "false") and not is_text:
+            raise MalformedError(
+                f"{key} is {label}, which says whether the answer is wanted, and every answer would be trained on: "
+                f"docs/guides/preferences.md shows how to train on preferences; or keep those that are, without {key}"
+            )
+    if not is_text and (media := [key for key in _MEDIA if record.get(key)]):
+        raise MalformedError(f"it holds {media[0]}, and only text is read; leave the record out")
+    if record.get("chat_template_kwargs"):
+        raise MalformedError(
+            "chat_template_kwargs of a single record are not applied; write arguments of the chat template in "
+            "data.template, which holds for all records, and leave the key out"
+        )
 
 
 def alpaca_prompt(record: dict[str, Any]) -> dict[str, Any]:
@@ -136,6 +185,8 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(turn, dict):
             raise MalformedError(f"turn {number} is {kind(turn)}, not an object with from and value")
         speaker = turn.get("from", turn.get("role"))
+        if speaker is None:
+            raise MalformedError(f"turn {number} holds {', '.join(turn) or 'nothing'}, and no from or role")
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
             raise MalformedError(f"turn {number}: unknown speaker {speaker!r}; it may be {', '.join(_SPEAKERS)}")
         said = turn.get("value", turn.get("content"))
@@ -193,7 +244,9 @@ def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
         where, message = f"message {number}", {key: of_key for key, of_key in given.items() if of_key is not None}
         if message.get("role") == "function":
             message["role"] = "tool"
-        if (role := message.get("role")) not in ROLES:
+        if "role" not in message:
+            raise MalformedError(f"{where} holds {', '.join(message) or 'nothing'}, and no role")
+        if (role := message["role"]) not in ROLES:
             raise MalformedError(f"{where}: unknown role {role!r}; it may be {', '.join(ROLES)}")
         if message.get("weight") not in (None, 0, 1):
             raise MalformedError(f"weight of {where} is {message['weight']!r}; it may be 0 or 1")
@@ -232,6 +285,11 @@ def _content_of(message: dict[str, Any], where: str) -> Any:
         if content and len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
         others = [type for type in types if type not in _TEXT_PARTS and (type in _MEDIA_PARTS or not is_result)]
+        if foreign := [type for type in others if type in _ANTHROPIC]:
+            raise MalformedError(
+                f"{where} holds {foreign[0]!r} of Anthropic's format; write it as {_ANTHROPIC[foreign[0]]}, beside "
+                "text as content"
+            )
         if any(others):
             raise MalformedError(
                 f"{where} holds {shown(next(filter(None, others)))}, and only text is read; leave the record out"

@@ -17,7 +17,7 @@ from tokenizers.models import BPE
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
-from moetune.errors import UserError, reading
+from moetune.errors import UserError, first_of, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import ModelSource, find_model_source
@@ -111,9 +111,13 @@ def load_data(
             for source in open_sources(spec, held_out=held_out, note=unread[held_out].append):
                 try:
                     source = replace(source, rows=_announced(source))
-                    parts.append(
-                        read_documents(source, data.format, tokenizer, train.sequence_length, data.too_long, documents)
+                    part = read_documents(
+                        source, data.format, tokenizer, train.sequence_length, data.too_long, documents
                     )
+                    parts.append(part)
+                    if part.unread:
+                        keys = ", ".join(first_of(part.unread))
+                        unread[held_out].append(f"{source.name!r}: keys whose values are not read: {keys}")
                 except UserError as error:
                     problems[str(error)] = None
         except UserError as error:

@@ -40,6 +40,7 @@ class Reading:
         chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
         ends: control tokens at the end of a turn of the assistant -> number of turns.
         settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
+        unread: keys of records and messages whose values are not read, sorted.
     """
 
     documents: np.ndarray = field(default_factory=lambda: np.arange(0))
@@ -50,6 +51,7 @@ class Reading:
     chats: Counter[Marking] = field(default_factory=Counter)
     ends: Counter[tuple[str, ...]] = field(default_factory=Counter)
     settings: Counter[str] = field(default_factory=Counter)
+    unread: list[str] = field(default_factory=list)
 
 
 def read_documents(
@@ -82,8 +84,8 @@ def read_documents(
                 raise MalformedError(row.problem)
             if not isinstance(row.value, dict):
                 raise MalformedError(f"{kind(row.value)}, not an object with keys")
-            misread = misread or row.value
             record = with_known_keys(row.value)
+            misread = misread or row.value
             if encoder is None:
                 with reading("the tokenizer"):
                     encoder = Encoder(tokenizer, format_of(record) if format == "auto" else format)
@@ -117,6 +119,7 @@ def read_documents(
                 "data.too_long: drop or truncate"
             )
         raise UserError("\n".join((*problems.summary(source), *hints)))
+    read.unread = sorted(encoder.unread) if encoder is not None else []
     if not len(read.documents):
         why = f"all of its {read.dropped:,} records are longer than train.sequence_length {longest}"
         raise UserError(f"{source.name!r} " + (why if read.dropped else "is empty: it holds no record"))

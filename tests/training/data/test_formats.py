@@ -36,6 +36,10 @@ def parts(*texts, type="text"):
         {"prompt": [USER], "completion": [ASSISTANT]},
         {"prompt": [USER], "completion": [ASSISTANT], "tools": None, "label": None},
         {"chosen": "x", "rejected": "y", **PLAIN},
+        {"conversation": [USER, ASSISTANT], "model": "m", "turn": 1},
+        {"messages": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+        {"question": "hi", "response": "yes", "system_prompt": None},
+        {"images": [], "chat_template_kwargs": {}, "label": 1, **PLAIN},
     ],
 )
 def test_other_spellings_of_a_chat_train_its_tokens(template, record):
@@ -70,6 +74,24 @@ def test_of_a_conversational_prompt_nothing_trains(template):
     assert trained == ("no<|im_end|>\n" if template is CHATML else "no</s>")
 
 
+@pytest.mark.parametrize("names", [("instruction", "output"), ("question", "response")])
+def test_a_system_prompt_is_the_system_message(names):
+    record = {"system_prompt": "s", **dict(zip(names, ("hi", "yes"), strict=True))}
+    plain = {"messages": [{"role": "system", "content": "s"}, USER, ASSISTANT]}
+    tokenizer = make_tokenizer(CHATML)
+    assert encoded(tokenizer, record) == encoded(tokenizer, plain)
+
+
+def test_what_is_not_read_of_records_is_said(tmp_path):
+    file = tmp_path / "data.jsonl"
+    records = [PLAIN, {"id": 7, "tags": [], "reasoning": "hm", "messages": [USER, {**ASSISTANT, "refusal": "no"}]}]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    counts = load(file, make_tokenizer(CHATML), 64).counts
+    assert counts.unread == (f"{str(file)!r}: keys whose values are not read: id, reasoning, refusal (of messages)",)
+    file.write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    assert load(file, make_tokenizer(CHATML), 64).counts.unread == ()
+
+
 def test_text_prompts_that_look_like_messages_stay_text():
     tokenizer = make_tokenizer(CHATML, bos=False)
     record = {"prompt": json.dumps([USER]), "completion": "yes"}
@@ -94,6 +116,16 @@ def test_text_prompts_that_look_like_messages_stay_text():
             "docs/guides/preferences.md",
         ),
         ({"prompt": "hi", "completion": "no", "label": False}, "docs/guides/preferences.md"),
+        ({"prompt": "hi", "completion": "no", "label": "True"}, "docs/guides/preferences.md"),
+        ({"label": False, **PLAIN}, "docs/guides/preferences.md"),
+        ({"instruction": "hi", "output": "no", "kto_tag": False}, "kto_tag is false"),
+        ({"conversation": [{"human": "hi", "assistant": "yes"}]}, "turn 1 holds human, assistant, and no from or role"),
+        ({"messages": [{"author": "user", "content": "hi"}]}, "message 1 holds author, content, and no role"),
+        ({"images": ["a.png"], **PLAIN}, "it holds images, and only text is read"),
+        ({"question": "hi", "answer": "yes", "image": "a.png"}, "it holds image,"),
+        ({"chat_template_kwargs": {"enable_thinking": False}, **PLAIN}, "data.template"),
+        ({"prompt": "hi", "completion": "yes", "system": "s"}, "system beside prompt and completion would be lost"),
+        ({"messages": [USER, {**ASSISTANT, "mask": True}]}, "message 2 says by 'mask'"),
         (
             {"messages": "[{'role': 'user', 'content': 'hi'}]"},
             "messages is text and not valid JSON, \"[{'role': 'user'",
@@ -105,7 +137,7 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ({"messages": [{**USER, "content": [{"type": "image_url", "image_url": {}}]}, ASSISTANT]}, "holds 'image_url'"),
         (
             {"messages": [USER, {**ASSISTANT, "content": [{"type": "tool_use", "name": "f"}]}]},
-            "message 2 holds 'tool_use'",
+            "message 2 holds 'tool_use' of Anthropic's format; write it as tool_calls",
         ),
         ({"messages": [{**USER, "content": ["hi"]}, ASSISTANT]}, "content of message 1 is a list of other things"),
         ({"messages": [{**USER, "content": []}, ASSISTANT]}, "content of message 1 is a list of other things"),

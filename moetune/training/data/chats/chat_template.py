@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError, one_line, time_limit
-from moetune.training.data.chats.marks import REASONING, Layout, Messages, Text, marked, missing_word
+from moetune.training.data.chats.marks import REASONING, Layout, Messages, Text, marked, missing_word, unmarked_from
+from moetune.training.data.chats.template_arguments import reads
 from moetune.training.data.chats.thinking import Thinking, placed
 from moetune.training.data.chats.tool_calls import fitted, refuse_lost_parameters
 from moetune.training.data.chats.turn_ends import Spanned, TurnEnds
@@ -24,6 +25,8 @@ from moetune.training.data.values import MalformedError, checked_text
 _SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering a chat once
 _MAY_BE_IGNORED = (("tool_calls",), REASONING, ("name",))
 """Keys of a message that some templates ignore; each tuple lists alternative names of one key."""
+_READ = {"role", "content", "weight", *(name for names in _MAY_BE_IGNORED for name in names), "tool_call_id"}
+"""Keys of a message that are read, or that are refused if the template ignores them; a result's id repeats a call's."""
 _MARK = "qyzzyq"
 Marking = Literal["markers", "prompts", "turns"]
 MARKINGS: dict[Marking, str] = {
@@ -137,6 +140,10 @@ class ChatTemplate:
         marking: Marking = "markers" if self._has_markers else "prompts" if len(texts) == 1 else "turns"
         return Written(texts, marking, ends, settings)
 
+    def unread_keys(self, messages: Messages) -> set[str]:
+        """Return the keys of messages that the template does not read, and that no message needs."""
+        return {key for message in messages for key in message} - _READ - reads(self._template).words
+
     def _render(self, messages: Messages, tools: Tools, *, prompt: bool = False, **arguments: Any) -> Spanned:
         """Return a chat as the template writes it, and the character ranges of its `{% generation %}` blocks.
 
@@ -173,6 +180,8 @@ class ChatTemplate:
 
         A turn is what the template adds to the generation prompt of the messages before when the turn stands last. If
         the whole chat, `full`, begins with the chat of a turn, both are one text; else the turn ends a text of its own.
+        If a template writes the messages before a turn differently once the turn is there (gpt-oss drops the thoughts
+        at calls of tools), they stay as they are when the turn is generated.
 
         Raises:
             MalformedError: the first message is the assistant's, or a turn does not begin with its generation prompt.
@@ -183,11 +192,16 @@ class ChatTemplate:
                 "nothing shows where its part begins"
             )
 
+        layouts: dict[int, Layout] = {}  # of turns whose text is put together
+
         @cache
         def alone(index: int) -> tuple[int, str]:
             before, _ = self._render(messages[:index], tools, prompt=True)
             after = full if index + 1 == len(messages) else self._render(messages[: index + 1], tools)[0]
             begin = self._thinking.begin(before, after)
+            if begin is None and (both := self._continued(before, after, index, marks, tools)) is not None:
+                layouts[index + 1] = both
+                return len(before), both.text
             if begin is None:
                 cut = _Cut(index + 1, self._layout(after, index + 1, marks, tools), None)
                 self._refuse_lost(messages[: index + 1], marks[1], [cut], tools)
@@ -203,7 +217,7 @@ class ChatTemplate:
         cuts: list[_Cut] = []
         end, text = len(messages), full
         while turns:
-            layout = self._layout(text, end, marks, tools)
+            layout = (layouts.get(end) if cuts else None) or self._layout(text, end, marks, tools)
             lost = _keys(marks[1], layout.lost(marks[1]))
             if lost and not cuts:  # what no turn has is found without rendering all of them
                 self._refuse_ignored(messages, min(lost), _keys(marks[1], layout.kept)[min(lost)], tools)
@@ -215,6 +229,21 @@ class ChatTemplate:
             if turns:
                 end, text = turns[-1] + 1, alone(turns[-1])[1]
         return cuts[::-1]
+
+    def _continued(
+        self, before: str, after: str, index: int, marks: tuple[Messages, list[Text]], tools: Tools
+    ) -> Layout | None:
+        """Return the layout of `before`, a chat with a generation prompt, continued by the message at `index` as it is
+        written in `after`; None if that does not begin with the same prompt, behind the same end of a message."""
+        layout, prompt = self._layout(after, index + 1, marks, tools), self._thinking.usual
+        low, high = (layout.around(index) or ((0, 0),))[0]
+        at = after.find(prompt, low, high)
+        if not prompt or at < 0 or not before.endswith(after[low : at + len(prompt)]):
+            return None
+        messages, texts = marks
+        marked_before, _ = self._render(messages[:index], tools, prompt=True)
+        marked_after = unmarked_from(self._tried(messages[: index + 1], tools) or "", at + len(prompt))
+        return Layout.of(before + after[at + len(prompt) :], marked_before + marked_after, texts)
 
     def _refuse_lost(self, messages: Messages, texts: list[Text], cuts: list[_Cut], tools: Tools) -> None:
         """Raise `MalformedError` if the template drops part of a message from all texts of a chat.

@@ -60,6 +60,15 @@ def marked(messages: Messages) -> tuple[Messages, list[Text]]:
     return copies, texts
 
 
+def unmarked_from(written: str, position: int) -> str:
+    """Return a text with marks from a position on, which counts characters outside of marks."""
+    for match in _MARK.finditer(written):
+        if match.start() > position:
+            break
+        position += len(match[0])
+    return written[position:]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where a template writes the texts of a chat.
@@ -68,7 +77,8 @@ class Layout:
         text: the chat as the template writes it.
         kept: numbers of the texts whose words are all between their two marks.
         ended: numbers of the texts whose end mark is there.
-        bounds: index of a message -> positions in `text` of the first and the last mark of it. Empty if marks change
+        bounds: index of a message -> positions in `text` of the first and the last mark of it, of those that are
+            written again only the first time. Empty if marks change
             what else the template writes, or are not in the order of the messages.
     """
 
@@ -84,15 +94,20 @@ class Layout:
         begins: dict[int, int] = {}
         ends: dict[int, int] = {}
         bounds: dict[int, tuple[int, int]] = {}
+        seen: set[str] = set()
         for match in _MARK.finditer(written):
             pieces.append(written[last : match.start()])
             length, last = length + len(pieces[-1]), match.end()
             if (number := int(match[1])) >= len(texts):
                 continue
+            is_again = match[0].lower() in seen
+            seen.add(match[0].lower())
             if match[2] in "bB":
                 begins.setdefault(number, length)
             else:
                 ends[number] = length
+            if is_again:  # such as the name of a function, above the result of the call
+                continue
             first, _ = bounds.get(texts[number].message, (length, length))
             bounds[texts[number].message] = first, length
         plain = "".join([*pieces, written[last:]])

@@ -68,11 +68,16 @@ class Thinking:
         """
         if after.startswith(before):
             return len(before)
-        usual = next((prompt for prompt, setting in self._prompts.items() if not setting), "")
+        usual = self.usual
         low = len(before) - len(usual)
         if not usual or not before.endswith(usual) or not after.startswith(before[:low]):
             return None
         return next((low + len(prompt) for prompt in self._prompts if after.startswith(prompt, low)), None)
+
+    @property
+    def usual(self) -> str:
+        """The generation prompt of the template as it is; "" if that is not known."""
+        return next((prompt for prompt, setting in self._prompts.items() if not setting), "")
 
     def trained(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[str]]:
         """Return the assistant's ranges of a rendered chat without generation prompts at their beginnings.

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from typing import IO
@@ -70,6 +71,7 @@ def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
     Only a line feed ends a line, because JSON strings may contain other line separators, such as U+2028.
     """
     with handle:
+        read = 0
         for number, raw in enumerate(handle, 1):
             line = raw.removeprefix(_UTF8_MARK).strip() if number == 1 else raw.strip()
             if not line:
@@ -77,7 +79,12 @@ def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
             try:
                 yield Row(number, UNIQUE_KEYS.decode(line.decode()))
             except (ValueError, RecursionError) as error:
+                if not read and isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc) and any(handle):
+                    problem = "the record goes on in the next line; write each on a line of its own, as `jq -c .` does"
+                    yield Row(number, problem=problem)
+                    return
                 yield Row(number, problem=_not_json(error, column=getattr(error, "colno", 1)))
+            read += 1
 
 
 def _not_json(error: Exception, line: int = 1, column: int = 1) -> str:
@@ -93,14 +100,18 @@ def _not_json(error: Exception, line: int = 1, column: int = 1) -> str:
 def csv_rows(name: str, handle: IO[bytes], delimiter: str) -> Iterator[Row]:
     """Yield each row as an object, with the names in the first row as keys; empty fields become null.
 
+    A file for commas is read with the semicolons of European Excel if its first line has these and no comma.
+
     Raises:
         UserError: two columns have the same name.
     """
     csv.field_size_limit(2**31 - 1)  # the default is 131,072 characters
     with io.TextIOWrapper(handle, encoding="utf-8-sig", newline="") as text:
-        reader = csv.DictReader(text, delimiter=delimiter, strict=True)
         last = 1
         try:
+            header = text.readline()
+            delimiter = ";" if delimiter == "," and ";" in header and "," not in header else delimiter
+            reader = csv.DictReader(itertools.chain([header], text), delimiter=delimiter, strict=True)
             refuse_twice(name, [column for column in reader.fieldnames or () if column])
             for value in reader:
                 number, last = last + 1, reader.line_num  # a quoted field may hold line breaks

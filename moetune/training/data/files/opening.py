@@ -53,7 +53,7 @@ def opened(path: Traversable, name: str) -> IO[bytes]:
     """Open a file to read its bytes, unpacked if it is compressed; messages call it `name`.
 
     Raises:
-        UserError: it is a pointer of Git LFS.
+        UserError: it is a pointer of Git LFS, or text in UTF-16.
         OSError: it cannot be opened.
     """
     with path.open("rb") as file:
@@ -65,6 +65,8 @@ def opened(path: Traversable, name: str) -> IO[bytes]:
             + (f" ({int(size[1]):,} bytes)" if size else "")
             + "; fetch them with `git lfs pull` in its folder"
         )
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError(f"{name!r} is text in UTF-16, and UTF-8 is read; convert it: iconv -f UTF-16 -t UTF-8")
     for mark, open_ in _OPENERS.items():
         if re.match(mark, head, re.DOTALL):
             handle: IO[bytes] = open_(path, "rb")

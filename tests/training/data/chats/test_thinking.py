@@ -10,6 +10,7 @@ import pytest
 from moetune.config.schema import DataConfig, TrainConfig
 from moetune.errors import UserError
 from moetune.inference.generate import token_ids
+from moetune.training.data.chats import chat_template
 from moetune.training.data.chats.template_arguments import reads
 from moetune.training.data.load import Datasets, load_data
 from moetune.training.preview import notes
@@ -169,3 +170,61 @@ def test_earlier_answers_of_a_prompt(tmp_path: Path) -> None:
 
     ids = token_ids(Opened(), [USER, {**ANSWER, "content": "hm\n</think>\nho ho"}, USER])  # type: ignore[arg-type]
     assert "think" not in Opened.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "content"])
+def test_thoughts_at_calls_train_although_the_answer_after_them_drops_them(tmp_path: Path, key: str) -> None:
+    """gpt-oss leaves out the thoughts at calls once the answer is there; when it is generated they still are."""
+
+    def call(thought: str) -> list[dict[str, Any]]:
+        function = {"name": "f", "arguments": {"a": thought}}
+        return [
+            {
+                "role": "assistant",
+                "content": "",
+                key: thought,
+                "tool_calls": [{"type": "function", "function": function}],
+            },
+            {"role": "tool", "name": "f", "content": "3"},
+        ]
+
+    messages = [USER, *call("one"), *call("two"), ANSWER, USER, *call("three"), {**ANSWER, "content": "done"}]
+    documents, _ = chat(tmp_path, TEMPLATES["gptoss"], *messages)
+    tokenizer = make_tokenizer(TEMPLATES["gptoss"], bos=False)
+    expected = [
+        tokenizer.apply_chat_template(messages[:end], tokenize=False, add_generation_prompt=True)
+        + f"<|channel|>final<|message|>{messages[end]['content']}<|return|>"
+        for end in (5, 9)
+    ]
+    assert [tokenizer.decode(ids) for ids, _ in documents] == expected
+    first, second = trained(documents)
+    assert [first.count(f"<|message|>{word}<") for word in ("one", "two", "ho ho")] == [1, 1, 1]
+    assert [second.count(f"<|message|>{word}<") for word in ("one", "two", "ho ho", "three", "done")] == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["gptoss", "gemma4_v5"])
+def test_renderings_do_not_grow_with_the_calls(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """These templates write the name of a function above the result of its call again."""
+    rendered: list[int] = []
+    render = chat_template.render_jinja_template
+
+    def counted(chats: list[Any], *args: Any, **options: Any) -> Any:
+        rendered[-1] += 1
+        return render(chats, *args, **options)
+
+    monkeypatch.setattr(chat_template, "render_jinja_template", counted)
+    function = {"name": "lookup", "arguments": {"city": "Oslo"}}
+    turn = [
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "hm",
+            "tool_calls": [{"id": "c", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c", "name": "lookup", "content": "3"},
+    ]
+    for calls in (8, 16):
+        rendered.append(0)
+        documents, _ = chat(tmp_path, TEMPLATES[name], USER, *turn * calls, ANSWER)
+        assert "".join(trained(documents)).count("Oslo") == calls
+    assert rendered[0] == rendered[1]

@@ -66,3 +66,25 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
     assert "more than one column 'text'; rename or remove all but one" in message(file)
     file.write_text(",text,\n1,a,2\n")  # columns without a name are no keys
     assert [record["text"] for record in records(file)] == ["a"]
+
+
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
+def test_a_record_over_several_lines_is_told_once(tmp_path, name):
+    (tmp_path / name).write_text("\n".join(json.dumps({"messages": [ROWS[0]]}, indent=1) for _ in range(3)))
+    (source,) = open_sources(str(tmp_path / name))
+    (row,) = source.rows
+    assert "write each on a line of its own, as `jq -c .` does" in row.problem
+    (tmp_path / name).write_text('{"text":')
+    assert [row.problem for row in open_sources(str(tmp_path / name))[0].rows] == [
+        "not valid JSON: Expecting value (column 9)"
+    ]
+
+
+def test_csv_with_semicolons_and_text_in_utf_16(tmp_path):
+    file = tmp_path / "data.csv"
+    file.write_text('\ufeffprompt;completion\n"a;b";c,d\n')
+    assert records(file) == [{"prompt": "a;b", "completion": "c,d"}]
+    file.write_text("text,more;less\na;b,c\n")
+    assert records(file) == [{"text": "a;b", "more;less": "c"}]
+    file.write_bytes("text\na\n".encode("utf-16"))
+    assert "iconv -f UTF-16 -t UTF-8" in message(file)
