@@ -57,8 +57,9 @@ _HYBRID = ["linear_attention", "linear_attention", "hybrid", "hybrid"]
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": VOCAB},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "codegen": {"rotary_dim": 8},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K},
     },
     "deepseek_v4": {
@@ -83,11 +84,14 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "gemma4": {"vision_config": {"model_type": "gemma4_vision", "hidden_size": HIDDEN, "num_hidden_layers": 1}},
     "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
+    "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {"layers_block_type": ["linear_attention", "full_attention"] * 2},
     "kimi_linear": {"linear_head_dim": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"qk_head_dim": 16},
     "mamba2": {"num_heads": 8, "n_groups": 1},
+    "mistral4": {"head_dim": 16},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
         "n_groups": 2,

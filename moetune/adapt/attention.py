@@ -14,7 +14,6 @@ Shapes: B rows of S tokens, T = B·S tokens; h heads of queries, h_kv heads of k
 and keys, d_v of values; n documents.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -37,8 +36,8 @@ from moetune.compat.transformers import (
     without_packages,
 )
 from moetune.config.schema import RunConfig
-from moetune.models.moe import is_experts
-from moetune.models.stack import decoder_layers, decoder_stack, leave_out, made_alike
+from moetune.models.dry_run import shortened
+from moetune.models.stack import decoder_layers, decoder_stack
 
 VARLEN = "varlen"
 """The name under which `varlen_attention` is registered with transformers, with CUDA's kernel.
@@ -160,10 +159,7 @@ def _largest_head(plain: PreTrainedModel) -> int:
     a copy of the model, with one of identical layers, runs on the meta device with attention and mask functions that
     record their arguments. A layer without attention must be one that runs document by document (documents.py).
     """
-    made, layers = [*made_alike(plain).values()], [*decoder_layers(plain).values()]
-    again = {number for number, one in enumerate(made) if one in made[:number]}
-    model = copy.deepcopy(plain, {id(layers[number]): layers[number] for number in again})
-    leave_out(model, again)
+    model = shortened(plain)
     model.train()  # attention receives its dropout in training mode only
     split_by_documents(model)
     windows: dict[int, int | None] = {}
@@ -188,8 +184,6 @@ def _largest_head(plain: PreTrainedModel) -> int:
         fix_rotary_length(module)
         if isinstance(getattr(module, "config", None), PretrainedConfig):
             set_attention(module.config, _PROBE)
-    for path in [path for path, module in model.named_modules() if is_experts(module)]:
-        model.set_submodule(path, _NoExperts())
     ran: list[nn.Module] = []
     for layer in decoder_layers(model).values():
         layer.register_forward_hook(lambda layer, args, output: ran.append(layer))
@@ -232,11 +226,6 @@ def _window_of(mask_function: Any) -> int | None:
     if not is_causal or not seen[:window].all() or _DENSE < window < len(at):
         return None
     return 0 if window == len(at) else window
-
-
-class _NoExperts(nn.Module):
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
 
 
 def has_little_shared_memory(capability: Capability) -> bool:

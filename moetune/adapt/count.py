@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetune.adapt.build import Adapted, build
+from moetune.models.dry_run import refuse_unrunnable
 from moetune.models.parameter_count import ParameterCount, count_parameters
 from moetune.models.source import find_model_source
 from moetune.models.structure import meta_model, read_structure
@@ -39,7 +40,10 @@ def count(of: AnyRun) -> Count:
     if not isinstance(of, str) or of.endswith((".yaml", ".yml")):
         run = resolve(of)
         return Count(run.config.model.path, count_parameters(run.structure), count_trainable(build(run, "meta")))
-    return Count(of, count_parameters(read_structure(meta_model(find_model_source(of).config))))
+    model = meta_model(find_model_source(of).config)
+    structure = read_structure(model)
+    refuse_unrunnable(model)
+    return Count(of, count_parameters(structure))
 
 
 def count_trainable(adapted: Adapted) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import operator
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -146,6 +147,17 @@ def add_missing_fakes() -> torch.library.Library:
     for overload in ("_fused_sgd_", "_fused_sgd_.tensor_lr"):
         fakes.impl(overload, lambda *args, **kwargs: None, "Meta")
     return fakes
+
+
+@contextmanager
+def without_fake_reports() -> Iterator[None]:
+    """Stop torch from printing the errors of operations on fake tensors, which it also raises, within the `with`."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _operations(names: str) -> frozenset[Any]:

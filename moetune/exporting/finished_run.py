@@ -102,7 +102,7 @@ def open_run(path: Path) -> FinishedRun:
             )
         if trained[name].dtype not in WEIGHTS:
             raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which no run writes")
-    refuse_not_finite(trained, f"checkpoint {str(checkpoint)!r}")
+    refuse_not_finite(trained)
     notes = [*(f"skipping damaged {reason}" for reason in folder.damaged), *notes]
     if checkpoint != folder.checkpoints()[-1] and config.train.early_stopping is not None:
         notes.append(f"taking {checkpoint.name}, which has the lowest held-out loss")

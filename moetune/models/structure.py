@@ -14,6 +14,7 @@ from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrain
 
 from moetune.errors import UserError, one_line
 from moetune.models.components import Component, Landmarks
+from moetune.models.dry_run import unknown_rope_type
 from moetune.models.moe import (
     MoeLayer,
     expert_parameters,
@@ -128,9 +129,8 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     except ImportError as error:
         raise UserError(f"model type {name!r} needs a package that is not installed: {one_line(error)}") from error
     except Exception as error:  # a wrong config can make model code raise any error
-        raise UserError(
-            f"transformers cannot build {name!r} from its configuration: {type(error).__name__}: {one_line(error)}"
-        ) from error
+        why = unknown_rope_type(config) or f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"transformers cannot build {name!r} from its configuration: {why}") from error
     if auto is AutoModelForImageTextToText:
         drop_towers(model)
     return model
@@ -219,6 +219,7 @@ def _read_moe_layers(model: PreTrainedModel) -> tuple[MoeLayer, ...]:
                 f"model type {model_type!r}: a token uses {top_k} experts (num_experts_per_tok in config.json), and "
                 f"{path} has {shape.num_experts}"
             )
+        _refuse_groups(model.get_submodule(router), top_k, shape.num_experts, f"model type {model_type!r}, {path}")
         layers[index] = MoeLayer(index, block, path, router, top_k, shape)
     return tuple(layers[index] for index in sorted(layers))
 
@@ -238,6 +239,21 @@ def _experts_and_routers(model: PreTrainedModel, moe_layers: tuple[MoeLayer, ...
             if parameter.shape[-1:] == (layer.shape.num_experts,):
                 marked[f"{layer.block}.{key}"] = "router"
     return marked
+
+
+def _refuse_groups(router: nn.Module, top_k: int, experts: int, where: str) -> None:
+    """Raise `UserError` unless a router that chooses groups of experts first has equal groups, with enough experts."""
+    groups, kept = (getattr(router, name, None) for name in ("num_group", "topk_group"))
+    if not groups or kept is None:
+        return
+    settings = f"n_group {groups}, topk_group {kept}, num_experts_per_tok {top_k}, and {experts} experts"
+    if groups < 0 or experts % groups:
+        raise UserError(f"{where}: {settings} do not divide into {groups} groups; correct n_group in config.json")
+    if not top_k <= kept * (experts // groups) <= experts:
+        raise UserError(
+            f"{where}: {settings}: a token chooses among the {experts // groups} experts of each of {kept} groups; "
+            "correct topk_group in config.json"
+        )
 
 
 def _is_one_product(linear: nn.Linear) -> bool:

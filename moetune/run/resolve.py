@@ -12,6 +12,7 @@ from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig, Resolve
 from moetune.config.schema import ModelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
+from moetune.models.dry_run import refuse_unrunnable
 from moetune.models.routers import ScoreFunction, correction_bias, score_functions
 from moetune.models.selection import NOTHING, select
 from moetune.models.source import ModelSource, find_model_source
@@ -159,7 +160,9 @@ def _resolve_model(
     ]
     if like is not None:
         return replace(like, config=config), problems
-    return ResolvedModel(config, source, settings, plain, read_structure(plain)), problems
+    structure = read_structure(plain)
+    refuse_unrunnable(plain)
+    return ResolvedModel(config, source, settings, plain, structure), problems
 
 
 def _plain_of(source: ModelSource, dtype: str) -> tuple[PretrainedConfig, PreTrainedModel]:

@@ -49,7 +49,7 @@ class Ties:
         self.turned, self.calls, self.stock = False, 0, torch.topk
 
     def __call__(self, input: Tensor, k: int, dim: int = -1) -> Any:
-        self.calls += 1
+        self.calls += type(input) is Tensor  # resolving a run calls it on fake tensors
         slope = torch.linspace(0.0, -1e-6 if self.turned else 1e-6, input.shape[dim])
         _, ids = self.stock(input.detach() + slope, k, dim=dim)
         return input.gather(dim, ids), ids

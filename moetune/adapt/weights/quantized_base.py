@@ -30,7 +30,7 @@ from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
-from moetune.models.hub.tensor_files import Stored
+from moetune.models.hub.tensor_files import Stored, finite
 from moetune.models.source_quantization import REST, QuantizedManifest
 from moetune.models.structure import tied_names
 from moetune.parallel.ranks import Ranks
@@ -225,10 +225,11 @@ def _fill(
                 for name in opened.keys():  # noqa: SIM118 (no dict)
                     unread.discard(name)
                     path, _, state = name.rpartition(".weight")
+                    tensor = finite(_read_held(opened, name, target), name, file)
                     if path and isinstance(model.get_submodule(path), Linear4bit):
-                        in_4bit.setdefault(path, {})[state.removeprefix(".")] = opened.get_tensor(name)
+                        in_4bit.setdefault(path, {})[state.removeprefix(".")] = tensor
                     else:
-                        target.put(name, _read_held(opened, name, target))
+                        target.put(name, tensor)
             done += file.stat().st_size
             if on_read is not None:
                 on_read(done / size)

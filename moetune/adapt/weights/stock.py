@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.errors import UserError, reading
 from moetune.json_files import read_json
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, read_headers
+from moetune.models.hub.dequantize import open_checkpoint
+from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, is_suspect, read_headers, refuse_not_finite
 from moetune.models.text import auto_class
 from moetune.run.resolve import ResolvedModel
 
@@ -19,8 +21,8 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
     """Load a model with transformers' `from_pretrained`, in the model's dtype; download its weights if needed.
 
     Raises:
-        UserError: the weights cannot be found, downloaded or loaded; or a tensor is missing, unexpected or of another
-            shape.
+        UserError: the weights cannot be found, downloaded or loaded; or a tensor is missing, unexpected, of another
+            shape, or holds values that are not finite.
     """
     folder = model.source.weights()
     read_headers(folder)
@@ -42,6 +44,8 @@ def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:
     wrong = [f"{kind} {key}" for kind in ("missing", "unexpected") for key in sorted(info[f"{kind}_keys"])]
     wrong += [f"{key} is {[*found]}, not {[*size]}" for key, found, size in sorted(info["mismatched_keys"])]
     refuse_misfit(wrong, f"the weights in {str(folder)!r}", model.source.name)
+    if torch.stack([is_suspect(tensor) for tensor in loaded.state_dict().values()]).any():
+        refuse_not_finite(open_checkpoint(folder))  # reads the files again, to name the tensor there
     return loaded
 
 

@@ -29,7 +29,7 @@ from moetune.compat.bitsandbytes import QuantState, create_dynamic_map, dequanti
 from moetune.config.schema import FP8_BLOCK, NV_BLOCK
 from moetune.errors import reading
 from moetune.json_files import Amount, read_json
-from moetune.models.hub.tensor_files import NAMES, Stored, read_headers
+from moetune.models.hub.tensor_files import NAMES, Stored, finite, read_headers, refuse_value
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _PARTS = (
@@ -79,13 +79,18 @@ class Mxfp4(Quantized):
     def quantized(self, expert: int) -> dict[str, Tensor]:
         """Return one expert's stored bytes, flat uint8 in the order [out, in]: `data` [out · in / 2] and `scales`
         [out · in / 32]."""
-        blocks, scales = (self.parts[name].rows(expert, expert + 1) for name in ("blocks", "scales"))
+        blocks, scales = self._stored(expert, expert + 1)
         return {"data": blocks.flatten(), "scales": scales.flatten()}
+
+    def _stored(self, start: int, stop: int | None) -> tuple[Tensor, Tensor]:
+        blocks, scales = (self.parts[name].rows(start, stop) for name in ("blocks", "scales"))
+        finite(scales.view(torch.float8_e8m0fnu), self.parts["scales"].name, self.parts["scales"].file)
+        return blocks, scales
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-        blocks, scales = (self.parts[name].rows(start, stop).to(device) for name in ("blocks", "scales"))
+        blocks, scales = (part.to(device) for part in self._stored(start, stop))
         return convert_moe_packed_tensors(blocks, scales, dtype=self.torch_dtype)
 
 
@@ -279,6 +284,8 @@ def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
     _require(any(name.startswith("quant_state.") for name in parts), parts)
     (of_state,) = (part for name, part in parts.items() if name.startswith("quant_state."))
     state = unpack_tensor_to_dict(of_state.rows())
+    if not math.isfinite(state.get("nested_offset", 0.0)):
+        refuse_value(of_state.name, of_state.file)
     shape = tuple(state["shape"])
     _require(weight.nbytes == -(-math.prod(shape) // 2), parts)
     dtype = NAMES[getattr(torch, state["dtype"])]

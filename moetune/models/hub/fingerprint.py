@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import model_validator
 
-from moetune.models.hub.tensor_files import read_headers, weight_files
+from moetune.models.hub.tensor_files import finite, pieces, read_headers, weight_files
 
 _BLOCK = 2**22  # bytes read at a time
 
@@ -103,7 +105,8 @@ def take_fingerprint(
             of the result then lists these files only.
 
     Raises:
-        UserError: there are no safetensors in the folder, or a file is damaged.
+        UserError: there are no safetensors in the folder, or a file is damaged; or, with `copy_to`, a value in it is
+            not finite.
     """
     files = weight_files(folder)[part[0] :: part[1]]
     return Fingerprint(headers(folder), {file.name: digest(file, copy_to, on_read) for file in files})
@@ -147,16 +150,22 @@ def headers(folder: Path) -> dict[str, str]:
 def digest(file: Path, copy_to: Path | None = None, on_read: Callable[[int], None] | None = None) -> str:
     """Return the hexadecimal SHA-256 of a file; with `copy_to`, an existing folder, also copy the file there.
 
-    `on_read` is called with the number of bytes of each block.
+    A file that is copied must be in safetensors; `UserError` if a tensor in it holds a NaN or an infinity. `on_read` is
+    called with the number of bytes of each block.
     """
-    sha256 = hashlib.sha256()
+    sha256, buffer = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with file.open("rb") as source, open(copy_to / file.name if copy_to else os.devnull, "wb") as target:
-        while block := source.read(_BLOCK):
+        for size, tensor in repeat((_BLOCK, None)) if copy_to is None else pieces(file):
+            if not (count := source.readinto(buffer[:size])):  # type: ignore[attr-defined]
+                break
+            block = buffer[:count]
             sha256.update(block)
+            if tensor is not None:
+                finite(torch.frombuffer(block, dtype=tensor.torch_dtype), tensor.name, file)
             if copy_to is not None:
                 target.write(block)
             if on_read is not None:
-                on_read(len(block))
+                on_read(count)
     return sha256.hexdigest()
 
 

@@ -1,14 +1,15 @@
 """Safetensors files: read headers, read or overwrite rows of a tensor, list a checkpoint's files, create files.
 
 Files are read and written with plain I/O, not memory-mapped, so only the requested rows are in memory. Nothing in a
-file is executed.
+file is executed. Whatever is read is looked through for NaN and infinity, because a loss may be finite all the same:
+torch's flash attention on a CPU returns zeros for a query of NaN where there are few keys.
 """
 
 import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ DTYPES = {
     "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 """Dtype in safetensors' spelling -> torch dtype."""
-_BLOCK = 2**22  # elements in a block of `Stored.blocks`
+_BLOCK = 2**22  # elements in a block of `Stored.blocks`; bytes in one of `pieces`
+_NOT_FINITE = {torch.float8_e4m3fn: (0x7F, 0x7F), torch.float8_e5m2: (0x7F, 0x7C), torch.float8_e8m0fnu: (0xFF, 0xFF)}
+"""8-bit float -> its bits without a sign, and the least pattern of them that is NaN or infinity."""
+_CODES = 2**20  # 8-bit floats that are looked at together, because they are in the processor's cache
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Torch dtype -> safetensors' spelling."""
 
@@ -36,13 +40,15 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Stored:
     """One tensor in a safetensors file. Rows are slices along its first axis; a scalar has one row.
 
-    `dtype` is in safetensors' spelling, such as `BF16`; `offset` is the position of the first byte in the file.
+    `dtype` is in safetensors' spelling, such as `BF16`; `offset` is the position of the first byte in the file. `name`
+    is for messages.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    name: str = field(default="", kw_only=True)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -79,7 +85,7 @@ class Stored:
         """Read the rows [start, stop) as a new tensor [stop - start, ...] in the file's dtype; None for `stop` is the
         end.
 
-        Raises `UserError` if the file is too short or its dtype is not supported.
+        Raises `UserError` if the file is too short, its dtype is not supported, or a value is not finite.
         """
         count = (self.num_rows if stop is None else stop) - start
         rows = torch.empty((count, *self.row_shape), dtype=self.torch_dtype)
@@ -88,7 +94,7 @@ class Stored:
             file.seek(self.offset + start * self._row_bytes)
             if file.readinto(data.data) != len(data):
                 raise UserError(f"{str(self.file)!r} ends before its tensors do")
-        return rows.to(device)
+        return finite(rows, self.name, self.file).to(device)
 
     def whole(self, device: torch.device | str = "cpu") -> Tensor:
         """Read the whole tensor, in its own shape, to `device`."""
@@ -196,18 +202,67 @@ def read_header(file: Path) -> dict[str, Stored]:
             (length,) = struct.unpack("<Q", opened.read(8))
             header = parse_json(opened.read(length), dict[str, Any], repr(str(file)))
         return {
-            name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0], name=name)
             for name, entry in header.items()
             if name != "__metadata__"
         }
 
 
-def refuse_not_finite(tensors: Mapping[str, Stored], what: str) -> None:
-    """Raise `UserError` with the first tensor that contains a NaN or an infinity; `what` names the tensors' origin."""
-    for name, tensor in tensors.items():
+def pieces(file: Path) -> Iterator[tuple[int, Stored | None]]:
+    """Yield (number of bytes, tensor) of the consecutive pieces of a safetensors file, of at most 4 MiB each.
+
+    A piece belongs to one tensor; to None in the header, or if `DTYPES` lacks the tensor's dtype.
+    """
+    at = 0
+    for tensor in (*sorted(read_header(file).values(), key=lambda tensor: tensor.offset), None):
+        end = file.stat().st_size if tensor is None else tensor.offset
+        yield from ((min(_BLOCK, end - start), None) for start in range(at, end, _BLOCK))
+        at = end
+        if tensor is not None and tensor.dtype in DTYPES:
+            at += tensor.nbytes
+            yield from ((min(_BLOCK, at - start), tensor) for start in range(end, at, _BLOCK))
+
+
+def refuse_not_finite(tensors: Mapping[str, Stored]) -> None:
+    """Read every tensor, a block at a time; raise `UserError` if one holds a NaN or an infinity."""
+    for tensor in tensors.values():
         for start, stop in tensor.blocks():
-            if not tensor.rows(start, stop).isfinite().all():
-                raise UserError(f"{what}: {name} holds values that are not finite; take an earlier checkpoint")
+            tensor.rows(start, stop)
+
+
+def finite(tensor: Tensor, name: str, file: Path) -> Tensor:
+    """Return a tensor that was read from a file; raise `UserError` if it holds a NaN or an infinity."""
+    if bool(is_suspect(tensor)) and not _is_finite(tensor):
+        refuse_value(name, file)
+    return tensor
+
+
+def refuse_value(name: str, file: Path) -> None:
+    """Raise the `UserError` of a tensor in a file that holds a NaN or an infinity."""
+    raise UserError(
+        f"{str(file)!r}: {name} holds values that are not finite (NaN or infinity), so every number computed with it "
+        "would be wrong; copy or download the file again, or take an earlier checkpoint"
+    )
+
+
+def is_suspect(tensor: Tensor) -> Tensor:
+    """Return a boolean scalar on the tensor's device: False only if all values of the tensor are finite.
+
+    One pass, at the speed of memory: a sum is not finite if one of its terms is not. It may also overflow.
+    """
+    if not (tensor.is_floating_point() and tensor.numel()):
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    if tensor.dtype in _NOT_FINITE:
+        bits, least = _NOT_FINITE[tensor.dtype]
+        codes = tensor.reshape(-1).view(torch.uint8).split(_CODES)
+        return torch.stack([(part & bits).max() for part in codes]).max() >= least
+    return ~tensor.sum().isfinite()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.dtype in _NOT_FINITE:
+        return not is_suspect(tensor)
+    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_BLOCK))
 
 
 def create_file(

@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
 from moetune.errors import UserError, reading
@@ -28,6 +28,7 @@ from moetune.training.data.records import Reading, read_documents
 from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.training.data.stop_tokens import stop_tokens
 from moetune.training.data.template_arguments import fix_template
+from moetune.training.data.tokenizer_files import load_tokenizer
 from moetune.training.step.loss import IGNORED
 
 _PATIENCE = 10.0  # seconds until progress is reported first
@@ -165,12 +166,14 @@ def tokenizer_of(name: str, folder: str | None) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `folder`, a folder or a name on the hub; `name` is the model's, for messages.
 
     Raises:
-        UserError: the tokenizer cannot be loaded (`folder` may be None), or its replacement rules could make a text
-            over 1000 times as long.
+        UserError: the tokenizer cannot be loaded (`folder` may be None); transformers would replace it by another
+            (tokenizer_files.py), or its replacement rules could make a text over 1000 times as long.
     """
+    if folder is None:
+        raise UserError(f"model {name!r} has no tokenizer: it is not published; give a folder that has one")
     with reading(f"the tokenizer of {name!r} in {folder!r}"):
-        on_disk = folder is None or Path(folder).is_dir() or not hub_is_reachable()
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=on_disk, trust_remote_code=False)
+        on_disk = Path(folder).is_dir() or not hub_is_reachable()
+        tokenizer = load_tokenizer(folder, on_disk)
         if tokenizer.is_fast:
             _refuse_growth(tokenizer.backend_tokenizer)
         return tokenizer

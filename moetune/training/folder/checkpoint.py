@@ -266,7 +266,7 @@ def check(folder: Path) -> None:
     for path in (folder, folder / OPTIMIZER_FOLDER):
         if path.is_dir():
             _reader(path).read_metadata()
-    refuse_not_finite(read_header(folder / TRAINED_FILE), f"checkpoint {str(folder)!r}")
+    refuse_not_finite(read_header(folder / TRAINED_FILE))
 
 
 def read_trained(folder: Path, adapted: Adapted) -> None:

@@ -1,6 +1,7 @@
 """A quantized base on disk: the same model, bit for bit, and nothing of a damaged one is used."""
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from moetune.atomic import aside_of
 from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
 from moetune.files import Ledger
-from moetune.models.hub.fingerprint import take_fingerprint
+from moetune.models.hub.fingerprint import digest, take_fingerprint
 from moetune.models.source import find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
 from tests.adapt.weights.test_published import write
@@ -184,6 +185,21 @@ def test_a_damaged_one_is_refused_by_name(packed: Path, damage: str, tmp_path: P
         (tmp_path / victim).unlink()
     with pytest.raises(UserError, match=victim):
         states(tmp_path)
+
+
+def test_a_scale_that_is_not_finite_is_named(packed: Path, tmp_path: Path) -> None:
+    """Of a base that was written from such weights, when quantizing did not look for them."""
+    shutil.copytree(packed, tmp_path / "base")
+    file = tmp_path / "base" / "model.layers.1.mlp.experts.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.down.nested_absmax"
+    tensors[name][0] = math.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    manifest = json.loads((packed / "packed.json").read_text())
+    manifest["files"][file.name]["sha256"] = digest(file)
+    (tmp_path / "base" / "packed.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=rf"{file.name}': {name} holds values that are not finite"):
+        states(tmp_path / "base")
 
 
 @pytest.mark.parametrize("key", ["fingerprint", "files", "source"])

@@ -1,7 +1,10 @@
 """Checkpoints that are published quantized: kept as they are, to the bit, or packed as what they stand for."""
 
 import copy
+import functools
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -265,6 +268,40 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"q_proj.weight' in .* do not fit together"):
         built(folder, FROZEN)
+
+
+NVFP4 = functools.partial(write_nvfp4, model_type="qwen3_moe", hidden_size=64, moe_intermediate_size=48)
+IN_4BIT = functools.partial(write_4bit, model_type="mixtral", hidden_size=64)
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("write", "part", "poison"),
+    [
+        (functools.partial(write_mxfp4, shards=True), "model.layers.0.mlp.experts.down_proj_scales", 255),
+        (write_fp8, "model.layers.0.self_attn.o_proj.weight", 0x7F),
+        (write_fp8, "model.layers.0.self_attn.o_proj.weight_scale_inv", math.inf),
+        (NVFP4, f"{Q_PROJ}_scale", 0xFF),  # as ModelOpt writes for a matrix that is all zero
+        (NVFP4, f"{Q_PROJ}_scale_2", math.nan),
+        (functools.partial(NVFP4, producer="compressed-tensors"), f"{Q_PROJ}_global_scale", math.nan),
+        (functools.partial(IN_4BIT, double_quant=False), f"{Q_PROJ}.absmax", math.nan),
+        (IN_4BIT, f"{Q_PROJ}.nested_absmax", math.nan),
+    ],
+)
+def test_a_part_that_is_not_finite_is_named(
+    write: Callable[..., Path], part: str, poison: float, tmp_path: Path
+) -> None:
+    """Whether the weight is kept as it is, or unpacked."""
+    folder = write(tmp_path)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if part in tensors:
+            bits = tensors[part].view(-1) if isinstance(poison, float) else tensors[part].view(-1).view(torch.uint8)
+            bits[-1] = poison
+            save_file(tensors, file, metadata={"format": "pt"})
+    for base in ("auto", "bf16"):
+        with pytest.raises(UserError, match=rf"{re.escape(part)} holds values that are not finite"):
+            built(folder, FROZEN, base=base)
 
 
 def test_mxfp4_of_other_layouts_is_refused(tmp_path: Path) -> None:

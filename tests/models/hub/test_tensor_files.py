@@ -1,6 +1,7 @@
 """Safetensors files, row by row: what safetensors itself reads and writes, and nothing of a broken one."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moetune.errors import UserError
-from moetune.models.hub.tensor_files import create_file, read_header, read_headers, weight_files
+from moetune.models.hub.fingerprint import digest
+from moetune.models.hub.tensor_files import create_file, pieces, read_header, read_headers, weight_files
 
 
 def test_rows_are_those_of_the_tensor(tmp_path: Path) -> None:
@@ -35,6 +37,61 @@ def test_rows_are_written_in_place(tmp_path: Path) -> None:
     found = load_file(tmp_path / "x.safetensors")
     assert found["b"].tolist() == [[0, 0], [1.5, 2], [0, 0]]
     assert (found["a"].tolist(), found["c"].tolist()) == ([3, 4], [0, 0, 0])
+
+
+HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [HALF, BF16, FLOAT, DOUBLE, E4M3, E5M2])
+def test_a_value_that_is_not_finite_is_named_when_it_is_read(dtype: torch.dtype, value: float, tmp_path: Path) -> None:
+    weight = torch.full((3, 5), -1.0)
+    weight[1, 4] = value
+    converted = weight.to(dtype)
+    if dtype is E4M3 and math.isinf(value):  # it has none: what is written is the largest value
+        converted.view(torch.uint8)[1, 4] = 0xFF if value < 0 else 0x7F
+    save_file({"sound": torch.ones(2), "layer.weight": converted}, tmp_path / "model.safetensors")
+    stored = read_headers(tmp_path)
+    stored["sound"].rows()
+    stored["layer.weight"].rows(2)
+    for read in (stored["layer.weight"].whole, lambda: digest(tmp_path / "model.safetensors", copy_to=tmp_path / "to")):
+        (tmp_path / "to").mkdir(exist_ok=True)
+        with pytest.raises(
+            UserError, match=r"model\.safetensors': layer\.weight holds values that are not finite.*again"
+        ):
+            read()
+
+
+@pytest.mark.parametrize("dtype", [HALF, BF16, FLOAT, DOUBLE, E4M3, E5M2])
+def test_the_largest_values_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Their sum is infinite."""
+    largest = torch.full((300,), torch.finfo(dtype).max, dtype=dtype)
+    ones = torch.full((300,), -1)
+    tensors = {"up": largest, "down": (-largest.double()).to(dtype), "ids": ones, "bytes": ones.to(torch.uint8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for name, tensor in read_headers(tmp_path).items():
+        assert tensor.rows().view(torch.uint8).equal(tensors[name].view(torch.uint8))
+    (tmp_path / "to").mkdir()
+    digest(tmp_path / "model.safetensors", copy_to=tmp_path / "to")
+    copy = (tmp_path / "to" / "model.safetensors").read_bytes()
+    assert copy == (tmp_path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("block", [16, 1 << 22])
+def test_pieces_are_the_whole_file(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tensors' own dtypes, and whole values."""
+    monkeypatch.setattr("moetune.models.hub.tensor_files._BLOCK", block)
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.randn(7, 3), "b": torch.randn(5).half(), "c": torch.tensor(3)}, file)
+    stored, at = read_header(file), 0
+    for size, tensor in pieces(file):
+        if tensor is not None:
+            assert tensor == stored[tensor.name]
+            assert size <= block
+            assert (at - tensor.offset) % tensor.torch_dtype.itemsize == size % tensor.torch_dtype.itemsize == 0
+        at += size
+    assert at == file.stat().st_size
 
 
 def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:

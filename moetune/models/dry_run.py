@@ -1,0 +1,136 @@
+"""`refuse_unrunnable`: run a model's forward pass without values, to find settings of its config.json that do not fit.
+
+What a configuration divides by, splits at and chooses among shows only when the model runs. Here a copy of it, with one
+of identical layers and without experts, runs on fake tensors, in some hundredths of a second. All problems of shapes
+are found so, whatever the architecture.
+"""
+
+import ast
+import copy
+import inspect
+import linecache
+import re
+import traceback
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from moetune.compat.torch import QuickFakeMode, without_fake_reports
+from moetune.compat.transformers import fix_rotary_length, without_packages
+from moetune.errors import UserError, one_line, shown
+from moetune.models.moe import is_experts
+from moetune.models.stack import decoder_layers, leave_out, made_alike
+
+_TOKENS = 13
+"""Tokens of the pass: prime, because a wrong size may divide a number of tokens where it does not divide another."""
+_MOST_SIDE = 2**31
+"""Size from which a tensor's axis is no model's: kernels count with 32 bits."""
+
+
+def shortened(plain: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model that runs one of identical decoder layers, whose experts return what they are given."""
+    made, layers = [*made_alike(plain).values()], [*decoder_layers(plain).values()]
+    again = {number for number, one in enumerate(made) if one in made[:number]}
+    model = copy.deepcopy(plain, {id(layers[number]): layers[number] for number in again})
+    leave_out(model, again)
+    for path in [path for path, module in model.named_modules() if is_experts(module)]:
+        model.set_submodule(path, _NoExperts())
+    return model
+
+
+class _NoExperts(nn.Module):
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+
+def refuse_unrunnable(plain: PreTrainedModel) -> None:
+    """Raise `UserError` if a model on the meta device cannot run, because settings of its configuration do not fit.
+
+    The message has the error, and the settings that the failing line of the model's code reads. Nothing is found out
+    of a model whose code reads the values of tensors.
+    """
+    what = f"model type {plain.config.model_type!r}"
+    for name, parameter in plain.named_parameters():
+        if not all(0 < size < _MOST_SIDE for size in parameter.shape):
+            raise UserError(f"{what}: by its config.json {name} would be {[*parameter.shape]}; correct the sizes there")
+    config = plain.config.get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if type(window) is int and window < 1 and (not kinds or "sliding_attention" in kinds):
+        raise UserError(
+            f"{what}: sliding_window {window} in config.json lets no token see another; set 1 or more, or null"
+        )
+    model = shortened(plain).eval()
+    try:
+        with QuickFakeMode(), without_fake_reports():
+            _fill(model)
+            with torch.no_grad(), without_packages(model):
+                model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=False)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return
+    except Exception as error:  # whatever the model's code raises
+        raise UserError(
+            f"{what}: the model cannot run with the settings of its config.json: {_settings(error, model)}"
+            f"{one_line(error)}; correct them there"
+        ) from error
+
+
+def _fill(model: nn.Module) -> None:
+    """Replace the meta tensors of a model by fake ones, within a fake mode."""
+    fakes: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        fix_rotary_length(module)
+        tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        for own in tables:
+            for name, tensor in own.items():
+                if tensor is not None and tensor.is_meta:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    own[name] = fakes.setdefault(tensor, nn.Parameter(fake, False) if is_parameter else fake)
+
+
+def unknown_rope_type(config: PretrainedConfig) -> str | None:
+    """Return a line about the first type of rotary embedding in a configuration that transformers does not have."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        ropes = getattr(part, "rope_parameters", None) or {}
+        for rope in (ropes, *(one for one in ropes.values() if isinstance(one, dict))):  # or one for each kind of layer
+            if (kind := rope.get("rope_type", "default")) not in (known := ["default", *ROPE_INIT_FUNCTIONS]):
+                return f"rope_type {shown(kind)} (rope_scaling or rope_parameters) is none of {', '.join(known)}"
+    return None
+
+
+def _settings(error: Exception, model: PreTrainedModel) -> str:
+    """Return "PATH with SETTING VALUE, …: " for the module of transformers' code that raised an error.
+
+    The settings are those of the config that the failing statement uses; if none, all that the module's class uses.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    for frame, line in reversed(frames):
+        module: Any = frame.f_locals.get("self")
+        if not paths.get(module) or not type(module).__module__.startswith("transformers.models."):
+            continue
+        config = getattr(module, "config", model.config.get_text_config())
+        source, statement = inspect.getsource(type(module)), _statement(frame.f_code.co_filename, line)
+        taken = dict(re.findall(r"self\.(\w+) = config\.(\w+)$", source, re.MULTILINE))
+        read = [taken[name] for name in re.findall(r"self\.(\w+)", statement) if name in taken]
+        names = read or re.findall(r"config(?:\.|, \")(\w+)", source)
+        values = {config.attribute_map.get(name, name): getattr(config, name, "") for name in names}
+        sizes = [f"{name} {value}" for name, value in values.items() if value is None or type(value) is int]
+        if sizes:
+            return f"{paths[module]} with {', '.join(sizes)}: "
+    return ""
+
+
+def _statement(file: str, line: int) -> str:
+    """Return the source of the statement in a Python file that a line belongs to."""
+    source = "".join(linecache.getlines(file))
+    around = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    return ast.get_source_segment(source, around[-1]) or "" if around else ""

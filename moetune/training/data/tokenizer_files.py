@@ -1,0 +1,102 @@
+"""`load_tokenizer`: read a tokenizer as its files describe it, or refuse it where transformers would put another there.
+
+Code of a model's tokenizer (Kimi's `tokenization_kimi.py`) is never run. transformers then takes a class of its own
+without a word, which splits text by another pattern, because a vocabulary such as tiktoken's does not contain it. Only
+`tokenizer.json` describes a tokenizer in full.
+"""
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+from moetune.errors import UserError
+from moetune.json_files import read_json
+
+_WHOLE, _TEKKEN, _VOCABULARIES = "tokenizer.json", "tekken.json", ("tiktoken.model", "tokenizer.model")
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s")
+"""A line of a vocabulary in tiktoken's format: a token in base64, and its rank."""
+_REMEDY = f"put a {_WHOLE} beside it, from a copy of the model that has one (docs/guides/what-goes-wrong.md)"
+
+
+def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in `folder`, a folder or a name on the hub (`on_disk`: only from the local cache).
+
+    One that has code of its own is read from `tokenizer.json`, unchanged.
+
+    Raises:
+        UserError: it has code of its own and no `tokenizer.json`; its vocabulary is tiktoken's or Mistral's; a package
+            is missing; or the folder has none of its files.
+        Exception: whatever transformers raises for files that it cannot read.
+    """
+
+    def found(name: str) -> Path | None:
+        if Path(folder).is_dir():
+            return file if (file := Path(folder, name)).is_file() else None
+        try:
+            return Path(hf_hub_download(folder, name, local_files_only=on_disk))
+        except EntryNotFoundError:
+            return None
+
+    configs = [read_json(file, dict[str, Any]) for file in map(found, ("tokenizer_config.json", "config.json")) if file]
+    code = next((code for config in configs if (code := _code_in(config)) is not None), None)
+    is_whole = found(_WHOLE) is not None
+    if not is_whole:
+        _refuse_vocabulary(f"the tokenizer in {folder!r}", code, found)
+    if code is not None:
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=on_disk)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        folder, local_files_only=on_disk, trust_remote_code=False, mistral_format=False
+    )
+    names = tokenizer.vocab_files_names.values()
+    if names and not is_whole and not any(map(found, names)):  # transformers makes one without tokens
+        raise UserError(
+            f"there is no tokenizer in {folder!r}: none of {', '.join(dict.fromkeys((_WHOLE, *names)))}; copy the "
+            "files of the model's tokenizer there"
+        )
+    return tokenizer
+
+
+def _code_in(config: dict[str, Any]) -> str | None:
+    """Return the tokenizer's class that a configuration names, if transformers does not have it."""
+    mapped = config.get("auto_map")
+    code = mapped.get("AutoTokenizer") if isinstance(mapped, dict) else mapped
+    own = [name for name in (code if isinstance(code, list) else [code]) if isinstance(name, str)]
+    if own:
+        return own[0]
+    name = config.get("tokenizer_class")
+    is_known = not isinstance(name, str) or any(map(tokenizer_class_from_name, (name, f"{name}Fast")))
+    return None if is_known else name
+
+
+def _refuse_vocabulary(where: str, code: str | None, found: Callable[[str], Path | None]) -> None:
+    """Raise `UserError` if a tokenizer without `tokenizer.json`, which the message calls `where`, is not described by
+    its other files. `code` is its own class, None if transformers has it."""
+    if found(_TEKKEN) is not None:
+        raise UserError(
+            f"{where} is Mistral's {_TEKKEN}, which mistral-common reads, and there is no {_WHOLE}. Write one, with "
+            'mistral-common installed: python -c "from transformers.integrations.mistral import '
+            f"convert_tekken_tokenizer as convert; convert('{_TEKKEN}').save_pretrained('.')\""
+        )
+    if code is not None:
+        raise UserError(
+            f"{where} is {code}, code that is not part of transformers and is never run; what transformers takes in "
+            f"its place splits text into other tokens: {_REMEDY}"
+        )
+    for file in filter(None, map(found, _VOCABULARIES)):
+        with file.open("rb") as opened:
+            is_tiktoken = _TIKTOKEN_LINE.match(opened.read(1000)) is not None
+        if is_tiktoken:
+            raise UserError(
+                f"{where} is a vocabulary of tiktoken, {file.name}, which does not say how text is split: {_REMEDY}"
+            )
+        if importlib.util.find_spec("sentencepiece") is None:
+            raise UserError(
+                f"{where} is a SentencePiece model, {file.name}, and there is no {_WHOLE}: pip install sentencepiece"
+            )

@@ -1,0 +1,119 @@
+"""Tokenizers that transformers would replace by others are refused; those that tokenizer.json describes are read."""
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from moetune.errors import UserError
+from moetune.models.catalog import find_model
+from moetune.training.data.load import tokenizer_of
+from tests.toys import toy_config
+
+TIKTOKEN = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
+SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02"
+TEKKEN = json.dumps({"config": {"pattern": "."}, "vocab": [], "special_tokens": []}).encode()
+KIMI = ["tokenization_kimi.TikTokenTokenizer", None]
+TEXT = "hello  wörld 12345 don't"
+
+
+def write(folder: Path, model_type: str = "qwen3_moe", files: dict[str, bytes] | None = None, **settings: Any) -> str:
+    toy_config(model_type).save_pretrained(folder)
+    for name, content in (files or {}).items():
+        (folder / name).write_bytes(content)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenization_kimi.py").write_text("raise SystemExit('it was run')")
+    return str(folder)
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "deepseek_v3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("files", "settings", "message"),
+    [
+        ({"tiktoken.model": TIKTOKEN}, {"auto_map": {"AutoTokenizer": KIMI}}, "tokenization_kimi.TikTokenTokenizer"),
+        ({"tiktoken.model": TIKTOKEN}, {"auto_map": KIMI}, "tokenization_kimi.TikTokenTokenizer"),
+        ({"tiktoken.model": TIKTOKEN}, {"tokenizer_class": "TikTokenTokenizer"}, "is TikTokenTokenizer"),
+        ({"tiktoken.model": TIKTOKEN}, {}, "tiktoken.model, which does not say"),
+        ({"tokenizer.model": TIKTOKEN}, {"tokenizer_class": "LlamaTokenizer"}, "tokenizer.model, which does not say"),
+        ({"qwen.tiktoken": TIKTOKEN}, {"auto_map": {"AutoTokenizer": ["t.QWenTokenizer", None]}}, "QWenTokenizer"),
+        ({"tokenizer.model": SENTENCEPIECE}, {"tokenizer_class": "BaichuanTokenizer"}, "BaichuanTokenizer"),
+        (
+            {"tokenizer.model": SENTENCEPIECE, "vocab.json": b"{}", "merges.txt": b""},
+            {"tokenizer_class": "LlamaTokenizer", "auto_map": {"AutoTokenizer": ["t.InternLM2Tokenizer", None]}},
+            "InternLM2Tokenizer",
+        ),
+    ],
+)
+def test_code_that_is_not_run_is_refused(
+    model_type: str, files: dict[str, bytes], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, model_type, files, **settings)
+    with pytest.raises(UserError, match=rf"{re.escape(message)}.*put a tokenizer\.json"):
+        tokenizer_of("model", folder)
+
+
+def test_code_that_config_json_names_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, files={"tiktoken.model": TIKTOKEN})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"auto_map": {"AutoTokenizer": KIMI[0]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=KIMI[0]):
+        tokenizer_of("model", folder)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokenizer_class": "MistralCommonBackend"}])
+def test_tekken_alone_is_named_with_the_command_that_converts_it(settings: dict[str, str], tmp_path: Path) -> None:
+    folder = write(tmp_path, "mixtral", {"tekken.json": TEKKEN}, **settings)
+    with pytest.raises(UserError, match=r"tekken\.json, .*mistral-common.*convert_tekken_tokenizer"):
+        tokenizer_of("model", folder)
+
+
+def test_a_sentencepiece_model_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers tells to install tiktoken."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    folder = write(tmp_path, files={"tokenizer.model": SENTENCEPIECE}, tokenizer_class="LlamaTokenizer")
+    with pytest.raises(UserError, match=r"tokenizer\.model, .*pip install sentencepiece"):
+        tokenizer_of("model", folder)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tokenizer_class": "GPT2Tokenizer"}, {"tokenizer_class": "LlamaTokenizer"}])
+def test_a_folder_without_a_tokenizer_is_refused(settings: dict[str, str], tmp_path: Path) -> None:
+    """transformers makes one without tokens."""
+    with pytest.raises(UserError, match=r"no tokenizer in .*tokenizer\.json.*copy"):
+        tokenizer_of("model", write(tmp_path, **settings))
+
+
+@pytest.fixture
+def own() -> bytes:
+    entry = find_model("tiny-mixtral")
+    assert entry is not None
+    return (Path(str(entry.folder)) / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"auto_map": {"AutoTokenizer": KIMI}},
+        {"auto_map": {"AutoTokenizer": KIMI}, "tokenizer_class": "TikTokenTokenizer"},
+        {"tokenizer_class": "TikTokenTokenizer"},
+        {"auto_map": {"AutoTokenizer": KIMI}, "tokenizer_class": "LlamaTokenizer"},  # has a pattern of its own
+    ],
+)
+@pytest.mark.parametrize("others", [{"tiktoken.model": TIKTOKEN}, {"tekken.json": TEKKEN}])
+def test_tokenizer_json_is_read_as_it_is(
+    own: bytes, settings: dict[str, Any], others: dict[str, bytes], tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of("model", write(tmp_path, "deepseek_v3", {"tokenizer.json": own, **others}, **settings))
+    expected = Tokenizer.from_str(own.decode()).encode(TEXT, add_special_tokens=False).ids
+    assert tokenizer(TEXT, add_special_tokens=False).input_ids == expected
+
+
+def test_commands_refuse_it(tmp_path: Path, small_data: Path, moetune: Callable[..., Any]) -> None:
+    folder = write(tmp_path, files={"tiktoken.model": TIKTOKEN}, auto_map={"AutoTokenizer": KIMI})
+    for command in (["eval", folder, "--data", small_data], ["generate", folder, "--prompt", "hello"]):
+        result = moetune(*command)
+        assert (result.code, KIMI[0] in result.err) == (2, True), result.err
