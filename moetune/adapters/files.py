@@ -148,7 +148,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             )
     header = read_header(folder / WEIGHTS_FILE)
     _refuse_unread(folder, header)
-    refuse_not_finite(header, f"adapter {str(folder)!r}")
+    refuse_not_finite(header)
     with reading(repr(str(folder / WEIGHTS_FILE))):
         tensors = load_file(folder / WEIGHTS_FILE)
     if not tensors:
