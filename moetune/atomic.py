@@ -37,7 +37,14 @@ NEW, _OLD, _OF = "new", "old", "of.json"
 
 
 def aside_of(out: Path) -> Path:
-    """Return the folder beside an output in which it is written: `.NAME.moetune`."""
+    """Return the folder beside an output in which it is written: `.NAME.moetune`.
+
+    Raises `UserError` if the output is the working directory or holds it, such as `.`: it cannot be replaced.
+    """
+    if out.is_dir() and Path.cwd().is_relative_to(out.resolve()):
+        raise UserError(
+            f"--out {str(out)!r} is or holds the folder that moetune runs in; give another, or run elsewhere"
+        )
     return out.with_name(f".{out.name}.moetune")
 
 
@@ -53,8 +60,9 @@ def aside(out: Path, of: Mapping[str, Any] | None = None, *, overwrite: bool = F
     What a killed process left there is removed first; an output that it had moved away is moved back.
 
     Args:
-        of: all that the work depends on, as JSON values. If the body raises after it has written something, the folder
-            stays, and a call with the same `of` finds it as it was. None: no call goes on with it.
+        of: all that the work depends on, as JSON values. If the body is interrupted, or raises anything but `UserError`
+            (bad input: no call with the same `of` would get further), after it has written something, the folder stays,
+            and a call with the same `of` finds it as it was. None: no call goes on with it.
         overwrite: remove also what a call with another `of` has begun.
 
     Raises:
@@ -82,8 +90,9 @@ def aside(out: Path, of: Mapping[str, Any] | None = None, *, overwrite: bool = F
         stays = False
         try:
             yield folder
-        except BaseException:
-            stays = of is not None and any(item.is_file() and item.stat().st_size for item in _work(folder))
+        except BaseException as error:
+            stays = of is not None and not isinstance(error, UserError)
+            stays = stays and any(item.is_file() and item.stat().st_size for item in _work(folder))
             raise
         finally:
             if not stays:

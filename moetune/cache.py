@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import stat
+import zlib
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -74,9 +75,12 @@ def read_cached(file: Path, kind: Any) -> Any:
         with open(descriptor, "rb") as opened:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 return None
-            with gzip.open(opened) as unpacked:
-                digest, _, content = unpacked.read(_MOST_BYTES).partition(b"\n")
-        return adapter_of(kind).validate_json(content) if digest == _digest(file, content) else None
+            packed = opened.read(_MOST_BYTES // 16)
+        # unlike gzip.open, this does not look at what follows, such as zeros that a crash of the system leaves
+        gzipped = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        digest, _, content = gzipped.decompress(packed, _MOST_BYTES).partition(b"\n")
+        is_whole = gzipped.eof and digest == _digest(file, content)
+        return adapter_of(kind).validate_json(content) if is_whole else None
     except Exception:  # whatever is wrong with the file: a new one is made
         return None
 

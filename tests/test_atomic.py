@@ -156,6 +156,25 @@ def test_only_the_same_call_goes_on_with_what_was_interrupted(tmp_path: Path) ->
     assert (names(tmp_path), out.read_text()) == (["out"], "whole")
 
 
+def test_nothing_stays_of_a_call_whose_input_is_bad(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="the input is bad"), aside(out, {"model": "a"}) as folder:  # noqa: PT012
+        (folder / "batches").write_text("first")
+        raise UserError("the input is bad")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("out", ["", ".", "..", "/", "../here"])
+def test_the_working_directory_is_no_output(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="folder that moetune runs in; give another"):
+            write(Path(out), "mine", overwrite=overwrite)
+    assert names(tmp_path) == ["here"]
+    assert names(tmp_path / "here") == []
+
+
 @pytest.mark.parametrize("way", ["checkpoints/step-1", "checkpoints/step-1/deep/er", "checkpoints", "link/in"])
 def test_nothing_is_written_into_a_checkpoint(way: str, tmp_path: Path) -> None:
     run = tmp_path / "run"

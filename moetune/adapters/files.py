@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from moetune.errors import UserError, reading, shown
+from moetune.errors import UserError, first_of, reading, shown
 from moetune.json_files import first_problem, parse_json, read_json
 from moetune.models.hub.tensor_files import DTYPES, Stored, create_file, read_header, refuse_not_finite
 
@@ -40,6 +40,7 @@ _NOT_PLAIN = (
 """Settings of a PEFT adapter with which its layers compute something else than W·x + s·B·(A·x)."""
 _SETTINGS = {setting.name for setting in dataclasses.fields(LoraConfig)}
 """All settings of the PEFT that is installed. Its variants have been called `use_…` or `…_config`."""
+_RANK = LoraConfig().r  # where the settings give none
 _FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of the tensors that are read, in safetensors' spelling."""
 _OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
@@ -50,7 +51,7 @@ Tensors = Mapping[str, Tensor]
 class Scales(BaseModel):
     """Settings that decide the scale of an adapter's factors, under PEFT's names; None stands for PEFT's default."""
 
-    r: int = 8
+    r: int = _RANK
     lora_alpha: FiniteFloat
     rank_pattern: dict[Pattern[str], int] | None = None
     alpha_pattern: dict[Pattern[str], FiniteFloat] | None = None
@@ -132,7 +133,9 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
         reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
-        raise UserError(f"adapter {str(folder)!r}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it'}")
+        below = sorted(str(file.parent.relative_to(folder)) for file in folder.glob(f"*/{WEIGHTS_FILE}"))
+        hint = f"; there is one in {' and in '.join(first_of(below))}" if below else ""
+        raise UserError(f"adapter {str(folder)!r}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it{hint}'}")
     settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"adapter {str(folder)!r}: {CONFIG_FILE}")
     if (kind := settings.get("peft_type")) != "LORA":
         raise UserError(
@@ -153,13 +156,12 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         tensors = load_file(folder / WEIGHTS_FILE)
     if not tensors:
         raise UserError(f"adapter {str(folder)!r}: {WEIGHTS_FILE} holds no tensor")
-    largest = max(
-        (tensor.shape[-2] for name, tensor in tensors.items() if ".lora_A." in name and tensor.ndim > 1), default=0
-    )
+    rows = [tensor.shape[-2] for name, tensor in tensors.items() if ".lora_A" in name and tensor.ndim > 1]
+    largest = max(rows, default=0)
     patterns = settings.get("rank_pattern") or {}
-    ranks = [settings.get("r"), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
+    ranks = [settings.get("r", _RANK), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
     for rank in ranks:
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= max(largest, 1):
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or (rows and rank > largest):
             raise UserError(
                 f"adapter {str(folder)!r}: {CONFIG_FILE}: rank {shown(rank)}, and its factors have {largest} rows"
             )

@@ -168,7 +168,7 @@ def _open(adapter: Path | str) -> StoredAdapter:
     """Open an adapter's folder; raise `UserError` if there is none, or it holds no adapter."""
     folder = expanded(adapter)
     if not folder.is_dir():
-        raise UserError(f"adapter {str(folder)!r} does not exist")
+        raise UserError(f"adapter {str(folder)!r} {'is no folder' if folder.exists() else 'does not exist'}")
     return open_adapter(folder)
 
 

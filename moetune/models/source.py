@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typing_extensions import TypedDict
@@ -31,6 +32,7 @@ from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
 
 _MOST_LAYERS = 1000
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -151,6 +153,8 @@ def find_model_source(path: str) -> ModelSource:
 
 def _of(name: str, config: PretrainedConfig, folder: str | None) -> ModelSource:
     manifest, how = None if folder is None else read_quantized_manifest(Path(folder)), quantization_of(config)
+    if getattr(config, "dtype", None) not in _DTYPES:  # such as int8: no model is built or quantized in it
+        config.dtype = None
     if manifest is not None:  # its config.json is the original's
         how = replace(manifest.quantization, left_out=how.left_out if how.base == manifest.base else ())
     return ModelSource(name, config, folder, how, manifest)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
+from moetune.compat.transformers import set_attention
 from moetune.errors import UserError, one_line
 from moetune.models.components import Component, Landmarks
 from moetune.models.dry_run import unknown_rope_type
@@ -122,10 +123,12 @@ def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     """
     require_causal_lm(config)
     name = config.model_type
+    config = copy.deepcopy(config)
+    set_attention(config, "eager")  # config.json may name an implementation whose package is not installed here
     try:
         with torch.device("meta"):
             auto = auto_class(config)
-            model: PreTrainedModel = auto.from_config(copy.deepcopy(config))
+            model: PreTrainedModel = auto.from_config(config)
     except ImportError as error:
         raise UserError(f"model type {name!r} needs a package that is not installed: {one_line(error)}") from error
     except Exception as error:  # a wrong config can make model code raise any error

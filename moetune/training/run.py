@@ -33,7 +33,14 @@ from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.keeps import Kept, is_open, kept_by_layer
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.training.data.load import Datasets, data_of, pad_token_id
-from moetune.training.folder.run_folder import BASE_FILE, OUT_OF_MEMORY_FILE, RUN_FILE, is_stopped, step_of
+from moetune.training.folder.run_folder import (
+    BASE_FILE,
+    METRICS_FILE,
+    OUT_OF_MEMORY_FILE,
+    RUN_FILE,
+    is_stopped,
+    step_of,
+)
 from moetune.training.folder.run_writer import RunWriter
 from moetune.training.folder.trainer_state import check_checkpoint, read_state
 from moetune.training.isolation import refuse_leaky_packing
@@ -185,6 +192,8 @@ def train(
             for reason in folder.damaged:
                 say(f"skipping damaged {reason}")
             say(f"resuming from {checkpoint}")
+            if folder.has_lost_losses(checkpoint):
+                say(f"{METRICS_FILE} is gone or was moved away: the run goes on without its earlier losses")
         loop, failed = None, None
         try:
             loop = Loop(adapted, data, folder, pad_token_id(tokenizer), console, warnings, watcher, checkpoint)

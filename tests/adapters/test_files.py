@@ -75,3 +75,24 @@ def test_what_does_not_change_the_computation_is_no_reason_to_refuse(tmp_path: P
     )
     assert {name for name in stored.tensors if "q_proj" not in name} == {"lm_head.weight", "ids"}
     assert stored.tensors["lm_head.weight"].equal(head)
+
+
+def test_factors_need_no_weight_in_their_names_and_settings_no_rank(tmp_path: Path) -> None:
+    tensors = {
+        f"base_model.model.experts.up_proj.lora_{x}": torch.ones(3, *shape)
+        for x, shape in (("A", (8, 3)), ("B", (4, 8)))
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 16}')
+    assert open_adapter(tmp_path).scales.of("experts", 8) == 2
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 16, "r": 9}')
+    with pytest.raises(UserError, match="rank 9, and its factors have 8 rows"):
+        open_adapter(tmp_path)
+
+
+def test_a_folder_of_checkpoints_names_those_with_an_adapter(tmp_path: Path) -> None:
+    for name in ("checkpoint-10", "checkpoint-20"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, {})
+    with pytest.raises(UserError, match="there is one in checkpoint-10 and in checkpoint-20"):
+        open_adapter(tmp_path)

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from moetune.adapt.count import count
 from moetune.errors import UserError
 from moetune.models.source import find_model_source
 from tests.toys import toy_config
@@ -38,6 +40,18 @@ def test_local_folder(tmp_path: Path) -> None:
     source = find_model_source(str(tmp_path))
     assert source.config.model_type == "qwen3_moe"
     assert source.folder == str(tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "read"), [("bfloat16", torch.bfloat16), ("int8", None), ("float8_e4m3fn", None)])
+def test_a_dtype_that_no_model_has_is_left_out(dtype: str, read: torch.dtype | None, tmp_path: Path) -> None:
+    path = folder_with(tmp_path, toy_config("mixtral").to_dict() | {"dtype": dtype})
+    assert find_model_source(path).config.dtype == read
+    assert count(path).parameter_count.total > 0
+
+
+def test_a_model_is_counted_whose_attention_needs_another_package(tmp_path: Path) -> None:
+    path = folder_with(tmp_path, toy_config("mixtral").to_dict() | {"attn_implementation": "flash_attention_2"})
+    assert count(path).parameter_count.total > 0
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,19 @@ def test_resumed_from_a_named_checkpoint(never_killed: dict[str, Any], tmp_path:
     assert_same(run, never_killed)
 
 
+def test_earlier_losses_that_are_gone_are_said(
+    never_killed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Path(never_killed["output"])
+    shutil.copytree(source, tmp_path / "run")
+    run = elsewhere(never_killed, tmp_path / "run")
+    run["train"] = run["train"] | {"steps": 9}
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    train(RunConfig.model_validate(run), resume="auto")
+    assert "metrics.jsonl is gone" in capsys.readouterr().err
+    assert {line["step"] for line in small.read_metrics(tmp_path / "run")} == {9}
+
+
 @pytest.mark.parametrize("steps", [3, 2])
 def test_a_finished_run_stays_as_it_is(steps: int, small_model: Path, small_data: Path, tmp_path: Path) -> None:
     """Also if it ended within an epoch, and if it has gone further than it should now."""

@@ -161,8 +161,8 @@ class RunFolder:
     def metrics_until(self, checkpoint: Path, text: bytes) -> bytes:
         """Return the beginning of `metrics.jsonl`, of the content `text`, that had been written when a checkpoint was.
 
-        It is empty if the file was moved away since, so that it begins with a later step. Raises `UserError` if it was
-        changed.
+        It is empty if the file was moved away or emptied since, or begins with a later step. Raises `UserError` if it
+        was changed.
         """
         if (beginning := begins_with(text, checkpoint)) is not None:
             return beginning
@@ -173,6 +173,11 @@ class RunFolder:
             f"{str(self.metrics_file)!r} was changed after {checkpoint.name} was written; restore it, or move it away: "
             "the run then goes on without its earlier losses"
         )
+
+    def has_lost_losses(self, checkpoint: Path) -> bool:
+        """Return whether `metrics.jsonl` lacks the lines that it had when a checkpoint was written."""
+        text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
+        return begins_with(text, checkpoint) is None
 
     def held_out(self) -> dict[int, float]:
         """Return step -> held-out loss of the evaluations after the first update, as in the metrics; NaN for null."""

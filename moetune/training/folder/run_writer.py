@@ -100,6 +100,11 @@ class RunWriter(RunFolder):
         is_run = self._is_run() or (overwrite and is_marked)
         if self._is_occupied():
             if not is_run:
+                if is_marked and (self.path / RUN_FILE).is_file():
+                    raise UserError(
+                        f"output {str(self.path)!r} holds a run whose folder of checkpoints is gone: copy it back, "
+                        "start again with --overwrite, or choose another output"
+                    )
                 if is_marked and (checkpoints := self.checkpoints()):
                     raise UserError(
                         f"output {str(self.path)!r} has checkpoints and no {RUN_FILE}: copy it back from "

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from traceback import StackSummary
 from types import SimpleNamespace
@@ -103,6 +104,14 @@ def test_a_foreign_folder_is_refused(tmp_path: Path, foreign: list[str], overwri
     with pytest.raises(UserError, match="exists and is not a run folder; choose another output"):
         RunWriter(tmp_path).check(config(), "never", overwrite)
     assert listing(tmp_path) == before
+
+
+def test_a_run_without_its_folder_of_checkpoints_says_so(tmp_path: Path) -> None:
+    folder = started(tmp_path / "run", steps=1)
+    shutil.rmtree(folder.checkpoints_path)
+    with pytest.raises(UserError, match="folder of checkpoints is gone: copy it back, start again with --overwrite"):
+        RunWriter(folder.path).check(config(), "auto", overwrite=False)
+    assert RunWriter(folder.path).check(config(), "never", overwrite=True) is None
 
 
 def test_overwrite_removes_what_moetune_wrote_and_nothing_else(tmp_path: Path) -> None:
