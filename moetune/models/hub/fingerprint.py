@@ -156,7 +156,7 @@ def digest(file: Path, copy_to: Path | None = None, on_read: Callable[[int], Non
     sha256, buffer = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with file.open("rb") as source, open(copy_to / file.name if copy_to else os.devnull, "wb") as target:
         for size, tensor in repeat((_BLOCK, None)) if copy_to is None else pieces(file):
-            if not (count := source.readinto(buffer[:size])):  # type: ignore[attr-defined]
+            if not (count := source.readinto(buffer[:size])):
                 break
             block = buffer[:count]
             sha256.update(block)
