@@ -72,6 +72,7 @@ READ_BY = {
     "training/same_run.py": "config.json: test_models.py",
     "training/folder/manifest.py": "run/checkpoints/step-2/manifest.json",
     "training/folder/run_folder.py": "run/base.json",
+    "training/data/tokenizer_files.py": "a model's own: test_tokenizer_files.py",
 }
 """Who calls the reader -> a file of the table, or where else it is damaged."""
 RAW = {

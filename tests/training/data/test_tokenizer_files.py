@@ -4,6 +4,7 @@ import base64
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,14 @@ def test_tokenizer_json_is_read_as_it_is(
     tokenizer = tokenizer_of("model", write(tmp_path, "deepseek_v3", {"tokenizer.json": own, **others}, **settings))
     expected = Tokenizer.from_str(own.decode()).encode(TEXT, add_special_tokens=False).ids
     assert tokenizer(TEXT, add_special_tokens=False).input_ids == expected
+
+
+@pytest.mark.parametrize("value", [None, 7, "", [], [7], [[]], {}, {"AutoTokenizer": {}}, {"AutoTokenizer": [None, 7]}])
+@pytest.mark.parametrize("key", ["auto_map", "tokenizer_class"])
+def test_odd_settings_are_read_or_refused(own: bytes, key: str, value: Any, tmp_path: Path) -> None:
+    folder = write(tmp_path, files={"tokenizer.json": own}, **{key: value})
+    with suppress(UserError):
+        assert tokenizer_of("model", folder)(TEXT).input_ids
 
 
 def test_commands_refuse_it(tmp_path: Path, small_data: Path, moetune: Callable[..., Any]) -> None:
