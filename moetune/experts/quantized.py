@@ -14,9 +14,9 @@ from moetune.compat.bitsandbytes import functional as bnb
 from moetune.compat.torch import HostModule
 from moetune.config.schema import FP8_BLOCK, NV_BLOCK, Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
-from moetune.experts.kernels import operators as kernels
-from moetune.experts.kernels.operators import BLOCK, E2M1, MX_BLOCK, NESTED_BLOCK
 from moetune.experts.rounding import round_to_fp8, round_to_mxfp4, round_to_nvfp4
+from moetune.kernels import operators as kernels
+from moetune.kernels.operators import BLOCK, E2M1, MX_BLOCK, NESTED_BLOCK
 from moetune.run.dtypes import DTYPES
 
 

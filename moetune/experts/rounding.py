@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moetune.config.schema import FP8_BLOCK, NV_BLOCK
-from moetune.experts.kernels.operators import E2M1, INT8_AT_ONCE, MX_BLOCK
+from moetune.kernels.operators import E2M1, INT8_AT_ONCE, MX_BLOCK
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 SLACK = 1 + 2**-5

@@ -18,8 +18,8 @@ from moetune.config.schema import Storage
 from moetune.experts.activation import SwiGLU
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext
-from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, using_kernels
 from moetune.experts.mlp import expert_mlp
+from moetune.kernels.registry import OPERATORS, KernelError, Operator, using_kernels
 from moetune.models.moe import ExpertShape
 from moetune.run.dtypes import DTYPES
 

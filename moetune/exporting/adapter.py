@@ -28,9 +28,9 @@ from moetune.json_files import Answer
 from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import Base
 from moetune.models.hub.key_mapping import key_mappings
-from moetune.models.hub.tensor_files import Held, Stored
 from moetune.run.resolve import resolve_model, untied_model
 from moetune.run.resolved import ResolvedModel
+from moetune.tensor_files import Held, Stored
 
 
 @dataclass(frozen=True)

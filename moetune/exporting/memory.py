@@ -16,7 +16,7 @@ from moetune.memory.trace.tracing import refusing_values
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping
-from moetune.models.hub.tensor_files import Stored
+from moetune.tensor_files import Stored
 
 
 def predict_merged(run: FinishedRun) -> MemoryReport:

@@ -19,7 +19,6 @@ from moetune.models.catalog import CatalogModel, find_model, model_names
 from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
 from moetune.models.hub.snapshot import download, downloaded
-from moetune.models.hub.tensor_files import Stored, read_header
 from moetune.models.source_quantization import (
     REST,
     QuantizedManifest,
@@ -29,6 +28,7 @@ from moetune.models.source_quantization import (
 )
 from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
+from moetune.tensor_files import Stored, read_header
 
 _MOST_LAYERS = 1000
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")

@@ -19,7 +19,7 @@ from moetune.files import check_path
 from moetune.json_files import Amount, read_json
 from moetune.models.hub.fingerprint import Base, Fingerprint
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST
-from moetune.models.hub.tensor_files import is_name_of_weights
+from moetune.tensor_files import is_name_of_weights
 
 REST = "rest.safetensors"
 """Name of the file of a quantized base with all tensors other than experts, under the names of transformers' model."""

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
-from moetune.experts.kernels import rotary, routing  # noqa: F401  define their operators
-from moetune.experts.kernels.registry import OPERATORS
 from moetune.experts.self_check import copied, differences, is_alike
+from moetune.kernels import rotary, routing  # noqa: F401  define their operators
+from moetune.kernels.registry import OPERATORS
 from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.time.bench import counted, seconds_of
 from moetune.memory.time.roofline import duration
@@ -41,7 +41,7 @@ from moetune.models.catalog.gpus import find_gpu
 from moetune.run.resolve import resolve
 from moetune.training.step.micro_step import count_loss_tokens, token_loss
 from scripts.bench._common import commit, versions, write_json
-from tests.experts.kernels.recorded import calls
+from tests.kernels.recorded import calls
 from tests.nullcuda import device as nullcuda
 
 Call = tuple[str, list[Any]]

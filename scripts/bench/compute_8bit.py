@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moetune.adapt.layers import low_rank
 from moetune.config.schema import RunConfig
-from moetune.experts.kernels.grouped import GroupedGemm
+from moetune.kernels.grouped import GroupedGemm
 from moetune.run.folder_files import read_metrics
 from moetune.run.resolve import resolve
 from moetune.watch import memory_record

@@ -14,8 +14,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moetune.experts import rounding
-from moetune.experts.kernels import operators as kernels
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear, Storage
+from moetune.kernels import operators as kernels
 from moetune.run.dtypes import DTYPES
 
 STORAGES: list[tuple[Storage, bool]] = [

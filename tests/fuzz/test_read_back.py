@@ -60,7 +60,7 @@ READ_BY = {
     "exporting/formats/merged.py": "config.json: test_models.py",
     "models/hub/delta_folder.py": "delta/manifest.json",
     "models/hub/dequantize.py": "config.json: test_models.py",
-    "models/hub/tensor_files.py": "delta/delta.safetensors",
+    "tensor_files.py": "delta/delta.safetensors",
     "inference/run_page.py": "run/memory.json",
     "parallel/start_ranks.py": "a rank's last words, in a folder of our own",
     "run/deepspeed_json.py": "deepspeed.json",

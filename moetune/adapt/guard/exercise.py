@@ -18,10 +18,10 @@ from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit
 from moetune.compat.transformers import activation_of, calls_rotary, norms_heads, softmax_router
 from moetune.config.schema import LINEAR_STORAGES, Storage
 from moetune.experts.activation import SwiGLU, recognize
-from moetune.experts.kernels import rotary, routing
 from moetune.experts.quantized import QuantizedLinear
 from moetune.experts.self_check import TOKENS, BankSizes
 from moetune.experts.self_check import samples as bank_samples
+from moetune.kernels import rotary, routing
 from moetune.models.moe import MoeLayer
 from moetune.run.dtypes import DTYPES
 from moetune.run.resolved import ResolvedRun

@@ -16,10 +16,10 @@ from moetune.config.schema import FP8_BLOCK
 from moetune.errors import UserError, first_of, reading
 from moetune.models.hub.dequantize import BitsAndBytes, BlockFp8, Mxfp4, Nvfp4, Quantized, open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
-from moetune.models.hub.tensor_files import NAMES, Stored
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
 from moetune.run.resolve import ResolvedModel
+from moetune.tensor_files import NAMES, Stored
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Safetensors dtypes that a tensor of weights may have if it is not in a quantized format."""

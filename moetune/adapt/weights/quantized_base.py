@@ -30,11 +30,11 @@ from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
-from moetune.models.hub.tensor_files import Stored
 from moetune.models.source_quantization import REST, QuantizedManifest
 from moetune.models.structure import tied_names
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedModel, ResolvedRun
+from moetune.tensor_files import Stored
 
 KIND = "quantized base"
 """Kind of the folder in its ledger, `.moetune`."""

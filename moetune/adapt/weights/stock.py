@@ -10,9 +10,9 @@ from transformers.utils import logging as transformers_logging
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.errors import UserError, reading
 from moetune.json_files import read_json
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, read_headers
 from moetune.models.text import auto_class
 from moetune.run.resolve import ResolvedModel
+from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, read_headers
 
 
 def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:

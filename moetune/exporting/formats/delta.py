@@ -15,7 +15,7 @@ from moetune.exporting.formats.updates import new_rows, placed, updates
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT
 from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import digest
-from moetune.models.hub.tensor_files import create_file
+from moetune.tensor_files import create_file
 
 
 def write_delta(run: FinishedRun, out: Path) -> Written:

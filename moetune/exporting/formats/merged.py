@@ -20,8 +20,8 @@ from moetune.json_files import read_json
 from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
 from moetune.models.hub.snapshot import copy_small_file, small_files
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
 from moetune.models.source import find_model_source
+from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
 
 
 def write_merged(run: FinishedRun, out: Path) -> Written:

@@ -17,21 +17,21 @@ from torch import Tensor
 
 from moetune.config.schema import FP8_BLOCK, NV_BLOCK
 from moetune.errors import UserError
-from moetune.experts.kernels.operators import MX_BLOCK
 from moetune.experts.rounding import SLACK, round_to_fp8, round_to_mxfp4, round_to_nvfp4
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.formats.merged import create_files, untie_if_apart, write_config
 from moetune.exporting.formats.updates import new_rows, placed, updates
+from moetune.kernels.operators import MX_BLOCK
 from moetune.models.hub.dequantize import BlockFp8, Mxfp4, Nvfp4, Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.hub.snapshot import copy_small_file, small_files
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored
 from moetune.models.selection import NOTHING
 from moetune.run.linears import linears_to_quantize
 from moetune.run.names import stacks
 from moetune.run.resolved import ResolvedModel
+from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, Stored
 
 Into = Literal["fp8", "nvfp4", "mxfp4"]
 """A quantized format to export in: `--into`."""

@@ -20,8 +20,8 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import Gpu
 from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings, published_tensors
-from moetune.models.hub.tensor_files import NAMES, Stored
 from moetune.run.resolve import ResolvedModel
+from moetune.tensor_files import NAMES, Stored
 
 
 def predict_quantize(model: ResolvedModel, gpu: str | Gpu | None = None) -> MemoryReport:

@@ -22,7 +22,7 @@ from moetune.memory.trace.tracker import Tracker
 from moetune.memory.unknowns import of_context
 from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.models.hub.dequantize import Quantized
-from moetune.models.hub.tensor_files import Stored
+from moetune.tensor_files import Stored
 
 COPIED = 8 << 20
 """Bytes of two blocks of a file that is copied, or whose digest is computed (hub/fingerprint.py)."""

@@ -29,7 +29,7 @@ from moetune.compat.bitsandbytes import QuantState, create_dynamic_map, dequanti
 from moetune.config.schema import FP8_BLOCK, NV_BLOCK
 from moetune.errors import reading
 from moetune.json_files import Amount, read_json
-from moetune.models.hub.tensor_files import NAMES, Stored, read_headers
+from moetune.tensor_files import NAMES, Stored, read_headers
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _PARTS = (

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from moetune.models.hub.tensor_files import read_headers, weight_files
+from moetune.tensor_files import read_headers, weight_files
 
 _BLOCK = 2**22  # bytes read at a time
 

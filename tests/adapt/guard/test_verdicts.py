@@ -13,8 +13,8 @@ from moetune.adapt.guard.exercise import samples
 from moetune.adapt.guard.verdicts import KERNELS, Key, Verdict, failed_at_any_sizes, keep, kept
 from moetune.adapt.layers import low_rank
 from moetune.experts import mlp
-from moetune.experts.kernels import triton_rotary
 from moetune.files import source_digest
+from moetune.kernels import triton_rotary
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,10 @@ from moetune.experts.context import ExpertContext
 from moetune.experts.quantized import QuantizedExperts
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.hub.dequantize import Mxfp4, open_checkpoint
-from moetune.models.hub.tensor_files import Stored
 from moetune.run.dtypes import DTYPES
 from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
+from moetune.tensor_files import Stored
 from tests.memory.trace.test_loading import load
 from tests.published import write_4bit, write_fp8, write_mxfp4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids

@@ -60,7 +60,7 @@ class Operator:
 
 
 @cache
-def on_gpu(module: str = "moetune.experts.kernels.triton_kernels") -> ModuleType | None:
+def on_gpu(module: str = "moetune.kernels.triton_kernels") -> ModuleType | None:
     """Return the module of Triton kernels named `module`; None, after a warning, if Triton cannot compile here.
 
     The result is cached for the process.

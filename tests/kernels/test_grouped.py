@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moetune.experts.kernels.grouped import kernel_of
+from moetune.kernels.grouped import kernel_of
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ Shapes: T tokens, E experts, K chosen experts per token.
 import torch
 from torch import Tensor
 
-from moetune.experts.kernels.operators import operator
+from moetune.kernels.operators import operator
 
-_KERNELS = "moetune.experts.kernels.triton_routing"
+_KERNELS = "moetune.kernels.triton_routing"
 
 
 @operator(

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from moetune.config.schema import FP8_BLOCK
-from moetune.experts.kernels import INT8_STEP
-from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
-from moetune.experts.kernels.triton_low_rank import low_rank, low_rank_gradients_  # noqa: F401
+from moetune.kernels import INT8_STEP
+from moetune.kernels.launch import ceil_div, kernel, next_power_of_2
+from moetune.kernels.triton_low_rank import low_rank, low_rank_gradients_  # noqa: F401
 
 BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program, half as many as NVFP4 blocks of 16
 ROWS_OF_FP8 = 32  # rows of an FP8 block of 128 × 128 weights per program

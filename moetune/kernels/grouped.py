@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from moetune.compat.torch import is_observed
-from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, without_kernel
+from moetune.kernels.registry import OPERATORS, Operator, on_gpu, without_kernel
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _kernel(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Callab
     whose = kernel_of(torch.cuda.get_device_capability(a.device), a, b)
     if whose == "torch":
         return _by_torch
-    module = on_gpu("moetune.experts.kernels.triton_product") if whose == "triton" else None
+    module = on_gpu("moetune.kernels.triton_product") if whose == "triton" else None
     return None if module is None else module.grouped_mm
 
 

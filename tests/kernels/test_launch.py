@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from moetune.experts.kernels.registry import KernelError
+from moetune.kernels.registry import KernelError
 
-launch = pytest.importorskip("moetune.experts.kernels.launch")
+launch = pytest.importorskip("moetune.kernels.launch")
 
 
 @pytest.mark.parametrize(

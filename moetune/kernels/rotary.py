@@ -14,9 +14,9 @@ have this shape, with memory in the order [B, S, h, d], as projections write the
 import torch
 from torch import Tensor
 
-from moetune.experts.kernels.operators import operator
+from moetune.kernels.operators import operator
 
-_KERNELS = "moetune.experts.kernels.triton_rotary"
+_KERNELS = "moetune.kernels.triton_rotary"
 
 
 def _empty(heads: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from moetune.experts.kernels import rotary as kernels
-from tests.experts.kernels.interpreter import interpreted_module
-from tests.experts.kernels.test_operators import DTYPES, assert_alike, both, random
+from moetune.kernels import rotary as kernels
+from tests.kernels.interpreter import interpreted_module
+from tests.kernels.test_operators import DTYPES, assert_alike, both, random
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetune.experts.kernels import operators as kernels
-from moetune.experts.kernels.registry import OPERATORS
 from moetune.experts.quantized import QuantizedExperts
 from moetune.experts.self_check import differences, is_alike
-from tests.experts.kernels.interpreter import interpreted_module
-from tests.experts.kernels.recorded import calls
+from moetune.kernels import operators as kernels
+from moetune.kernels.registry import OPERATORS
+from tests.kernels.interpreter import interpreted_module
+from tests.kernels.recorded import calls
 
 pytest.importorskip("triton")
 

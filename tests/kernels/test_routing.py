@@ -5,9 +5,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from moetune.experts.kernels import routing as kernels
-from tests.experts.kernels.interpreter import interpreted_module
-from tests.experts.kernels.test_operators import assert_alike, both, random
+from moetune.kernels import routing as kernels
+from tests.kernels.interpreter import interpreted_module
+from tests.kernels.test_operators import assert_alike, both, random
 
 
 @pytest.fixture(scope="module")

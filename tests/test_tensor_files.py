@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moetune.errors import UserError
-from moetune.models.hub.tensor_files import create_file, read_header, read_headers, weight_files
+from moetune.tensor_files import create_file, read_header, read_headers, weight_files
 
 
 def test_rows_are_those_of_the_tensor(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_an_index_that_misleads_is_refused(index: dict[str, object], message: st
 
 @pytest.mark.parametrize("shape", [(7, 3), (5,), (), (0, 3), (3, 0), (2, 2000)])
 def test_blocks_cover_every_row_once(shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moetune.models.hub.tensor_files._BLOCK", 6)
+    monkeypatch.setattr("moetune.tensor_files._BLOCK", 6)
     stored = create_file(tmp_path / "a.safetensors", {"a": (torch.float32, shape)})["a"]
     blocks = list(stored.blocks())
     assert [row for start, stop in blocks for row in range(start, stop)] == list(range(stored.num_rows))

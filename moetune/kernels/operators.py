@@ -24,9 +24,9 @@ from torch.nn.functional import silu
 
 from moetune.compat.torch import is_observed
 from moetune.config.schema import FP8_BLOCK, NV_BLOCK
-from moetune.experts.kernels import INT8_STEP
-from moetune.experts.kernels.grouped import library, product_of_groups
-from moetune.experts.kernels.registry import OPERATORS, Operator, on_gpu, without_kernel
+from moetune.kernels import INT8_STEP
+from moetune.kernels.grouped import library, product_of_groups
+from moetune.kernels.registry import OPERATORS, Operator, on_gpu, without_kernel
 
 BLOCK = 64  # weights that share one NF4 scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
@@ -41,7 +41,7 @@ def operator(
     *,
     mutates: Sequence[str] = (),
     scratch: Sequence[str] = (),
-    kernels: str = "moetune.experts.kernels.triton_kernels",
+    kernels: str = "moetune.kernels.triton_kernels",
 ) -> Callable[[Any], Any]:
     """Return a decorator that registers a function of torch operations as the operator `moetune::<its name>`.
 
@@ -342,7 +342,7 @@ def low_rank(
     return narrow
 
 
-@operator(mutates=("out",), kernels="moetune.experts.kernels.triton_product")
+@operator(mutates=("out",), kernels="moetune.kernels.triton_product")
 def low_rank_product_(
     out: Tensor,
     rows: Tensor,

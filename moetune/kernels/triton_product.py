@@ -15,8 +15,8 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
-from moetune.experts.kernels.tuning import Tile, fastest, tiled
+from moetune.kernels.launch import ceil_div, kernel, next_power_of_2
+from moetune.kernels.tuning import Tile, fastest, tiled
 
 TILES = (
     Tile(128, 128, 32, num_warps=8, num_stages=4),

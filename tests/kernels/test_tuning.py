@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 from moetune.cache import read_cached
-from moetune.experts.kernels import tuning
-from moetune.experts.kernels.tuning import Tile, fastest
+from moetune.kernels import tuning
+from moetune.kernels.tuning import Tile, fastest
 
 TILES = [Tile(128, 128, 32, 8, 4), Tile(64, 64, 32, 4, 3), Tile(32, 32, 32, 4, 3)]
 

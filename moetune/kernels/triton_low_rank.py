@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
+from moetune.kernels.launch import ceil_div, kernel, next_power_of_2
 
 ROWS = 32  # rows of a tile of a product
 

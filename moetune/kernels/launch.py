@@ -13,7 +13,7 @@ import torch
 import triton
 
 from moetune.errors import one_line
-from moetune.experts.kernels.registry import KernelError, is_out_of_memory
+from moetune.kernels.registry import KernelError, is_out_of_memory
 
 
 def next_power_of_2(number: int) -> int:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moetune.experts.kernels.launch import ceil_div, kernel, next_power_of_2
+from moetune.kernels.launch import ceil_div, kernel, next_power_of_2
 
 LOGITS = 512  # logits that a program reads, at least those of one token; one warp, so that no sum crosses warps
 NUMBERS = 512  # numbers that a program sorts

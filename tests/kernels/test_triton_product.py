@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetune.experts.kernels import operators as kernels
-from tests.experts.kernels.interpreter import interpreted_module
+from moetune.kernels import operators as kernels
+from tests.kernels.interpreter import interpreted_module
 
 pytest.importorskip("triton")
 
