@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from moetune.adapters.factors import DOWN, GATE_UP
 from moetune.errors import UserError
-from moetune.models.hub.dequantize import weights_of
+from moetune.formats.checkpoint import weights_of
 from moetune.models.hub.fingerprint import headers
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings, published_names
 from moetune.models.moe import MoeLayer

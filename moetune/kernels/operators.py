@@ -15,7 +15,7 @@ cumulative sums, None if C is 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from moetune.compat.torch import is_observed
-from moetune.config.schema import FP8_BLOCK, NV_BLOCK
-from moetune.kernels import INT8_STEP
 from moetune.kernels.grouped import library, product_of_groups
 from moetune.kernels.registry import OPERATORS, Operator, on_gpu, without_kernel
-
-BLOCK = 64  # weights that share one NF4 scale
-NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the 4-bit codes 0 to 7; 8 to 15 are their negatives
-MX_BLOCK = 32  # weights that share one MXFP4 scale
-MXFP4_AT_ONCE = 1 << 24  # weights that are dequantized at a time; their int32 indices take 32 MiB
-INT8_AT_ONCE = 1 << 22  # weights that are scaled in float32 at a time, for int8 and MXFP4; they take 16 MiB
 
 
 def operator(
@@ -77,145 +68,6 @@ def operator(
         return call
 
     return define
-
-
-@operator(
-    lambda data, absmax, nested, code, offset, weights, dtype: data.new_empty((len(data), weights), dtype=dtype),
-)
-def dequantize_nf4(
-    data: Tensor,
-    absmax: Tensor,
-    nested: Tensor | None,
-    code: Tensor | None,
-    offset: Tensor | None,
-    weights: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Dequantize NF4 matrices of `weights` elements each: [n, weights] in `dtype`.
-
-    The result is bit for bit that of bitsandbytes for each matrix alone. torch's operations dequantize all matrices
-    together if `weights` is a multiple of 64, and all scales together if their number per matrix is a multiple of 256.
-
-    Args:
-        data: [n, ⌈weights / 2⌉] uint8, two codes per byte.
-        absmax: [n, B] scales of the B = ⌈weights / 64⌉ blocks: float32, or uint8 if they are quantized.
-        nested: [n, ⌈B / 256⌉] float32 second-level scales. Like `code` and `offset`, None if scales are not quantized.
-        code: [256] float32 values of the quantized scales.
-        offset: [n] float32, added to the scales.
-    """
-    ops, count = torch.ops.bitsandbytes, len(data)
-    if nested is not None and code is not None and offset is not None:
-        together = 1 if absmax.shape[1] % NESTED_BLOCK == 0 else count
-        absmax = _joined(
-            ops.dequantize_blockwise(scales.flatten(), of_scales.flatten(), code, NESTED_BLOCK, torch.float32)
-            for scales, of_scales in zip(absmax.chunk(together), nested.chunk(together), strict=True)
-        ).view(absmax.shape)
-        absmax.add_(offset[:, None])
-    # A matrix that is not a whole number of blocks is dequantized alone (bitsandbytes in docs/reference/upstream.md).
-    together = 1 if weights % BLOCK == 0 else count
-    return _joined(
-        ops.dequantize_4bit(part.view(-1, 1), scales.flatten(), BLOCK, "nf4", (len(part), weights), dtype)
-        for part, scales in zip(data.chunk(together), absmax.chunk(together), strict=True)
-    )
-
-
-def _joined(parts: Iterable[Tensor]) -> Tensor:
-    """Return the parts concatenated along the first dimension; a single part as it is."""
-    first, *others = parts
-    return torch.cat([first, *others]) if others else first
-
-
-def int8_slices(shape: Sequence[int]) -> list[slice]:
-    """Return slices that divide the rows of a matrix [R, C]: at most `INT8_AT_ONCE` weights each, or one row."""
-    rows = max(1, INT8_AT_ONCE // shape[1])
-    return [slice(first, first + rows) for first in range(0, shape[0], rows)]
-
-
-@operator(lambda data, absmax, dtype: torch.empty_like(data, dtype=dtype))
-def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize int8 rows [n, C] with scales `absmax` [n] float32: [n, C] in `dtype`.
-
-    Bit for bit bitsandbytes' `int8_vectorwise_dequant`. torch's operations need at most 16 MiB besides the result for
-    rows of up to `INT8_AT_ONCE` weights; those of bitsandbytes need 8 bytes per weight.
-    """
-    out = torch.empty_like(data, dtype=dtype)
-    if dtype == torch.float32:
-        return torch.mul(data, absmax[:, None], out=out).mul_(INT8_STEP)
-    slices = int8_slices(data.shape)
-    wide = torch.empty_like(out[slices[0]], dtype=torch.float32)
-    for rows in slices:
-        part = out[rows]
-        part.copy_(torch.mul(data[rows], absmax[rows, None], out=wide[: len(part)]).mul_(INT8_STEP))
-    return out
-
-
-@operator(lambda data, scales, dtype: torch.empty_like(data, dtype=dtype))
-def dequantize_fp8(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize matrices of 8-bit floats, E4M3 without infinities: [n, R, C] in `dtype`.
-
-    Weight and scale are multiplied in float32 and rounded once, bit for bit as by transformers' `Fp8Dequantize`.
-    torch's operations compute a row of blocks at a time.
-
-    Args:
-        data: [n, R, C] uint8, the bits of the weights.
-        scales: [n, ⌈R / 128⌉, ⌈C / 128⌉] float32, one for each block of 128 × 128 weights.
-    """
-    out = torch.empty_like(data, dtype=dtype)
-    for matrix, of_blocks, result in zip(data.view(torch.float8_e4m3fn), scales, out, strict=True):
-        for weights, of_row, rows in zip(matrix.split(FP8_BLOCK), of_blocks, result.split(FP8_BLOCK), strict=True):
-            rows.copy_(weights.float().mul_(of_row.repeat_interleave(FP8_BLOCK)[: weights.shape[1]]))
-    return out
-
-
-@operator(lambda data, scales, fractions, columns, dtype: data.new_empty((*data.shape[:2], columns), dtype=dtype))
-def dequantize_nvfp4(data: Tensor, scales: Tensor, fractions: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Dequantize NVFP4 matrices of `columns` columns: [n, R, C] in `dtype`.
-
-    A weight is level · (scale · numerator / denominator), computed in float32 and rounded once. The global scale of a
-    matrix is a fraction, because ModelOpt multiplies by it and compressed-tensors divides by it; with 1 in the other
-    place, the result is bit for bit that of either. torch's operations compute `INT8_AT_ONCE` weights at a time.
-
-    Args:
-        data: [n, R, 8·B] uint8, two E2M1 codes per byte, the first in the low bits; B = ⌈C / 16⌉.
-        scales: [n, R, B] uint8, the bits of an E4M3 scale for each block of 16 weights of a row.
-        fractions: [n, 2] float32, numerator and denominator.
-    """
-    out = data.new_empty((*data.shape[:2], columns), dtype=dtype)
-    levels = torch.tensor([*E2M1, *(-value for value in E2M1)], device=data.device)
-    high = max(1, INT8_AT_ONCE // columns)
-    for matrix, of_blocks, (over, under), result in zip(data, scales, fractions, out, strict=True):
-        for codes, of_rows, rows in zip(matrix.split(high), of_blocks.split(high), result.split(high), strict=True):
-            picked = torch.stack([codes & 15, codes >> 4], -1).flatten().int()
-            weights = levels.index_select(0, picked).view(*of_rows.shape, NV_BLOCK)
-            weights *= (of_rows.view(torch.float8_e4m3fn).float() * over / under)[..., None]
-            rows.copy_(weights.flatten(1)[:, :columns])
-    return out
-
-
-@operator(lambda data, scales, pairs, dtype: data.new_empty(2 * len(data), dtype=dtype))
-def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize MXFP4 blocks of 32 weights: a flat tensor [weights] in `dtype`, which is 2 or 4 bytes wide.
-
-    Bit for bit transformers' `convert_moe_packed_tensors`, without its transposition. torch's operations look up both
-    weights of a byte together, and compute `MXFP4_AT_ONCE` weights at a time; for each of these they need at most 2
-    bytes besides the result.
-
-    Args:
-        data: [weights / 2] uint8, two codes per byte.
-        scales: [weights / 32] uint8, exponent + 127 of each block.
-        pairs: [256, 2] float32, the two values of each byte.
-    """
-    as_one = {2: torch.int32, 4: torch.int64}[dtype.itemsize]
-    pair = pairs.to(dtype).view(as_one).flatten()
-    out = torch.empty(2 * len(data), dtype=dtype, device=data.device)
-    of_pairs, of_blocks = out.view(as_one), out.view(-1, MX_BLOCK)
-    exponents = scales.to(torch.int32).sub_(127)[:, None]
-    for first in range(0, len(data), MXFP4_AT_ONCE // 2):
-        bytes_ = slice(first, first + MXFP4_AT_ONCE // 2)
-        torch.index_select(pair, 0, data[bytes_].to(torch.int32), out=of_pairs[bytes_])
-        blocks = slice(2 * first // MX_BLOCK, 2 * bytes_.stop // MX_BLOCK)
-        torch.ldexp(of_blocks[blocks], exponents[blocks], out=of_blocks[blocks])
-    return out
 
 
 @operator(lambda gate_up, *_: gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2)))

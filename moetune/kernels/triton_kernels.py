@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moetune.config.schema import FP8_BLOCK
-from moetune.kernels import INT8_STEP
+from moetune.kernels import FP8_BLOCK, INT8_STEP
 from moetune.kernels.launch import ceil_div, kernel, next_power_of_2
 from moetune.kernels.triton_low_rank import low_rank, low_rank_gradients_  # noqa: F401
 

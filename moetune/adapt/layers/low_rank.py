@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moetune.compat.bitsandbytes import Linear4bit
 from moetune.experts.quantized import QuantizedLinear
+from moetune.formats.nf4 import dequantize_nf4
 from moetune.kernels import operators as kernels
 
 FEW_ROWS = 1536
@@ -91,4 +92,4 @@ def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:
     if state.nested:
         nested = state.state2.absmax[None], state.state2.code, state.offset.view(1)
     data = linear.weight.view(1, -1)
-    return kernels.dequantize_nf4(data, state.absmax[None], *nested, state.shape.numel(), dtype).view(state.shape)
+    return dequantize_nf4(data, state.absmax[None], *nested, state.shape.numel(), dtype).view(state.shape)

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moetune.config.schema import Storage
-from moetune.experts.quantized import BLOCK, QuantizedExperts
+from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.nf4 import BLOCK
+from moetune.formats.table import FORMATS
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.views import Trace
@@ -66,8 +68,8 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
         matrix = _gate_up(shape)
         published = run.model.source.quantization
         is_kept = model.base == published.base and run.config.adapt.experts is None
-        if is_kept and published.base in ("fp8", "nvfp4"):
-            host = max(host, matrix if published.base == "fp8" else matrix * 9 // 16)
+        if is_kept and (bits := FORMATS[model.base].read_bits) is not None:
+            host = max(host, int(matrix * bits / 8))
         elif published.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
             host = max(host, matrix * 17 // 32)
             if not is_kept:

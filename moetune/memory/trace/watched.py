@@ -14,6 +14,7 @@ from moetune.adapt.scans import running_by
 from moetune.compat.bitsandbytes import Linear4bit
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
+from moetune.formats.table import format_of
 from moetune.memory.kernels.attention import replace_attention
 from moetune.memory.time.counter import work_parts
 from moetune.memory.trace.log import OUTSIDE
@@ -120,8 +121,7 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
     A label names the component and, of quantized weights, the format: "attention", "experts, nf4". Trained LoRA factors
     and experts are labelled "lora" and "experts", and tensors of no known component "buffers".
     """
-    run, model = adapted.run, adapted.run.config.model
-    stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
+    run, stored = adapted.run, format_of(adapted.run.config.model).label
     components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parameters}
     components |= {layer.experts: "experts" for layer in run.structure.moe_layers}
     labels = {}

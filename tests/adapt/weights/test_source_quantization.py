@@ -20,8 +20,9 @@ from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ExpertContext
 from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.mxfp4 import StoredMxfp4
 from moetune.memory.trace.tracker import Tracker
-from moetune.models.hub.dequantize import Mxfp4, open_checkpoint
 from moetune.run.dtypes import DTYPES
 from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
@@ -165,13 +166,13 @@ def test_a_rank_reads_its_own_experts(base: str, mxfp4: Path) -> None:
         placement=Placement(1, held),
     )
     reads: list[int] = []
-    stock_rows = Mxfp4.rows if base == "nf4" else Mxfp4.quantized
+    stock_rows = StoredMxfp4.rows if base == "nf4" else StoredMxfp4.quantized
 
-    def noted(self: Mxfp4, expert: int, *more: Any) -> Any:
+    def noted(self: StoredMxfp4, expert: int, *more: Any) -> Any:
         reads.append(expert)
         return stock_rows(self, expert, *more)  # type: ignore[arg-type]
 
-    with patch.object(Mxfp4, "rows" if base == "nf4" else "quantized", noted):
+    with patch.object(StoredMxfp4, "rows" if base == "nf4" else "quantized", noted):
         read_published(target, run.model)
     found = banks(model)
     assert set(reads) == {4, 5, 6, 7}

@@ -5,7 +5,9 @@ import torch
 
 from moetune.config.schema import Storage
 from moetune.experts.quantized import QuantizedExperts
-from moetune.experts.rounding import round_to_fp8, round_to_mxfp4, round_to_nvfp4
+from moetune.formats.fp8 import round_to_fp8
+from moetune.formats.mxfp4 import round_to_mxfp4
+from moetune.formats.nvfp4 import round_to_nvfp4
 
 
 @pytest.mark.parametrize("storage", ["fp8", "nvfp4", "mxfp4"])
