@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from moetune.compat.torch import HostModule
 from moetune.config.schema import Storage
 from moetune.experts.host import ExpertPrefetcher, empty_on_host
-from moetune.formats.base import Format
-from moetune.formats.table import FORMATS
+from moetune.formats.table import format_of
 
 
 class QuantizedExperts(HostModule):
@@ -48,16 +47,13 @@ class QuantizedExperts(HostModule):
     ) -> None:
         super().__init__()
         self.count, self.shape, self.storage, self.pieces = count, shape, storage, pieces
-        self.format = FORMATS[storage].with_scales(double_quant)
+        self.format = format_of(storage, double_quant)
         self._piece = shape[0] // pieces, shape[1]
         self.prefetcher = prefetcher
         self._quantizes_on = torch.device("cpu" if device is None else device)
         tables = self.format.tables()
         self._tables = tuple(tables)
-        sizes = self.format.buffers(count * pieces, self._piece) | {
-            name: (values.dtype, tuple(values.shape)) for name, values in tables.items()
-        }
-        for name, (dtype, size) in sizes.items():
+        for name, (dtype, size) in self.format.buffers(count * pieces, self._piece).items():
             if self.on_host:
                 self.register_buffer(name, empty_on_host(size, dtype, self._quantizes_on))
             else:
@@ -148,18 +144,6 @@ class QuantizedLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Do nothing: the weight is quantized already."""
-
-
-def quantized_linear(
-    linear: nn.Linear, weight: Tensor, format: Format, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
-    """Return a layer with `weight` [out, in] quantized, and with the sizes and the bias of `linear`, in its place.
-
-    It is that of the format's library, on `device` and computing in `dtype`, or else a `QuantizedLinear`.
-    """
-    if format.has_own_linear:
-        return format.linear(linear, weight, dtype, device)
-    return QuantizedLinear(weight, linear.bias, format.name)
 
 
 class _QuantizedMatmul(torch.autograd.Function):

@@ -121,11 +121,13 @@ def _draw(bank: nn.Module) -> None:
         with torch.no_grad():
             for parameter in module.parameters(recurse=False):
                 parameter.normal_(0, 0.02)
-            for name, tensor in module.named_buffers(recurse=False):
-                if not isinstance(module, QuantizedExperts):
+            if isinstance(module, QuantizedExperts):
+                weight = torch.randn(module.shape, dtype=torch.bfloat16, device=module.data.device) / 50
+                for index in range(module.count):
+                    module.quantize_(index, weight.roll(index + 1))
+            else:
+                for tensor in module.buffers(recurse=False):
                     tensor.normal_(0, 0.02)
-                elif not module.is_table(name):
-                    module.format.draw_(name, tensor)
 
 
 def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, rank: int = 12) -> Iterator[BankSizes]:

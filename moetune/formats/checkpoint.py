@@ -14,11 +14,11 @@ and of the key-value cache are left out, because activations are computed unquan
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from moetune.errors import reading
-from moetune.formats.base import Quantized, misfit
+from moetune.formats.base import require
 from moetune.formats.table import FORMATS
 from moetune.tensor_files import Stored, read_headers
 
@@ -43,7 +43,10 @@ def open_checkpoint(folder: Path) -> dict[str, Stored]:
             opened[name] = stored[name]
             continue
         with reading(f"{name!r} in {str(folder)!r}"):
-            opened[name] = _opened(folder, {part: stored[its] for part, its in parts.items()})
+            of_parts = {part: stored[its] for part, its in parts.items()}
+            read = [one for layout in _LAYOUTS if (one := layout.opened(of_parts)) is not None]
+            require(len(read) == 1, of_parts)
+            opened[name] = read[0]
     return opened
 
 
@@ -58,17 +61,9 @@ def _grouped(names: Iterable[str]) -> dict[str, dict[str, str]]:
     groups: dict[str, dict[str, str]] = {}
     for name in sorted(known):
         weight, part = next(
-            (match.groups() for one in _LAYOUTS if (match := one.NAMES.fullmatch(name)) is not None), (name, "")
+            (match.groups() for one in _LAYOUTS if (match := re.fullmatch(one.PATTERN, name)) is not None), (name, "")
         )
         if part and not any(known.issuperset(weight + end for end in main) for main in _MAIN):
             weight, part = name, ""  # the other parts are missing: an ordinary tensor with such a name
         groups.setdefault(weight, {})[part] = name
     return groups
-
-
-def _opened(folder: Path, parts: Mapping[str, Stored]) -> Quantized:
-    """Return the quantized weight that is stored as `parts`; raise as `Quantized.opened` does."""
-    for layout in _LAYOUTS:
-        if (opened := layout.opened(parts, folder)) is not None:
-            return opened
-    raise misfit(parts)

@@ -1,9 +1,6 @@
 """FP8: 8-bit floats (E4M3) with a float32 scale for each block of 128 × 128 weights, as DeepSeek-V3 is published."""
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -11,12 +8,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import TypedDict
 
-from moetune.formats.base import AT_ONCE, SLACK, Format, Quantized, Sizes, require
-from moetune.formats.published import SourceQuantization, invalid, patterns_of
+from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
+from moetune.formats.published import Settings, SourceQuantization, invalid, patterns_of
 from moetune.json_files import Amount, read_json
-from moetune.kernels import FP8_BLOCK
+from moetune.kernels import AT_ONCE, FP8_BLOCK
 from moetune.kernels.operators import operator
-from moetune.tensor_files import Stored
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -39,39 +35,6 @@ def dequantize_fp8(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def round_to_fp8(weight: Tensor, data: Tensor, scales: Tensor, *, keep: bool = False) -> None:
-    """Quantize a matrix [R, C] to FP8 (E4M3), with a scale for each block of 128 × 128 weights.
-
-    Blocks at the right and lower edges may be cut off. The scale brings the block's largest magnitude to 448, the
-    largest value of FP8. The result is bit for bit that of transformers' `Fp8Quantize`, which refuses blocks that are
-    cut off.
-
-    Args:
-        data: [R, C] uint8, overwritten with the bits of the codes.
-        scales: [⌈R / 128⌉, ⌈C / 128⌉] float32, overwritten with what the codes are to be multiplied by.
-        keep: as `Quantized.round_`.
-    """
-    rows, columns = weight.shape
-    high = FP8_BLOCK * max(1, AT_ONCE // columns // FP8_BLOCK)
-    for first in range(0, rows, high):
-        part = weight[first : first + high].float()
-        count = len(part)
-        blocks = pad(part, (0, -columns % FP8_BLOCK, 0, -count % FP8_BLOCK))
-        blocks = blocks.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))  # [r, 128, c, 128]
-        largest = blocks.abs().amax((1, 3))
-        factors = torch.where(largest > 0, LARGEST / torch.where(largest > 0, largest, 1), 1)
-        stored = scales[first // FP8_BLOCK :][: len(factors)]
-        if keep:
-            fits = largest <= LARGEST * stored * SLACK
-            factors = torch.where(fits, 1 / stored, factors)
-            stored.copy_(torch.where(fits, stored, 1 / factors))
-        else:
-            stored.copy_(1 / factors)
-        codes = (blocks * factors[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-        codes = codes.view(torch.uint8).flatten(0, 1).flatten(1)
-        data[first : first + high].copy_(codes[:count, :columns])
-
-
 @dataclass(frozen=True)
 class BlockFp8(Quantized):
     """A matrix [out, in] of 8-bit floats with a scale for each block of (b0, b1) weights: [⌈out / b0⌉, ⌈in / b1⌉].
@@ -79,15 +42,17 @@ class BlockFp8(Quantized):
     Weight and scale are multiplied in float32 and rounded once to `dtype`, as transformers does.
     """
 
-    NAMES = re.compile(r"(.+\.weight)_(scale_inv)")
+    PATTERN = r"(.+\.weight)_(scale_inv)"
 
     block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 
     @classmethod
-    def opened(cls, parts: Mapping[str, Stored], folder: Path) -> Self | None:
+    def opened(cls, parts: Parts) -> Self | None:
         if "scale_inv" not in parts:
             return None
-        high, wide = read_json(folder / "config.json", _Config)["quantization_config"]["weight_block_size"]
+        high, wide = read_json(parts[""].file.parent / "config.json", _Config)["quantization_config"][
+            "weight_block_size"
+        ]
         weight, scales = parts[""], parts["scale_inv"]
         rows, columns = weight.shape
         require(scales.shape == (-(-rows // high), -(-columns // wide)) and scales.dtype in ("F32", "BF16"), parts)
@@ -96,12 +61,9 @@ class BlockFp8(Quantized):
     def is_in(self, format: Format) -> bool:
         return super().is_in(format) and self.block == (FP8_BLOCK, FP8_BLOCK)
 
-    def round_(self, weight: Tensor, stored: dict[str, Tensor], largest: Tensor | None, keep: bool) -> None:
+    def as_rows(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         stored["scale_inv"] = stored["scale_inv"].float()
-        round_to_fp8(weight, stored[""].view(torch.uint8), stored["scale_inv"], keep=keep)
-
-    def quantized(self, expert: int = 0) -> dict[str, Tensor]:
-        return {"data": self.parts[""].rows().view(torch.uint8), "scales": self.parts["scale_inv"].rows().float()}
+        return {"data": stored[""].view(torch.uint8), "scales": stored["scale_inv"]}
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         high, wide = self.block
@@ -134,19 +96,36 @@ class Fp8(Format):
         high, wide = (-(-size // FP8_BLOCK) for size in shape)
         return {"data": (torch.uint8, (count, *shape)), "scales": (torch.float32, (count, high, wide))}
 
-    def quantize(self, weight: Tensor, row: Mapping[str, Tensor]) -> None:
-        round_to_fp8(weight, row["data"], row["scales"])
+    def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
+        """Quantize as `Format.quantize` says, bit for bit as transformers' `Fp8Quantize`, which refuses cut-off blocks.
 
-    def dequantize(self, stored: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        A scale, by which codes are multiplied, brings the largest magnitude of its block to 448, the largest of FP8.
+        """
+        data, scales = row["data"], row["scales"]
+        rows, columns = weight.shape
+        high = FP8_BLOCK * max(1, AT_ONCE // columns // FP8_BLOCK)
+        for first in range(0, rows, high):
+            part = weight[first : first + high].float()
+            count = len(part)
+            blocks = pad(part, (0, -columns % FP8_BLOCK, 0, -count % FP8_BLOCK))
+            blocks = blocks.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))  # [r, 128, c, 128]
+            of_blocks = blocks.abs().amax((1, 3))
+            factors = torch.where(of_blocks > 0, LARGEST / torch.where(of_blocks > 0, of_blocks, 1), 1)
+            stored = scales[first // FP8_BLOCK :][: len(factors)]
+            if keep:
+                fits = of_blocks <= LARGEST * stored * SLACK
+                factors = torch.where(fits, 1 / stored, factors)
+                stored.copy_(torch.where(fits, stored, 1 / factors))
+            else:
+                stored.copy_(1 / factors)
+            codes = (blocks * factors[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+            codes = codes.view(torch.uint8).flatten(0, 1).flatten(1)
+            data[first : first + high].copy_(codes[:count, :columns])
+
+    def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return dequantize_fp8(stored["data"], stored["scales"], dtype)
 
-    def draw_(self, name: str, buffer: Tensor) -> None:
-        if name == "data":
-            buffer.random_(0, 256).sub_(((buffer & 127) == 127).byte())  # two codes are NaN
-        else:
-            buffer.uniform_(0.5e-4, 1e-4)
-
-    def published(self, method: str, settings: Mapping[str, Any]) -> SourceQuantization | None:
+    def published(self, method: str, settings: Settings) -> SourceQuantization | None:
         if method != "fp8" or not (size := settings.get("weight_block_size")):
             return None
         if not isinstance(size, list | tuple) or len(size) != 2 or not all(isinstance(one, int) for one in size):

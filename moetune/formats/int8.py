@@ -1,13 +1,13 @@
 """int8: 8 bits a weight and a float32 scale for each row, as bitsandbytes quantizes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moetune.compat.bitsandbytes import functional as bnb
-from moetune.formats.base import AT_ONCE, Format, Sizes
-from moetune.kernels import INT8_STEP
+from moetune.formats.base import Format, Rows, Sizes
+from moetune.kernels import AT_ONCE, INT8_STEP
 from moetune.kernels.operators import operator
 
 
@@ -43,19 +43,13 @@ class Int8(Format):
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         return {"data": (torch.int8, (count, *shape)), "absmax": (torch.float32, (count, shape[0]))}
 
-    def quantize(self, weight: Tensor, row: Mapping[str, Tensor]) -> None:
+    def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
         # bitsandbytes' CUDA kernel accepts only float16; the CPU gets it too, so both store the same bytes.
         for rows in _slices(weight.shape):
             data, scale, _ = bnb.int8_vectorwise_quant(weight[rows].to(torch.float16))
             row["data"][rows].copy_(data)
             row["absmax"][rows].copy_(scale)
 
-    def dequantize(self, stored: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         data, absmax = stored["data"], stored["absmax"]
         return dequantize_int8(data.flatten(0, 1), absmax.flatten(), dtype).view(data.shape)
-
-    def draw_(self, name: str, buffer: Tensor) -> None:
-        if name == "absmax":
-            buffer.uniform_(0.5e-2, 1e-2)
-        else:
-            super().draw_(name, buffer)

@@ -1,20 +1,16 @@
 """MXFP4 (OCP Microscaling Formats 1.0): codes of 4 bits, of which 32 share a power of two, as gpt-oss is published."""
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moetune.formats.base import AT_ONCE, Format, Quantized, Sizes, require
+from moetune.formats.base import Format, Parts, Quantized, Rows, Sizes, require
 from moetune.formats.e2m1 import LEVELS, e2m1_codes
-from moetune.formats.published import SourceQuantization
+from moetune.formats.published import Settings, SourceQuantization
+from moetune.kernels import AT_ONCE
 from moetune.kernels.operators import operator
-from moetune.tensor_files import Stored
 
 BLOCK = 32  # weights that share one scale
 UNPACKED_AT_ONCE = 1 << 24  # weights that are dequantized at a time; their int32 indices take 32 MiB
@@ -46,31 +42,6 @@ def dequantize_mxfp4(data: Tensor, scales: Tensor, pairs: Tensor, dtype: torch.d
     return out
 
 
-def round_to_mxfp4(weights: Tensor, data: Tensor, scales: Tensor, *, keep: bool = False) -> None:
-    """Quantize a flat tensor of n weights to MXFP4, in ⌈n / 32⌉ blocks.
-
-    The scale of a block of 32 weights is the power of two that brings its largest magnitude into [4, 8); scaled
-    magnitudes above 6 become 6 (OCP Microscaling Formats 1.0, section 6.3).
-
-    Args:
-        data: [16 · ⌈n / 32⌉] uint8, overwritten with two codes per byte, the first in the low bits.
-        scales: [⌈n / 32⌉] uint8, overwritten with the exponent of each scale, plus 127.
-        keep: as `Quantized.round_`.
-    """
-    for first in range(0, len(weights), AT_ONCE):
-        part = weights[first : first + AT_ONCE].float()
-        if lacking := -len(part) % BLOCK:
-            part = pad(part, (0, lacking))
-        blocks = part.view(-1, BLOCK)
-        exponents = (torch.frexp(blocks.abs().amax(1)).exponent - 3).clamp_(-127, 127)
-        of_blocks = scales[first // BLOCK :][: len(blocks)]
-        if keep:
-            exponents = torch.maximum(exponents, of_blocks.to(torch.int32) - 127)
-        data[first // 2 :][: len(part) // 2].copy_(e2m1_codes(torch.ldexp(blocks, -exponents[:, None])).flatten())
-        of_blocks.copy_(exponents + 127)
-
-
-@dataclass(frozen=True)
 class StoredMxfp4(Quantized):
     """A layer's experts in MXFP4, dequantized to [E, in, out].
 
@@ -78,12 +49,12 @@ class StoredMxfp4(Quantized):
     exponents + 127.
     """
 
-    NAMES = re.compile(r"(.+)_(blocks|scales)")
+    PATTERN = r"(.+)_(blocks|scales)"
     MAIN = (("_blocks", "_scales"),)
     STACKS = True
 
     @classmethod
-    def opened(cls, parts: Mapping[str, Stored], folder: Path) -> Self | None:
+    def opened(cls, parts: Parts) -> Self | None:
         if "blocks" not in parts:
             return None
         blocks, scales = parts["blocks"], parts["scales"]
@@ -91,12 +62,8 @@ class StoredMxfp4(Quantized):
         require(blocks.shape == (*scales.shape, BLOCK // 2) and blocks.dtype == scales.dtype == "U8", parts)
         return cls(blocks.file, "BF16", (experts, BLOCK * groups, out), 0, parts)
 
-    def round_(self, weight: Tensor, stored: dict[str, Tensor], largest: Tensor | None, keep: bool) -> None:
-        round_to_mxfp4(weight[0].T.flatten(), stored["blocks"].view(-1), stored["scales"].view(-1), keep=keep)
-
-    def quantized(self, expert: int = 0) -> dict[str, Tensor]:
-        blocks, scales = (self.parts[name].rows(expert, expert + 1) for name in ("blocks", "scales"))
-        return {"data": blocks.flatten(), "scales": scales.flatten()}
+    def as_rows(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"data": stored["blocks"].flatten(), "scales": stored["scales"].flatten()}
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -109,31 +76,42 @@ class Mxfp4(Format):
     """E2M1 in blocks of 32 weights, of experts only; dequantized bit for bit as by transformers."""
 
     name, formula, layouts = "mxfp4", "17·⌈n/32⌉ a matrix of n weights", (StoredMxfp4,)
-    of_linears, into_multiple = False, BLOCK
+    quantizes_linears, into_multiple = False, BLOCK
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         groups = -(-shape[0] * shape[1] // BLOCK)
-        return {"data": (torch.uint8, (count, groups * BLOCK // 2)), "scales": (torch.uint8, (count, groups))}
+        data, scales = (torch.uint8, (count, groups * BLOCK // 2)), (torch.uint8, (count, groups))
+        return {"data": data, "scales": scales, "pairs": (torch.float32, (256, 2))}
 
     def tables(self) -> dict[str, Tensor]:
         values = torch.tensor(LEVELS)
         return {"pairs": torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)}
 
-    def quantize(self, weight: Tensor, row: Mapping[str, Tensor]) -> None:
-        round_to_mxfp4(weight.flatten(), row["data"], row["scales"])
+    def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
+        """Quantize as `Format.quantize` says; weights of a block may be of two rows.
 
-    def dequantize(self, stored: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        The scale of a block is the power of two that brings its largest magnitude into [4, 8); scaled magnitudes above
+        6 become 6 (OCP Microscaling Formats 1.0, section 6.3).
+        """
+        weights, data, scales = weight.flatten(), row["data"], row["scales"]
+        for first in range(0, len(weights), AT_ONCE):
+            part = weights[first : first + AT_ONCE].float()
+            if lacking := -len(part) % BLOCK:
+                part = pad(part, (0, lacking))
+            blocks = part.view(-1, BLOCK)
+            exponents = (torch.frexp(blocks.abs().amax(1)).exponent - 3).clamp_(-127, 127)
+            of_blocks = scales[first // BLOCK :][: len(blocks)]
+            if keep:
+                exponents = torch.maximum(exponents, of_blocks.to(torch.int32) - 127)
+            data[first // 2 :][: len(part) // 2].copy_(e2m1_codes(torch.ldexp(blocks, -exponents[:, None])).flatten())
+            of_blocks.copy_(exponents + 127)
+
+    def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         data, (rows, columns) = stored["data"], shape
         weights = dequantize_mxfp4(data.flatten(), stored["scales"].flatten(), stored["pairs"], dtype)
         return weights.view(len(data), -1)[:, : rows * columns].reshape(-1, rows, columns)
 
-    def draw_(self, name: str, buffer: Tensor) -> None:
-        if name == "scales":
-            buffer.copy_(torch.randint(118, 124, buffer.shape))
-        else:
-            super().draw_(name, buffer)
-
-    def published(self, method: str, settings: Mapping[str, Any]) -> SourceQuantization | None:
+    def published(self, method: str, settings: Settings) -> SourceQuantization | None:
         return SourceQuantization(method, "mxfp4") if method == "mxfp4" else None
 
     def layout(self, *shape: int) -> Sizes:

@@ -1,46 +1,29 @@
 """NF4 (QLoRA, arXiv 2305.14314): 4 bits a weight, of which 64 share a scale, as bitsandbytes quantizes."""
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from moetune.compat.bitsandbytes import (
-    Linear4bit,
-    Params4bit,
-    QuantState,
-    create_dynamic_map,
-    dequantize_4bit,
-    prepare_4bit,
-    unpack_tensor_to_dict,
-)
+from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit, unpack_tensor_to_dict
 from moetune.compat.bitsandbytes import functional as bnb
-from moetune.formats.base import Format, Quantized, Sizes, require
-from moetune.formats.published import SourceQuantization
+from moetune.formats.base import Format, Parts, Quantized, Rows, Sizes, require
+from moetune.formats.published import Settings, SourceQuantization
 from moetune.kernels.operators import operator
-from moetune.tensor_files import NAMES, Stored
+from moetune.tensor_files import NAMES
 
 BLOCK = 64  # weights that share one scale
 NESTED_BLOCK = 256  # scales that share one second-level scale, under double quantization
 
 
-@operator(
-    lambda data, absmax, nested, code, offset, weights, dtype: data.new_empty((len(data), weights), dtype=dtype),
-)
+@operator(lambda data, *more: data.new_empty((len(data), more[-2]), dtype=more[-1]))
 def dequantize_nf4(
-    data: Tensor,
-    absmax: Tensor,
-    nested: Tensor | None,
-    code: Tensor | None,
-    offset: Tensor | None,
-    weights: int,
+    data: Tensor, absmax: Tensor, nested: Tensor | None, code: Tensor | None, offset: Tensor | None, weights: int,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Dequantize NF4 matrices of `weights` elements each: [n, weights] in `dtype`.
 
     The result is bit for bit that of bitsandbytes for each matrix alone. torch's operations dequantize all matrices
@@ -82,14 +65,12 @@ class BitsAndBytes(Quantized):
     `state` is its `quant_state` from JSON: quantization type, block sizes, shape and dtype.
     """
 
-    NAMES = re.compile(
-        r"(.+\.weight)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
-    )
+    PATTERN = r"(.+\.weight)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)"
 
-    state: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    state: Settings = field(default_factory=dict, repr=False)
 
     @classmethod
-    def opened(cls, parts: Mapping[str, Stored], folder: Path) -> Self | None:
+    def opened(cls, parts: Parts) -> Self | None:
         of_state = [part for name, part in parts.items() if name.startswith("quant_state.")]
         if not of_state:
             return None
@@ -102,9 +83,9 @@ class BitsAndBytes(Quantized):
         """Yield (first row, row after the last) of a single block: all rows are dequantized together."""
         yield 0, self.num_rows
 
-    def stored(self) -> dict[str, Tensor]:
+    def stored(self, expert: int = 0) -> dict[str, Tensor]:
         """Return part -> tensor as bitsandbytes expects them: the weight's bytes [n, 1] have the empty name."""
-        parts = {name: part.rows().reshape(part.shape) for name, part in self.parts.items()}
+        parts = super().stored()
         return parts | {"": parts[""].view(torch.uint8).reshape(-1, 1)}
 
     def is_in(self, format: Format) -> bool:
@@ -113,35 +94,29 @@ class BitsAndBytes(Quantized):
         scales = self.state["quant_type"], self.state["blocksize"], self.state.get("nested_blocksize")
         if not isinstance(format, Nf4) or scales != ("nf4", BLOCK, NESTED_BLOCK if format.double_quant else None):
             return False
-        return not format.double_quant or self.parts["nested_quant_map"].rows().equal(create_dynamic_map())
+        return not format.double_quant or self.parts["nested_quant_map"].rows().equal(bnb.create_dynamic_map())
 
-    def quantized(self, expert: int = 0) -> dict[str, Tensor]:
-        parts = self.stored()
-        nested = {}
-        if "nested_absmax" in parts:
-            nested = {"nested_absmax": parts["nested_absmax"], "offset": torch.tensor(self.state["nested_offset"])}
-        return {"data": parts[""].flatten(), "absmax": parts["absmax"], **nested}
+    def as_rows(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows = {"data": stored[""].flatten(), "absmax": stored["absmax"]}
+        if "nested_absmax" in stored:
+            rows |= {"nested_absmax": stored["nested_absmax"], "offset": torch.tensor(self.state["nested_offset"])}
+        return rows
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         parts = {name: part.to(device) for name, part in self.stored().items()}
         data = parts.pop("")
-        state = QuantState.from_dict(parts, torch.device(device))
+        state = bnb.QuantState.from_dict(parts, torch.device(device))
         # The shape must be flat: only then is the result on a CPU exact.
         state.dtype, state.shape = self.torch_dtype, torch.Size([self.numel])
-        return dequantize_4bit(data, state).view(self.shape)[start:stop]
+        return bnb.dequantize_4bit(data, state).view(self.shape)[start:stop]
 
 
 def empty_linear(linear: nn.Linear, dtype: torch.dtype, double_quant: bool) -> Linear4bit:
     """Return bitsandbytes' layer with the sizes and the bias of `linear`, without a weight; it computes in `dtype`."""
     empty = Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        compute_dtype=dtype,
-        compress_statistics=double_quant,
-        quant_type="nf4",
-        device="meta",
-    )
+        linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=dtype,
+        compress_statistics=double_quant, quant_type="nf4", device="meta",
+    )  # fmt: skip
     empty.bias = linear.bias
     prepare_4bit(empty)
     return empty
@@ -167,9 +142,6 @@ class Nf4(Format):
     def formula(self) -> str:  # type: ignore[override]
         return f"n/2 + {'⌈n/64⌉ + 4·⌈n/64/256⌉ + 4' if self.double_quant else '4·⌈n/64⌉'} a matrix of n weights"
 
-    def with_scales(self, double_quant: bool) -> "Nf4":
-        return Nf4(double_quant)
-
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         weights = shape[0] * shape[1]
         blocks = -(-weights // BLOCK)
@@ -178,12 +150,13 @@ class Nf4(Format):
             return {"data": data, "absmax": (torch.float32, (count, blocks))}
         nested = torch.float32, (count, -(-blocks // NESTED_BLOCK))
         absmax, offset = (torch.uint8, (count, blocks)), (torch.float32, (count,))
-        return {"data": data, "absmax": absmax, "nested_absmax": nested, "offset": offset}
+        code = torch.float32, (256,)
+        return {"data": data, "absmax": absmax, "nested_absmax": nested, "offset": offset, "nested_code": code}
 
     def tables(self) -> dict[str, Tensor]:
-        return {"nested_code": create_dynamic_map()} if self.double_quant else {}
+        return {"nested_code": bnb.create_dynamic_map()} if self.double_quant else {}
 
-    def quantize(self, weight: Tensor, row: Mapping[str, Tensor]) -> None:
+    def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
         for name, tensor in self.quantized(weight).items():
             row[name].copy_(tensor)
 
@@ -195,15 +168,9 @@ class Nf4(Format):
         nested = {"nested_absmax": state.state2.absmax, "offset": state.offset} if self.double_quant else {}
         return {"data": data.view(-1), "absmax": state.absmax, **nested}
 
-    def dequantize(self, stored: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         of_blocks = [stored.get(name) for name in ("absmax", "nested_absmax", "nested_code", "offset")]
         return dequantize_nf4(stored["data"], *of_blocks, shape[0] * shape[1], dtype)
-
-    def draw_(self, name: str, buffer: Tensor) -> None:
-        if buffer.is_floating_point():
-            buffer.uniform_(0.5e-2, 1e-2)
-        else:
-            super().draw_(name, buffer)
 
     def linear(self, linear: nn.Linear, weight: Tensor, dtype: torch.dtype, device: torch.device) -> nn.Module:
         quantized: Any = empty_linear(linear, dtype, self.double_quant)
@@ -219,20 +186,20 @@ class Nf4(Format):
         rows, columns = weight.shape
         sizes = self.buffers(1, (rows, columns)).items()
         made = {name: torch.empty(size[1:], dtype=dtype) for name, (dtype, size) in sizes}
-        state = QuantState(
+        state = bnb.QuantState(
             absmax=made["absmax"], shape=weight.shape, code=torch.empty(16), blocksize=BLOCK, quant_type="nf4",
             dtype=weight.dtype,
         )  # fmt: skip
         if self.double_quant:
             state.offset, state.nested = made["offset"], True
-            state.state2 = QuantState(
+            state.state2 = bnb.QuantState(
                 absmax=made["nested_absmax"], code=torch.empty(256), blocksize=NESTED_BLOCK, dtype=torch.float32
             )
         fake = nn.Parameter(made["data"].view(-1, 1), requires_grad=False)
         fake.quant_state = state  # type: ignore[attr-defined]
         return fake
 
-    def published(self, method: str, settings: Mapping[str, Any]) -> SourceQuantization | None:
+    def published(self, method: str, settings: Settings) -> SourceQuantization | None:
         if method != "bitsandbytes" or not settings.get("load_in_4bit", settings.get("_load_in_4bit")):
             return None
         is_nf4 = settings.get("bnb_4bit_quant_type") == "nf4"

@@ -1,20 +1,16 @@
 """NVFP4: codes of 4 bits, of which 16 of a row share a scale in E4M3, and a matrix a global scale."""
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from moetune.formats.base import AT_ONCE, SLACK, Format, Quantized, Sizes, require
+from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
 from moetune.formats.e2m1 import E2M1, LEVELS, e2m1_codes
-from moetune.formats.published import SourceQuantization, patterns_of
+from moetune.formats.published import Settings, SourceQuantization, patterns_of
+from moetune.kernels import AT_ONCE
 from moetune.kernels.operators import operator
-from moetune.tensor_files import Stored
 
 BLOCK = 16  # weights of a row that share one scale
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -46,54 +42,12 @@ def dequantize_nvfp4(data: Tensor, scales: Tensor, fractions: Tensor, columns: i
     return out
 
 
-def round_to_nvfp4(
-    weight: Tensor,
-    data: Tensor,
-    scales: Tensor,
-    fraction: Tensor,
-    *,
-    largest: Tensor | None = None,
-    keep: bool = False,
-) -> None:
-    """Quantize a matrix [R, C] to NVFP4, with B = ⌈C / 16⌉ blocks in a row, by the formulas of compressed-tensors.
-
-    The global scale 448 · 6 / `largest` brings the largest scale of a block to 448, and the scale of a block its
-    largest magnitude to 6.
-
-    Args:
-        data: [R, 8·B] uint8, overwritten with two codes per byte, the first in the low bits.
-        scales: [R, B] uint8, overwritten with the bits of the blocks' E4M3 scales.
-        fraction: [2] float32, numerator and denominator of the factor of all scales; overwritten with 1 and the global
-            scale.
-        largest: a magnitude, at least that of every weight, as where several matrices share a global scale; by default
-            the matrix's own.
-        keep: as `Quantized.round_`; `fraction` is then read and stays too, and `largest` is not used.
-    """
-    rows, columns = weight.shape
-    if not keep:
-        largest = _largest(weight) if largest is None else largest
-        fraction[0] = 1
-        fraction[1] = torch.where(largest > 0, LARGEST * E2M1[-1] / largest, 1)
-    over, under = fraction
-    high = max(1, AT_ONCE // columns)
-    for first in range(0, rows, high):
-        blocks = pad(weight[first : first + high].float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
-        wanted = under * (blocks.abs().amax(-1) / E2M1[-1]) / over
-        rounded = wanted.clamp_(_SMALLEST_FP8, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
-        if keep:  # as integers, positive scales are in the same order
-            rounded = torch.maximum(rounded, scales[first : first + high])
-        scales[first : first + high].copy_(rounded)
-        of_blocks = rounded.view(torch.float8_e4m3fn).float() * over / under
-        data[first : first + high].copy_(e2m1_codes(blocks / of_blocks[..., None]).flatten(1))
-
-
 def _largest(weight: Tensor) -> Tensor:
     """Return the largest magnitude of a tensor in float32, without a copy of its size."""
     low, high = weight.aminmax()
     return torch.maximum(low.abs(), high.abs()).float()
 
 
-@dataclass(frozen=True)
 class StoredNvfp4(Quantized):
     """A matrix [out, in] in NVFP4: 16 weights of a row share a scale of 8 bits (E4M3), and the matrix a global scale.
 
@@ -102,11 +56,11 @@ class StoredNvfp4(Quantized):
     computed in float32 and rounded once to `dtype`, as by either library for bfloat16.
     """
 
-    NAMES = re.compile(r"(.+\.weight)_(packed|scale|scale_2|global_scale)")
+    PATTERN = r"(.+\.weight)_(packed|scale|scale_2|global_scale)"
     MAIN = (("",), ("_packed",))
 
     @classmethod
-    def opened(cls, parts: Mapping[str, Stored], folder: Path) -> Self | None:
+    def opened(cls, parts: Parts) -> Self | None:
         of_matrix = parts.keys() & {"scale_2", "global_scale"}
         if not of_matrix:
             return None
@@ -117,14 +71,6 @@ class StoredNvfp4(Quantized):
         require(kinds == ("U8", "F8_E4M3", "F32", 1) and fits, parts)
         return cls(codes.file, "BF16", (rows, 2 * half), 0, parts)
 
-    def round_(self, weight: Tensor, stored: dict[str, Tensor], largest: Tensor | None, keep: bool) -> None:
-        fraction = self.fraction
-        keep = keep and bool(weight.abs().max() <= LARGEST * E2M1[-1] * fraction[0] / fraction[1] * SLACK)
-        data, scales = stored["packed" if "packed" in stored else ""], stored["scale"].view(torch.uint8)
-        round_to_nvfp4(weight, data, scales, fraction, largest=largest, keep=keep)
-        if not keep:
-            stored |= {"scale_2": 1 / fraction[1]} if "scale_2" in stored else {"global_scale": fraction[1:]}
-
     @property
     def fraction(self) -> Tensor:
         """The global scale as a factor and a divisor, of which one is 1: [2] float32."""
@@ -132,16 +78,17 @@ class StoredNvfp4(Quantized):
         scale, one = self.parts[name].rows().float().reshape(1), torch.ones(1)
         return torch.cat([scale, one] if name == "scale_2" else [one, scale])
 
-    def quantized(self, expert: int = 0) -> dict[str, Tensor]:
-        codes, scales = self._stored(0, None)
-        return {"data": codes, "scales": scales.view(torch.uint8), "fractions": self.fraction}
+    def as_rows(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        data, scales = stored["packed" if "packed" in stored else ""], stored["scale"].view(torch.uint8)
+        return {"data": data, "scales": scales, "fractions": self.fraction}
 
-    def _stored(self, start: int, stop: int | None) -> tuple[Tensor, Tensor]:
-        codes = self.parts["packed" if "packed" in self.parts else ""]
-        return codes.rows(start, stop), self.parts["scale"].rows(start, stop)
+    def as_parts(self, rows: Rows) -> dict[str, Tensor]:
+        over, under = rows["fractions"]
+        return {"scale_2": over / under} if "scale_2" in self.parts else {"global_scale": under}
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        codes, scales = (part.to(device) for part in self._stored(start, stop))
+        names = "packed" if "packed" in self.parts else "", "scale"
+        codes, scales = (self.parts[name].rows(start, stop).to(device) for name in names)
         over, under = self.fraction.to(device)
         levels = torch.tensor(LEVELS, device=device)
         weights = levels[torch.stack([codes & 15, codes >> 4], -1).int()].view(*scales.shape, BLOCK)
@@ -160,21 +107,36 @@ class Nvfp4(Format):
         data, scales = (count, high, wide * BLOCK // 2), (count, high, wide)
         return {"data": (torch.uint8, data), "scales": (torch.uint8, scales), "fractions": (torch.float32, (count, 2))}
 
-    def quantize(self, weight: Tensor, row: Mapping[str, Tensor]) -> None:
-        round_to_nvfp4(weight, row["data"], row["scales"], row["fractions"])
+    def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
+        """Quantize as `Format.quantize` says, by the formulas of compressed-tensors.
 
-    def dequantize(self, stored: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        The global scale 448 · 6 / `largest` brings the largest scale of a block to 448, and the scale of a block its
+        largest magnitude to 6. With `keep` it stays as well, if all weights fit.
+        """
+        data, scales, fraction = row["data"], row["scales"], row["fractions"]
+        if keep:
+            keep = bool(weight.abs().max() <= LARGEST * E2M1[-1] * fraction[0] / fraction[1] * SLACK)
+        rows, columns = weight.shape
+        if not keep:
+            largest = _largest(weight) if largest is None else largest
+            fraction[0] = 1
+            fraction[1] = torch.where(largest > 0, LARGEST * E2M1[-1] / largest, 1)
+        over, under = fraction
+        high = max(1, AT_ONCE // columns)
+        for first in range(0, rows, high):
+            blocks = pad(weight[first : first + high].float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
+            wanted = under * (blocks.abs().amax(-1) / E2M1[-1]) / over
+            rounded = wanted.clamp_(_SMALLEST_FP8, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+            if keep:  # as integers, positive scales are in the same order
+                rounded = torch.maximum(rounded, scales[first : first + high])
+            scales[first : first + high].copy_(rounded)
+            of_blocks = rounded.view(torch.float8_e4m3fn).float() * over / under
+            data[first : first + high].copy_(e2m1_codes(blocks / of_blocks[..., None]).flatten(1))
+
+    def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return dequantize_nvfp4(stored["data"], stored["scales"], stored["fractions"], shape[1], dtype)
 
-    def draw_(self, name: str, buffer: Tensor) -> None:
-        if name == "fractions":
-            buffer.copy_(torch.tensor([1.0, 20_000.0]))
-        elif name == "scales":
-            buffer.copy_(torch.randint(118, 124, buffer.shape))
-        else:
-            super().draw_(name, buffer)
-
-    def published(self, method: str, settings: Mapping[str, Any]) -> SourceQuantization | None:
+    def published(self, method: str, settings: Settings) -> SourceQuantization | None:
         is_modelopt = method == "modelopt" and settings.get("quant_algo") in ("NVFP4", "W4A16_NVFP4")
         if not is_modelopt and (method, settings.get("format")) != ("compressed-tensors", "nvfp4-pack-quantized"):
             return None

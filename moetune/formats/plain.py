@@ -1,36 +1,29 @@
 """Weights that are not quantized: bf16 and fp32."""
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from moetune.formats.base import Format, Sizes
+from moetune.config.schema import Storage
+from moetune.formats.base import Format, Rows, Sizes
 
 
 class Plain(Format):
     """Weights in a floating-point dtype. Dequantizing is a cast, or a view of the data."""
 
-    dtype: ClassVar[torch.dtype]
+    dtype: torch.dtype
+    quantizes_linears = False
+
+    def __init__(self, name: Storage, dtype: torch.dtype) -> None:
+        self.name, self.formula, self.dtype = name, f"{dtype.itemsize}·n", dtype
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         return {"data": (self.dtype, (count, *shape))}
 
-    def quantize(self, weight: Tensor, row: Mapping[str, Tensor]) -> None:
+    def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
         row["data"].copy_(weight)
 
-    def dequantize(self, stored: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return stored["data"].to(dtype)
 
 
-class Bf16(Plain):
-    """bfloat16."""
-
-    name, formula, dtype = "bf16", "2·n", torch.bfloat16
-
-
-class Fp32(Plain):
-    """float32."""
-
-    name, formula, dtype = "fp32", "4·n", torch.float32
+PLAIN = (Plain("bf16", torch.bfloat16), Plain("fp32", torch.float32))

@@ -9,6 +9,8 @@ from typing import Any
 from moetune.config.schema import ModelConfig, Storage
 from moetune.errors import UserError, shown
 
+Settings = Mapping[str, Any]
+"""The `quantization_config` of a checkpoint."""
 _IN_16_BITS: Storage = "nf4"
 """Storage that `model.base: auto` stands for, unless the checkpoint's own format can be kept."""
 
@@ -62,7 +64,7 @@ class SourceQuantization:
         )
 
 
-def patterns_of(settings: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def patterns_of(settings: Settings, key: str) -> tuple[str, ...]:
     """Return the patterns (`SourceQuantization.left_out`) under a key of `quantization_config`, none if it is missing;
     raise `UserError` if they are no list of strings, or one is no regular expression after `re:`."""
     found = settings.get(key) or ()

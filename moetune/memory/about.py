@@ -20,13 +20,14 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
     """Return (label, text) pairs that describe a run, in the order in which a report prints them. `capability` is the
     CUDA compute capability of its GPU; None for a CPU."""
     config, train = run.config, run.config.train
+    base = format_of(config.model.base, config.model.double_quant).label
     batches = "1 micro-batch" if train.accumulate == 1 else f"{train.accumulate:,} micro-batches"
     step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {batches} a step"
     sizes = {axis: getattr(config.parallel, axis) for axis in ("replicate", "fsdp", "ep", "tp")}
     layout = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     return (
         ("trains", "; ".join(trains(run))),
-        ("base", format_of(config.model).label + ", experts on the host" * (config.model.experts_on == "host")),
+        ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
         ("attention", attention_in_words(config, run.model.plain, capability)),
         ("batch", f"{step}, checkpointing {checkpointing(run)}"),
         *([("router gradient", _dense_gradient(run))] if train.dense_router_gradient else []),

@@ -11,6 +11,7 @@ optimizers.md). They only explain the bytes; no prediction is computed from them
 import re
 from collections.abc import Iterator
 
+from moetune.formats.nf4 import Nf4
 from moetune.formats.table import FORMATS
 from moetune.memory.report import PartName, Term
 from moetune.memory.trace.views import Trace
@@ -26,7 +27,7 @@ _PAGES: dict[PartName, str] = {
     "transient_peak": "activations",
 }
 # How a weight is stored -> formula of its bytes; n: elements.
-_STORED = {one.label: one.formula for format in FORMATS.values() for one in map(format.with_scales, (True, False))}
+_STORED = {format.label: format.formula for format in (Nf4(double_quant=False), *FORMATS.values())}
 # Optimizer -> formula of the bytes of its states; n: elements, b: bytes per element, [R, C]: shape of a matrix.
 _STATES: dict[str, str] = {
     "adamw": "2·b·n: two moments in the dtype that is updated",

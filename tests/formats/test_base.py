@@ -5,9 +5,6 @@ import torch
 
 from moetune.config.schema import Storage
 from moetune.experts.quantized import QuantizedExperts
-from moetune.formats.fp8 import round_to_fp8
-from moetune.formats.mxfp4 import round_to_mxfp4
-from moetune.formats.nvfp4 import round_to_nvfp4
 
 
 @pytest.mark.parametrize("storage", ["fp8", "nvfp4", "mxfp4"])
@@ -20,13 +17,7 @@ def test_weights_of_a_quantized_matrix_keep_their_bytes(storage: Storage) -> Non
     data, scales = stack.data[0].clone(), stack.scales[0].clone()
 
     def rounded(weight: torch.Tensor) -> torch.Tensor:
-        match storage:
-            case "fp8":
-                round_to_fp8(weight, stack.data[0], stack.scales[0], keep=True)
-            case "nvfp4":
-                round_to_nvfp4(weight, stack.data[0], stack.scales[0], stack.fractions[0], keep=True)
-            case _:
-                round_to_mxfp4(weight.flatten(), stack.data[0], stack.scales[0], keep=True)
+        stack.format.quantize(weight, {name: buffer[0] for name, buffer in stack.named_buffers()}, keep=True)
         return stack.matrix(0, torch.float32)
 
     assert torch.equal(rounded(before), before)

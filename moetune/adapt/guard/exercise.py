@@ -17,10 +17,10 @@ from moetune.adapt.layers.low_rank import adapted
 from moetune.compat.transformers import activation_of, calls_rotary, norms_heads, softmax_router
 from moetune.config.schema import Storage
 from moetune.experts.activation import SwiGLU, recognize
-from moetune.experts.quantized import quantized_linear
+from moetune.experts.quantized import QuantizedLinear
 from moetune.experts.self_check import TOKENS, BankSizes
 from moetune.experts.self_check import samples as bank_samples
-from moetune.formats.table import FORMATS
+from moetune.formats.table import format_of
 from moetune.kernels import rotary, routing
 from moetune.models.moe import MoeLayer
 from moetune.run.dtypes import DTYPES
@@ -73,11 +73,10 @@ class LinearSizes:
     def _base(self, device: torch.device) -> nn.Module:
         dtype = DTYPES[self.dtype]
         plain = nn.Linear(self.inputs, self.outputs, bias=False, dtype=dtype, device=device)
-        if self.storage == "fp16" or not FORMATS[self.storage].quantizes_linears:
+        if self.storage == "fp16" or not (format := format_of(self.storage, self.double_quant)).quantizes_linears:
             return plain.requires_grad_(False)
-        return quantized_linear(
-            plain, plain.weight.data, FORMATS[self.storage].with_scales(self.double_quant), dtype, device
-        )
+        own = format.linear(plain, plain.weight.data, dtype, device)
+        return own or QuantizedLinear(plain.weight.data, None, self.storage)
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
     quantized, with_lora = set(run.quantized_linears), set(selection.lora_linears)
     if run.config.parallel.tp > 1:
         with_lora = set()  # base and factors run as layers of their own
-    format = FORMATS[model.base]
+    format = format_of(model.base, model.double_quant)
     for path, linear in run.structure.linears().items():
         is_quantized = path in quantized and format.quantizes_linears
         if path in with_lora or (is_quantized and not format.has_own_linear):

@@ -15,7 +15,6 @@ from moetune.compat.transformers import unmatched_keys
 from moetune.errors import UserError, first_of, reading
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.table import format_of
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
@@ -133,7 +132,7 @@ class CheckpointReader:
 
     def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[Quantized]:
         """Return whether a matrix has this shape and is quantized as `model.base` says, and so is stored as it is."""
-        return isinstance(stored, Quantized) and stored.is_in(format_of(self._target.config)) and stored.shape == shape
+        return isinstance(stored, Quantized) and stored.is_in(self._target.format) and stored.shape == shape
 
     def _read(self, key: str) -> Tensor:
         return _narrowed(self._stored[key].whole(self._target.device))

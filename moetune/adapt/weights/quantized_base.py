@@ -170,7 +170,8 @@ def check_quantized_base(run: ResolvedRun) -> None:
     if manifest is None:
         return
     folder = Path(str(run.model.source.folder))
-    for key in ("base", "double_quant") if format_of(config) != format_of(manifest) else ():
+    alike = format_of(config.base, config.double_quant) == format_of(manifest.base, manifest.double_quant)
+    for key in () if alike else ("base", "double_quant"):
         wanted, stored = getattr(config, key), getattr(manifest, key)
         if wanted != stored:
             raise UserError(

@@ -16,7 +16,7 @@ from moetune.config.resolved import ResolvedModelConfig
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext
 from moetune.experts.host import stays_on_host
-from moetune.experts.quantized import QuantizedLinear, quantized_linear
+from moetune.experts.quantized import QuantizedLinear
 from moetune.formats.base import Quantized
 from moetune.formats.nf4 import BitsAndBytes, empty_linear
 from moetune.formats.table import format_of
@@ -48,6 +48,7 @@ class LoadTarget:
 
     Attributes:
         layers: path of a layer's experts module -> the layer.
+        format: the format of what is quantized.
         banks: path of a layer's experts module -> its bank, for banks that have been created.
     """
 
@@ -65,6 +66,7 @@ class LoadTarget:
         on_read: Callable[[float], None] | None = None,
     ) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, DTYPES[config.dtype]
+        self.format = format_of(config.base, config.double_quant)
         self.layers = {layer.experts: layer for layer in structure.moe_layers}
         self.linears = dict.fromkeys(linears)
         self.banks: dict[str, ExpertBank] = {}
@@ -154,11 +156,12 @@ class LoadTarget:
         """
         linear = cast(nn.Linear, self.model.get_submodule(path))
         self._note(weight.numel())
-        format = format_of(self.config)
-        if format.dtype == self.dtype or not format.of_linears:
+        format = self.format
+        if format.dtype == self.dtype or not (format.quantizes_linears or format.dtype):
             linear.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
         else:
-            quantized = quantized_linear(linear, weight, format, self.dtype, self.device)
+            quantized = format.linear(linear, weight, self.dtype, self.device)
+            quantized = quantized or QuantizedLinear(weight, linear.bias, format.name)
             self.model.set_submodule(path, quantized.requires_grad_(False))
 
     def put_quantized_linear(self, path: str, stored: Quantized) -> None:

@@ -117,7 +117,7 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
                 continue
             stop = start + len(rows)
             before = place.rows(start, stop)
-            _write(place, rows.float(), start, keep=is_published)
+            _write(place, format, rows.float(), start, keep=is_published)
             rounded = place.rows(start, stop) - before
             sums.setdefault(layer, _Sums()).add(rows.float() - base[key].rows(start, stop).float(), rounded)
     write_export_manifest(out, manifest_entries(run) | {"format": "merged", "into": into, "base": of_base.to_json()})
@@ -170,7 +170,7 @@ def _to_round(model: ResolvedModel, base: Mapping[str, Stored], format: Format) 
                     f"only of {layout}; export without --into, or as an adapter"
                 )
             experts |= {*mapping.every_key()}
-    paths = linears_to_quantize(model.plain, structure, NOTHING) if format.of_linears else ()
+    paths = linears_to_quantize(model.plain, structure, NOTHING) if format.quantizes_linears else ()
     linears = (mappings.get(f"{path}.weight") for path in paths)
     keys = experts | {one.every_key()[0] for one in linears if one is not None and one.conversion is None}
     return {key for key in keys if base[key].shape[1] % format.into_multiple == 0}
@@ -202,7 +202,7 @@ def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out:
             step = 1 if format.layouts[0].STACKS else tensor.num_rows
             for start in range(0, tensor.num_rows, step):
                 rows = tensor.rows(start, start + step).float()
-                _write(places[name], rows, start, largest.get(_joined(name)))
+                _write(places[name], format, rows, start, largest.get(_joined(name)))
 
 
 def _joined(name: str) -> str:
@@ -230,21 +230,20 @@ def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]
             held = []
 
 
-def _write(place: Stored, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False) -> None:
+def _write(
+    place: Stored, format: Format, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False
+) -> None:
     """Round float32 weights and write their data and scales in place: a whole matrix, or of a stack one expert.
 
     Args:
         place: the quantized tensor in the file.
         start: index of the expert; 0 for a whole matrix.
-        largest: as of `Quantized.round_`.
-        keep: leave the scales that are stored, unless a weight is too large for them.
+        largest, keep: as in `Format.quantize`.
     """
     assert isinstance(place, Quantized)
-    stored = {
-        name: part.rows(start, start + len(weight)) if place.STACKS else part.whole()
-        for name, part in place.parts.items()
-    }
-    place.round_(weight, stored, largest, keep)
-    for name, tensor in stored.items():
+    stored = place.stored(start)
+    rows = place.as_rows(stored)
+    format.quantize(weight[0].T if place.STACKS else weight, rows, largest, keep)
+    for name, tensor in (stored | place.as_parts(rows)).items():
         part = place.parts[name]
         part.write(tensor.reshape(-1, *part.row_shape), start)

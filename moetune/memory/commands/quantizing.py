@@ -14,7 +14,6 @@ from moetune.compat.torch import QuickFakeMode, add_missing_fakes, answering_no
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.nf4 import BLOCK, Nf4
-from moetune.formats.table import format_of
 from moetune.memory.commands.unread import Reading, described, report_of, unread
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.tracing import refusing_values
@@ -52,7 +51,7 @@ def predict_quantize(model: ResolvedModel, gpu: str | Gpu | None = None) -> Memo
     with refusing_values(model.config.path, model.structure.model_type), QuickFakeMode(), tracker, torch.no_grad():
         _convert(target, reader, stored, mappings, reading)
     name = model.config.path
-    return report_of(tracker, name, {"quantizes": f"{name} to {format_of(model.config).label}"}, gpu)
+    return report_of(tracker, name, {"quantizes": f"{name} to {target.format.label}"}, gpu)
 
 
 def _published(model: ResolvedModel) -> dict[str, Stored]:
@@ -93,13 +92,12 @@ class _FakeTarget(LoadTarget):
     buffers of a plain module take their place."""
 
     def put_linear(self, path: str, weight: Tensor) -> None:
-        format = format_of(self.config)
-        if not isinstance(format, Nf4):
+        if not isinstance(self.format, Nf4):
             super().put_linear(path, weight)
             return
         linear: Any = self.model.get_submodule(path)
         holder = nn.Module()
-        for name, tensor in format.quantized(weight.contiguous()).items():
+        for name, tensor in self.format.quantized(weight.contiguous()).items():
             holder.register_buffer("weight" if name == "data" else name, tensor)
         holder.register_parameter("bias", linear.bias)
         self.model.set_submodule(path, holder)

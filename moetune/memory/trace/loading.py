@@ -99,12 +99,7 @@ def _quantizing(shape: ExpertShape, run: ResolvedRun, dtype: torch.dtype) -> int
 
 @cache
 def quantizing(
-    shape: tuple[int, int],
-    storage: Storage,
-    double_quant: bool,
-    dtype: torch.dtype,
-    is_transposed: bool,
-    on_cpu: bool = False,
+    shape: tuple[int, int], storage: Storage, double_quant: bool, dtype: torch.dtype, is_transposed: bool, on_cpu: bool
 ) -> int:
     """Return the peak of temporary bytes while one matrix is quantized, by a trace on fake tensors; cached. The matrix
     itself and its buffers in the expert bank are not counted.

@@ -121,7 +121,8 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
     A label names the component and, of quantized weights, the format: "attention", "experts, nf4". Trained LoRA factors
     and experts are labelled "lora" and "experts", and tensors of no known component "buffers".
     """
-    run, stored = adapted.run, format_of(adapted.run.config.model).label
+    run, model = adapted.run, adapted.run.config.model
+    stored = format_of(model.base, model.double_quant).label
     components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parameters}
     components |= {layer.experts: "experts" for layer in run.structure.moe_layers}
     labels = {}

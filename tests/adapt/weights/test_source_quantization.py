@@ -22,6 +22,7 @@ from moetune.experts.context import ExpertContext
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.mxfp4 import StoredMxfp4
+from moetune.formats.table import format_of
 from moetune.memory.trace.tracker import Tracker
 from moetune.run.dtypes import DTYPES
 from moetune.run.placement import Placement
@@ -245,7 +246,7 @@ def test_another_layout_is_unpacked_and_packed_anew(
     folder = write_4bit(tmp_path, "mixtral", hidden_size=64, **made)
     adapted = built(folder, FROZEN, dtype="fp32", **asked)
     bank = adapted.model.model.layers[1].mlp.experts
-    assert (bank.gate_up.storage, bank.gate_up.double_quant) == (becomes, becomes == "nf4")
+    assert bank.gate_up.format == format_of(becomes, double_quant=True)
     gate_up, down = experts_of("mixtral", folder, 1, 3)
     stack = QuantizedExperts(1, tuple(down.shape), becomes)
     stack.quantize_(0, down)
