@@ -107,19 +107,20 @@ class Format(ABC):
         quantizes_linears: whether linear layers are quantized in it; else experts only, or nothing.
         has_own_linear: whether the library that quantizes has a linear layer, which `linear` returns.
         dtype: the dtype of weights that are not quantized; else None.
-        read_bits: bits of a weight in a checkpoint that is read in small parts and kept as it is; None if memory while
-            loading is that of weights in 16 bits.
+        bits: bits of a weight, its share of the scales included, in large matrices.
+        is_read_apart: whether checkpoints in it have tensors for each matrix, of which one at a time is in memory.
         into_multiple: number of columns of which a matrix must have a multiple to be exported in it.
         joins_scales: whether inference needs one largest scale for matrices that it joins.
     """
 
     name: Storage
     formula: str
+    bits: float
     layouts: ClassVar[tuple[type[Quantized], ...]] = ()
     quantizes_linears: ClassVar[bool] = True
     has_own_linear: ClassVar[bool] = False
     dtype: torch.dtype | None = None
-    read_bits: ClassVar[float | None] = None
+    is_read_apart: ClassVar[bool] = False
     into_multiple: ClassVar[int] = 1
     joins_scales: ClassVar[bool] = False
 

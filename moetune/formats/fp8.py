@@ -90,7 +90,7 @@ class Fp8(Format):
     """8-bit floats in blocks of 128 × 128; quantized and dequantized bit for bit as by transformers."""
 
     name, formula, layouts = "fp8", "n + 4·⌈R/128⌉·⌈C/128⌉ a matrix [R, C] of n weights", (BlockFp8,)
-    read_bits = 8
+    bits, is_read_apart = 8, True
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         high, wide = (-(-size // FP8_BLOCK) for size in shape)

@@ -76,7 +76,7 @@ class Mxfp4(Format):
     """E2M1 in blocks of 32 weights, of experts only; dequantized bit for bit as by transformers."""
 
     name, formula, layouts = "mxfp4", "17·⌈n/32⌉ a matrix of n weights", (StoredMxfp4,)
-    quantizes_linears, into_multiple = False, BLOCK
+    bits, quantizes_linears, into_multiple = 4.25, False, BLOCK
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         groups = -(-shape[0] * shape[1] // BLOCK)

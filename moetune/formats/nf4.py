@@ -132,7 +132,7 @@ class Nf4(Format):
 
     double_quant: bool = True
 
-    name, layouts, has_own_linear = "nf4", (BitsAndBytes,), True
+    name, layouts, bits, has_own_linear = "nf4", (BitsAndBytes,), 4.5, True
 
     @property
     def label(self) -> str:

@@ -100,7 +100,7 @@ class Nvfp4(Format):
     """E2M1 in blocks of 16 weights of a row; dequantized bit for bit as by ModelOpt and compressed-tensors."""
 
     name, formula, layouts = "nvfp4", "9·R·⌈C/16⌉ + 8 a matrix [R, C]", (StoredNvfp4,)
-    read_bits, into_multiple, joins_scales = 4.5, BLOCK, True
+    bits, is_read_apart, into_multiple, joins_scales = 4.5, True, BLOCK, True
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         high, wide = shape[0], -(-shape[1] // BLOCK)

@@ -14,7 +14,8 @@ class Plain(Format):
     quantizes_linears = False
 
     def __init__(self, name: Storage, dtype: torch.dtype) -> None:
-        self.name, self.formula, self.dtype = name, f"{dtype.itemsize}·n", dtype
+        self.name, self.dtype = name, dtype
+        self.formula, self.bits = f"{dtype.itemsize}·n", 8 * dtype.itemsize
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         return {"data": (self.dtype, (count, *shape))}

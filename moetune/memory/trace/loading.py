@@ -68,8 +68,8 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
         matrix = _gate_up(shape)
         published = run.model.source.quantization
         is_kept = model.base == published.base and run.config.adapt.experts is None
-        if is_kept and (bits := FORMATS[model.base].read_bits) is not None:
-            host = max(host, int(matrix * bits / 8))
+        if is_kept and FORMATS[model.base].is_read_apart:
+            host = max(host, int(matrix * FORMATS[model.base].bits / 8))
         elif published.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
             host = max(host, matrix * 17 // 32)
             if not is_kept:
