@@ -208,10 +208,8 @@ TrlSettings = Annotated[
     list[str] | None, option("KEY=VALUE", "With --trainer: an argument of its configuration; repeatable.", "--trl")
 ]
 Scored = Annotated[int, number("Tokens to read from each data set.")]
-KeepQuantized = Annotated[
-    str | None,
-    choice("|".join(typing.get_args(QuantizedDtype)), "Quantize a model. A run is loaded as in training.", "--base"),
-]
+FORMATS = "|".join(typing.get_args(QuantizedDtype))
+KeepQuantized = Annotated[str | None, choice(FORMATS, "Quantize a model. A run is loaded as in training.", "--base")]
 DataFormat = Annotated[
     str | None,
     choice(

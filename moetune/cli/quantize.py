@@ -1,9 +1,10 @@
 """The command `moetune quantize`: write a quantized copy of a checkpoint, which loads faster than the original."""
 
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 from moetune.cli.options import (
+    FORMATS,
     Json,
     OnCard,
     Overwrite,
@@ -16,7 +17,6 @@ from moetune.cli.options import (
     refuse_card,
     target,
 )
-from moetune.config.schema import QuantizedDtype
 from moetune.errors import UserError, counted
 from moetune.report.console import terminal
 
@@ -27,11 +27,7 @@ def quantize(
         Path | None, option(None, "Output folder; an incomplete one is continued. Only --predict needs none.")
     ] = None,
     base: Annotated[
-        str,
-        choice(
-            "|".join(("auto", *get_args(QuantizedDtype))),
-            "Format of the quantized weights; auto: as published, or nf4.",
-        ),
+        str, choice(f"auto|{FORMATS}", "Format of the quantized weights; auto: as published, or nf4.")
     ] = "auto",
     double_quant: Annotated[bool | None, option(None, "8-bit scales for nf4. Default: yes.")] = None,
     overwrite: Overwrite = False,

@@ -117,7 +117,7 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
                 continue
             stop = start + len(rows)
             before = place.rows(start, stop)
-            _write(place, format, rows.float(), start, keep=is_published)
+            _write(place, rows.float(), start, keep=is_published)
             rounded = place.rows(start, stop) - before
             sums.setdefault(layer, _Sums()).add(rows.float() - base[key].rows(start, stop).float(), rounded)
     write_export_manifest(out, manifest_entries(run) | {"format": "merged", "into": into, "base": of_base.to_json()})
@@ -202,7 +202,7 @@ def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out:
             step = 1 if format.layouts[0].STACKS else tensor.num_rows
             for start in range(0, tensor.num_rows, step):
                 rows = tensor.rows(start, start + step).float()
-                _write(places[name], format, rows, start, largest.get(_joined(name)))
+                _write(places[name], rows, start, largest.get(_joined(name)))
 
 
 def _joined(name: str) -> str:
@@ -230,9 +230,7 @@ def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]
             held = []
 
 
-def _write(
-    place: Stored, format: Format, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False
-) -> None:
+def _write(place: Stored, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False) -> None:
     """Round float32 weights and write their data and scales in place: a whole matrix, or of a stack one expert.
 
     Args:
@@ -243,6 +241,7 @@ def _write(
     assert isinstance(place, Quantized)
     stored = place.stored(start)
     rows = place.as_rows(stored)
+    format = next(one for one in FORMATS.values() if place.is_in(one))
     format.quantize(weight[0].T if place.STACKS else weight, rows, largest, keep)
     for name, tensor in (stored | place.as_parts(rows)).items():
         part = place.parts[name]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.attention import Capability
-from moetune.kernels import operators as kernels  # noqa: F401  defines its operators
+from moetune.formats import nf4  # noqa: F401  defines its operator, and imports those of kernels
 from moetune.memory.time.speeds import Kind, Point
 from moetune.memory.time.work import READ, Work, works
 from moetune.models.catalog.gpus import Gpu
