@@ -33,7 +33,7 @@ from moetune.experts.bank import ExpertLora
 from moetune.experts.context import ExpertContext
 from moetune.experts.dense import DenseWeights
 from moetune.experts.host import ExpertPrefetcher
-from moetune.experts.kernels.registry import use_kernels
+from moetune.kernels.registry import use_kernels
 from moetune.models.hub.fingerprint import Base
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection

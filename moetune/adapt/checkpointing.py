@@ -23,7 +23,7 @@ from moetune.compat.transformers import checkpoint_by
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ReadCounts
 from moetune.experts.host import AsyncCopy, CopyStream
-from moetune.experts.kernels import routing
+from moetune.kernels import routing
 from moetune.models.stack import decoder_layers
 from moetune.models.structure import ModelStructure
 from moetune.run.keeps import NOTHING, recomputes_layers

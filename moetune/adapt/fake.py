@@ -13,11 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moetune.adapt.attention import Capability
 from moetune.adapt.build import Adapted, build
-from moetune.compat.bitsandbytes import Linear4bit, QuantState
+from moetune.compat.bitsandbytes import Linear4bit
 from moetune.compat.torch import add_missing_fakes
 from moetune.compat.transformers import fix_rotary_length
 from moetune.experts.host import mark_on_host
-from moetune.experts.quantized import BLOCK, NESTED_BLOCK, QuantizedExperts
+from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.nf4 import Nf4
 from moetune.parallel.distribute import distribute
 from moetune.parallel.ranks import SINGLE_RANK, Ranks, local_tensor
 from moetune.run.resolve import ResolvedRun
@@ -36,7 +37,7 @@ def build_fake(
     with mode:
         for module in adapted.model.modules():
             if isinstance(module, Linear4bit):
-                module.weight = _fake_4bit(module.weight, run.config.model.double_quant)
+                module.weight = Nf4(run.config.model.double_quant).fake_weight(module.weight)
             fix_rotary_length(module)
         memo: dict[Tensor, Tensor] = {}
         for module in adapted.model.modules():
@@ -65,25 +66,3 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
 def _fake(tensor: Tensor) -> Tensor:
     fake = torch.empty(tensor.shape, dtype=tensor.dtype)
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-def _fake_4bit(weight: Tensor, double_quant: bool) -> nn.Parameter:
-    """Return a fake 4-bit weight laid out as by bitsandbytes: a uint8 Parameter with a `quant_state`."""
-    blocks = -(-weight.numel() // BLOCK)
-    state = QuantState(
-        absmax=torch.empty(blocks, dtype=torch.uint8 if double_quant else torch.float32),
-        shape=weight.shape,
-        code=torch.empty(16),
-        blocksize=BLOCK,
-        quant_type="nf4",
-        dtype=weight.dtype,
-    )
-    if double_quant:
-        nested = QuantState(
-            absmax=torch.empty(-(-blocks // NESTED_BLOCK)), code=torch.empty(256), blocksize=NESTED_BLOCK,
-            dtype=torch.float32,
-        )  # fmt: skip
-        state.offset, state.state2, state.nested = torch.empty(()), nested, True
-    fake = nn.Parameter(torch.empty((-(-weight.numel() // 2), 1), dtype=torch.uint8), requires_grad=False)
-    fake.quant_state = state  # type: ignore[attr-defined]
-    return fake

@@ -9,13 +9,14 @@ from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.host import stays_on_host
 from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.table import FORMATS
 from moetune.run.resolve import ResolvedRun
 
 
 def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
     """Raise `UserError` if a frozen weight is not stored in the precision `model.base`.
 
-    This concerns all frozen experts, and with `nf4` also the linear layers that the run quantizes.
+    This concerns all frozen experts, and where a library quantizes them also the linear layers that the run quantizes.
     """
     selection, config = run.selection, run.config.model
     for layer in run.structure.moe_layers:
@@ -26,7 +27,7 @@ def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
         is_whole = isinstance(bank, ExpertBank) and bank.gate_up.count == bank.down.count == expected
         if not is_whole or {bank.gate_up.storage, bank.down.storage} != {config.base}:
             raise UserError(f"{layer.experts}: {expected} experts should be stored as {config.base} and are not")
-    if config.base != "nf4":
+    if not FORMATS[config.base].has_own_linear:
         return
     for path in run.quantized_linears:
         linear = model.get_submodule(path)
@@ -34,7 +35,7 @@ def refuse_unquantized(model: PreTrainedModel, run: ResolvedRun) -> None:
         if not isinstance(linear, Linear4bit) or not (
             linear.weight.is_meta or getattr(linear.weight, "bnb_quantized", False)
         ):
-            raise UserError(f"{path}: should be stored as nf4 and is not")
+            raise UserError(f"{path}: should be stored as {config.base} and is not")
 
 
 def refuse_misplaced(model: PreTrainedModel, config: ResolvedModelConfig, device: torch.device) -> None:

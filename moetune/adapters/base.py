@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from moetune.adapters.factors import DOWN, GATE_UP
 from moetune.errors import UserError
-from moetune.models.hub.dequantize import weights_of
+from moetune.formats.checkpoint import weights_of
 from moetune.models.hub.fingerprint import headers
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings, published_names
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE
 from moetune.models.moe import MoeLayer
 from moetune.models.source import ModelSource
 from moetune.models.structure import ModelStructure
+from moetune.tensor_files import INDEX_FILE, SINGLE_FILE
 
 _ROLES = {
     "w1": "gate", "gate_proj": "gate", "w3": "up", "up_proj": "up", "w2": DOWN, "down_proj": DOWN,

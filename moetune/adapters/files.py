@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 
 from moetune.errors import UserError, first_of, reading, shown
 from moetune.json_files import first_problem, parse_json, read_json
-from moetune.models.hub.tensor_files import DTYPES, Stored, create_file, read_header, refuse_not_finite
+from moetune.tensor_files import DTYPES, Stored, create_file, read_header, refuse_not_finite
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."

@@ -15,7 +15,7 @@ import typer
 
 from moetune.config.fields import LARGEST
 from moetune.config.load import load_run_config
-from moetune.config.schema import DataConfig, HardwareConfig, RunConfig
+from moetune.config.schema import DataConfig, HardwareConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError, counted, shown, suggest
 from moetune.files import expanded, names_in, refuse_no_picture, refuse_taken
 from moetune.report.console import note, terminal
@@ -208,9 +208,8 @@ TrlSettings = Annotated[
     list[str] | None, option("KEY=VALUE", "With --trainer: an argument of its configuration; repeatable.", "--trl")
 ]
 Scored = Annotated[int, number("Tokens to read from each data set.")]
-KeepQuantized = Annotated[
-    str | None, choice("nf4|int8|fp8|nvfp4|mxfp4", "Quantize a model. A run is loaded as in training.", "--base")
-]
+FORMATS = "|".join(typing.get_args(QuantizedDtype))
+KeepQuantized = Annotated[str | None, choice(FORMATS, "Quantize a model. A run is loaded as in training.", "--base")]
 DataFormat = Annotated[
     str | None,
     choice(

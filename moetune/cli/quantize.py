@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moetune.cli.options import (
+    FORMATS,
     Json,
     OnCard,
     Overwrite,
@@ -26,7 +27,7 @@ def quantize(
         Path | None, option(None, "Output folder; an incomplete one is continued. Only --predict needs none.")
     ] = None,
     base: Annotated[
-        str, choice("auto|nf4|int8|fp8|nvfp4|mxfp4", "Format of the quantized weights; auto: as published, or nf4.")
+        str, choice(f"auto|{FORMATS}", "Format of the quantized weights; auto: as published, or nf4.")
     ] = "auto",
     double_quant: Annotated[bool | None, option(None, "8-bit scales for nf4. Default: yes.")] = None,
     overwrite: Overwrite = False,

@@ -25,12 +25,7 @@ with patch.object(torch, "compile", _lazily):
 
 import bitsandbytes.functional as functional  # noqa: E402
 import bitsandbytes.optim as optim  # noqa: E402
-from bitsandbytes.functional import (  # noqa: E402
-    QuantState,
-    create_dynamic_map,
-    dequantize_4bit,
-    get_paged,
-)
+from bitsandbytes.functional import get_paged  # noqa: E402
 from bitsandbytes.nn import Linear4bit, Params4bit  # noqa: E402
 from bitsandbytes.utils import unpack_tensor_to_dict  # noqa: E402
 
@@ -38,9 +33,6 @@ __all__ = [
     "SMALLEST_PAGED",
     "Linear4bit",
     "Params4bit",
-    "QuantState",
-    "create_dynamic_map",
-    "dequantize_4bit",
     "functional",
     "mend_dequantize_4bit",
     "optim",

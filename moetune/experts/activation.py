@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from moetune.compat.torch import unset_fake_temporarily
-from moetune.experts.kernels import operators as kernels
 from moetune.experts.projection import RowWeights
+from moetune.kernels import operators as kernels
 from moetune.models.moe import ExpertShape
 
 

@@ -15,14 +15,15 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from moetune.config.schema import Storage
 from moetune.experts.activation import recognize
 from moetune.experts.context import ExpertContext, Kind, reading
-from moetune.experts.kernels.grouped import is_in_triton
-from moetune.experts.kernels.routing import sorted_positions
 from moetune.experts.mlp import expert_mlp
 from moetune.experts.permutation import Permutation
 from moetune.experts.projection import FullProjection, LowRank, Projection
-from moetune.experts.quantized import QuantizedExperts, Storage
+from moetune.experts.quantized import QuantizedExperts
+from moetune.kernels.grouped import is_in_triton
+from moetune.kernels.routing import sorted_positions
 from moetune.models.moe import ExpertShape
 
 _MOST_AT_ONCE = 2**31 - 1  # weights in one dequantization: bitsandbytes counts them in 32 bits

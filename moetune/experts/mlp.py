@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from moetune.experts.activation import Activation
 from moetune.experts.context import ExpertHooks, Kind
-from moetune.experts.kernels import operators as kernels
-from moetune.experts.kernels.grouped import GroupedGemm
 from moetune.experts.permutation import Permutation, RowGroup, TokenRows
 from moetune.experts.projection import Gradients, Projection, RowWeights
+from moetune.kernels import operators as kernels
+from moetune.kernels.grouped import GroupedGemm
 
 
 class ExpertWeights(Protocol):

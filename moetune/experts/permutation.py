@@ -12,9 +12,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from moetune.experts.kernels import operators as kernels
-from moetune.experts.kernels.grouped import GroupedGemm
-from moetune.experts.kernels.routing import sorted_positions
+from moetune.kernels import operators as kernels
+from moetune.kernels.grouped import GroupedGemm
+from moetune.kernels.routing import sorted_positions
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moetune.experts.kernels import operators as kernels
-from moetune.experts.kernels.grouped import GroupedGemm
+from moetune.kernels import operators as kernels
+from moetune.kernels.grouped import GroupedGemm
 
 
 class RowWeights(NamedTuple):

@@ -8,18 +8,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from itertools import chain, repeat
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moetune.config.schema import Storage
+from moetune.config.schema import QuantizedDtype, Storage
 from moetune.experts.activation import SwiGLU
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext
-from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, using_kernels
 from moetune.experts.mlp import expert_mlp
+from moetune.experts.quantized import QuantizedExperts
+from moetune.kernels.registry import OPERATORS, KernelError, Operator, using_kernels
 from moetune.models.moe import ExpertShape
 from moetune.run.dtypes import DTYPES
 
@@ -78,7 +80,7 @@ class BankSizes:
         there are enough others.
         """
         bank = self._bank(device)
-        _draw(bank, self.storage)
+        _draw(bank)
         dtype, count = DTYPES[self.dtype], self.shape.num_experts
         idle = int(count > self.top_k)
         ids = torch.rand(tokens, count - idle).topk(self.top_k).indices + idle  # on the host, which counts them
@@ -113,27 +115,19 @@ class BankSizes:
         )  # fmt: skip
 
 
-def _draw(bank: nn.Module, storage: Storage) -> None:
-    """Fill a bank's parameters and quantized buffers with random values of the magnitude of a model's weights."""
-    with torch.no_grad():
-        for name, tensor in (*bank.named_parameters(), *bank.named_buffers()):
-            match name.rpartition(".")[2]:
-                case "nested_code" | "pairs":
-                    pass  # tables
-                case "data" if storage == "fp8":
-                    tensor.random_(0, 256).sub_(((tensor & 127) == 127).byte())  # two codes are NaN
-                case "fractions":
-                    tensor.copy_(torch.tensor([1.0, 20_000.0]))
-                case "scales" if tensor.is_floating_point():
-                    tensor.uniform_(0.5e-4, 1e-4)
-                case "scales":
-                    tensor.copy_(torch.randint(118, 124, tensor.shape))
-                case "absmax" | "nested_absmax" | "offset" if tensor.is_floating_point():
-                    tensor.uniform_(0.5e-2, 1e-2)
-                case _ if tensor.is_floating_point():
+def _draw(bank: nn.Module) -> None:
+    """Fill a bank's parameters and buffers with random values of the magnitude of a model's weights."""
+    for module in bank.modules():
+        with torch.no_grad():
+            for parameter in module.parameters(recurse=False):
+                parameter.normal_(0, 0.02)
+            if isinstance(module, QuantizedExperts):
+                weight = torch.randn(module.shape, dtype=torch.bfloat16, device=module.data.device) / 50
+                for index in range(module.count):
+                    module.quantize_(index, weight.roll(index + 1))
+            else:
+                for tensor in module.buffers(recurse=False):
                     tensor.normal_(0, 0.02)
-                case _:
-                    tensor.random_(torch.iinfo(tensor.dtype).min, torch.iinfo(tensor.dtype).max + 1)
 
 
 def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, rank: int = 12) -> Iterator[BankSizes]:
@@ -148,10 +142,9 @@ def samples(dtype: torch.dtype, *, hidden: int = 192, intermediate: int = 144, r
         plain, double_quant=False, split=False, split_gate_up=False, expert_memory=0, lora=(0, 1, 2), trained=2
     )
     clamped = replace(plain, shape=apart, split_gate_up=False, gate=(1.702, 1.5))
-    yield replace(clamped, storage="mxfp4")
-    yield replace(clamped, storage="int8", split=False, expert_memory=0)
-    yield replace(plain, storage="fp8")
-    yield replace(plain, storage="nvfp4")
+    others = chain((replace(clamped, split=False, expert_memory=0), clamped), repeat(plain))
+    for storage, sizes in zip(get_args(QuantizedDtype)[1:], others, strict=False):
+        yield replace(sizes, storage=storage)
 
 
 # --- Comparison ---------------------------------------------------------------------------------------------------

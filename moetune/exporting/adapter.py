@@ -24,13 +24,13 @@ from moetune.exporting.folder import keep_apart, write_export_manifest
 from moetune.exporting.formats.merged import copy_checkpoint, untie_if_apart
 from moetune.exporting.formats.updates import Update, expert_with_lora, linear_with_lora, new_rows, placed, whole
 from moetune.files import expanded
+from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import Answer
-from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import Base
 from moetune.models.hub.key_mapping import key_mappings
-from moetune.models.hub.tensor_files import Held, Stored
 from moetune.run.resolve import resolve_model, untied_model
 from moetune.run.resolved import ResolvedModel
+from moetune.tensor_files import Held, Stored
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from moetune.errors import UserError
 from moetune.exporting.folder import keep_apart, write_export_manifest
 from moetune.exporting.formats.merged import copy_checkpoint, untie_if_apart
 from moetune.files import expanded
+from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import Answer
 from moetune.models.hub.delta_folder import Delta, read_delta
-from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import Base, take_fingerprint
-from moetune.models.hub.tensor_files import Stored, read_headers
 from moetune.models.source import ModelSource, find_model_source
 from moetune.models.source_quantization import read_quantized_manifest
+from moetune.tensor_files import Stored, read_headers
 
 
 @dataclass(frozen=True)

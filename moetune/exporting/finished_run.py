@@ -15,8 +15,8 @@ from moetune.config.schema import HardwareConfig, ParallelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
 from moetune.models.hub.fingerprint import Base, Fingerprint, headers, take_fingerprint
-from moetune.models.hub.tensor_files import Held, Stored, read_header, refuse_not_finite
 from moetune.run.resolve import ResolvedModel, resolve
+from moetune.tensor_files import Held, Stored, read_header, refuse_not_finite
 from moetune.training.folder.checkpoint import TRAINED_FILE, parts_of
 from moetune.training.folder.run_folder import BASE_FILE, RUN_FILE, RunFolder, step_of
 from moetune.training.same_run import beside_weights

@@ -10,13 +10,14 @@ import torch
 from moetune.compat.torch import QuickFakeMode, add_missing_fakes
 from moetune.exporting.finished_run import FinishedRun, base_folder
 from moetune.exporting.formats.updates import Trained, Update, new_rows, placed, updates
+from moetune.formats.base import Quantized
+from moetune.formats.checkpoint import open_checkpoint
 from moetune.memory.commands.unread import Reading, report_of, unread
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.tracing import refusing_values
 from moetune.memory.trace.tracker import Tracker
-from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping
-from moetune.models.hub.tensor_files import Stored
+from moetune.tensor_files import Stored
 
 
 def predict_merged(run: FinishedRun) -> MemoryReport:

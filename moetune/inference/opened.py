@@ -35,10 +35,10 @@ from moetune.config.schema import (
 from moetune.errors import UserError, reading, time_limit
 from moetune.exporting.finished_run import FinishedRun, fill_trained, open_run
 from moetune.files import expanded
-from moetune.models.hub.tensor_files import Stored
 from moetune.models.source import ModelSource, find_model_source
 from moetune.run.dtypes import DeviceType, dtype_on, this_device
 from moetune.run.resolve import ResolvedModel, ResolvedRun, resolve, resolve_model
+from moetune.tensor_files import Stored
 from moetune.training.data.load import set_template, tokenizer_of
 from moetune.training.folder.run_folder import RUN_FILE
 

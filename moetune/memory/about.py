@@ -8,6 +8,7 @@ from moetune.adapt.attention import Capability, attention_in_words
 from moetune.config.lora_rank import ranks_as_text
 from moetune.config.schema import KeptConfig, OptimizerConfig
 from moetune.errors import counted
+from moetune.formats.table import format_of
 from moetune.models.selection import ranges
 from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
@@ -19,7 +20,7 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
     """Return (label, text) pairs that describe a run, in the order in which a report prints them. `capability` is the
     CUDA compute capability of its GPU; None for a CPU."""
     config, train = run.config, run.config.train
-    base = f"{config.model.base}{', double-quantized' * (config.model.base == 'nf4' and config.model.double_quant)}"
+    base = format_of(config.model.base, config.model.double_quant).label
     batches = "1 micro-batch" if train.accumulate == 1 else f"{train.accumulate:,} micro-batches"
     step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {batches} a step"
     sizes = {axis: getattr(config.parallel, axis) for axis in ("replicate", "fsdp", "ep", "tp")}

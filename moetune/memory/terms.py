@@ -6,13 +6,13 @@ optimizers.md). They only explain the bytes; no prediction is computed from them
 - Mixed-precision Adam: 2 + 2 + 4 + 4 + 4 = 16 bytes per parameter, for weight, gradient, and in float32 the master copy
   and two moments (ZeRO, arXiv 1910.02054, section 3.1).
 - LOMO (arXiv 2306.09782) keeps neither gradients nor optimizer states.
-- NF4: half a byte per weight, and for each block of 64 weights a float32 scale; with double quantization a scale of one
-  byte, and a float32 for each 256 scales (QLoRA, arXiv 2305.14314).
 """
 
 import re
 from collections.abc import Iterator
 
+from moetune.formats.nf4 import Nf4
+from moetune.formats.table import FORMATS
 from moetune.memory.report import PartName, Term
 from moetune.memory.trace.views import Trace
 
@@ -27,16 +27,7 @@ _PAGES: dict[PartName, str] = {
     "transient_peak": "activations",
 }
 # How a weight is stored -> formula of its bytes; n: elements.
-_STORED: dict[str, str] = {
-    "nf4": "n/2 + 4·⌈n/64⌉ a matrix of n weights",
-    "nf4, double-quantized": "n/2 + ⌈n/64⌉ + 4·⌈n/64/256⌉ + 4 a matrix of n weights",
-    "int8": "n + 4·rows a matrix of n weights",
-    "fp8": "n + 4·⌈R/128⌉·⌈C/128⌉ a matrix [R, C] of n weights",
-    "nvfp4": "9·R·⌈C/16⌉ + 8 a matrix [R, C]",
-    "mxfp4": "17·⌈n/32⌉ a matrix of n weights",
-    "bf16": "2·n",
-    "fp32": "4·n",
-}
+_STORED = {format.label: format.formula for format in (Nf4(double_quant=False), *FORMATS.values())}
 # Optimizer -> formula of the bytes of its states; n: elements, b: bytes per element, [R, C]: shape of a matrix.
 _STATES: dict[str, str] = {
     "adamw": "2·b·n: two moments in the dtype that is updated",

@@ -15,21 +15,21 @@ from typing_extensions import TypedDict
 
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
+from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.published import SourceQuantization
 from moetune.json_files import read_json
 from moetune.models.catalog import CatalogModel, find_model, model_names
-from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
 from moetune.models.hub.snapshot import download, downloaded
-from moetune.models.hub.tensor_files import Stored, read_header
 from moetune.models.source_quantization import (
     REST,
     QuantizedManifest,
-    SourceQuantization,
     quantization_of,
     read_quantized_manifest,
 )
 from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
+from moetune.tensor_files import Stored, read_header
 
 _MOST_LAYERS = 1000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 
 from moetune.errors import UserError
 from moetune.models.hub.key_mapping import key_mappings
-from moetune.models.hub.tensor_files import Stored
 from moetune.models.structure import meta_model, tied_names
+from moetune.tensor_files import Stored
 
 _KEY = "tie_word_embeddings"
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moetune.compat.torch import all_to_all
 from moetune.experts.context import Dispatched, ExpertHooks, reading
-from moetune.experts.kernels.routing import sorted_positions
+from moetune.kernels.routing import sorted_positions
 
 
 class _DispatchState(NamedTuple):

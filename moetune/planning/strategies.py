@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, Literal, get_args
 
 from moetune.config.schema import Storage
+from moetune.formats.table import FORMATS
 from moetune.models.structure import ModelStructure
 from moetune.planning.changes import is_setting_of_host
 
@@ -123,13 +124,6 @@ _BASES: _Choices = [
     ({"model.base": "nf4"}, ("the base in 4 bits",)),
     ({"model.base": "nf4", **_HOST}, ("the base in 4 bits", _SLOWER)),
 ]
-_AS_PUBLISHED: dict[Storage, _Choices] = {
-    "mxfp4": [({"model.base": "mxfp4"}, ()), ({"model.base": "mxfp4", **_HOST}, (_SLOWER,))],
-    "nvfp4": [({"model.base": "nvfp4"}, ()), ({"model.base": "nvfp4", **_HOST}, (_SLOWER,))],
-    "fp8": [({"model.base": "fp8"}, ()), *_BASES[2:]],
-}
-"""Storages of a model that is published quantized: first the published one, as more bits would hold the same weights;
-then those of fewer bits."""
 _CHECKPOINTING: _Choices = [
     ({"train.checkpointing": "auto"}, ()),
     ({"train.checkpointing": "offload"}, ("speed: layers' inputs go to the host and back",)),
@@ -147,12 +141,21 @@ def strategies(
     order = 0
     optimizers = _OVER_RANKS if count > 1 and goal == "experts" else _OPTIMIZERS[goal]
     for layout in islice(layouts(structure, count), 1 if goal == "experts" else None):
-        for base, lost in _AS_PUBLISHED.get(published, _BASES) if published else _BASES:
+        for base, lost in _bases(published):
             for optimizer, lost_too in optimizers:
                 for checkpointing, lost_as_well in _CHECKPOINTING:
                     settings = {"train.accumulate": _MICRO_STEPS, **layout, **base, **optimizer, **checkpointing}
                     yield Strategy(goal, settings, (*lost, *lost_too, *lost_as_well), order)
                     order += 1
+
+
+def _bases(published: Storage | None) -> _Choices:
+    """Return the storages to try: of a model that is published quantized first that one, as more bits would hold the
+    same weights; then those of fewer bits."""
+    if published is None or published == "nf4":
+        return _BASES
+    kept: dict[str, Any] = {"model.base": published}
+    return [(kept, ()), *(_BASES[2:] if FORMATS[published].bits > 5 else [({**kept, **_HOST}, (_SLOWER,))])]
 
 
 def layouts(structure: ModelStructure, count: int) -> Iterator[dict[str, Any]]:

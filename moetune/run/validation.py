@@ -13,9 +13,10 @@ from transformers.utils import is_flash_attn_2_available
 
 from moetune.compat.transformers import has_sinks, supports_attention
 from moetune.config.resolved import ResolvedModelConfig
-from moetune.config.schema import LINEAR_STORAGES, KeptConfig, ModelConfig, OptimizerConfig, RunConfig
+from moetune.config.schema import KeptConfig, ModelConfig, OptimizerConfig, RunConfig
 from moetune.errors import UserError, counted
-from moetune.models.source_quantization import SourceQuantization
+from moetune.formats.published import SourceQuantization
+from moetune.formats.table import FORMATS
 from moetune.models.structure import ModelStructure
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
@@ -276,7 +277,7 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
     if run.config.parallel.tp == 1:
         return
     plan, structure, selection = tensor_plan(run.model.plain), run.structure, run.selection
-    quantized = run.quantized_linears if run.config.model.base in LINEAR_STORAGES else ()
+    quantized = run.quantized_linears if FORMATS[run.config.model.base].quantizes_linears else ()
     for path in structure.linears("attention"):
         if style_of(path, plan) not in SPLIT:
             yield (

@@ -19,10 +19,10 @@ from moetune.errors import UserError, first_of, reading
 from moetune.json_files import read_json
 from moetune.models.hub.fingerprint import digest, headers
 from moetune.models.hub.snapshot import small_files
-from moetune.models.hub.tensor_files import NAMES
 from moetune.parallel.coordinates import data_ranks
 from moetune.run.dtypes import DTYPES
 from moetune.run.resolved import ResolvedModel
+from moetune.tensor_files import NAMES
 from moetune.training.data.chats.stop_tokens import turn_ends
 from moetune.training.data.documents import values
 from moetune.training.data.load import Datasets

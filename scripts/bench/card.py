@@ -27,15 +27,15 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from moetune.adapt.build import build
-from moetune.experts.kernels import rotary, routing  # noqa: F401  define their operators
-from moetune.experts.kernels.registry import OPERATORS
 from moetune.experts.self_check import copied, differences, is_alike
+from moetune.kernels import rotary, routing  # noqa: F401  define their operators
+from moetune.kernels.registry import OPERATORS
 from moetune.memory.time.work import Work, works
 from moetune.memory.trace.steps import batches_of
 from moetune.run.resolve import resolve
 from moetune.training.step.micro_step import count_loss_tokens, token_loss
 from scripts.bench._common import LORA_16, commit, lora_run, seconds_of, versions, write_json
-from tests.experts.kernels.recorded import calls
+from tests.kernels.recorded import calls
 from tests.nullcuda import device as nullcuda
 
 Call = tuple[str, list[Any]]

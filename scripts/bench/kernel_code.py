@@ -25,8 +25,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from moetune.experts.kernels import triton_kernels as kernels
-from moetune.experts.kernels import triton_product, triton_rotary, triton_routing
+from moetune.kernels import triton_kernels as kernels
+from moetune.kernels import triton_product, triton_rotary, triton_routing
 from scripts.bench._common import commit, spread, versions, write_json, write_table
 from tests.ptx.driver import SHARED, emulated
 

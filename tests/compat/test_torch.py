@@ -34,7 +34,7 @@ from moetune.compat.torch import (
     process_group,
     shard_place,
 )
-from moetune.experts.kernels import operators
+from moetune.kernels import operators
 
 
 @pytest.mark.parametrize("stays", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moetune
-from moetune.models.hub.tensor_files import read_headers
+from moetune.tensor_files import read_headers
 from tests import small
 
 pytest.importorskip("trl")

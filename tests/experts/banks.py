@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from moetune.config.schema import Storage
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
-from moetune.experts.quantized import Storage
 from moetune.models.moe import read_shape
 from moetune.models.structure import read_structure
 from tests.reference import excite_, expert_weights

@@ -1,22 +1,16 @@
 """Every storage holds exactly what bitsandbytes (or a cast) makes of each matrix, in exactly the promised bytes."""
 
 from itertools import product
-from types import SimpleNamespace
-from typing import Any
 
-import bitsandbytes.functional as bnb
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import FineGrainedFP8Config
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moetune.experts import rounding
-from moetune.experts.kernels import operators as kernels
-from moetune.experts.quantized import QuantizedExperts, QuantizedLinear, Storage
+from moetune.config.schema import Storage
+from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.run.dtypes import DTYPES
+from tests.formats.stacks import SHAPES, matrices, quantized
 
 STORAGES: list[tuple[Storage, bool]] = [
     ("nf4", False),
@@ -28,24 +22,8 @@ STORAGES: list[tuple[Storage, bool]] = [
     ("bf16", False),
     ("fp32", False),
 ]
-# One block; no whole number of blocks; an odd number of weights; more blocks than share a second-level scale.
-SHAPES = [(8, 8), (6, 20), (5, 13), (40, 512)]
 
 every_storage = pytest.mark.parametrize(("storage", "double_quant"), STORAGES)
-every_shape = pytest.mark.parametrize("shape", SHAPES)
-
-
-def matrices(shape: tuple[int, int], count: int = 3) -> Tensor:
-    torch.manual_seed(0)
-    scales = torch.tensor([1e-3, 1.0, 50.0])[:count, None, None]
-    return torch.randn(count, *shape) * scales
-
-
-def quantized(storage: Storage, double_quant: bool, weights: Tensor) -> QuantizedExperts:
-    stack = QuantizedExperts(len(weights), tuple(weights.shape[1:]), storage, double_quant=double_quant)
-    for index in torch.randperm(len(weights)).tolist():  # in whatever order a loader delivers them
-        stack.quantize_(index, weights[index])
-    return stack
 
 
 def matrix_bytes(storage: Storage, double_quant: bool, shape: tuple[int, int]) -> int:
@@ -65,165 +43,6 @@ def matrix_bytes(storage: Storage, double_quant: bool, shape: tuple[int, int]) -
             return 17 * -(-weights // 32)
         case _:
             return weights * DTYPES[storage].itemsize
-
-
-@every_shape
-@pytest.mark.parametrize("double_quant", [False, True])
-def test_an_nf4_slice_is_what_bitsandbytes_makes_of_that_matrix(shape: tuple[int, int], double_quant: bool) -> None:
-    weights = matrices(shape)
-    stack = quantized("nf4", double_quant, weights)
-    for index, weight in enumerate(weights):
-        data, state = bnb.quantize_4bit(weight, quant_type="nf4", compress_statistics=double_quant)
-        assert torch.equal(stack.data[index], data.view(-1))
-        assert torch.equal(stack.absmax[index], state.absmax)
-        if double_quant:
-            assert torch.equal(stack.nested_absmax[index], state.state2.absmax)
-            assert torch.equal(stack.offset[index], state.offset)
-            assert torch.equal(stack.nested_code, state.state2.code)
-        state.shape = torch.Size([weight.numel()])  # flat, the CPU's kernel is exact (docs/reference/upstream.md)
-        assert torch.equal(stack.matrix(index, torch.float32), bnb.dequantize_4bit(data, state).view(shape))
-
-
-@every_shape
-@pytest.mark.parametrize("at_once", [kernels.INT8_AT_ONCE, 24])
-def test_an_int8_slice_is_what_bitsandbytes_makes_of_that_matrix(
-    shape: tuple[int, int], at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "INT8_AT_ONCE", at_once)
-    weights = matrices(shape)
-    stack = quantized("int8", False, weights)
-    for index, weight in enumerate(weights):
-        data, scale, _ = bnb.int8_vectorwise_quant(weight.half())
-        assert torch.equal(stack.data[index], data)
-        assert torch.equal(stack.absmax[index], scale)
-        assert torch.equal(stack.matrix(index, torch.float32), bnb.int8_vectorwise_dequant(data, scale))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("at_once", [kernels.MXFP4_AT_ONCE, 96])
-def test_mxfp4_is_dequantized_as_transformers_does(
-    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of every byte and every scale, to the bit: zeros keep their sign, and what is infinite or none stays so."""
-    monkeypatch.setattr(kernels, "MXFP4_AT_ONCE", at_once)
-    blocks = torch.arange(256, dtype=torch.uint8).repeat(256).view(2, 32, 64, 16)
-    scales = torch.arange(256, dtype=torch.uint8).repeat(16).view(2, 32, 64)
-    blocks = blocks[..., torch.randperm(16)]
-    stack = QuantizedExperts(2, (32, 2048), "mxfp4")
-    for index in range(2):
-        stack.put_quantized_(index, {"data": blocks[index].flatten(), "scales": scales[index].flatten()})
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
-    expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype).mT.contiguous()
-    assert torch.equal(stack.matrices(slice(0, 2), dtype).view(bits), expected.view(bits))
-
-
-def test_mxfp4_rounds_to_the_nearest_and_loses_nothing_of_its_own() -> None:
-    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    weights = torch.linspace(-6, 6, 3200).view(100, 32)
-    weights[:, 0] = 6.0  # of every block the largest
-    stack = quantized("mxfp4", False, weights[None])
-    nearest = (weights.abs()[..., None] - levels).abs().amin(-1)
-    assert torch.equal((stack.matrix(0, torch.float32) - weights).abs(), nearest)
-    assert torch.equal(quantized("mxfp4", False, weights[None] * 2**-20).data, stack.data)
-
-    ties = torch.tensor([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, *[0.0] * 24]])
-    assert quantized("mxfp4", False, ties[None]).matrix(0, torch.float32)[0, :8].tolist() == [6, 0, 1, 1, 2, 2, 4, 4]
-
-    blocks = torch.randint(0, 256, (1, 40, 4, 16), dtype=torch.uint8)
-    scales = torch.randint(3, 250, (1, 40, 4), dtype=torch.uint8)
-    values = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).mT
-    assert torch.equal(quantized("mxfp4", False, values).matrix(0, torch.float32), values[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_fp8_is_dequantized_as_transformers_does(dtype: torch.dtype) -> None:
-    """Of every byte, two blocks high and three wide, to the bit."""
-    codes = torch.arange(256, dtype=torch.uint8)[torch.randperm(256 * 384) % 256].view(1, 256, 384)
-    scales = torch.randn(1, 2, 3)
-    stack = QuantizedExperts(1, (256, 384), "fp8")
-    stack.put_quantized_(0, {"data": codes[0], "scales": scales[0]})
-    expected = Fp8Dequantize(None)._dequantize_one(codes.view(torch.float8_e4m3fn), scales, dtype)
-    torch.testing.assert_close(stack.matrix(0, dtype), expected[0], rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("at_once", [kernels.INT8_AT_ONCE, 1])
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_fp8_is_quantized_as_transformers_does(pieces: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gate and up together or apart; and blocks that are cut off as whole ones whose other weights are zero."""
-    monkeypatch.setattr(rounding, "INT8_AT_ONCE", at_once)
-    stock: Any = Fp8Quantize(SimpleNamespace(quantization_config=FineGrainedFP8Config()))
-    weight = matrices((512, 384), 1)[0].to(torch.bfloat16)
-    weight[:128, :128] = 0
-    stack = QuantizedExperts(1, (512, 384), "fp8", pieces=pieces)
-    stack.quantize_(0, weight)
-    expected = stock._quantize_one("weight", weight)
-    assert torch.equal(stack.data.view(512, 384), expected["weight"].view(torch.uint8))
-    assert torch.equal(stack.scales.view(4, 3), expected["weight_scale_inv"])
-
-    cut = QuantizedExperts(1, (300, 200), "fp8")
-    cut.quantize_(0, weight[200:500, :200])
-    whole = torch.zeros(384, 256, dtype=torch.bfloat16)
-    whole[:300, :200] = weight[200:500, :200]
-    expected = stock._quantize_one("weight", whole)
-    assert torch.equal(cut.data[0], expected["weight"].view(torch.uint8)[:300, :200])
-    assert torch.equal(cut.scales[0], expected["weight_scale_inv"])
-
-
-LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-
-
-@pytest.mark.parametrize("at_once", [kernels.INT8_AT_ONCE, 1])
-@pytest.mark.parametrize("producer", ["modelopt", "compressed-tensors"])
-def test_nvfp4_is_dequantized_as_its_producers_do(producer: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every byte with every positive scale, by the formulas of modelopt/torch/quantization/qtensor/nvfp4_tensor.py
-    (0.47) and compressed_tensors/quantization/lifecycle/forward_helpers.py (0.20)."""
-    monkeypatch.setattr(kernels, "INT8_AT_ONCE", at_once)
-    codes = torch.arange(256, dtype=torch.uint8).repeat(127).view(127, 256)
-    scales = torch.arange(127, dtype=torch.uint8)[:, None].expand(127, 32).contiguous()
-    values = LEVELS[torch.stack([codes & 15, codes >> 4], -1).int()].view(127, 32, 16)
-    of_matrix = torch.tensor(0.00123)
-    of_blocks = scales.view(torch.float8_e4m3fn)
-    if producer == "modelopt":
-        of_blocks, fraction = of_blocks.float() * of_matrix, [of_matrix, 1.0]
-    else:
-        of_blocks, fraction = of_blocks.bfloat16() / (1 / of_matrix.view(1)), [1.0, 1 / of_matrix]
-    stack = QuantizedExperts(1, (127, 512), "nvfp4")
-    stack.put_quantized_(0, {"data": codes, "scales": scales, "fractions": torch.tensor(fraction)})
-    expected = (values * of_blocks[..., None]).flatten(1)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.equal(stack.matrix(0, dtype), expected.to(dtype))
-
-
-@pytest.mark.parametrize("at_once", [kernels.INT8_AT_ONCE, 1])
-def test_nvfp4_rounds_to_the_nearest(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a largest magnitude of 2,688 the global scale is 1; a row that is cut off is one with zeros."""
-    monkeypatch.setattr(rounding, "INT8_AT_ONCE", at_once)
-    weights = torch.linspace(-6, 6, 1600).view(100, 16) * 448
-    weights[:, 0] = 6.0 * 448
-    found = quantized("nvfp4", False, weights[None])
-    assert found.fractions.tolist() == [[1.0, 1.0]]
-    nearest = (weights.abs()[..., None] - LEVELS[:8] * 448).abs().amin(-1)
-    assert torch.equal((found.matrix(0, torch.float32) - weights).abs(), nearest)
-    ties = torch.tensor([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, *[0.0] * 8]]) * 448
-    assert (quantized("nvfp4", False, ties[None]).matrix(0, torch.float32)[0, :8] / 448).tolist() == [
-        6, 0, 1, 1, 2, 2, 4, 4,
-    ]  # fmt: skip
-
-    small = matrices((33, 20), 1)
-    cut, whole = quantized("nvfp4", False, small), quantized("nvfp4", False, nn.functional.pad(small, (0, 12)))
-    assert torch.equal(cut.matrix(0, torch.float32), whole.matrix(0, torch.float32)[:, :20])
-    assert (cut.matrix(0, torch.float32) - small[0]).norm() < 0.12 * small[0].norm()
-    zeros = quantized("nvfp4", False, torch.zeros(1, 3, 16))
-    assert not zeros.matrix(0, torch.float32).any()
-
-
-@every_shape
-@pytest.mark.parametrize("storage", ["bf16", "fp32"])
-def test_a_plain_slice_is_a_cast(shape: tuple[int, int], storage: Storage) -> None:
-    weights = matrices(shape)
-    stack = quantized(storage, False, weights)
-    for index, weight in enumerate(weights):
-        assert torch.equal(stack.matrix(index, torch.float32), weight.to(DTYPES[storage]).float())
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (14336, 4096)])

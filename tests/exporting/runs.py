@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from moetune.adapt.build import Adapted
 from moetune.config.schema import RunConfig
 from moetune.models.hub.fingerprint import Base, take_fingerprint
-from moetune.models.hub.tensor_files import weight_files
+from moetune.tensor_files import weight_files
 from moetune.training.folder.checkpoint import TRAINED_FILE, parts_of
 from moetune.training.folder.run_writer import RunWriter
 from tests.reference import run_config

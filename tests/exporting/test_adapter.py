@@ -21,8 +21,8 @@ from moetune.errors import UserError
 from moetune.exporting.adapter import check_adapter, convert_adapter, diff_adapters, merge_adapter
 from moetune.exporting.export import export
 from moetune.inference.opened import open_model
-from moetune.models.hub.tensor_files import read_headers
 from moetune.models.structure import meta_model, read_structure
+from moetune.tensor_files import read_headers
 from tests.adapters.made import RANK, SCALE, make_adapter, write
 from tests.exporting.formats.test_peft import logits
 from tests.exporting.runs import tensors_of, write_base, write_run

@@ -15,10 +15,11 @@ from moetune.adapt.start_from.start import open_start
 from moetune.errors import UserError
 from moetune.exporting.apply import apply_delta
 from moetune.exporting.export import export
+from moetune.formats.base import Quantized
+from moetune.formats.checkpoint import open_checkpoint
 from moetune.inference.evaluate import evaluate
 from moetune.inference.opened import open_model
 from moetune.models.catalog import find_model
-from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.training.folder.checkpoint import TRAINED_FILE
 from moetune.training.folder.run_folder import RunFolder

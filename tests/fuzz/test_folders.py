@@ -23,11 +23,11 @@ from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.json_files import sealed
 from moetune.models.hub.delta_folder import read_delta
-from moetune.models.hub.tensor_files import read_headers
 from moetune.models.source_quantization import read_quantized_manifest
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.folder_files import read_expert_load
 from moetune.run.resolve import resolve
+from moetune.tensor_files import read_headers
 from moetune.training import same_run
 from moetune.training.folder import checkpoint as checkpoints
 from moetune.training.folder import trainer_state

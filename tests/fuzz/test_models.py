@@ -14,8 +14,8 @@ from transformers import MixtralForCausalLM
 from moetune.adapt.build import build
 from moetune.config.schema import DataConfig, ModelConfig, RunConfig, TrainConfig
 from moetune.errors import UserError
-from moetune.models.hub.tensor_files import INDEX_FILE, read_headers
 from moetune.run.resolve import resolve, resolve_model
+from moetune.tensor_files import INDEX_FILE, read_headers
 from moetune.training.data.load import load_data, tokenizer_of
 from tests.fuzz.damage import answer, cases, damaged_json, garbled_bytes, write
 

@@ -15,8 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.models.hub.tensor_files import Stored
 from moetune.models.text import auto_class
+from moetune.tensor_files import Stored
 from moetune.training.data.load import refuse_unknown_tokens
 from tests import toys
 from tests.exporting.runs import tensors_of, write_base, write_run

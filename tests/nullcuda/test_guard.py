@@ -15,8 +15,8 @@ from moetune.adapt.guard import check, comparison
 from moetune.adapt.guard.exercise import Sizes
 from moetune.config.load import load_run_config
 from moetune.config.schema import QuantizedDtype
-from moetune.experts.kernels.registry import OPERATORS, use_kernels, without_kernel
 from moetune.inference import evaluate
+from moetune.kernels.registry import OPERATORS, use_kernels, without_kernel
 from moetune.memory.measurement import verify
 from moetune.report.console import terminal
 from moetune.routing.recorder import Recorder

@@ -9,8 +9,8 @@ import torch
 from moetune.cli.quantize import quantize
 from moetune.config.schema import RunConfig
 from moetune.experts.context import read_received
-from moetune.models.hub.tensor_files import Stored
 from moetune.parallel.ranks import Ranks
+from moetune.tensor_files import Stored
 from tests import small
 from tests.parallel import layouts, steps, world
 from tests.resolved import build

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from moetune.experts.kernels.launch import QuickLaunch
+from moetune.kernels.launch import QuickLaunch
 from tests.ptx.emulator import launch
 from tests.ptx.memory import Fault
 from tests.ptx.program import Program

@@ -8,8 +8,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from moetune.experts.kernels import operators, triton_kernels
-from moetune.experts.kernels.registry import KernelError
+from moetune.kernels import operators, triton_kernels
+from moetune.kernels.registry import KernelError
 from tests.ptx import driver
 from tests.ptx.cases import Draw
 from tests.ptx.emulator import launch

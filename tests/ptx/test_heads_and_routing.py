@@ -7,14 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from moetune.experts.kernels import (
+from moetune.experts.self_check import differences
+from moetune.kernels import (
     rotary,  # noqa: F401  defines its operators
     routing,  # noqa: F401  defines its operators
     triton_rotary,
     triton_routing,
 )
-from moetune.experts.kernels.registry import OPERATORS
-from moetune.experts.self_check import differences
+from moetune.kernels.registry import OPERATORS
 from tests.ptx.cases import Call, Draw
 from tests.ptx.driver import emulated
 

@@ -5,10 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from moetune.experts.kernels import triton_kernels
-from moetune.experts.kernels.registry import OPERATORS
 from moetune.experts.self_check import differences, is_alike
-from tests.experts.kernels.recorded import calls
+from moetune.kernels import triton_kernels
+from moetune.kernels.registry import OPERATORS
+from tests.kernels.recorded import calls
 from tests.ptx import cases
 from tests.ptx.cases import Call, Draw
 from tests.ptx.driver import emulated

@@ -8,10 +8,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from moetune.experts.kernels import triton_product
-from moetune.experts.kernels.operators import OPERATORS
-from moetune.experts.kernels.triton_product import TILES
 from moetune.experts.self_check import is_alike
+from moetune.kernels import triton_product
+from moetune.kernels.operators import OPERATORS
+from moetune.kernels.triton_product import TILES
 from tests.ptx.cases import Draw
 from tests.ptx.driver import emulated
 

@@ -12,7 +12,7 @@ import torch
 from moetune.adapt.guard.comparison import compare
 from moetune.adapt.guard.exercise import Sizes, sizes_of
 from moetune.adapt.guard.verdicts import Key, Verdict, failed_at_any_sizes, keep, kept
-from moetune.experts.kernels.registry import without_kernel
+from moetune.kernels.registry import without_kernel
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolved import ResolvedRun

@@ -25,9 +25,9 @@ import torch
 from moetune.adapt.guard.exercise import Sizes
 from moetune.adapt.guard.verdicts import Key, Verdict, keep
 from moetune.errors import one_line
-from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, is_out_of_memory, on_gpu
 from moetune.experts.self_check import CallsSeen, differences, is_alike, referred
 from moetune.json_files import parse_json
+from moetune.kernels.registry import OPERATORS, KernelError, Operator, is_out_of_memory, on_gpu
 from moetune.run.dtypes import DTYPES
 
 LIMIT = 120.0

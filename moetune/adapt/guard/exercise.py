@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from moetune.adapt.layers.low_rank import adapted
-from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit
 from moetune.compat.transformers import activation_of, calls_rotary, norms_heads, softmax_router
-from moetune.config.schema import LINEAR_STORAGES, Storage
+from moetune.config.schema import Storage
 from moetune.experts.activation import SwiGLU, recognize
-from moetune.experts.kernels import rotary, routing
 from moetune.experts.quantized import QuantizedLinear
 from moetune.experts.self_check import TOKENS, BankSizes
 from moetune.experts.self_check import samples as bank_samples
+from moetune.formats.table import format_of
+from moetune.kernels import rotary, routing
 from moetune.models.moe import MoeLayer
 from moetune.run.dtypes import DTYPES
 from moetune.run.resolved import ResolvedRun
@@ -71,17 +71,12 @@ class LinearSizes:
         return run
 
     def _base(self, device: torch.device) -> nn.Module:
-        dtype, double = DTYPES[self.dtype], self.double_quant
+        dtype = DTYPES[self.dtype]
         plain = nn.Linear(self.inputs, self.outputs, bias=False, dtype=dtype, device=device)
-        if self.storage in ("int8", "fp8", "nvfp4"):
-            return QuantizedLinear(plain.weight.data, None, self.storage)
-        if self.storage != "nf4":
+        if self.storage == "fp16" or not (format := format_of(self.storage, self.double_quant)).quantizes_linears:
             return plain.requires_grad_(False)
-        options: Any = {"compress_statistics": double, "quant_type": "nf4"}
-        quantized = Linear4bit(self.inputs, self.outputs, bias=False, compute_dtype=dtype, device="meta", **options)
-        quantized.weight = Params4bit(plain.weight.data, requires_grad=False, module=quantized, **options)
-        prepare_4bit(quantized)
-        return quantized.to(device)
+        own = format.linear(plain, plain.weight.data, dtype, device)
+        return own or QuantizedLinear(plain.weight.data, None, self.storage)
 
 
 @dataclass(frozen=True)
@@ -252,9 +247,11 @@ def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
     quantized, with_lora = set(run.quantized_linears), set(selection.lora_linears)
     if run.config.parallel.tp > 1:
         with_lora = set()  # base and factors run as layers of their own
+    format = format_of(model.base, model.double_quant)
     for path, linear in run.structure.linears().items():
-        storage = model.base if path in quantized and model.base in LINEAR_STORAGES else model.dtype
-        if path in with_lora or storage in ("int8", "fp8", "nvfp4"):
+        is_quantized = path in quantized and format.quantizes_linears
+        if path in with_lora or (is_quantized and not format.has_own_linear):
+            storage = model.base if is_quantized else model.dtype
             rank = selection.ranks[path] if path in with_lora else 0
             sizes = linear.in_features, linear.out_features
             yield LinearSizes(*sizes, storage, model.double_quant, model.dtype, rank)

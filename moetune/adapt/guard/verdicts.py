@@ -16,7 +16,7 @@ from moetune.adapt.guard.exercise import Sizes
 from moetune.cache import cache_folder, read_cached, write_cached
 from moetune.files import source_digest
 
-KERNELS = ("experts/**/*.py", "adapt/*.py", "adapt/layers/*.py", "adapt/guard/*.py")
+KERNELS = ("kernels/*.py", "formats/*.py", "experts/*.py", "adapt/*.py", "adapt/layers/*.py", "adapt/guard/*.py")
 """Patterns, relative to the package, of the source files of kernels, their references and the exercises."""
 
 

@@ -1,7 +1,7 @@
 """A frozen linear layer with LoRA as one autograd function: y = W·x + b + s·B·(A·x), forward and backward.
 
 W is frozen and may be quantized; it is dequantized for each pass. The products with the factors use the kernels of the
-experts (experts/kernels/operators.py): one launch forward and two backward, where separate layers need six and nine. x
+experts (kernels/operators.py): one launch forward and two backward, where separate layers need six and nine. x
 and A·x are kept for the backward pass.
 
 Shapes: p input features, q output features, r rank, N rows.
@@ -15,8 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from moetune.compat.bitsandbytes import Linear4bit
-from moetune.experts.kernels import operators as kernels
 from moetune.experts.quantized import QuantizedLinear
+from moetune.formats.nf4 import dequantize_nf4
+from moetune.kernels import operators as kernels
 
 FEW_ROWS = 1536
 """Maximum number of rows for which the base layer is called instead of dequantizing its weight here.
@@ -91,4 +92,4 @@ def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:
     if state.nested:
         nested = state.state2.absmax[None], state.state2.code, state.offset.view(1)
     data = linear.weight.view(1, -1)
-    return kernels.dequantize_nf4(data, state.absmax[None], *nested, state.shape.numel(), dtype).view(state.shape)
+    return dequantize_nf4(data, state.absmax[None], *nested, state.shape.numel(), dtype).view(state.shape)

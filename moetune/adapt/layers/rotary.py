@@ -1,7 +1,7 @@
 """Rotary position embedding, together with the norms of queries and keys, by one kernel forward and one backward.
 
 transformers' code launches five kernels to rotate queries, five to rotate keys and nine each for their gradients, all
-of which read and write whole tensors. experts/kernels/rotary.py has the formulas. The backward pass keeps the queries
+of which read and write whole tensors. kernels/rotary.py has the formulas. The backward pass keeps the queries
 and keys before their norms, and nothing if they have none.
 """
 
@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from moetune.compat.transformers import calls_rotary, forward_with_rotary, is_rms_norm, norms_heads
-from moetune.experts.kernels import rotary as kernels
+from moetune.kernels import rotary as kernels
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -1,7 +1,7 @@
 """Softmax routers by two kernels: one forward, after the product of weight and hidden states, and one backward.
 
 transformers' code launches seven kernels from the logits to the weights, and thirteen for their gradient.
-experts/kernels/routing.py has the formulas. The backward pass keeps the logits in their dtype, and the ids.
+kernels/routing.py has the formulas. The backward pass keeps the logits in their dtype, and the ids.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from moetune.compat.transformers import softmax_router
-from moetune.experts.kernels import routing as kernels
+from moetune.kernels import routing as kernels
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

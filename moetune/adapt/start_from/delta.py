@@ -13,12 +13,12 @@ from torch import Tensor
 from moetune.adapt.build import Adapted
 from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError, first_of
+from moetune.formats.checkpoint import weights_of
 from moetune.models.hub.delta_folder import Delta
-from moetune.models.hub.dequantize import weights_of
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
-from moetune.models.hub.tensor_files import Stored
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks, trained_name, whole_name
+from moetune.tensor_files import Stored
 
 Rows = Callable[[Stored, int, int | None], Tensor]
 """Function of (tensor of a delta, first row, end) that returns these rows; an end of None stands for the last row."""

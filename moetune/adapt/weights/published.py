@@ -12,14 +12,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from moetune.adapt.weights.random import realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import unmatched_keys
-from moetune.config.schema import FP8_BLOCK
 from moetune.errors import UserError, first_of, reading
-from moetune.models.hub.dequantize import BitsAndBytes, BlockFp8, Mxfp4, Nvfp4, Quantized, open_checkpoint
+from moetune.formats.base import Quantized
+from moetune.formats.checkpoint import open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
-from moetune.models.hub.tensor_files import NAMES, Stored
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
 from moetune.run.resolve import ResolvedModel
+from moetune.tensor_files import NAMES, Stored
 
 WEIGHTS = ("F64", "F32", "F16", "BF16")
 """Safetensors dtypes that a tensor of weights may have if it is not in a quantized format."""
@@ -99,11 +99,7 @@ class CheckpointReader:
             if path not in self._target.linears or path == name:
                 self._target.put(name, self._converted(mapping))
             elif mapping.conversion is None and self._is_kept(stored, stored.shape):
-                if isinstance(stored, BitsAndBytes):
-                    state = stored.stored()
-                    self._target.put_4bit(path, state.pop(""), state)
-                else:
-                    self._target.put_quantized_linear(path, stored.quantized())
+                self._target.put_quantized_linear(path, stored)
             else:
                 self._target.put_linear(path, mapping.to_model(self._read))
         model.tie_weights(missing_keys=set(self._missing), recompute_mapping=False)
@@ -124,26 +120,19 @@ class CheckpointReader:
             self._target.put_expert(path, stack, expert, one.to_model(self._read)[0])
 
     def _read_rows(self, path: str, stack: str, stored: Stored) -> None:
-        """Read the experts of a layer from the rows of one tensor. MXFP4 is stored as it is if the expert is frozen and
-        `model.base` is MXFP4."""
+        """Read the experts of a layer from the rows of one tensor. Frozen experts that are already quantized as
+        `model.base` says are stored as they are."""
         for expert in self._target.bank(path).held:
             is_frozen = self._target.pieces_of(path, stack, expert) is not None
-            if is_frozen and isinstance(stored, Mxfp4) and self._target.config.base == "mxfp4":
+            if is_frozen and self._is_kept(stored, stored.shape) and stored.STACKS:
                 self._target.put_quantized_expert(path, stack, expert, stored.quantized(expert))
             else:
                 rows = _narrowed(stored.rows(expert, expert + 1, self._target.device))
                 self._target.put_expert(path, stack, expert, rows[0])
 
-    def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[BitsAndBytes | BlockFp8 | Nvfp4]:
+    def _is_kept(self, stored: Stored, shape: tuple[int, ...]) -> TypeGuard[Quantized]:
         """Return whether a matrix has this shape and is quantized as `model.base` says, and so is stored as it is."""
-        config = self._target.config
-        if isinstance(stored, BitsAndBytes):
-            fits = config.base == "nf4" and stored.is_nf4(double_quant=config.double_quant)
-        elif isinstance(stored, BlockFp8):
-            fits = config.base == "fp8" and stored.block == (FP8_BLOCK, FP8_BLOCK)
-        else:
-            fits = isinstance(stored, Nvfp4) and config.base == "nvfp4"
-        return fits and stored.shape == shape
+        return isinstance(stored, Quantized) and stored.is_in(self._target.format) and stored.shape == shape
 
     def _read(self, key: str) -> Tensor:
         return _narrowed(self._stored[key].whole(self._target.device))
@@ -185,7 +174,8 @@ class CheckpointReader:
                 yield from self._misfits_apart(of_experts[name], mapping, [1, *there.shape[1:]])
                 continue
             found, layer = self._shape(mapping), of_experts.get(name)
-            if isinstance(self._stored[keys[0]], Mxfp4) and (layer is None or not layer.shape.is_transposed):
+            is_stack = isinstance(first := self._stored[keys[0]], Quantized) and first.STACKS
+            if is_stack and (layer is None or not layer.shape.is_transposed):
                 yield f"{name} is {found}, not {[*there.shape]}, and [experts, in, out] is gpt-oss' layout of MXFP4"
             elif found != [*there.shape]:
                 yield f"{name} is {found}, not {[*there.shape]}"

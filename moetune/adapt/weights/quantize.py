@@ -17,10 +17,10 @@ from moetune.errors import UserError
 from moetune.experts.context import ExpertContext
 from moetune.files import expanded
 from moetune.models.hub.fingerprint import taking_fingerprint
-from moetune.models.hub.tensor_files import weight_files
 from moetune.models.selection import NOTHING
 from moetune.run.dtypes import this_device
 from moetune.run.resolve import ResolvedModel, resolve_model
+from moetune.tensor_files import weight_files
 
 
 def quantize(

@@ -26,15 +26,17 @@ from moetune.compat.bitsandbytes import Linear4bit
 from moetune.errors import UserError, reading
 from moetune.experts.bank import ExpertBank
 from moetune.files import settle
-from moetune.models.hub.dequantize import Quantized, open_checkpoint
+from moetune.formats.base import Quantized
+from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.table import format_of
 from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
-from moetune.models.hub.tensor_files import Stored, finite
 from moetune.models.source_quantization import REST, QuantizedManifest
 from moetune.models.structure import tied_names
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedModel, ResolvedRun
+from moetune.tensor_files import Stored, finite
 
 KIND = "quantized base"
 """Kind of the folder in its ledger, `.moetune`."""
@@ -168,9 +170,10 @@ def check_quantized_base(run: ResolvedRun) -> None:
     if manifest is None:
         return
     folder = Path(str(run.model.source.folder))
-    for key in ("base", "double_quant"):
+    alike = format_of(config.base, config.double_quant) == format_of(manifest.base, manifest.double_quant)
+    for key in () if alike else ("base", "double_quant"):
         wanted, stored = getattr(config, key), getattr(manifest, key)
-        if wanted != stored and not (key == "double_quant" and config.base != "nf4"):
+        if wanted != stored:
             raise UserError(
                 f"model.{key}: {wanted}, but {str(folder)!r} is quantized with {stored}; set it, or quantize again"
             )
@@ -248,7 +251,7 @@ def _read_held(opened: Any, name: str, target: LoadTarget) -> Tensor:
     """Return the tensor `name` of an opened safetensors file; of one with rows for all experts of a layer, only the
     rows of the experts on this rank."""
     bank = next((bank for path, bank in target.banks.items() if name.startswith(f"{path}.")), None)
-    if bank is None or name.endswith((".nested_code", ".pairs")) or len(bank.held) == bank.expert_shape.num_experts:
+    if bank is None or bank.gate_up.is_table(name) or len(bank.held) == bank.expert_shape.num_experts:
         return opened.get_tensor(name)
     rows = opened.get_slice(name)
     each = rows.get_shape()[0] // bank.expert_shape.num_experts

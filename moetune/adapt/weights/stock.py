@@ -10,11 +10,11 @@ from transformers.utils import logging as transformers_logging
 
 from moetune.adapt.weights.published import refuse_misfit
 from moetune.errors import UserError, reading
+from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import read_json
-from moetune.models.hub.dequantize import open_checkpoint
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, is_suspect, read_headers, refuse_not_finite
 from moetune.models.text import auto_class
 from moetune.run.resolve import ResolvedModel
+from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, is_suspect, read_headers, refuse_not_finite
 
 
 def load_stock(model: ResolvedModel, device: str) -> PreTrainedModel:

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moetune.compat.bitsandbytes import Linear4bit, Params4bit, prepare_4bit
+from moetune.compat.bitsandbytes import Linear4bit, Params4bit
 from moetune.compat.transformers import activation_of, dtypes_kept
 from moetune.config.resolved import ResolvedModelConfig
 from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
 from moetune.experts.context import ExpertContext
 from moetune.experts.host import stays_on_host
 from moetune.experts.quantized import QuantizedLinear
+from moetune.formats.base import Quantized
+from moetune.formats.nf4 import BitsAndBytes, empty_linear
+from moetune.formats.table import format_of
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
 from moetune.models.structure import ModelStructure
@@ -45,6 +48,7 @@ class LoadTarget:
 
     Attributes:
         layers: path of a layer's experts module -> the layer.
+        format: the format of what is quantized.
         banks: path of a layer's experts module -> its bank, for banks that have been created.
     """
 
@@ -62,6 +66,7 @@ class LoadTarget:
         on_read: Callable[[float], None] | None = None,
     ) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, DTYPES[config.dtype]
+        self.format = format_of(config.base, config.double_quant)
         self.layers = {layer.experts: layer for layer in structure.moe_layers}
         self.linears = dict.fromkeys(linears)
         self.banks: dict[str, ExpertBank] = {}
@@ -146,37 +151,28 @@ class LoadTarget:
     def put_linear(self, path: str, weight: Tensor) -> None:
         """Store the weight of a linear layer [out, in] of any dtype, and replace the layer by a quantized one.
 
-        The layer stays, with the weight unquantized, if `model.base` is the compute dtype, or is MXFP4, which applies
-        to experts only.
+        The layer stays, with the weight unquantized, if `model.base` is the compute dtype, or its format is one
+        of experts only.
         """
         linear = cast(nn.Linear, self.model.get_submodule(path))
         self._note(weight.numel())
-        if DTYPES.get(self.config.base) == self.dtype or self.config.base == "mxfp4":
+        format = self.format
+        if format.dtype == self.dtype or not (format.quantizes_linears or format.dtype):
             linear.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
-            return
-        quantized: nn.Module
-        if self.config.base == "nf4":
-            quantized = self._empty_4bit(linear, self.config.double_quant)
-            quantized.weight = Params4bit(
-                weight.data,
-                requires_grad=False,
-                compress_statistics=self.config.double_quant,
-                quant_type="nf4",
-                module=quantized,
-            )
-            if not weight.is_meta:
-                quantized = quantized.to(self.device)
-                cast(Params4bit, quantized.weight).quant_state.dtype = self.dtype
         else:
-            quantized = QuantizedLinear(weight, linear.bias, self.config.base)
-        self.model.set_submodule(path, quantized.requires_grad_(False))
+            quantized = format.linear(linear, weight, self.dtype, self.device)
+            quantized = quantized or QuantizedLinear(weight, linear.bias, format.name)
+            self.model.set_submodule(path, quantized.requires_grad_(False))
 
-    def put_quantized_linear(self, path: str, quantized: Mapping[str, Tensor]) -> None:
-        """Store the weight of a linear layer as a checkpoint has quantized it in `model.base`, and replace the layer.
-        `quantized` maps buffer names (`data`, `scales`, …) to tensors. For NF4 there is `put_4bit`."""
+    def put_quantized_linear(self, path: str, stored: Quantized) -> None:
+        """Store the weight of a linear layer as a checkpoint has quantized it in `model.base`; replace the layer."""
+        if isinstance(stored, BitsAndBytes):
+            state = stored.stored()
+            self.put_4bit(path, state.pop(""), state)
+            return
         linear = cast(nn.Linear, self.model.get_submodule(path))
         layer = QuantizedLinear(linear.weight, linear.bias, self.config.base, self.device)
-        layer.stack.put_quantized_(0, quantized)
+        layer.stack.put_quantized_(0, stored.quantized())
         self.model.set_submodule(path, layer.requires_grad_(False))
         self._note(linear.weight.numel())
 
@@ -188,7 +184,7 @@ class LoadTarget:
         """
         linear = self.model.get_submodule(path)
         if not isinstance(linear, Linear4bit):
-            linear = self._empty_4bit(cast(nn.Linear, linear), "nested_absmax" in state)
+            linear = empty_linear(cast(nn.Linear, linear), self.dtype, "nested_absmax" in state)
             self.model.set_submodule(path, linear.requires_grad_(False))
         weight = Params4bit.from_prequantized(
             data=data, quantized_stats=state, requires_grad=False, device=self.device, module=linear
@@ -196,20 +192,6 @@ class LoadTarget:
         weight.quant_state.dtype = self.dtype
         linear.weight, linear.quant_state = weight, weight.quant_state
         self._note(linear.in_features * linear.out_features)
-
-    def _empty_4bit(self, linear: nn.Linear, double_quant: bool) -> Linear4bit:
-        empty = Linear4bit(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            compute_dtype=self.dtype,
-            compress_statistics=double_quant,
-            quant_type="nf4",
-            device="meta",
-        )
-        empty.bias = linear.bias
-        prepare_4bit(empty)
-        return empty
 
     # --- All else ---------------------------------------------------------------------------------------------------
 

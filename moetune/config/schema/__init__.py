@@ -5,16 +5,13 @@ One file for each section; run.py has the checks of one section against another.
 
 from moetune.config.schema.adapt import AdaptConfig, ChoiceConfig, ExpertsConfig, LoraConfig
 from moetune.config.schema.data import DataConfig, data_sets, path_and_split
-from moetune.config.schema.model import FP8_BLOCK, LINEAR_STORAGES, NV_BLOCK, ModelConfig, QuantizedDtype, Storage
+from moetune.config.schema.model import ModelConfig, QuantizedDtype, Storage
 from moetune.config.schema.optimizer import PARTS, OptimizerConfig, OptimizerName, Part, PartOptimizers
 from moetune.config.schema.parallel import HardwareConfig, ParallelConfig
 from moetune.config.schema.run import RunConfig
 from moetune.config.schema.train import EarlyStoppingConfig, KeptConfig, TrainConfig
 
 __all__ = [
-    "FP8_BLOCK",
-    "LINEAR_STORAGES",
-    "NV_BLOCK",
     "PARTS",
     "AdaptConfig",
     "ChoiceConfig",

@@ -10,12 +10,6 @@ from moetune.errors import UserError
 
 QuantizedDtype = Literal["nf4", "int8", "fp8", "nvfp4", "mxfp4"]
 Storage = Literal[QuantizedDtype, "bf16", "fp32"]
-LINEAR_STORAGES: tuple[Storage, ...] = ("nf4", "int8", "fp8", "nvfp4")
-"""Quantized storages of linear layers as well as of experts; MXFP4 is one of experts only."""
-FP8_BLOCK = 128
-"""Rows, and columns, of a block of weights that share one scale in the storage `fp8`."""
-NV_BLOCK = 16
-"""Consecutive weights of a row that share one scale in the storage `nvfp4`."""
 
 
 class ModelConfig(Section):

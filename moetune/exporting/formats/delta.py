@@ -12,10 +12,10 @@ from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.formats.updates import new_rows, placed, updates
+from moetune.formats.checkpoint import open_checkpoint
 from moetune.models.hub.delta_folder import DELTA_FILE, FORMAT
-from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.fingerprint import digest
-from moetune.models.hub.tensor_files import create_file
+from moetune.tensor_files import create_file
 
 
 def write_delta(run: FinishedRun, out: Path) -> Written:

@@ -16,12 +16,13 @@ from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.formats.updates import new_rows, placed, updates
+from moetune.formats.base import Quantized
+from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import read_json
-from moetune.models.hub.dequantize import Quantized, open_checkpoint
 from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
 from moetune.models.hub.snapshot import copy_small_file, small_files
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
 from moetune.models.source import find_model_source
+from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
 
 
 def write_merged(run: FinishedRun, out: Path) -> Written:

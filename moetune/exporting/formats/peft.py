@@ -19,7 +19,7 @@ from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Written
 from moetune.exporting.formats.trained_adapter import trained_adapter
-from moetune.models.hub.dequantize import open_checkpoint
+from moetune.formats.checkpoint import open_checkpoint
 from moetune.models.hub.key_mapping import key_mappings
 
 Tensors = Mapping[str, Tensor]

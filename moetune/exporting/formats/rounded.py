@@ -7,37 +7,33 @@ Shapes: a matrix is [out, in].
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from moetune.config.schema import FP8_BLOCK, NV_BLOCK
 from moetune.errors import UserError
-from moetune.experts.kernels.operators import MX_BLOCK
-from moetune.experts.rounding import SLACK, round_to_fp8, round_to_mxfp4, round_to_nvfp4
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.formats.merged import create_files, untie_if_apart, write_config
 from moetune.exporting.formats.updates import new_rows, placed, updates
-from moetune.models.hub.dequantize import BlockFp8, Mxfp4, Nvfp4, Quantized, open_checkpoint
+from moetune.formats.base import Format, Quantized
+from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.table import FORMATS
 from moetune.models.hub.fingerprint import take_fingerprint
 from moetune.models.hub.key_mapping import key_mappings
 from moetune.models.hub.snapshot import copy_small_file, small_files
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, Stored
 from moetune.models.selection import NOTHING
 from moetune.run.linears import linears_to_quantize
 from moetune.run.names import stacks
 from moetune.run.resolved import ResolvedModel
+from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, Stored
 
 Into = Literal["fp8", "nvfp4", "mxfp4"]
 """A quantized format to export in: `--into`."""
-_KINDS: dict[Into, type[Quantized]] = {"fp8": BlockFp8, "nvfp4": Nvfp4, "mxfp4": Mxfp4}
-_LARGEST_NVFP4 = 448 * 6
-"""Largest magnitude in NVFP4, before the global scale."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +81,16 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
         UserError: the run began with random weights; the base is missing, has changed since the run, or has no tensor
             for a trained parameter; or checkpoints of the model type have no layout in this format.
     """
-    folder, model = base_folder(run), run.adapted.run.model
+    folder, model, format = base_folder(run), run.adapted.run.model, FORMATS[into]
     base = {
         name: replace(tensor, dtype="F32") if isinstance(tensor, Quantized) else tensor
         for name, tensor in open_checkpoint(folder).items()
     }
     targets = placed(model, updates(run), base)
-    if is_published := _is_published(base.values(), into):
+    if is_published := _is_published(base.values(), format):
         chosen: set[str] = set()
     else:
-        chosen = _to_round(model, base, into)
+        chosen = _to_round(model, base, format)
     for file in small_files(folder):
         copy_small_file(file, folder, out)
     if is_published:
@@ -103,7 +99,7 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
         fingerprint = take_fingerprint(folder, copy_to=out)
     else:
         fingerprint = take_fingerprint(folder)
-        _write_base(base, chosen, folder, out, into)
+        _write_base(base, chosen, folder, out, format)
     of_base = confirmed_base(run, folder, fingerprint)
     places = {
         name: replace(tensor, dtype="F32") if isinstance(tensor, Quantized) else tensor
@@ -146,19 +142,19 @@ def _parts(tensor: Stored) -> Iterable[Stored]:
     return tensor.parts.values() if isinstance(tensor, Quantized) else (tensor,)
 
 
-def _is_published(base: Iterable[Stored], into: Into) -> bool:
-    """Return whether a checkpoint already has weights in this format; FP8 only counts in blocks of `FP8_BLOCK`."""
-    kept = [tensor for tensor in base if isinstance(tensor, _KINDS[into])]
-    return bool(kept) and all(not isinstance(one, BlockFp8) or one.block == (FP8_BLOCK, FP8_BLOCK) for one in kept)
+def _is_published(base: Iterable[Stored], format: Format) -> bool:
+    """Return whether a checkpoint already has weights in this format."""
+    kept = [tensor for tensor in base if isinstance(tensor, format.layouts)]
+    return bool(kept) and all(isinstance(one, Quantized) and one.is_in(format) for one in kept)
 
 
-def _to_round(model: ResolvedModel, base: Mapping[str, Stored], into: Into) -> set[str]:
+def _to_round(model: ResolvedModel, base: Mapping[str, Stored], format: Format) -> set[str]:
     """Return the names of the tensors to round, of a base that is published in another format.
 
     Raises `UserError` if the base stores experts in another way (one by one, or stacked) than checkpoints in the format
     do, so that no program would read the result.
     """
-    mappings, structure = key_mappings(model.plain, base), model.structure
+    mappings, structure, is_stacked = key_mappings(model.plain, base), model.structure, format.layouts[0].STACKS
     experts: set[str] = set()
     for layer in structure.moe_layers:
         for stack in stacks(layer):
@@ -167,35 +163,34 @@ def _to_round(model: ResolvedModel, base: Mapping[str, Stored], into: Into) -> s
                 continue
             apart = mapping.has_experts_apart and mapping.only_merges
             of_gpt_oss = mapping.conversion is None and layer.shape.is_transposed
-            if not (of_gpt_oss if into == "mxfp4" else apart):
-                layout = "gpt-oss" if into == "mxfp4" else "models with a tensor for each expert"
+            if not (of_gpt_oss if is_stacked else apart):
+                layout = "gpt-oss" if is_stacked else "models with a tensor for each expert"
                 raise UserError(
-                    f"--into {into}: of model type {structure.model_type!r} no checkpoints are published so, only of "
-                    f"{layout}; export without --into, or as an adapter"
+                    f"--into {format.name}: of model type {structure.model_type!r} no checkpoints are published so, "
+                    f"only of {layout}; export without --into, or as an adapter"
                 )
             experts |= {*mapping.every_key()}
-    if into == "mxfp4":
-        return {key for key in experts if base[key].shape[1] % MX_BLOCK == 0}
-    linears = (mappings.get(f"{path}.weight") for path in linears_to_quantize(model.plain, structure, NOTHING))
+    paths = linears_to_quantize(model.plain, structure, NOTHING) if format.quantizes_linears else ()
+    linears = (mappings.get(f"{path}.weight") for path in paths)
     keys = experts | {one.every_key()[0] for one in linears if one is not None and one.conversion is None}
-    return {key for key in keys if into == "fp8" or base[key].shape[1] % NV_BLOCK == 0}
+    return {key for key in keys if base[key].shape[1] % format.into_multiple == 0}
 
 
-def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out: Path, into: Into) -> None:
+def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out: Path, format: Format) -> None:
     """Write the base to `out` with the tensors in `chosen` rounded, and all others in their dtype, or in bfloat16 if
     they are quantized; also `config.json`, read from `folder`."""
 
     def parts(name: str, tensor: Stored) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         if name in chosen:
-            return {f"{name}_{part}".rstrip("_"): kind for part, kind in _LAYOUTS[into](*tensor.shape).items()}
+            return {f"{name}_{part}".rstrip("_"): kind for part, kind in format.layout(*tensor.shape).items()}
         return {name: (torch.bfloat16 if isinstance(tensor, Quantized) else tensor.torch_dtype, tensor.shape)}
 
     create_files(base, out, parts)
     others = [name for name, tensor in base.items() if name not in chosen and len(tensor.shape) == 2]
-    write_config(folder, out, _quantization(into, [name.removesuffix(".weight") for name in sorted(others)]))
+    write_config(folder, out, format.settings([name.removesuffix(".weight") for name in sorted(others)]))
     places = open_checkpoint(out)
     largest: dict[str, Tensor] = {}
-    if into == "nvfp4":  # matrices that inference joins have one global scale
+    if format.joins_scales:  # matrices that inference joins have one global scale
         for name in chosen:
             weight = base[name].rows().abs().max().float()
             largest[_joined(name)] = torch.maximum(largest.get(_joined(name), weight), weight)
@@ -203,57 +198,16 @@ def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out:
         if name not in chosen:
             for start, stop in tensor.blocks():
                 places[name].write(tensor.rows(start, stop), start)
-        elif into == "mxfp4":
-            for expert in range(tensor.num_rows):
-                _write(places[name], tensor.rows(expert, expert + 1).float(), expert)
         else:
-            _write(places[name], tensor.rows().float(), 0, largest.get(_joined(name)))
+            step = 1 if format.layouts[0].STACKS else tensor.num_rows
+            for start in range(0, tensor.num_rows, step):
+                rows = tensor.rows(start, start + step).float()
+                _write(places[name], rows, start, largest.get(_joined(name)))
 
 
 def _joined(name: str) -> str:
     """Return a tensor's name, changed to be equal for matrices which vLLM joins: gate and up; queries, keys, values."""
     return re.sub(r"\b(gate|up)_proj\b|\bw[13]\b", "gate_up", re.sub(r"\b[qkv]_proj\b", "qkv", name))
-
-
-_Layout = Callable[..., dict[str, tuple[torch.dtype, tuple[int, ...]]]]
-_LAYOUTS: dict[Into, _Layout] = {
-    "fp8": lambda out, into: {
-        "": (torch.float8_e4m3fn, (out, into)),
-        "scale_inv": (torch.float32, (-(-out // FP8_BLOCK), -(-into // FP8_BLOCK))),
-    },
-    "nvfp4": lambda out, into: {
-        "packed": (torch.uint8, (out, into // 2)),
-        "scale": (torch.float8_e4m3fn, (out, into // NV_BLOCK)),
-        "global_scale": (torch.float32, (1,)),
-    },
-    "mxfp4": lambda experts, into, out: {
-        "blocks": (torch.uint8, (experts, out, into // MX_BLOCK, MX_BLOCK // 2)),
-        "scales": (torch.uint8, (experts, out, into // MX_BLOCK)),
-    },
-}
-"""Format -> function of a tensor's shape that returns part -> dtype and shape: DeepSeek-V3's layout of FP8,
-compressed-tensors' of NVFP4, and gpt-oss's of MXFP4."""
-
-
-def _quantization(into: Into, others: list[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of a checkpoint in which the modules `others` are in 16 bits."""
-    match into:
-        case "fp8":
-            return {
-                "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-                "weight_block_size": [FP8_BLOCK, FP8_BLOCK], "modules_to_not_convert": others,
-            }  # fmt: skip
-        case "nvfp4":
-            weights = {
-                "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NV_BLOCK, "symmetric": True,
-                "dynamic": False,
-            }  # fmt: skip
-            group = {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}
-            return {
-                "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status":
-                "compressed", "config_groups": {"group_0": group}, "ignore": others,
-            }  # fmt: skip
-    return {"quant_method": "mxfp4", "modules_to_not_convert": others}
 
 
 def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]) -> Iterator[tuple[str, int, Tensor]]:
@@ -262,12 +216,12 @@ def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]
     `rows`, from `new_rows`, and the result are (name of a tensor, index of the first row, rows); `places` are the
     tensors of the new checkpoint by name.
 
-    Rows of other tensors, and experts in MXFP4, are yielded as they come.
+    Rows of other tensors, and stacked experts, are yielded as they come.
     """
     held: list[Tensor] = []
     for key, start, part in rows:
         place = places[key]
-        if not isinstance(place, Quantized) or isinstance(place, Mxfp4):
+        if not isinstance(place, Quantized) or place.STACKS:
             yield key, start, part
             continue
         held.append(part)
@@ -277,33 +231,18 @@ def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]
 
 
 def _write(place: Stored, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False) -> None:
-    """Round float32 weights and write their data and scales in place: a whole matrix, or in MXFP4 one expert.
+    """Round float32 weights and write their data and scales in place: a whole matrix, or of a stack one expert.
 
     Args:
-        place: the quantized tensor in the file; in MXFP4 it stacks the experts of a layer.
+        place: the quantized tensor in the file.
         start: index of the expert; 0 for a whole matrix.
-        largest: the largest magnitude that NVFP4's global scale must allow; by default that of the weights.
-        keep: leave the scales that are stored, unless a weight is too large for them.
+        largest, keep: as in `Format.quantize`.
     """
     assert isinstance(place, Quantized)
-    is_stack = isinstance(place, Mxfp4)
-    stored = {
-        name: part.rows(start, start + len(weight)) if is_stack else part.whole() for name, part in place.parts.items()
-    }
-    if isinstance(place, BlockFp8):
-        data, scales = stored[""].view(torch.uint8), stored["scale_inv"].float()
-        round_to_fp8(weight, data, scales, keep=keep)
-        stored["scale_inv"] = scales
-    elif isinstance(place, Nvfp4):
-        fraction = place.fraction
-        keep = keep and bool(weight.abs().max() <= _LARGEST_NVFP4 * fraction[0] / fraction[1] * SLACK)
-        data, scales = stored["packed" if "packed" in stored else ""], stored["scale"].view(torch.uint8)
-        round_to_nvfp4(weight, data, scales, fraction, largest=largest, keep=keep)
-        if not keep:
-            stored |= {"scale_2": 1 / fraction[1]} if "scale_2" in stored else {"global_scale": fraction[1:]}
-    else:
-        blocks, scales = stored["blocks"], stored["scales"]
-        round_to_mxfp4(weight[0].T.flatten(), blocks.view(-1), scales.view(-1), keep=keep)
-    for name, tensor in stored.items():
+    stored = place.stored(start)
+    rows = place.as_rows(stored)
+    format = next(one for one in FORMATS.values() if place.is_in(one))
+    format.quantize(weight[0].T if place.STACKS else weight, rows, largest, keep)
+    for name, tensor in (stored | place.as_parts(rows)).items():
         part = place.parts[name]
         part.write(tensor.reshape(-1, *part.row_shape), start)

@@ -16,10 +16,10 @@ from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank, ExpertLora
 from moetune.exporting.finished_run import FinishedRun
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
-from moetune.models.hub.tensor_files import Held, Stored
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors, matrix_of, stacks, trained_name, whole_name
 from moetune.run.resolved import ResolvedModel
+from moetune.tensor_files import Held, Stored
 
 Trained = Stored | Held
 """A trained tensor: in a checkpoint's file, or in memory."""

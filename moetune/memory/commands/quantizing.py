@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes.functional as bnb
 import torch
 from torch import Tensor, nn
 
@@ -12,16 +11,17 @@ from moetune.adapt.weights.quantize import target_of
 from moetune.adapt.weights.quantized_base import plain_tensors, rest_of
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.torch import QuickFakeMode, add_missing_fakes, answering_no
-from moetune.experts.quantized import BLOCK, QuantizedExperts
+from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.nf4 import BLOCK, Nf4
 from moetune.memory.commands.unread import Reading, described, report_of, unread
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.tracing import refusing_values
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import Gpu
-from moetune.models.hub.dequantize import open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings, published_tensors
-from moetune.models.hub.tensor_files import NAMES, Stored
 from moetune.run.resolve import ResolvedModel
+from moetune.tensor_files import NAMES, Stored
 
 
 def predict_quantize(model: ResolvedModel, gpu: str | Gpu | None = None) -> MemoryReport:
@@ -51,8 +51,7 @@ def predict_quantize(model: ResolvedModel, gpu: str | Gpu | None = None) -> Memo
     with refusing_values(model.config.path, model.structure.model_type), QuickFakeMode(), tracker, torch.no_grad():
         _convert(target, reader, stored, mappings, reading)
     name = model.config.path
-    how = f"{model.config.base}{', double-quantized' * (model.config.base == 'nf4' and model.config.double_quant)}"
-    return report_of(tracker, name, {"quantizes": f"{name} to {how}"}, gpu)
+    return report_of(tracker, name, {"quantizes": f"{name} to {target.format.label}"}, gpu)
 
 
 def _published(model: ResolvedModel) -> dict[str, Stored]:
@@ -93,17 +92,12 @@ class _FakeTarget(LoadTarget):
     buffers of a plain module take their place."""
 
     def put_linear(self, path: str, weight: Tensor) -> None:
-        if self.config.base != "nf4":
+        if not isinstance(self.format, Nf4):
             super().put_linear(path, weight)
             return
         linear: Any = self.model.get_submodule(path)
-        data, state = bnb.quantize_4bit(
-            weight.contiguous(), compress_statistics=self.config.double_quant, quant_type="nf4"
-        )
         holder = nn.Module()
-        holder.register_buffer("weight", data)
-        scales = [state.absmax] if state.state2 is None else [state.absmax, state.offset, state.state2.absmax]
-        for number, tensor in enumerate(scales):
-            holder.register_buffer(f"scales{number}", tensor)
+        for name, tensor in self.format.quantized(weight.contiguous()).items():
+            holder.register_buffer("weight" if name == "data" else name, tensor)
         holder.register_parameter("bias", linear.bias)
         self.model.set_submodule(path, holder)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moetune.config.schema import HardwareConfig
 from moetune.experts.host import mark_on_host
+from moetune.formats.base import Quantized
 from moetune.memory.about import version
 from moetune.memory.host import host_of
 from moetune.memory.predict import allocator_here, rank_memory
@@ -21,8 +22,7 @@ from moetune.memory.trace import Trace
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.unknowns import of_context
 from moetune.models.catalog.gpus import Gpu, find_gpu
-from moetune.models.hub.dequantize import Quantized
-from moetune.models.hub.tensor_files import Stored
+from moetune.tensor_files import Stored
 
 COPIED = 8 << 20
 """Bytes of two blocks of a file that is copied, or whose digest is computed (hub/fingerprint.py)."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import moetune.compat.bitsandbytes  # noqa: F401  defines its operators
 from moetune.adapt.attention import Capability, has_little_shared_memory
-from moetune.experts.kernels.grouped import kernel_of
+from moetune.kernels.grouped import kernel_of
 
 aten = torch.ops.aten
 FLOAT = 4
@@ -263,7 +263,7 @@ def _sorted_positions(capability: Capability, numbers: Tensor, count: int) -> It
     """Yield the workspace for sorting rows by expert (`numbers` [n], `count` experts): for each 512 rows an int32 per
     expert, the number of experts rounded up to a power of two.
 
-    Source: experts/kernels/triton_routing.py.
+    Source: kernels/triton_routing.py.
     """
     yield -(-numbers.numel() // 512) * FLOAT * (1 << (count - 1).bit_length())
 

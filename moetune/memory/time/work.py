@@ -17,8 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 import moetune.compat.bitsandbytes  # noqa: F401  defines its operators
 from moetune.adapt.attention import Capability
-from moetune.experts.kernels import grouped
-from moetune.experts.kernels import operators as kernels  # noqa: F401  defines its operators
+from moetune.kernels import grouped
+from moetune.kernels import operators as kernels  # noqa: F401  defines its operators
 
 WorkPart = Literal[
     "experts", "attention", "router", "dense_mlp", "head_and_loss", "rest", "dequantization", "optimizer", "transfers",

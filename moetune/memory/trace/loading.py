@@ -11,7 +11,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moetune.config.schema import Storage
-from moetune.experts.quantized import BLOCK, QuantizedExperts
+from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.nf4 import BLOCK
+from moetune.formats.table import FORMATS
 from moetune.memory.report import LoadPeaks
 from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.views import Trace
@@ -66,8 +68,8 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
         matrix = _gate_up(shape)
         published = run.model.source.quantization
         is_kept = model.base == published.base and run.config.adapt.experts is None
-        if is_kept and published.base in ("fp8", "nvfp4"):
-            host = max(host, matrix if published.base == "fp8" else matrix * 9 // 16)
+        if is_kept and FORMATS[model.base].is_read_apart:
+            host = max(host, int(matrix * FORMATS[model.base].bits / 8))
         elif published.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
             host = max(host, matrix * 17 // 32)
             if not is_kept:
@@ -97,12 +99,7 @@ def _quantizing(shape: ExpertShape, run: ResolvedRun, dtype: torch.dtype) -> int
 
 @cache
 def quantizing(
-    shape: tuple[int, int],
-    storage: Storage,
-    double_quant: bool,
-    dtype: torch.dtype,
-    is_transposed: bool,
-    on_cpu: bool = False,
+    shape: tuple[int, int], storage: Storage, double_quant: bool, dtype: torch.dtype, is_transposed: bool, on_cpu: bool
 ) -> int:
     """Return the peak of temporary bytes while one matrix is quantized, by a trace on fake tensors; cached. The matrix
     itself and its buffers in the expert bank are not counted.

@@ -17,7 +17,7 @@ from moetune.compat.transformers import without_packages
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.experts.context import CountReceived, CountRows, received_as_sent
-from moetune.experts.kernels.registry import using_kernels
+from moetune.kernels.registry import using_kernels
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting, Replayed
 from moetune.memory.trace.alike import Shortened, shorten
 from moetune.memory.trace.loading import load_peaks

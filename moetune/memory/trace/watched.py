@@ -14,6 +14,7 @@ from moetune.adapt.scans import running_by
 from moetune.compat.bitsandbytes import Linear4bit
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
+from moetune.formats.table import format_of
 from moetune.memory.kernels.attention import replace_attention
 from moetune.memory.time.counter import work_parts
 from moetune.memory.trace.log import OUTSIDE
@@ -120,7 +121,7 @@ def labels_of(adapted: Adapted) -> dict[int, str]:
     and experts are labelled "lora" and "experts", and tensors of no known component "buffers".
     """
     run, model = adapted.run, adapted.run.config.model
-    stored = "nf4, double-quantized" if model.base == "nf4" and model.double_quant else model.base
+    stored = format_of(model.base, model.double_quant).label
     components = {part.name.rpartition(".")[0]: part.component for part in run.structure.parameters}
     components |= {layer.experts: "experts" for layer in run.structure.moe_layers}
     labels = {}

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from moetune.errors import UserError
 from moetune.json_files import Amount, read_json
 from moetune.models.hub.fingerprint import Base, digest
-from moetune.models.hub.tensor_files import Stored, read_header
+from moetune.tensor_files import Stored, read_header
 
 DELTA_FILE, MANIFEST = "delta.safetensors", "manifest.json"
 FORMAT = "delta"

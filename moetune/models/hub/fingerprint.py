@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from pydantic import model_validator
 
-from moetune.models.hub.tensor_files import finite, pieces, read_headers, weight_files
+from moetune.tensor_files import finite, pieces, read_headers, weight_files
 
 _BLOCK = 2**22  # bytes read at a time
 

@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from moetune.errors import UserError
-from moetune.models.hub.tensor_files import Stored
+from moetune.tensor_files import Stored
 
 STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """transformers' names of the parameters that hold all experts of a layer."""

@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 
 from moetune.errors import UserError, counted, one_line
 from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
-from moetune.models.hub.tensor_files import INDEX_FILE, SINGLE_FILE, weight_files
+from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, weight_files
 
 CARRIED = (
     "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "additional_chat_templates/*.jinja",

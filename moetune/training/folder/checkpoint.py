@@ -35,9 +35,9 @@ from moetune.compat.torch import consolidate, shard_place
 from moetune.errors import UserError, one_line
 from moetune.experts.bank import ExpertBank
 from moetune.json_files import Amount, T, read_json
-from moetune.models.hub.tensor_files import read_header, refuse_not_finite
 from moetune.parallel.distribute import reshard
 from moetune.parallel.ranks import Ranks, local_tensor
+from moetune.tensor_files import read_header, refuse_not_finite
 from moetune.training.optim.optimizers import CombinedOptimizer
 from moetune.training.optim.zero import ZeroUpdater
 

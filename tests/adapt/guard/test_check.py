@@ -10,7 +10,7 @@ import torch
 from moetune.adapt.guard import check
 from moetune.adapt.guard.exercise import Sizes, sizes_of
 from moetune.adapt.guard.verdicts import Key, Verdict
-from moetune.experts.kernels.registry import without_kernel
+from moetune.kernels.registry import without_kernel
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedRun, resolve
 from tests.nullcuda import runs

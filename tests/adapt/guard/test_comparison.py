@@ -12,7 +12,7 @@ from moetune.adapt.guard import comparison
 from moetune.adapt.guard.comparison import _Asked, _Line
 from moetune.adapt.guard.exercise import Sizes
 from moetune.adapt.guard.verdicts import Verdict, kept
-from moetune.experts.kernels.registry import OPERATORS, KernelError, Operator, use_kernels, without_kernel
+from moetune.kernels.registry import OPERATORS, KernelError, Operator, use_kernels, without_kernel
 from tests.adapt.guard.test_verdicts import key_of
 
 CARD = torch.device("cuda", 0)

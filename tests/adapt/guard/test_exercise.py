@@ -9,11 +9,11 @@ import torch
 
 from moetune.adapt.build import build
 from moetune.adapt.guard.exercise import _few, samples, sizes_of
-from moetune.experts.kernels.registry import OPERATORS, Operator
 from moetune.experts.self_check import CallsSeen
+from moetune.kernels.registry import OPERATORS, Operator
 from moetune.run.resolve import resolve
 from moetune.training.step.micro_step import token_loss
-from tests.experts.kernels.recorded import kind_of
+from tests.kernels.recorded import kind_of
 from tests.nullcuda import runs
 
 CPU = torch.device("cpu")

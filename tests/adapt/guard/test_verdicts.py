@@ -13,8 +13,9 @@ from moetune.adapt.guard.exercise import samples
 from moetune.adapt.guard.verdicts import KERNELS, Key, Verdict, failed_at_any_sizes, keep, kept
 from moetune.adapt.layers import low_rank
 from moetune.experts import mlp
-from moetune.experts.kernels import triton_rotary
 from moetune.files import source_digest
+from moetune.formats import nf4
+from moetune.kernels import triton_rotary
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def key_of(**changes: Any) -> Key:
 def test_a_key_has_the_source_of_all_that_an_exercise_runs() -> None:
     root = Path(str(moetune.__file__)).parent
     sources = {path for pattern in KERNELS for path in root.glob(pattern)}
-    assert {Path(str(module.__file__)) for module in (low_rank, mlp, exercise, triton_rotary)} <= sources
+    assert {Path(str(module.__file__)) for module in (low_rank, mlp, exercise, nf4, triton_rotary)} <= sources
     assert source_digest(*KERNELS) != source_digest(*KERNELS[1:])
 
 

@@ -153,7 +153,7 @@ def test_one_that_does_not_fit_is_refused_by_name(
     tensors = load_file(whole / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    monkeypatch.setattr("moetune.models.hub.tensor_files.Stored.rows", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("moetune.tensor_files.Stored.rows", lambda *_: pytest.fail("weights were read"))
     with small_linears_are_quantized(), pytest.raises(UserError, match=re.escape(message)):
         read(tmp_path)
 

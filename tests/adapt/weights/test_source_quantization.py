@@ -23,12 +23,14 @@ from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ExpertContext
 from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.mxfp4 import StoredMxfp4
+from moetune.formats.table import format_of
 from moetune.memory.trace.tracker import Tracker
-from moetune.models.hub.dequantize import Mxfp4, open_checkpoint
-from moetune.models.hub.tensor_files import Stored
 from moetune.run.dtypes import DTYPES
 from moetune.run.placement import Placement
 from moetune.run.resolve import resolve
+from moetune.tensor_files import Stored
 from tests.memory.trace.test_loading import load
 from tests.published import write_4bit, write_fp8, write_mxfp4, write_nvfp4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
@@ -168,13 +170,13 @@ def test_a_rank_reads_its_own_experts(base: str, mxfp4: Path) -> None:
         placement=Placement(1, held),
     )
     reads: list[int] = []
-    stock_rows = Mxfp4.rows if base == "nf4" else Mxfp4.quantized
+    stock_rows = StoredMxfp4.rows if base == "nf4" else StoredMxfp4.quantized
 
-    def noted(self: Mxfp4, expert: int, *more: Any) -> Any:
+    def noted(self: StoredMxfp4, expert: int, *more: Any) -> Any:
         reads.append(expert)
         return stock_rows(self, expert, *more)  # type: ignore[arg-type]
 
-    with patch.object(Mxfp4, "rows" if base == "nf4" else "quantized", noted):
+    with patch.object(StoredMxfp4, "rows" if base == "nf4" else "quantized", noted):
         read_published(target, run.model)
     found = banks(model)
     assert set(reads) == {4, 5, 6, 7}
@@ -247,7 +249,7 @@ def test_another_layout_is_unpacked_and_packed_anew(
     folder = write_4bit(tmp_path, "mixtral", hidden_size=64, **made)
     adapted = built(folder, FROZEN, dtype="fp32", **asked)
     bank = adapted.model.model.layers[1].mlp.experts
-    assert (bank.gate_up.storage, bank.gate_up.double_quant) == (becomes, becomes == "nf4")
+    assert bank.gate_up.format == format_of(becomes, double_quant=True)
     gate_up, down = experts_of("mixtral", folder, 1, 3)
     stack = QuantizedExperts(1, tuple(down.shape), becomes)
     stack.quantize_(0, down)

@@ -14,7 +14,7 @@ from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import base_folder, open_run
 from moetune.inference.check import check_export
-from moetune.models.hub.tensor_files import read_headers
+from moetune.tensor_files import read_headers
 from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
 from tests.processes import processes
 from tests.reference import token_ids

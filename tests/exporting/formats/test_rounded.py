@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrai
 from moetune.errors import UserError
 from moetune.experts.quantized import QuantizedExperts
 from moetune.exporting.export import export
-from moetune.models.hub.dequantize import Nvfp4, Quantized, open_checkpoint
+from moetune.formats.base import Quantized
+from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.nvfp4 import StoredNvfp4
 from tests.exporting import runs
 from tests.exporting.runs import tensors_of, write_base, write_run
 from tests.published import write_fp8, write_mxfp4, write_nvfp4
@@ -88,7 +90,7 @@ def test_a_base_in_16_bits_is_quantized(into: Any, tmp_path: Path) -> None:
     rows = torch.cat([found[f"{path}.{name}_proj.weight"].rows() for name in ("gate", "up")])
     assert torch.equal(rows, stack.matrix(0, torch.bfloat16))
     queries, keys, values = (found[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "qkv")
-    if isinstance(queries, Nvfp4) and isinstance(keys, Nvfp4) and isinstance(values, Nvfp4):
+    if isinstance(queries, StoredNvfp4) and isinstance(keys, StoredNvfp4) and isinstance(values, StoredNvfp4):
         assert torch.equal(queries.fraction, keys.fraction)
         assert torch.equal(queries.fraction, values.fraction)
     assert isinstance(queries, Quantized)
@@ -152,7 +154,9 @@ def test_other_libraries_read_the_same_weights(base: str, into: Any, tmp_path: P
         scheme = compressed.QuantizationConfig.model_validate(said).config_groups["group_0"]
         compressor = compressed.BaseCompressor.get_value_from_registry(said["format"])
         stored = open_checkpoint(tmp_path / "out")
-        matrices = [tensor for name, tensor in stored.items() if isinstance(tensor, Nvfp4) and ".experts." in name]
+        matrices = [
+            tensor for name, tensor in stored.items() if isinstance(tensor, StoredNvfp4) and ".experts." in name
+        ]
         assert matrices
         for one in matrices:
             parts = {f"weight_{part}": tensor.whole() for part, tensor in one.parts.items()}

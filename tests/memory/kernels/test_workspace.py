@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moetune.adapt.flash import within_documents
-from moetune.experts.kernels.routing import sorted_positions
+from moetune.kernels.routing import sorted_positions
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import find_gpu
 

@@ -9,7 +9,7 @@ from torch import Tensor, randn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from moetune.experts.kernels import operators as kernels
+from moetune.kernels import operators as kernels
 from moetune.memory.time.work import Work, works
 from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu

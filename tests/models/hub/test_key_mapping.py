@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moetune.models.hub.key_mapping import key_mappings
-from moetune.models.hub.tensor_files import read_headers
 from moetune.models.structure import meta_model, read_structure
 from moetune.run.names import stacks
+from moetune.tensor_files import read_headers
 from tests.exporting.runs import make_toy
 from tests.thinned import thinned
 from tests.toys import expert_model_types

@@ -1,4 +1,0 @@
-"""Operators of the experts' forward and backward, in torch and in Triton."""
-
-INT8_STEP = 7.874015718698502e-3
-"""1/127 as bitsandbytes writes it: int8 dequantization multiplies data · absmax · INT8_STEP."""

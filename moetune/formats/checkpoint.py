@@ -1,0 +1,69 @@
+"""`open_checkpoint`: the weights of a checkpoint, in 16 bits or in a quantized format; rows dequantized on demand.
+
+A quantized weight is stored in several tensors, named by a pattern:
+
+    MXFP4    <w>_blocks, <w>_scales                                          a layer's experts (gpt-oss)
+    NVFP4    <w>, <w>_scale, <w>_scale_2                                     ModelOpt
+             <w>_packed, <w>_scale, <w>_global_scale                         compressed-tensors
+    FP8      <w>, <w>_scale_inv                                              a scale for each block (DeepSeek-V3)
+    4 bits   <w>, <w>.absmax, …, <w>.quant_state.bitsandbytes__<nf4 or fp4>  bitsandbytes
+
+There is one entry for each weight, under the name and with the shape that it has in 16 bits. Rows are dequantized when
+they are read, with the results of transformers, compressed-tensors, ModelOpt and bitsandbytes. Scales of activations
+and of the key-value cache are left out, because activations are computed unquantized.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from moetune.errors import reading
+from moetune.formats.base import require
+from moetune.formats.table import FORMATS
+from moetune.tensor_files import Stored, read_headers
+
+_LAYOUTS = [layout for format in FORMATS.values() for layout in format.layouts]
+_MAIN = {main for layout in _LAYOUTS for main in layout.MAIN}
+_OF_ACTIVATIONS = re.compile(r".+\.(input_scale|input_global_scale|k_scale|v_scale)")
+"""Pattern of the names of tensors that are left out."""
+
+
+def open_checkpoint(folder: Path) -> dict[str, Stored]:
+    """Read the headers of a checkpoint; return weight name -> how to read it, a `Quantized` weight or, if it is not
+    quantized, a `Stored` tensor.
+
+    Raises:
+        UserError: there are no safetensors in the folder, a file is damaged, a tensor is in two files, or the parts of
+            a quantized weight do not fit together.
+    """
+    stored = read_headers(folder)
+    opened: dict[str, Stored] = {}
+    for name, parts in _grouped(stored).items():
+        if parts == {"": name}:
+            opened[name] = stored[name]
+            continue
+        with reading(f"{name!r} in {str(folder)!r}"):
+            of_parts = {part: stored[its] for part, its in parts.items()}
+            read = [one for layout in _LAYOUTS if (one := layout.opened(of_parts)) is not None]
+            require(len(read) == 1, of_parts)
+            opened[name] = read[0]
+    return opened
+
+
+def weights_of(names: Iterable[str]) -> list[str]:
+    """Return the weight names that `open_checkpoint` gives for a checkpoint with these tensor names."""
+    return list(_grouped(names))
+
+
+def _grouped(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return weight name -> part -> tensor name; a tensor with the weight's own name is the part ""."""
+    known = {name for name in names if not _OF_ACTIVATIONS.fullmatch(name)}
+    groups: dict[str, dict[str, str]] = {}
+    for name in sorted(known):
+        weight, part = next(
+            (match.groups() for one in _LAYOUTS if (match := re.fullmatch(one.PATTERN, name)) is not None), (name, "")
+        )
+        if part and not any(known.issuperset(weight + end for end in main) for main in _MAIN):
+            weight, part = name, ""  # the other parts are missing: an ordinary tensor with such a name
+        groups.setdefault(weight, {})[part] = name
+    return groups

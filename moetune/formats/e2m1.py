@@ -1,0 +1,22 @@
+"""E2M1: floating-point codes of 4 bits, in which MXFP4 and NVFP4 store weights, two in a byte."""
+
+import torch
+from torch import Tensor
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 to 7; 8 to 15 are their negatives
+LEVELS = (*E2M1, *(-value for value in E2M1))  # values of all 16 codes
+
+
+def e2m1_codes(scaled: Tensor) -> Tensor:
+    """Round float32 values [..., n] to E2M1; return two codes per byte, [..., n / 2] uint8, the first in the low bits.
+
+    Magnitudes above 6 become 6.
+    """
+    levels = scaled.new_tensor(E2M1)
+    middles = (levels[:-1] + levels[1:]) / 2
+    # ties between an odd code and the even one above it round up
+    middles[1::2] = torch.nextafter(middles[1::2], levels[:-1][1::2])
+    codes = torch.bucketize(scaled.abs(), middles, out_int32=True).to(torch.uint8)
+    codes |= scaled.signbit().to(torch.uint8) << 3
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4

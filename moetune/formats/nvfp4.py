@@ -1,0 +1,164 @@
+"""NVFP4: codes of 4 bits, of which 16 of a row share a scale in E4M3, and a matrix a global scale."""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
+from moetune.formats.e2m1 import E2M1, LEVELS, e2m1_codes
+from moetune.formats.published import Settings, SourceQuantization, patterns_of
+from moetune.kernels import AT_ONCE
+from moetune.kernels.operators import operator
+
+BLOCK = 16  # weights of a row that share one scale
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_SMALLEST_FP8 = torch.finfo(torch.float8_e4m3fn).smallest_normal / 8
+
+
+@operator(lambda data, scales, fractions, columns, dtype: data.new_empty((*data.shape[:2], columns), dtype=dtype))
+def dequantize_nvfp4(data: Tensor, scales: Tensor, fractions: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Dequantize NVFP4 matrices of `columns` columns: [n, R, C] in `dtype`.
+
+    A weight is level · (scale · numerator / denominator), computed in float32 and rounded once. The global scale of a
+    matrix is a fraction, because ModelOpt multiplies by it and compressed-tensors divides by it; with 1 in the other
+    place, the result is bit for bit that of either. torch's operations compute `AT_ONCE` weights at a time.
+
+    Args:
+        data: [n, R, 8·B] uint8, two E2M1 codes per byte, the first in the low bits; B = ⌈C / 16⌉.
+        scales: [n, R, B] uint8, the bits of an E4M3 scale for each block of 16 weights of a row.
+        fractions: [n, 2] float32, numerator and denominator.
+    """
+    out = data.new_empty((*data.shape[:2], columns), dtype=dtype)
+    levels = torch.tensor(LEVELS, device=data.device)
+    high = max(1, AT_ONCE // columns)
+    for matrix, of_blocks, (over, under), result in zip(data, scales, fractions, out, strict=True):
+        for codes, of_rows, rows in zip(matrix.split(high), of_blocks.split(high), result.split(high), strict=True):
+            picked = torch.stack([codes & 15, codes >> 4], -1).flatten().int()
+            weights = levels.index_select(0, picked).view(*of_rows.shape, BLOCK)
+            weights *= (of_rows.view(torch.float8_e4m3fn).float() * over / under)[..., None]
+            rows.copy_(weights.flatten(1)[:, :columns])
+    return out
+
+
+def _largest(weight: Tensor) -> Tensor:
+    """Return the largest magnitude of a tensor in float32, without a copy of its size."""
+    low, high = weight.aminmax()
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+class StoredNvfp4(Quantized):
+    """A matrix [out, in] in NVFP4: 16 weights of a row share a scale of 8 bits (E4M3), and the matrix a global scale.
+
+    Parts are "" or `packed` [out, in / 2] uint8, two E2M1 codes per byte, the first in the low bits; `scale` [out, in /
+    16]; and one float32: `scale_2` (ModelOpt) is multiplied, `global_scale` (compressed-tensors) divided by. Rows are
+    computed in float32 and rounded once to `dtype`, as by either library for bfloat16.
+    """
+
+    PATTERN = r"(.+\.weight)_(packed|scale|scale_2|global_scale)"
+    MAIN = (("",), ("_packed",))
+
+    @classmethod
+    def opened(cls, parts: Parts) -> Self | None:
+        of_matrix = parts.keys() & {"scale_2", "global_scale"}
+        if not of_matrix:
+            return None
+        codes, scales, scale = parts["packed" if "packed" in parts else ""], parts["scale"], parts[of_matrix.pop()]
+        rows, half = codes.shape
+        kinds = codes.dtype, scales.dtype, scale.dtype, scale.numel
+        fits = codes.shape == (scales.shape[0], BLOCK // 2 * scales.shape[1])
+        require(kinds == ("U8", "F8_E4M3", "F32", 1) and fits, parts)
+        return cls(codes.file, "BF16", (rows, 2 * half), 0, parts)
+
+    @property
+    def fraction(self) -> Tensor:
+        """The global scale as a factor and a divisor, of which one is 1: [2] float32."""
+        name = "scale_2" if "scale_2" in self.parts else "global_scale"
+        scale, one = self.parts[name].rows().float().reshape(1), torch.ones(1)
+        return torch.cat([scale, one] if name == "scale_2" else [one, scale])
+
+    def as_rows(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        data, scales = stored["packed" if "packed" in stored else ""], stored["scale"].view(torch.uint8)
+        return {"data": data, "scales": scales, "fractions": self.fraction}
+
+    def as_parts(self, rows: Rows) -> dict[str, Tensor]:
+        over, under = rows["fractions"]
+        return {"scale_2": over / under} if "scale_2" in self.parts else {"global_scale": under}
+
+    def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
+        names = "packed" if "packed" in self.parts else "", "scale"
+        codes, scales = (self.parts[name].rows(start, stop).to(device) for name in names)
+        over, under = self.fraction.to(device)
+        levels = torch.tensor(LEVELS, device=device)
+        weights = levels[torch.stack([codes & 15, codes >> 4], -1).int()].view(*scales.shape, BLOCK)
+        weights *= (scales.float() * over / under)[..., None]
+        return weights.flatten(1).to(self.torch_dtype)
+
+
+class Nvfp4(Format):
+    """E2M1 in blocks of 16 weights of a row; dequantized bit for bit as by ModelOpt and compressed-tensors."""
+
+    name, formula, layouts = "nvfp4", "9·R·⌈C/16⌉ + 8 a matrix [R, C]", (StoredNvfp4,)
+    bits, is_read_apart, into_multiple, joins_scales = 4.5, True, BLOCK, True
+
+    def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
+        high, wide = shape[0], -(-shape[1] // BLOCK)
+        data, scales = (count, high, wide * BLOCK // 2), (count, high, wide)
+        return {"data": (torch.uint8, data), "scales": (torch.uint8, scales), "fractions": (torch.float32, (count, 2))}
+
+    def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
+        """Quantize as `Format.quantize` says, by the formulas of compressed-tensors.
+
+        The global scale 448 · 6 / `largest` brings the largest scale of a block to 448, and the scale of a block its
+        largest magnitude to 6. With `keep` it stays as well, if all weights fit.
+        """
+        data, scales, fraction = row["data"], row["scales"], row["fractions"]
+        if keep:
+            keep = bool(weight.abs().max() <= LARGEST * E2M1[-1] * fraction[0] / fraction[1] * SLACK)
+        rows, columns = weight.shape
+        if not keep:
+            largest = _largest(weight) if largest is None else largest
+            fraction[0] = 1
+            fraction[1] = torch.where(largest > 0, LARGEST * E2M1[-1] / largest, 1)
+        over, under = fraction
+        high = max(1, AT_ONCE // columns)
+        for first in range(0, rows, high):
+            blocks = pad(weight[first : first + high].float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
+            wanted = under * (blocks.abs().amax(-1) / E2M1[-1]) / over
+            rounded = wanted.clamp_(_SMALLEST_FP8, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
+            if keep:  # as integers, positive scales are in the same order
+                rounded = torch.maximum(rounded, scales[first : first + high])
+            scales[first : first + high].copy_(rounded)
+            of_blocks = rounded.view(torch.float8_e4m3fn).float() * over / under
+            data[first : first + high].copy_(e2m1_codes(blocks / of_blocks[..., None]).flatten(1))
+
+    def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return dequantize_nvfp4(stored["data"], stored["scales"], stored["fractions"], shape[1], dtype)
+
+    def published(self, method: str, settings: Settings) -> SourceQuantization | None:
+        is_modelopt = method == "modelopt" and settings.get("quant_algo") in ("NVFP4", "W4A16_NVFP4")
+        if not is_modelopt and (method, settings.get("format")) != ("compressed-tensors", "nvfp4-pack-quantized"):
+            return None
+        left_out = patterns_of(settings, "ignore") or patterns_of(settings, "exclude_modules" if is_modelopt else "")
+        return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out)
+
+    def layout(self, *shape: int) -> Sizes:
+        """compressed-tensors': codes, the blocks' scales, and the global scale."""
+        rows, columns = shape
+        return {
+            "packed": (torch.uint8, (rows, columns // 2)),
+            "scale": (torch.float8_e4m3fn, (rows, columns // BLOCK)),
+            "global_scale": (torch.float32, (1,)),
+        }
+
+    def settings(self, others: list[str]) -> dict[str, Any]:
+        weights = {
+            "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": BLOCK, "symmetric": True,
+            "dynamic": False,
+        }  # fmt: skip
+        group = {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}
+        return {
+            "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": others,
+        }  # fmt: skip

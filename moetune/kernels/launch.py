@@ -1,0 +1,114 @@
+"""A launcher of Triton kernels that takes a third of the host time of Triton's own launch.
+
+Measurements are in docs/benchmarks/host_time.md. Import this file only with a GPU and Triton.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+from operator import or_
+from typing import Any
+
+import torch
+import triton
+
+from moetune.errors import one_line
+from moetune.kernels.registry import KernelError, is_out_of_memory
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is at least `number`.
+
+    It takes a tenth of the host time of `triton.next_power_of_2`, as does `ceil_div` of that of `triton.cdiv`.
+    """
+    return 1 << max(0, number - 1).bit_length()
+
+
+def ceil_div(number: int, size: int) -> int:
+    """Return number / size, rounded up."""
+    return -(-number // size)
+
+
+class QuickLaunch:
+    """A Triton kernel with a faster launch, called like a Triton kernel as `kernel[grid](...)`.
+
+    At each launch, Triton examines every argument for properties that need a separate compilation: type, alignment, and
+    whether a number is 1 or a multiple of 16. This class instead looks up a compiled kernel by the device, alignment
+    and dtypes of the tensors, and by the values of those numbers on which the kernel is specialized.
+
+    The kernel's parameters must be in this order: tensors, numbers that it is not specialized on, other numbers,
+    constants. A call passes constants by name, then Triton's options. A parameter must always be a float or always an
+    int, because 1 and 1.0 are the same key.
+
+    Args:
+        jitted: the kernel as `triton.jit` returns it.
+        function: the Python function of the kernel.
+        varying: names of the parameters that the kernel is not specialized on.
+    """
+
+    def __init__(self, jitted: Any, function: Callable[..., None], varying: Sequence[str]) -> None:
+        self.jitted, self._varying = jitted, varying
+        self._names = list(inspect.signature(function).parameters)
+        self._compiled: dict[tuple[object, ...], Any] = {}
+        self._tensors = -1
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        """Return a function that launches the kernel on `grid`, one to three program counts."""
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """Launch the kernel, after compiling it if no compiled kernel has the key of these arguments.
+
+        Raises:
+            KernelError: the kernel could not be compiled, loaded or launched; it has not run.
+            torch.OutOfMemoryError: the GPU has too little memory for it.
+        """
+        if self._tensors < 0:
+            self._check(args, constants)
+        tensors = args[: self._tensors]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        aligned = reduce(or_, addresses) % 16 == 0 or tuple(address % 16 == 0 for address in addresses)
+        key = (
+            tensors[0].get_device(), aligned, args[self._tensors + len(self._varying) :], *constants.values(),
+            *[tensor.dtype for tensor in tensors],
+        )  # fmt: skip
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self._first_launch(grid, args, constants)
+            return
+        of_kernel = list(constants.values())[: len(self._names) - len(args)]
+        compiled[(*grid, 1, 1)[:3]](*addresses, *args[self._tensors :], *of_kernel)
+
+    def _first_launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+        """Compile, load and launch the kernel; return the compiled kernel. Raises as `_launch` does.
+
+        Multiplications and additions are fused unless the call says otherwise: Triton's default depends on its version.
+        """
+        try:
+            return self.jitted[grid](*args, **{"enable_fp_fusion": True, **constants})
+        except Exception as error:  # Triton's errors, LLVM's and the driver's have no class in common
+            if is_out_of_memory(error):
+                raise torch.OutOfMemoryError(one_line(error)) from error
+            raise KernelError(f"{type(error).__name__}: {one_line(error)}") from error
+
+    def _check(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        """At the first launch, count the tensors and assert that the parameters have the order that the class needs."""
+        self._tensors = sum(torch.is_tensor(arg) for arg in args)
+        assert all(torch.is_tensor(arg) for arg in args[: self._tensors])
+        assert self._names[self._tensors :][: len(self._varying)] == list(self._varying)
+        of_kernel = self._names[len(args) :]
+        assert list(constants)[: len(of_kernel)] == of_kernel
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator that compiles a function with `triton.jit(**options)` and wraps it in `QuickLaunch`.
+
+    Under Triton's interpreter the kernel is not compiled, and the decorator returns what `triton.jit` does.
+    """
+
+    def define(function: Callable[..., None]) -> Any:
+        jitted = triton.jit(function, **options)
+        is_compiled = isinstance(jitted, triton.JITFunction)
+        return QuickLaunch(jitted, function, options.get("do_not_specialize", ())) if is_compiled else jitted
+
+    return define
