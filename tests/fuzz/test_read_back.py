@@ -73,6 +73,8 @@ READ_BY = {
     "training/folder/manifest.py": "run/checkpoints/step-2/manifest.json",
     "training/folder/run_folder.py": "run/base.json",
     "training/data/tokenizer_files.py": "a model's own: test_tokenizer_files.py",
+    "training/data/sources.py": "dataset_dict.json: tests/training/data/files/test_folder.py",
+    "training/data/files/llama_factory.py": "dataset_info.json: tests/training/data/files/test_llama_factory.py",
 }
 """Who calls the reader -> a file of the table, or where else it is damaged."""
 RAW = {
@@ -80,7 +82,9 @@ RAW = {
     "models/catalog/__init__.py": "part of the package",
     "models/catalog/gpus.py": "part of the package",
     "cli/init.py": "part of the package",
-    "training/data/formats.py": "a value in a record: test_data.py",
+    "training/data/files/folder.py": "state.json of a data set: tests/training/data/files/test_folder.py",
+    "training/data/files/tables.py": "a value in a table: tests/training/data/files/test_tables.py",
+    "watch/memory_record.py": "what the run has just written",
     "training/data/load.py": "what a tokenizer writes of itself",
     "files.py": "a lock of another process",
     "training/trl.py": "what the program writes of itself",
