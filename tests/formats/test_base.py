@@ -1,10 +1,13 @@
 """Rounding with the scales that are stored: what does not change keeps its bytes."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 from moetune.config.schema import Storage
 from moetune.experts.quantized import QuantizedExperts
+from moetune.formats.table import FORMATS
 
 
 @pytest.mark.parametrize("storage", ["fp8", "nvfp4", "mxfp4"])
@@ -28,3 +31,8 @@ def test_weights_of_a_quantized_matrix_keep_their_bytes(storage: Storage) -> Non
     large[1, 3] = 3 * before[:17, :16].abs().max()
     assert rounded(large)[1, 3] == pytest.approx(float(large[1, 3]), rel=0.2)
     assert torch.equal(stack.data[0].flatten()[-100:], data.flatten()[-100:])
+
+
+def test_every_value_of_model_base_has_its_format() -> None:
+    assert [*FORMATS] == [*get_args(Storage)]
+    assert all(format.name == name for name, format in FORMATS.items())
