@@ -16,6 +16,7 @@ from typing import IO
 
 from moetune.errors import UserError, shown
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes on Linux and macOS; 4,000 leaves room for files in the folder
 
 
@@ -319,3 +320,10 @@ def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
             file.close()
             raise
         file.close()
+
+
+def refuse_pointer(file: Path) -> None:
+    """Raise `UserError` if a file is a pointer of Git LFS, which a clone without Git LFS has in its place."""
+    with file.open("rb") as opened:
+        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{str(file)!r} is a pointer of Git LFS; fetch the file with `git lfs pull` in its folder")

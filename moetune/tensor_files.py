@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from moetune.errors import UserError, reading, shown
+from moetune.files import refuse_pointer
 from moetune.json_files import parse_json, read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -196,6 +197,7 @@ def read_header(file: Path) -> dict[str, Stored]:
         UserError: the file cannot be read, is not a safetensors file, or is cut short.
     """
     with reading(repr(str(file))):
+        refuse_pointer(file)
         with safe_open(file, framework="pt"):  # safetensors checks that offsets, shapes and file size agree
             pass
         with file.open("rb") as opened:

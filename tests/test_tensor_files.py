@@ -94,6 +94,12 @@ def test_pieces_are_the_whole_file(block: int, tmp_path: Path, monkeypatch: pyte
     assert at == file.stat().st_size
 
 
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 9\n")
+    with pytest.raises(UserError, match=r"x\.safetensors' is a pointer of Git LFS; .*git lfs pull"):
+        read_header(tmp_path / "x.safetensors")
+
+
 def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(9)}, tmp_path / "x.safetensors")
     (tmp_path / "x.safetensors").write_bytes((tmp_path / "x.safetensors").read_bytes()[:-1])

@@ -163,7 +163,8 @@ def _sort(stored: StoredAdapter, base: AdapterBase) -> _Pairs:
         module, factor, rest = _factor_of(name)
         if factor:
             if rest not in ("", "weight"):
-                pairs.unread.append(f"{name}: is no factor of plain LoRA")
+                remedy = "; factors of an embedding: merge with PEFT (merge_and_unload)" if "embedding" in name else ""
+                pairs.unread.append(f"{name}: is no factor of plain LoRA{remedy}")
             else:
                 halves[module][factor] = tensor
             continue

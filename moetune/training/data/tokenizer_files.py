@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from moetune.errors import UserError
+from moetune.files import refuse_pointer
 from moetune.json_files import read_json
 
 _WHOLE, _TEKKEN, _VOCABULARIES = "tokenizer.json", "tekken.json", ("tiktoken.model", "tokenizer.model")
@@ -46,14 +47,25 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
 
     configs = [read_json(file, dict[str, Any]) for file in map(found, ("tokenizer_config.json", "config.json")) if file]
     code = next((code for config in configs if (code := _code_in(config)) is not None), None)
-    is_whole = found(_WHOLE) is not None
-    if not is_whole:
+    whole = found(_WHOLE)
+    is_whole = whole is not None
+    if whole is not None:
+        refuse_pointer(whole)
+    else:
         _refuse_vocabulary(f"the tokenizer in {folder!r}", code, found)
     if code is not None:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=on_disk)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        folder, local_files_only=on_disk, trust_remote_code=False, mistral_format=False
-    )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=on_disk, trust_remote_code=False, mistral_format=False
+        )
+    except ValueError as error:
+        if is_whole:
+            raise
+        raise UserError(
+            f"there is no tokenizer in {folder!r}: no {_WHOLE}, and transformers makes none of other files there; copy "
+            "the files of the model's tokenizer there"
+        ) from error
     names = tokenizer.vocab_files_names.values()
     if names and not is_whole and not any(map(found, names)):  # transformers makes one without tokens
         raise UserError(

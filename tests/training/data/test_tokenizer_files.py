@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from moetune.errors import UserError
 from moetune.models.catalog import find_model
 from moetune.training.data.load import tokenizer_of
+from tests.small import write_model
 from tests.toys import toy_config
 
 TIKTOKEN = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
@@ -86,6 +87,18 @@ def test_a_folder_without_a_tokenizer_is_refused(settings: dict[str, str], tmp_p
     """transformers makes one without tokens."""
     with pytest.raises(UserError, match=r"no tokenizer in .*tokenizer\.json.*copy"):
         tokenizer_of("model", write(tmp_path, **settings))
+
+
+def test_a_model_without_a_tokenizer_or_with_a_pointer_to_it_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 9\n")
+    with pytest.raises(UserError, match=r"is a pointer of Git LFS; .*git lfs pull"):
+        tokenizer_of("model", str(tmp_path / "model"))
+    file.unlink()
+    (tmp_path / "model" / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match=r"no tokenizer in .*tokenizer\.json.*copy"):
+        tokenizer_of("model", str(tmp_path / "model"))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import IO, Any
 import pyarrow as pa
 
 from moetune.errors import UserError
+from moetune.files import LFS_POINTER
 
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
@@ -23,7 +24,6 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
 """Endings of compressed files; the ending before them is the file's type."""
 DAMAGED = (OSError, EOFError, UnicodeDecodeError, zlib.error, lzma.LZMAError, pa.ArrowException)
 """Errors of a file that ends too early or is damaged."""
-_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def _by_arrow(codec: str) -> Callable[..., IO[bytes]]:
@@ -58,7 +58,7 @@ def opened(path: Traversable, name: str) -> IO[bytes]:
     """
     with path.open("rb") as file:
         head = file.read(1024)
-    if head.startswith(_POINTER):
+    if head.startswith(LFS_POINTER):
         size = re.search(rb"^size (\d+)$", head, re.MULTILINE)
         raise UserError(
             f"{name!r} is not the data but a pointer of Git LFS to them"
