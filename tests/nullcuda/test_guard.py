@@ -17,7 +17,7 @@ from moetune.config.load import load_run_config
 from moetune.config.schema import QuantizedDtype
 from moetune.inference import evaluate
 from moetune.kernels.registry import OPERATORS, use_kernels, without_kernel
-from moetune.memory.measurement import verify
+from moetune.planning import settle
 from moetune.report.console import terminal
 from moetune.routing.recorder import Recorder
 from moetune.routing.score import load_base, record_batch, to_score
@@ -89,7 +89,7 @@ def test_a_run_without_a_kernel(
 
     def settled_on(run: ResolvedRun, card: torch.device, before: None) -> ResolvedRun:
         settled.append(run.config.hardware.without_kernels)
-        return verify.settled_on(run, card, before)
+        return settle.settled_on(run, card, before)
 
     monkeypatch.setattr(watch_train, "settled_on", settled_on)
     trained = moetune("train", run_file)
