@@ -60,9 +60,9 @@ def aside(out: Path, of: Mapping[str, Any] | None = None, *, overwrite: bool = F
     What a killed process left there is removed first; an output that it had moved away is moved back.
 
     Args:
-        of: all that the work depends on, as JSON values. If the body is interrupted, or raises anything but `UserError`
-            (bad input: no call with the same `of` would get further), after it has written something, the folder stays,
-            and a call with the same `of` finds it as it was. None: no call goes on with it.
+        of: all that the work depends on, as JSON values. If the body is interrupted, or raises an error, after it has
+            written something, the folder stays, and a call with the same `of` finds it as it was; but not after a
+            `UserError` in the first such call (bad input: none would get further). None: no call goes on with it.
         overwrite: remove also what a call with another `of` has begun.
 
     Raises:
@@ -91,7 +91,7 @@ def aside(out: Path, of: Mapping[str, Any] | None = None, *, overwrite: bool = F
         try:
             yield folder
         except BaseException as error:
-            stays = of is not None and not isinstance(error, UserError)
+            stays = of is not None and (goes_on or not isinstance(error, UserError))
             stays = stays and any(item.is_file() and item.stat().st_size for item in _work(folder))
             raise
         finally:
