@@ -160,18 +160,19 @@ def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., A
     """
     changed, used_up = _written(operator), _written(operator, scratch=True)
     copies = copied(args, [args[place] for place in (*changed, *used_up)])
-    expected = [*_each(referred(operator, copies)), *(copies[place] for place in changed)]
+    results = _each(referred(operator, copies))
+    expected, before = [*results, *(copies[place] for place in changed)], [*[None] * len(results), *changed]
 
     def difference(launch: Callable[..., Any]) -> float:
         found = []
         for _ in range(2):  # the second launch takes the shorter way of launch.py
             copies = copied(args, [args[place] for place in changed])
             results = [*_each(launch(*copies)), *(copies[place] for place in changed)]
-            found += [
-                _difference(one, other, is_exact=operator.name.startswith("dequantize"))
-                for one, other in zip(results, expected, strict=True)
-                if isinstance(other, Tensor) and other.numel()
-            ]
+            for one, other, place in zip(results, expected, before, strict=True):
+                if isinstance(other, Tensor) and other.numel():
+                    if place is not None:  # what is left as it was may be uninitialized
+                        one, other = _where_written(args[place], one, other)
+                    found.append(_difference(one, other, is_exact=operator.name.startswith("dequantize")))
         return float(torch.stack(found).max()) if found else 0.0
 
     yield difference(kernel)
@@ -217,6 +218,13 @@ def copied(args: Sequence[Any], which: Collection[Any]) -> list[Any]:
         return made.set_(clones[key], arg.storage_offset(), arg.shape, arg.stride())
 
     return list(map(copy, args))
+
+
+def _where_written(before: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the elements of two results that either has written to; those before are compared bit by bit."""
+    bits = [tensor.contiguous().view(torch.uint8).view(*tensor.shape, -1) for tensor in (before, one, other)]
+    is_written = ((bits[1] != bits[0]) | (bits[2] != bits[0])).any(-1)
+    return torch.where(is_written, one, 0), torch.where(is_written, other, 0)
 
 
 def _difference(one: Tensor, other: Tensor, *, is_exact: bool) -> Tensor:

@@ -96,7 +96,7 @@ def test_what_does_not_fit_raises_torchs_own_error(toy_model: Path, tmp_path: Pa
     }
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(run), encoding="utf-8")
-    out, _ = moetune("predict", file, "--method", "trace", "--json")
+    out, _ = moetune("predict", file, "--json")
     needed = json.loads(out)["ranks"][0]["peak_reserved"]
     fits = start("verify", file, "--json", NULL_GIB=str((needed + (22 << 20)) / 2**30))
     small_card = start("verify", file, "--json", NULL_GIB=str(needed * 0.8 / 2**30))

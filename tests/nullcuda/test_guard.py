@@ -13,6 +13,8 @@ import yaml
 
 from moetune.adapt.guard import check, comparison
 from moetune.adapt.guard.exercise import Sizes
+from moetune.adapt.guard.verdicts import Verdict
+from moetune.cache import read_cached
 from moetune.config.load import load_run_config
 from moetune.config.schema import QuantizedDtype
 from moetune.inference import evaluate
@@ -57,6 +59,12 @@ def run_file(small_model: Path, small_data: Path, tmp_path: Path) -> Path:
     return tmp_path / "run.yaml"
 
 
+def failed_in(verdict: Path) -> dict[str, str]:
+    found: Verdict | None = read_cached(verdict, Verdict)
+    assert found is not None
+    return found.failed
+
+
 def trained_without(run_file: Path) -> list[str]:
     """The operators without kernel that the run folder names; the run has taken its steps."""
     folder = run_file.parent / "run"
@@ -98,10 +106,10 @@ def test_a_run_without_a_kernel(
     assert f"the kernel of {operator} {said}" in " ".join(trained.err.split())
     assert trained_without(run_file) == [operator], trained.err
     if fault == "NULL_HANGS":  # a busy machine may have been the reason, so the next run compares again
-        assert not list(cache.glob("[0-9a-f]*.json"))
+        assert not list(cache.glob("[0-9a-f]*.json.gz"))
         return
-    (verdict,) = cache.glob("[0-9a-f]*.json")
-    assert json.loads(verdict.read_text())["failed"].keys() == {operator}
+    (verdict,) = cache.glob("[0-9a-f]*.json.gz")
+    assert failed_in(verdict).keys() == {operator}
 
     notes = json.loads(moetune("predict", run_file, "--gpu", "l40s", "--json").out)["notes"]
     assert [operator in note for note in notes] == [True]
@@ -120,12 +128,12 @@ def test_a_run_without_a_kernel(
     if fault == "NULL_REFUSES":
         found = {check["name"]: check for check in json.loads(moetune("doctor", run_file, "--json").out)["checks"]}
         assert found["kernels at the sizes of the run"]["outcome"] == "ok"  # the doctor compares again
-        assert json.loads(verdict.read_text())["failed"] == {}
+        assert failed_in(verdict) == {}
         monkeypatch.setenv(fault, kernel)  # it fails only when training comes to it
         with pytest.warns(UserWarning, match=f"the kernel of {operator} {said}"):
             again = moetune("train", run_file, "--overwrite")
         assert trained_without(run_file) == [operator]
-        assert json.loads(verdict.read_text())["failed"].keys() == {operator}
+        assert failed_in(verdict).keys() == {operator}
 
 
 @pytest.fixture
