@@ -39,13 +39,13 @@ def settled(run: ResolvedRun, gpu: str | Gpu, routing: AssumedRouting = UNKNOWN)
 
 def _choices(run: ResolvedRun) -> list[dict[int, Kept]]:
     """Return what layers may keep, from nothing to all that `auto` leaves open, each choice a layer more than the one
-    before: first attention's outputs, which take least for the time that they save; then the rest of a layer; then the
-    experts' rows."""
+    before: first attention's outputs, which take least for the time that they save; then the experts' rows; then the
+    rest of a layer."""
     layers = list(range(run.structure.num_layers))
     of_experts = [layer.index for layer in run.structure.moe_layers]
     steps: list[tuple[Keepable, list[int]]] = [("rows", of_experts)]
     if run.config.train.checkpointing == "auto":
-        steps = [("attention", layers), ("rest", layers), *steps]
+        steps = [("attention", layers), *steps, ("rest", layers)]
     kept: dict[int, Kept] = {}
     choices = [kept]
     for name, where in steps:

@@ -49,13 +49,15 @@ def test_each_choice_takes_more_and_the_last_that_fits_is_made(
     choices = _choices(run)
     assert choices[0] == {}
     needs = [Predictor("24GiB", end="high").of_resolved(run.keeping(keeps)).span.high for keeps in choices]
-    assert needs == sorted(needs)
+    # the allocator's rounding may take a few KiB less for a choice that keeps more
+    assert needs == pytest.approx(sorted(needs), rel=1e-4)
     assert needs[0] < needs[-1]
     for size in (needs[0] - 1, needs[0], (needs[0] + needs[-1]) // 2, needs[-1] - 1, needs[-1]):
         found = settled(run, f"{size}B")
-        fitting = [keeps for keeps, need in zip(choices, needs, strict=True) if need <= size]
-        expected = run.keeping(fitting[-1] if fitting else {})
-        assert (found.keeps, found.config.train) == (expected.keeps, expected.config.train)
+        made = [run.keeping(keeps).keeps for keeps in choices].index(found.keeps)
+        assert found.config.train == run.keeping(choices[made]).config.train
+        assert made == 0 or needs[made] <= size
+        assert found.keeps == run.keeping(choices[-1]).keeps or needs[made + 1] > size
         assert settled(found, f"{size}B") is found
 
 
