@@ -106,9 +106,9 @@ def test_a_run_without_a_kernel(
     assert f"the kernel of {operator} {said}" in " ".join(trained.err.split())
     assert trained_without(run_file) == [operator], trained.err
     if fault == "NULL_HANGS":  # a busy machine may have been the reason, so the next run compares again
-        assert not list(cache.glob("[0-9a-f]*.json.gz"))
+        assert not list(cache.glob("*-*.json.gz"))
         return
-    (verdict,) = cache.glob("[0-9a-f]*.json.gz")
+    (verdict,) = cache.glob("*-*.json.gz")
     assert failed_in(verdict).keys() == {operator}
 
     notes = json.loads(moetune("predict", run_file, "--gpu", "l40s", "--json").out)["notes"]
