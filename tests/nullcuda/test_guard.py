@@ -168,7 +168,7 @@ def test_other_commands_compare_too(
     use_kernels(but=())
     with pytest.warns(UserWarning, match=found) as second:  # of `eval`, `generate` and `chat`
         ended = moetune("eval", run_file.parent / "run", "--data", small_data)
-        assert ended.code == 0, ended.err
+    assert ended.code == 0, ended.err
     assert without_kernel().keys() == {"gated"}
     assert not any("comparing" in str(one.message) for one in second)
     model = yaml.safe_load(run_file.read_text())["model"]["path"]
