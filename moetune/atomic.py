@@ -5,7 +5,6 @@ a lock while its process lives; `new`, the output as far as it is written; and `
 leaves the folder behind, and the next that writes the same output removes it, or goes on with it.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -149,26 +148,15 @@ def new_folder(
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Raise what the system refuses in the body as `UserError`, which says whether it concerns the output `out`, or a
-    file that is read; also if `out` is in a checkpoint of a run."""
+    """Raise what the system refuses in the body as `UserError`, which names the output `out` and the file that failed;
+    also if `out` is in a checkpoint of a run."""
     refuse_in_checkpoint(out)
     try:
         yield
     except (OSError, SafetensorError) as error:
         if (reason := refused(error)) is None:  # transformers also raises OSError for other errors
             raise
-        if isinstance(error, OSError) and not _is_about(error, out):
-            raise UserError(f"{str(error.filename)!r} cannot be read or written: {error.strerror}") from error
         raise UserError(f"--out {str(out)!r} cannot be written: {reason}") from error
-
-
-def _is_about(error: OSError, out: Path) -> bool:
-    """Return whether an error concerns the output, or the folder in which it is written, rather than a file that is
-    read. A full disk always does, although `shutil` then names the file that it was reading."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) or not isinstance(error.filename, str | os.PathLike):
-        return True
-    file = Path(error.filename).absolute()
-    return file.is_relative_to(aside_of(out.absolute())) or file in (out.absolute(), *out.absolute().parents)
 
 
 def sweep(out: Path) -> None:

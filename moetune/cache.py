@@ -1,15 +1,13 @@
-"""A cache on disk of what can be computed again: JSON with a digest, one gzip file for each key.
+"""A cache on disk of what can be computed again: JSON, one gzip file for each key.
 
-A file that is missing, cannot be read, is no ordinary file, has another name or was changed after it was written counts
-as missing; one that cannot be written is left out. Reading executes nothing from a file.
+A file that is missing, damaged or cannot be read counts as missing; one that cannot be written is left out. Reading
+executes nothing from a file.
 """
 
 import gzip
 import hashlib
 import json
 import os
-import stat
-import zlib
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -24,7 +22,6 @@ from moetune.json_files import adapter_of
 
 _MADE_BY = ("torch", "transformers", "peft", "bitsandbytes", "accelerate")
 """Libraries whose versions what is kept depends on."""
-_MOST_BYTES = 2**30
 
 
 def cache_folder(kind: str) -> Path:
@@ -71,16 +68,7 @@ def _switches() -> list[bool]:
 def read_cached(file: Path, kind: Any) -> Any:
     """Read what `write_cached` wrote to a file, as a value of the type `kind`; None if there is no such value."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for the writer of a named pipe
-        with open(descriptor, "rb") as opened:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return None
-            packed = opened.read(_MOST_BYTES // 16)
-        # unlike gzip.open, this does not look at what follows, such as zeros that a crash of the system leaves
-        gzipped = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        digest, _, content = gzipped.decompress(packed, _MOST_BYTES).partition(b"\n")
-        is_whole = gzipped.eof and digest == _digest(file, content)
-        return adapter_of(kind).validate_json(content) if is_whole else None
+        return adapter_of(kind).validate_json(gzip.decompress(file.read_bytes()))
     except Exception:  # whatever is wrong with the file: a new one is made
         return None
 
@@ -90,11 +78,6 @@ def write_cached(file: Path, kind: Any, content: Any) -> None:
 
     Settings that a configuration leaves out stay left out. An error of the file system is ignored.
     """
-    text = adapter_of(kind).dump_json(content, exclude_unset=True)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, gzip.compress(_digest(file, text) + b"\n" + text, 1))
-
-
-def _digest(file: Path, content: bytes) -> bytes:
-    return hashlib.sha256(file.name.encode() + b"\n" + content).hexdigest().encode()
+        write_whole(file, gzip.compress(adapter_of(kind).dump_json(content, exclude_unset=True), 1))

@@ -101,52 +101,25 @@ def write_whole(path: Path, content: str | bytes, *, new: bool = False) -> None:
     Raises:
         OSError: writing or renaming fails; the temporary file is removed.
     """
-    _sweep(path.parent)
     aside = path.with_name(f".moetune-{secrets.token_hex(8)}")
     try:
-        with _locked(aside) as file:
+        with aside.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-            if new:
-                refuse_existing(path)
-            aside.rename(path)
+        if new:
+            refuse_existing(path)
+        aside.rename(path)
     finally:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)
 
 
 ASIDE = re.compile(r"\.moetune-[0-9a-f]{16}")
-"""Names of the temporary files of `write_whole`."""
-
-
-def _locked(aside: Path) -> IO[bytes]:
-    """Create a temporary file, locked if its file system has locks, so that no other process sweeps it."""
-    try:
-        while (file := lock(aside, "a+b")) is None:
-            pass  # it was swept before it was locked
-        return file
-    except OSError:
-        return aside.open("wb")
-
-
-def _sweep(folder: Path) -> None:
-    """Remove the temporary files that killed calls of `write_whole` left: those that nobody has locked."""
-    for name in filter(ASIDE.fullmatch, names_in(folder)):
-        with suppress(OSError):
-            if (held := lock(folder / name, "r+b")) is not None:
-                with held:
-                    (folder / name).unlink()
+"""Names of the temporary files of `write_whole`, which a killed process may leave."""
 
 
 _SIGNS = (b"<!-- written by moetune -->", b"Software\0moetune")
 """Byte strings that moetune writes into its HTML pages and its pictures, by which `refuse_taken` recognizes them."""
-
-
-def refuse_no_picture(path: Path) -> None:
-    """Raise `UserError` unless the suffix of `path` is `.png` or `.svg`, in any case."""
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise UserError(f"{str(path)!r}: a figure is .png or .svg, not {path.suffix or 'without suffix'!r}")
 
 
 def refuse_taken(path: Path) -> None:
@@ -240,8 +213,8 @@ def refuse_in_checkpoint(out: Path) -> None:
             raise UserError(f"{str(out)!r} is among the checkpoints of a run; choose another")
 
 
-_OF_SYSTEMS = re.compile(r"\.DS_Store|\._.*|\.nfs.*")
-"""Names of files that operating systems create by themselves, which `foreign_in` ignores."""
+_OF_SYSTEMS = re.compile(rf"\.DS_Store|\._.*|\.nfs.*|{ASIDE.pattern}")
+"""Names of files that operating systems create by themselves, and of temporary files, which `foreign_in` ignores."""
 
 
 def foreign_in(folder: Path, known: Collection[str]) -> Path | None:

@@ -17,7 +17,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from moetune.errors import UserError, reading, shown
 
 T = TypeVar("T")
-_MOST_BYTES = 2**30
 Amount = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of bytes, tokens or steps: 0 ≤ n < 2⁶³."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -61,10 +60,12 @@ def read_json(file: Path, kind: Callable[..., T], what: str = "", remedy: str = 
         remedy: advice appended to the messages, such as "export the delta again".
 
     Raises:
-        UserError: the file cannot be read, has more than 1 GiB, is not JSON, holds a key twice, or does not validate.
+        UserError: the file cannot be read, is not JSON, holds a key twice, or does not validate.
     """
     what = what or repr(str(file))
-    return parse_json(_bytes_of(file, what, remedy), kind, what, remedy)
+    with reading(what, remedy):
+        text = file.read_bytes()
+    return parse_json(text, kind, what, remedy)
 
 
 def parse_json(text: bytes, kind: Callable[..., T], what: str, remedy: str = "") -> T:
@@ -96,7 +97,8 @@ def read_sealed(file: Path, kind: Callable[..., T], what: str = "", remedy: str 
             returns for its contents.
     """
     what = what or repr(str(file))
-    text = _bytes_of(file, what, remedy)
+    with reading(what, remedy):
+        text = file.read_bytes()
     body = parse_json(text, dict[str, Any], what, remedy)
     body.pop("seal", None)
     if body.pop("schema", None) != 1 or sealed(body).encode() != text:
@@ -118,11 +120,3 @@ def first_problem(error: ValidationError) -> str:
 def adapter_of(kind: Any) -> TypeAdapter[Any]:
     """Return pydantic's adapter of a type."""
     return TypeAdapter(kind)
-
-
-def _bytes_of(file: Path, what: str, remedy: str) -> bytes:
-    with reading(what, remedy), file.open("rb") as opened:
-        text = opened.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES:,} bytes")
-    return text

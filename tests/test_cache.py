@@ -1,7 +1,6 @@
 """The cache on disk: what was written is read, or nothing is, and a new file takes its place."""
 
 import gzip
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,25 +12,14 @@ from moetune.memory.unknowns import Span
 SPAN = Span(1, 20, 300)
 
 
-def repacked(file: Path, old: bytes, new: bytes) -> None:
-    text = gzip.decompress(file.read_bytes())
-    assert old in text
-    file.write_bytes(gzip.compress(text.replace(old, new)))
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "gone": lambda file: file.unlink(),
-    "a digit": lambda file: repacked(file, b"20", b"21"),
-    "a key": lambda file: repacked(file, b"high", b"hihg"),
-    "its digest": lambda file: repacked(file, gzip.decompress(file.read_bytes())[:64], b"0" * 64),
+    "a key": lambda file: file.write_bytes(gzip.compress(b'{"lo": 1, "expected": 20, "high": 300}')),
+    "a byte": lambda file: file.write_bytes(file.read_bytes()[:-9] + bytes([file.read_bytes()[-9] ^ 1]) + b"12345678"),
     "cut": lambda file: file.write_bytes(file.read_bytes()[:-9]),
     "empty": lambda file: file.write_bytes(b""),
     "no gzip": lambda file: file.write_bytes(b"{}"),
-    "no digest": lambda file: file.write_bytes(gzip.compress(b'{"low": 1, "expected": 20, "high": 300}')),
-    "another's": lambda file: (write_cached(file.with_name("b"), Span, SPAN), file.with_name("b").replace(file)),
-    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
     "a folder": lambda file: (file.unlink(), file.mkdir()),
-    "a broken link": lambda file: (file.unlink(), file.symlink_to("nowhere")),
 }
 
 
@@ -44,12 +32,6 @@ def test_what_is_read_is_what_was_written(damage: str, tmp_path: Path) -> None:
     assert read_cached(file, Span) is None
     write_cached(file, Span, Span(2, 2, 2))
     assert read_cached(file, Span) == (None if damage == "a folder" else Span(2, 2, 2))
-
-
-def test_zeros_at_the_end_take_no_time(tmp_path: Path) -> None:
-    write_cached(tmp_path / "a", Span, SPAN)
-    os.truncate(tmp_path / "a", 2**31)  # gzip.open would skip them one by one, for minutes
-    assert read_cached(tmp_path / "a", Span) == SPAN
 
 
 def test_another_type_is_not_read(tmp_path: Path) -> None:

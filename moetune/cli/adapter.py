@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moetune.atomic import is_occupied
-from moetune.cli.options import Json, NewFolder, Overwrite, answer, argument, choice, heavy_imports, option
+from moetune.cli import options as cli
 from moetune.errors import counted
 from moetune.files import expanded
 from moetune.report.console import note
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _LAYOUTS = "peft|peft-0.18|unsloth-grouped|megatron|per-expert|3d"
 _PROGRAMS = "peft|vllm|sglang|unsloth|unsloth-grouped"
 
-Base = Annotated[str, argument("BASE", "The model that it was trained on: a folder, a catalog name or a hub id.")]
-AdapterFolder = Annotated[Path, argument("ADAPTER_DIR", "The adapter's folder.")]
-From = Annotated[Any, choice(_LAYOUTS, "The layout that it is in, if that cannot be detected.", "--from")]
+Base = Annotated[str, cli.argument("BASE", "The model that it was trained on: a folder, a catalog name or a hub id.")]
+AdapterFolder = Annotated[Path, cli.argument("ADAPTER_DIR", "The adapter's folder.")]
+From = Annotated[Any, cli.choice(_LAYOUTS, "The layout that it is in, if that cannot be detected.", "--from")]
 
 adapter = typer.Typer(
     help="Check, convert, merge and compare LoRA adapters, whichever program wrote them.", no_args_is_help=True
@@ -33,30 +33,30 @@ def check(
     base: Base,
     adapter: AdapterFolder,
     from_: From = None,
-    for_: Annotated[Any, choice(_PROGRAMS, "Also answer no if this program would not read it.", "--for")] = None,
-    json_: Json = False,
+    for_: Annotated[Any, cli.choice(_PROGRAMS, "Also answer no if this program would not read it.", "--for")] = None,
+    json_: cli.Json = False,
 ) -> None:
     """Show which layers, experts and projections an adapter has factors of, and what of it would be ignored."""
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.exporting.adapter import check_adapter
         from moetune.report.adapter import report_view
     report = check_adapter(base, adapter, layout=from_, program=for_)
-    answer(json_, report.to_json(), report_view(report), fails=bool(report.problems))
+    cli.answer(json_, report.to_json(), report_view(report), fails=bool(report.problems))
 
 
 @adapter.command(epilog="Example: moetune adapter convert mixtral-8x7b out/adapter --to vllm --out out/served")
 def convert(
     base: Base,
     adapter: AdapterFolder,
-    to: Annotated[Any, choice(_PROGRAMS, "The program that shall read it.", "--to")],
-    out: NewFolder,
+    to: Annotated[Any, cli.choice(_PROGRAMS, "The program that shall read it.", "--to")],
+    out: cli.NewFolder,
     from_: From = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
+    overwrite: cli.Overwrite = False,
+    json_: cli.Json = False,
 ) -> None:
     """Write an adapter in the layout of another program, without a change to what it computes."""
     is_occupied(expanded(out), overwrite)
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.exporting.adapter import convert_adapter
     written = convert_adapter(base, adapter, to, out, layout=from_, overwrite=overwrite)
     _print(json_, written, f"for {to}: {counted(written.tensors, 'tensor')}", to=to)
@@ -66,14 +66,14 @@ def convert(
 def merge(
     base: Base,
     adapter: AdapterFolder,
-    out: NewFolder,
+    out: cli.NewFolder,
     from_: From = None,
-    overwrite: Overwrite = False,
-    json_: Json = False,
+    overwrite: cli.Overwrite = False,
+    json_: cli.Json = False,
 ) -> None:
     """Write the base checkpoint with an adapter in it, which any program reads as it reads the base."""
     is_occupied(expanded(out), overwrite)
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.exporting.adapter import merge_adapter
     written = merge_adapter(base, adapter, out, layout=from_, overwrite=overwrite)
     _print(json_, written, f"merged: {counted(written.tensors, 'tensor')} changed")
@@ -81,22 +81,22 @@ def merge(
 
 @adapter.command(epilog="Example: moetune adapter diff out/adapter out/served")
 def diff(
-    a: Annotated[Path, argument("A", "The folder of an adapter.")],
-    b: Annotated[Path, argument("B", "The folder of the other.")],
-    base: Annotated[str | None, option("BASE", "Their base; by default the one that A names.")] = None,
-    from_a: Annotated[Any, choice(_LAYOUTS, "The layout of A, as --from of the others.", "--from-a")] = None,
-    from_b: Annotated[Any, choice(_LAYOUTS, "The layout of B.", "--from-b")] = None,
-    json_: Json = False,
+    a: Annotated[Path, cli.argument("A", "The folder of an adapter.")],
+    b: Annotated[Path, cli.argument("B", "The folder of the other.")],
+    base: Annotated[str | None, cli.option("BASE", "Their base; by default the one that A names.")] = None,
+    from_a: Annotated[Any, cli.choice(_LAYOUTS, "The layout of A, as --from of the others.", "--from-a")] = None,
+    from_b: Annotated[Any, cli.choice(_LAYOUTS, "The layout of B.", "--from-b")] = None,
+    json_: cli.Json = False,
 ) -> None:
     """Show where the updates of two adapters differ, whatever their layouts, ranks and scales."""
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.exporting.adapter import diff_adapters
         from moetune.report.adapter import difference_view
     found = diff_adapters(a, b, base=base, layouts=(from_a, from_b))
-    answer(json_, found.to_json(), difference_view(found), fails=not found.equal)
+    cli.answer(json_, found.to_json(), difference_view(found), fails=not found.equal)
 
 
 def _print(json_: bool, written: AdapterWritten, done: str, **more: str) -> None:
     """Print what `convert` or `merge` wrote, after the words `done`; `more` are further JSON keys and their values."""
     note(*written.reasons, *written.notes)
-    answer(json_, {**written.to_json(), **more}, f"{done}, {written.bytes:,} bytes, in {written.out}")
+    cli.answer(json_, {**written.to_json(), **more}, f"{done}, {written.bytes:,} bytes, in {written.out}")

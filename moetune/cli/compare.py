@@ -3,22 +3,22 @@
 from pathlib import Path
 from typing import Annotated
 
-from moetune.cli.options import Json, Overrides, answer, argument, heavy_imports, option, read_run
+from moetune.cli import options as cli
 
 
 def compare(
-    runs: Annotated[list[Path], argument("RUN.yaml…", "Run files.")],
+    runs: Annotated[list[Path], cli.argument("RUN.yaml…", "Run files.")],
     gpu: Annotated[
-        list[str] | None, option(None, "A card to predict for; repeatable. Default: each run's hardware.gpu.")
+        list[str] | None, cli.option(None, "A card to predict for; repeatable. Default: each run's hardware.gpu.")
     ] = None,
-    set_: Overrides = None,
-    json_: Json = False,
+    set_: cli.Overrides = None,
+    json_: cli.Json = False,
 ) -> None:
     """Predict the memory of several runs, on one card or several, in one table. Exit code 1: not all of them fit."""
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.planning.compare import compare as compare_runs
         from moetune.planning.tables import comparison
 
-    rows = compare_runs([(run.stem, read_run(run, set_)) for run in runs], gpu or ())
+    rows = compare_runs([(run.stem, cli.read_run(run, set_)) for run in runs], gpu or ())
     found = {"runs": [row.to_json() for row in rows]}
-    answer(json_, found, *comparison(rows), fails=any(row.report.fits is False for row in rows))
+    cli.answer(json_, found, *comparison(rows), fails=any(row.report.fits is False for row in rows))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from moetune.cli.options import Json, Overrides, answer, argument, heavy_imports, option, read_run, refuse_set
+from moetune.cli import options as cli
 from moetune.errors import UserError, counted
 from moetune.report.view import Table, ViewSection
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 def count(
     model: Annotated[
-        str | None, argument(None, "Catalog name, local folder or hub id. Default: the model of --run.")
+        str | None, cli.argument(None, "Catalog name, local folder or hub id. Default: the model of --run.")
     ] = None,
-    run: Annotated[Path | None, option("RUN.yaml", "Also count what this run file would train.", "--run")] = None,
-    set_: Overrides = None,
-    json_: Json = False,
+    run: Annotated[Path | None, cli.option("RUN.yaml", "Also count what this run file would train.", "--run")] = None,
+    set_: cli.Overrides = None,
+    json_: cli.Json = False,
 ) -> None:
     """Count the parameters of a model: in all, per part, per expert, active for one token."""
     if run is None:
         if model is None:
             raise UserError("count needs a MODEL or --run")
-        refuse_set(set_, "give one with --run")
-    with heavy_imports():
+        cli.refuse_set(set_, "give one with --run")
+    with cli.heavy_imports():
         from moetune.adapt.count import count as count_parameters
         from moetune.report.run import trainable_table
         from moetune.run.dtypes import this_device
@@ -38,12 +38,12 @@ def count(
         found = count_parameters(str(model))
     else:
         overrides = [*(set_ or ()), *([f"model.path={json.dumps(model)}"] if model else [])]
-        found = count_parameters(resolve(read_run(run, overrides), this_device()))
+        found = count_parameters(resolve(cli.read_run(run, overrides), this_device()))
     parameters = found.parameter_count
     shown = [ViewSection(f"{found.model} ({parameters.model_type})", _components(parameters)), *_facts(parameters)]
     if found.trainable is not None:
         shown.append(ViewSection("trained by this run file", trainable_table(found.trainable, parameters.total)))
-    answer(json_, found.to_json(), *shown)
+    cli.answer(json_, found.to_json(), *shown)
 
 
 def _components(parameters: ParameterCount) -> Table:

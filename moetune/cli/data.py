@@ -2,21 +2,21 @@
 
 from typing import Annotated
 
-from moetune.cli.options import Json, Overrides, Page, RunFile, answer, heavy_imports, number
+from moetune.cli import options as cli
 from moetune.config.load import load_run_config, refuse_missing_files
 
 
 def data(
-    run: RunFile,
-    records: Annotated[int, number("How many records to show.", 0, metavar="N")] = 3,
-    html: Page = None,
-    set_: Overrides = None,
-    json_: Json = False,
+    run: cli.RunFile,
+    records: Annotated[int, cli.number("How many records to show.", 0, metavar="N")] = 3,
+    html: cli.Page = None,
+    set_: cli.Overrides = None,
+    json_: cli.Json = False,
 ) -> None:
     """Show how a run's data are read: the first records as tokens, which tokens carry loss, lengths, steps an epoch."""
     config = load_run_config(run, set_ or ())
     refuse_missing_files(config, run)
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.report.data import data_view
         from moetune.report.page import write_page
         from moetune.training.preview import preview
@@ -25,4 +25,4 @@ def data(
     view = data_view(found.name, found.to_json())
     if html is not None:
         write_page(view, html)
-    answer(json_, found.to_json(), view)
+    cli.answer(json_, found.to_json(), view)

@@ -3,18 +3,18 @@
 from pathlib import Path
 from typing import Annotated
 
-from moetune.cli.options import Json, Overrides, answer, argument, heavy_imports, refuse_set
+from moetune.cli import options as cli
 
 
 def doctor(
-    run: Annotated[Path | None, argument("[RUN.yaml]", "Also check what this run needs.")] = None,
-    set_: Overrides = None,
-    json_: Json = False,
+    run: Annotated[Path | None, cli.argument("[RUN.yaml]", "Also check what this run needs.")] = None,
+    set_: cli.Overrides = None,
+    json_: cli.Json = False,
 ) -> None:
     """Check this machine, or a run on it, and print how to fix what is wrong. Exit code 1: a run would fail."""
     if run is None:
-        refuse_set(set_, "give one")
-    with heavy_imports():
+        cli.refuse_set(set_, "give one")
+    with cli.heavy_imports():
         from rich.text import Text
 
         from moetune.config.load import load_run_config
@@ -30,4 +30,4 @@ def doctor(
             shown.append(Text(f"        {check.remedy}"))
     shown.append(Text("a run can start" if is_well else "a run would fail", "bold"))
     found = {"is_well": is_well, "checks": [check.to_json() for check in checks]}
-    answer(json_, found, *shown, fails=not is_well)
+    cli.answer(json_, found, *shown, fails=not is_well)

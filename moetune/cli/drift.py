@@ -2,18 +2,18 @@
 
 from typing import Annotated
 
-from moetune.cli.options import Json, Picture, RunFolder, Scored, answer, heavy_imports, option
+from moetune.cli import options as cli
 
 
 def drift(
-    run: RunFolder,
-    data: Annotated[str | None, option("FILE", "Data to route. Default: the run's held-out data.")] = None,
-    tokens: Scored = 131_072,
-    figure: Picture = None,
-    json_: Json = False,
+    run: cli.RunFolder,
+    data: Annotated[str | None, cli.option("FILE", "Data to route. Default: the run's held-out data.")] = None,
+    tokens: cli.Scored = 131_072,
+    figure: cli.Picture = None,
+    json_: cli.Json = False,
 ) -> None:
     """Compare the routing of held-out data before and after a run: loads, changed choices, experts now unused."""
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.report.run import drift_chart, drift_section
         from moetune.routing.drift import drift as drift_of
         from moetune.routing.drift import write_drift
@@ -23,4 +23,4 @@ def drift(
     if figure is not None:
         drift_chart(found).save(figure)
     changed = f"{100 * found.changed:.1f} % of the tokens have other experts in some layer"
-    answer(json_, found.to_json(), drift_section(found), changed)
+    cli.answer(json_, found.to_json(), drift_section(found), changed)

@@ -2,50 +2,37 @@
 
 from typing import Annotated
 
-from moetune.cli.options import (
-    DataFormat,
-    Json,
-    KeepQuantized,
-    OnCard,
-    Opens,
-    Predict,
-    answer,
-    found_model,
-    heavy_imports,
-    number,
-    option,
-    refuse_card,
-    target,
-)
+from moetune.cli import options as cli
 from moetune.config.load import refuse_missing
 from moetune.errors import UserError
 from moetune.report.console import note
 
 
 def eval_(
-    model: Opens,
-    data: Annotated[str | None, option("DATA", "Data, as under data.train. Default: the run's held-out data.")] = None,
-    format_: DataFormat = None,
-    sequence_length: Annotated[
-        int | None, number("Largest number of tokens of a record. Default: the run's, or 2048.", 2, 2**24, "N")
+    model: cli.Opens,
+    data: Annotated[
+        str | None, cli.option("DATA", "Data, as under data.train. Default: the run's held-out data.")
     ] = None,
-    base: KeepQuantized = None,
-    predict: Predict = False,
-    gpu: OnCard = None,
-    json_: Json = False,
+    format_: cli.DataFormat = None,
+    sequence_length: Annotated[
+        int | None, cli.number("Largest number of tokens of a record. Default: the run's, or 2048.", 2, 2**24, "N")
+    ] = None,
+    base: cli.KeepQuantized = None,
+    predict: cli.Predict = False,
+    gpu: cli.OnCard = None,
+    json_: cli.Json = False,
 ) -> None:
     """Print the held-out loss and perplexity of a run, an adapter, a checkpoint or a base, all computed alike. Exit
     code 1: it needs more memory than there is."""
-    refuse_card(gpu, predict)
+    cli.refuse_card(gpu, predict)
     refuse_missing([] if data is None else [data])
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.inference.evaluate import ROWS, evaluated, rows_of
         from moetune.inference.memory import lengths_of, predict_eval
         from moetune.planning.at_hand import refuse_unfit, surely_below
-        from moetune.report.memory import memory_view
 
-    device, card = target(gpu) if predict else (None, None)
-    found = found_model(model, base, device)
+    device, card = cli.target(gpu) if predict else (None, None)
+    found = cli.found_model(model, base, device)
     if predict:
         try:
             lengths = lengths_of(rows_of(found, data, sequence_length, format_)[0])
@@ -54,17 +41,17 @@ def eval_(
             lengths = [longest] * ROWS
             note(f"rows of {longest:,} tokens are assumed: {error}")
         report = predict_eval(found, lengths, gpu=card)
-        answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
+        cli.answer_prediction(json_, report)
         return
     rows, name = rows_of(found, data, sequence_length, format_)
     if found.run is not None:
         lengths = lengths_of(rows)
-        rough = surely_below(found.model.structure, ROWS * max(lengths, default=0))
+        rough = surely_below(found.resolved.structure, ROWS * max(lengths, default=0))
         refuse_unfit("eval", rough, lambda here: predict_eval(found, lengths, gpu=here))
-    result = evaluated(found.open(), rows, name, data)
+    result = evaluated(found, rows, name, data)
     which = ", which the run trained on" if result.held_out is False else ""
     kind = "held-out loss" if result.held_out else "loss"
-    answer(
+    cli.answer(
         json_,
         result.to_json(),
         f"{kind} {result.loss:.4f}, perplexity {result.perplexity:.4g}",

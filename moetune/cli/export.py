@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from moetune.atomic import is_occupied
-from moetune.cli.options import (
-    Json,
-    Overwrite,
-    Predict,
-    RunFolder,
-    answer,
-    choice,
-    heavy_imports,
-    number,
-    option,
-)
+from moetune.cli import options as cli
 from moetune.errors import UserError, counted
 from moetune.files import expanded
 from moetune.report.console import note
@@ -30,20 +21,27 @@ _HALF = 0.5
 
 
 def export(
-    run: RunFolder,
+    run: cli.RunFolder,
     format_: Annotated[
         Any,
-        choice("delta|peft|merged|vllm", "Trained tensors, PEFT adapter, whole checkpoint, vLLM adapter.", "--format"),
+        cli.choice(
+            "delta|peft|merged|vllm", "Trained tensors, PEFT adapter, whole checkpoint, vLLM adapter.", "--format"
+        ),
     ],
-    out: Annotated[Path | None, option("DIR", "Output folder, new or empty. Only --predict needs none.")] = None,
-    overwrite: Overwrite = False,
-    check: Annotated[int, number("Compare the loss on N held-out records with the trained model's.", 0, 1000, "N")] = 0,
+    out: Annotated[Path | None, cli.option("DIR", "Output folder, new or empty. Only --predict needs none.")] = None,
+    overwrite: cli.Overwrite = False,
+    check: Annotated[
+        int, cli.number("Compare the loss on N held-out records with the trained model's.", 0, 1000, "N")
+    ] = 0,
     into: Annotated[
-        Any, choice("fp8|nvfp4|mxfp4", "Round a merged checkpoint, and say how much of the change survives.", "--into")
+        Any,
+        cli.choice("fp8|nvfp4|mxfp4", "Round a merged checkpoint, and say how much of the change survives.", "--into"),
     ] = None,
-    push: Annotated[str | None, option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")] = None,
-    predict: Predict = False,
-    json_: Json = False,
+    push: Annotated[
+        str | None, cli.option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")
+    ] = None,
+    predict: cli.Predict = False,
+    json_: cli.Json = False,
 ) -> None:
     """Export a run's newest checkpoint, or its best with early stopping: a delta, an adapter or a merged checkpoint.
     Exit code 1: a merged checkpoint needs more memory than there is."""
@@ -60,21 +58,20 @@ def export(
         raise UserError(f"--into {into} is for --format merged, and prints losses without --check")
     if out is not None:
         is_occupied(out := expanded(out), overwrite)
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.exporting.export import export as export_trained
         from moetune.exporting.finished_run import open_run
         from moetune.exporting.memory import predict_merged
         from moetune.exporting.push import check_push
         from moetune.exporting.push import push as push_to_hub
-        from moetune.inference.check import check_export, check_rounded
+        from moetune.inference.check import check_export
         from moetune.memory.host import process_here
         from moetune.planning.at_hand import refuse_unfit
-        from moetune.report.memory import memory_view
 
     process_here()
     if predict:
         report = predict_merged(open_run(run))
-        answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
+        cli.answer_prediction(json_, report)
         return
     assert out is not None
     if push is not None:
@@ -91,7 +88,7 @@ def export(
         f"{result.out}"
     ]
     try:
-        checked = check_export(run, out, check) if check else None if into is None else check_rounded(run, out)
+        checked = check_export(run, out, check) if check else check_export(run, out, rounded=True) if into else None
     except UserError as error:
         raise UserError(
             f"{str(out)!r} was written; {'--check' if check else 'comparing losses'} failed: {error}"
@@ -107,7 +104,7 @@ def export(
     address = None if push is None else push_to_hub(run, out, format_, push)
     if address is not None:
         shown.append(f"pushed to {address}")
-    answer(json_, {**result.to_json(), "check": checked and checked.to_json(), "pushed": address}, *shown)
+    cli.answer(json_, {**result.to_json(), "check": checked and asdict(checked), "pushed": address}, *shown)
 
 
 def _of_survival(survival: Sequence[Survival]) -> Iterator[str]:

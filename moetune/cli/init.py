@@ -8,20 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetune.cli.options import (
-    Json,
-    Overrides,
-    Tight,
-    answer,
-    argument,
-    at_hand,
-    choice,
-    flag,
-    heavy_imports,
-    in_a_folder,
-    option,
-    refuse_given,
-)
+from moetune.cli import options as cli
 from moetune.errors import UserError, suggest
 from moetune.files import refuse_taken, write_output
 
@@ -31,28 +18,32 @@ if TYPE_CHECKING:
 
 def init(
     context: typer.Context,
-    recipe: Annotated[str, argument("RECIPE|MODEL", "Recipe name; `moetune init --list` shows them. Or a model.")] = "",
+    recipe: Annotated[
+        str, cli.argument("RECIPE|MODEL", "Recipe name; `moetune init --list` shows them. Or a model.")
+    ] = "",
     gpu: Annotated[
         str | None,
-        option(None, "For a MODEL: the card that the run must fit, such as l40s or 44GiB. Default: this machine's."),
+        cli.option(
+            None, "For a MODEL: the card that the run must fit, such as l40s or 44GiB. Default: this machine's."
+        ),
     ] = None,
-    goal: Annotated[str, choice("router|experts|lora", "For a MODEL: what to train.")] = "lora",
-    tight: Tight = False,
-    out: Annotated[Path, option("FILE", "Where to write it.", "--out", check=in_a_folder)] = Path("run.yaml"),
-    list_: Annotated[bool, flag("--list", "List the recipes.")] = False,
-    set_: Overrides = None,
-    json_: Json = False,
+    goal: Annotated[str, cli.choice("router|experts|lora", "For a MODEL: what to train.")] = "lora",
+    tight: cli.Tight = False,
+    out: Annotated[Path, cli.option("FILE", "Where to write it.", "--out", check=cli.in_a_folder)] = Path("run.yaml"),
+    list_: Annotated[bool, cli.flag("--list", "List the recipes.")] = False,
+    set_: cli.Overrides = None,
+    json_: cli.Json = False,
 ) -> None:
     """Write a commented run file to start from: a recipe, or the best candidate of a plan for a model and a card."""
     from moetune.config.recipes import read_recipe, recipes
 
     known = recipes()
     if list_:
-        answer(json_, {"recipes": known}, *(f"{name:24} {summary}" for name, summary in known.items()))
+        cli.answer(json_, {"recipes": known}, *(f"{name:24} {summary}" for name, summary in known.items()))
         return
     refuse_taken(out)
     if recipe in known:
-        refuse_given(
+        cli.refuse_given(
             context, f"is for a plan for a MODEL, and {recipe!r} is a recipe; leave it out", "gpu", "goal", "tight"
         )
         # the command in a recipe's header names the recipe's path in the repository; replace it by the new file's
@@ -64,7 +55,7 @@ def init(
         beside = " For a model also give --gpu."
         raise UserError(f"recipe {recipe!r} does not exist.{hint}{beside}" if recipe else f"init needs a recipe.{hint}")
     write_output(out, _with_settings(text, set_) if set_ else text)
-    answer(json_, {"recipe": recipe, "file": str(out)}, f"{out} written; next: moetune train {out}")
+    cli.answer(json_, {"recipe": recipe, "file": str(out)}, f"{out} written; next: moetune train {out}")
 
 
 def _with_settings(text: str, settings: list[str]) -> str:
@@ -78,7 +69,7 @@ def _with_settings(text: str, settings: list[str]) -> str:
     from moetune.planning.from_options import as_yaml
 
     lines = text.splitlines(keepends=True)
-    end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    end = next(index for index, line in enumerate(lines) if not line.startswith("#"))
     raw = yaml.safe_load(text)
     read_run_config(raw, settings, "the run file with --set")
     return "".join(lines[:end]) + as_yaml(raw)
@@ -93,9 +84,9 @@ def _here(model: str, recipes: Iterable[str]) -> Gpu | None:
 
     if suggest(model, recipes):
         return None
-    with heavy_imports():
+    with cli.heavy_imports():
         import torch  # noqa: F401
-    found = at_hand(None)
+    found = cli.at_hand(None)
     if found is not None:
         find_model_source(model)
     return None if found is None else found.gpu
@@ -108,7 +99,7 @@ def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> s
     memory. Raises `UserError` if the model or the GPU is not known, or nothing fits; `typer.Exit` if the plan was
     interrupted.
     """
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.planning.files import run_text
         from moetune.planning.plan import plan
 

@@ -1,10 +1,10 @@
 """The command `moetune models`: list the models in the catalog, with their published parameter counts."""
 
-from moetune.cli.options import Json, answer
+from moetune.cli import options as cli
 from moetune.report.view import Table
 
 
-def models(json_: Json = False) -> None:
+def models(json_: cli.Json = False) -> None:
     """List the models in the catalog, usable without a network, with their published parameter counts."""
     from moetune.models.catalog import find_model, model_names
 
@@ -29,4 +29,4 @@ def models(json_: Json = False) -> None:
         for entry in entries
     ]
     table = Table(("name", ">parameters", "weights"), rows)
-    answer(json_, {"models": found}, table)
+    cli.answer(json_, {"models": found}, table)

@@ -17,11 +17,12 @@ from moetune.config.fields import LARGEST
 from moetune.config.load import load_run_config
 from moetune.config.schema import DataConfig, HardwareConfig, QuantizedDtype, RunConfig
 from moetune.errors import UserError, counted, shown, suggest
-from moetune.files import expanded, names_in, refuse_no_picture, refuse_taken
+from moetune.files import expanded, names_in, refuse_taken
 from moetune.report.console import note, terminal
 
 if TYPE_CHECKING:
-    from moetune.inference.opened import Found, Opened
+    from moetune.inference.opened import Opened
+    from moetune.memory.report import MemoryReport
     from moetune.models.catalog.gpus import Gpu
     from moetune.planning.at_hand import AtHand
     from moetune.run.dtypes import DeviceType
@@ -99,8 +100,8 @@ def output_file(file: Path | None) -> Path | None:
 def picture(file: Path | None) -> Path | None:
     """Return the path of a picture to write, as `output_file`; raise `UserError` for a suffix other than .png or .svg,
     a folder that does not exist, and a file that moetune did not write."""
-    if file is not None:
-        refuse_no_picture(file)
+    if file is not None and file.suffix.lower() not in (".png", ".svg"):
+        raise UserError(f"{str(file)!r}: a figure is .png or .svg, not {file.suffix or 'without suffix'!r}")
     return output_file(file)
 
 
@@ -289,7 +290,7 @@ def target(gpu: str | None, hardware: HardwareConfig | None = None) -> tuple[Dev
     return ("cpu" if card is None else "cuda"), card
 
 
-def found_model(model: str, base: Any, device: DeviceType | None = None) -> Found:
+def found_model(model: str, base: Any, device: DeviceType | None = None) -> Opened:
     """Find the model of a command without loading it, and print its notes.
 
     `model` is a run folder, the folder of a PEFT adapter or of a checkpoint, a catalog name or a hub id; `base` the
@@ -301,11 +302,6 @@ def found_model(model: str, base: Any, device: DeviceType | None = None) -> Foun
     found = find(model, base=base, device=device)
     note(*found.notes)
     return found
-
-
-def opened(model: str, base: Any) -> Opened:
-    """Find the model of a command as `found_model` does, and load it; `UserError` if its weights cannot be read."""
-    return found_model(model, base).open()
 
 
 def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool = False, fails: bool = False) -> None:
@@ -323,6 +319,13 @@ def answer(as_json: bool, found: Mapping[str, Any], *shown: Any, verbose: bool =
             show(one, terminal(), verbose=verbose)
     if fails:
         raise typer.Exit(1)
+
+
+def answer_prediction(as_json: bool, report: MemoryReport) -> None:
+    """Print the memory report of a command's `--predict`; exit with code 1 if it does not fit."""
+    from moetune.report.memory import memory_view
+
+    answer(as_json, report.to_json(), memory_view(report), fails=report.fits is False)
 
 
 def trl_settings(trainer: str | None, settings: Sequence[str] | None) -> dict[str, Any]:

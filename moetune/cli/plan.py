@@ -9,64 +9,41 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moetune.cli.options import (
-    Card,
-    Json,
-    Overrides,
-    Page,
-    Picture,
-    Routed,
-    Tight,
-    Tokens,
-    Trainer,
-    TrlSettings,
-    answer,
-    argument,
-    at_hand,
-    choice,
-    flag,
-    heavy_imports,
-    number,
-    option,
-    read_run,
-    refuse_given,
-    refuse_set,
-    trl_settings,
-)
+from moetune.cli import options as cli
 from moetune.errors import UserError, one_line, shown
 from moetune.report.console import note, terminal
-from moetune.report.search_progress import SearchProgress
 from moetune.report.view import View
 
 if TYPE_CHECKING:
     from moetune.memory.report import MemoryReport
+    from moetune.planning.plan import Progress
     from moetune.planning.solve import Solved
 
 
 def plan(
     context: typer.Context,
-    what: Annotated[str, argument("MODEL|RUN.yaml", "A model to plan for, or a run file.")],
+    what: Annotated[str, cli.argument("MODEL|RUN.yaml", "A model to plan for, or a run file.")],
     solve: Annotated[
-        str | None, option("KEY", "For a run file: find the largest value of this setting that fits.")
+        str | None, cli.option("KEY", "For a run file: find the largest value of this setting that fits.")
     ] = None,
-    gpu: Card = None,
-    count: Annotated[int, number("Number of GPUs.")] = 1,
-    goal: Annotated[str, choice("router|experts|lora|any", "What to train.")] = "any",
-    host: Annotated[str | None, option("SIZE", "Most host memory of a run. Default: no limit.")] = None,
-    data: Annotated[str | None, option("FILE", "Training data of the run files.")] = None,
-    tokens: Tokens = None,
-    min_sequence: Annotated[int, number("Tokens of a sequence.", 2, 2**24)] = 1024,
-    tight: Tight = False,
-    all_: Annotated[bool, flag("--all", "Print every way that fits, not the most useful of each goal.")] = False,
-    explain: Annotated[bool, flag("--explain", "Also show what the next larger runs would risk.")] = False,
-    write: Annotated[Path | None, option("DIR", "Write each candidate as a run file to DIR.")] = None,
-    html: Page = None,
-    figure: Picture = None,
-    routing: Routed = None,
-    trainer: Trainer = None,
-    trl: TrlSettings = None,
-    set_: Overrides = None,
-    json_: Json = False,
+    gpu: cli.Card = None,
+    count: Annotated[int, cli.number("Number of GPUs.")] = 1,
+    goal: Annotated[str, cli.choice("router|experts|lora|any", "What to train.")] = "any",
+    host: Annotated[str | None, cli.option("SIZE", "Most host memory of a run. Default: no limit.")] = None,
+    data: Annotated[str | None, cli.option("FILE", "Training data of the run files.")] = None,
+    tokens: cli.Tokens = None,
+    min_sequence: Annotated[int, cli.number("Tokens of a sequence.", 2, 2**24)] = 1024,
+    tight: cli.Tight = False,
+    all_: Annotated[bool, cli.flag("--all", "Print every way that fits, not the most useful of each goal.")] = False,
+    explain: Annotated[bool, cli.flag("--explain", "Also show what the next larger runs would risk.")] = False,
+    write: Annotated[Path | None, cli.option("DIR", "Write each candidate as a run file to DIR.")] = None,
+    html: cli.Page = None,
+    figure: cli.Picture = None,
+    routing: cli.Routed = None,
+    trainer: cli.Trainer = None,
+    trl: cli.TrlSettings = None,
+    set_: cli.Overrides = None,
+    json_: cli.Json = False,
 ) -> None:
     """Find what fits a card: the largest run of a MODEL by each strategy, or the largest value of a setting of a
     RUN.yaml. Exit code 1: nothing fits."""
@@ -79,23 +56,23 @@ def plan(
             if is_file
             else f"--solve changes a run file, and {what!r} is none"
         )
-    arguments = trl_settings(trainer, trl)
+    arguments = cli.trl_settings(trainer, trl)
     if trainer is not None and (tokens is not None or solve == "train.eval_micro_batch"):
         raise UserError("--trainer predicts memory of training only; leave --tokens and train.eval_micro_batch out")
     progress: Any = terminal(stderr=True)
     if solve is not None:
-        refuse_given(
+        cli.refuse_given(
             context, "is for a plan for a model, not for --solve; leave it out",
             "count", "goal", "host", "data", "tokens", "min_sequence", "all_", "explain", "write", "html", "figure",
         )  # fmt: skip
-        with heavy_imports():
+        with cli.heavy_imports():
             from moetune.memory.assumed_routing import parse_routing
             from moetune.planning.predictor import Predictor
             from moetune.planning.solve import solve as solve_for
             from moetune.report.memory import span_in_words
             from moetune.training.trl import InTrl
 
-        config = read_run(what, set_)
+        config = cli.read_run(what, set_)
         of = None if trainer is None else InTrl(trainer, json.dumps(arguments))  # type: ignore[arg-type]
         with progress.status(Text(f"looking for the largest {solve}")) as status:
 
@@ -105,15 +82,15 @@ def plan(
                 else:
                     progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
 
-            here = None if solve == "hardware.gpu" else at_hand(gpu, config.hardware.gpu, config.hardware.count)
+            here = None if solve == "hardware.gpu" else cli.at_hand(gpu, config.hardware.gpu, config.hardware.count)
             card = here.gpu if here else gpu
             solved = solve_for(
                 config, solve, Predictor(card, parse_routing(routing), trainer=of), tight=tight, show=show
             )
-        answer(json_, solved.to_json(), _solved(solved), fails=solved.report is None)
+        cli.answer(json_, solved.to_json(), _solved(solved), fails=solved.report is None)
         return
 
-    refuse_set(set_, "a plan for a model chooses settings itself")
+    cli.refuse_set(set_, "a plan for a model chooses settings itself")
     from moetune.config.load import refuse_missing
     from moetune.config.memory_size import HOW_TO_WRITE_A_SIZE, parse_size
 
@@ -122,8 +99,9 @@ def plan(
         raise UserError(f"--host {host!r} is not a memory size. {HOW_TO_WRITE_A_SIZE}")
     refuse_missing([] if data is None else [data])
     goals = ("router", "experts", "lora") if goal == "any" else (goal,)
-    searching = SearchProgress(progress, f"planning {shown(what)} on {gpu or 'this machine'}: {', '.join(goals)}")
-    with heavy_imports():
+    head = f"planning {shown(what)} on {gpu or 'this machine'}: {', '.join(goals)}"
+    progress.print(head, highlight=False, soft_wrap=True)
+    with cli.heavy_imports():
         import torch
 
         from moetune.memory.assumed_routing import parse_routing
@@ -132,7 +110,7 @@ def plan(
         from moetune.planning.tables import briefly, plan_view
         from moetune.training.trl import InTrl
 
-    here = at_hand(gpu, count=count)
+    here = cli.at_hand(gpu, count=count)
     card = gpu if here is None else here.gpu
     if card is None:
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB; this machine has none")
@@ -145,7 +123,17 @@ def plan(
         if tokens is None:
             tokens, more = _tokens_of(data, what, min_sequence)
             why += more
-    with searching:
+    printed = ""
+    with progress.status(Text(head)) as status:
+
+        def show_progress(now: Progress) -> None:
+            nonlocal printed
+            ways = f"{now.searched} of {now.all} ways"
+            status.update(Text(f"{ways}: {now.now}"))
+            if now.best is not None and printed != (best := briefly(now.best)):
+                printed = best
+                progress.print(f"{ways}: {best}", highlight=False, soft_wrap=True)
+
         found = plan_for(
             what,
             card,
@@ -160,7 +148,7 @@ def plan(
             trainer=None if trainer is None else InTrl(trainer, json.dumps(arguments)),  # type: ignore[arg-type]
             every=any((all_, json_, write, html, figure)),
             processes=min(4, torch.get_num_threads()),
-            show=lambda now: searching.show(now.searched, now.all, now.now, (now.best and briefly(now.best)) or ""),
+            show=show_progress,
         )
     found = replace(found, notes=(*found.notes, *why))
     view = plan_view(found, every=all_)
@@ -176,7 +164,7 @@ def plan(
         note(f"{figure} written")
     parts = (view, *(f"{file} written" for file in written))
     fails = not found.candidates and not found.interrupted
-    answer(json_, {**found.to_json(), "files": written}, *parts, verbose=explain, fails=fails)
+    cli.answer(json_, {**found.to_json(), "files": written}, *parts, verbose=explain, fails=fails)
     if found.interrupted:
         raise typer.Exit(130)
 
@@ -186,7 +174,7 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
 
     Return the number and no notes; or None and a note that says why they could not be counted.
     """
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.config.load import read_run_config
         from moetune.training.preview import preview
 

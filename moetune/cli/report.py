@@ -4,20 +4,20 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from moetune.cli.options import Json, RunFolder, answer, heavy_imports, number, option, output_file
+from moetune.cli import options as cli
 
 
 def report(
-    run: RunFolder,
+    run: cli.RunFolder,
     out: Annotated[
-        Path | None, option("FILE", "Output file. Default: report.html in the run folder.", check=output_file)
+        Path | None, cli.option("FILE", "Output file. Default: report.html in the run folder.", check=cli.output_file)
     ] = None,
-    watch: Annotated[int | None, number("Write it every SECONDS, until Ctrl-C.", metavar="SECONDS")] = None,
-    timeline: Annotated[bool, option(None, "Also trace a step, to show its memory over time.")] = True,
-    json_: Json = False,
+    watch: Annotated[int | None, cli.number("Write it every SECONDS, until Ctrl-C.", metavar="SECONDS")] = None,
+    timeline: Annotated[bool, cli.option(None, "Also trace a step, to show its memory over time.")] = True,
+    json_: cli.Json = False,
 ) -> None:
     """Write one self-contained page: curves, speed, memory, expert load, what trained, the run file and versions."""
-    with heavy_imports():
+    with cli.heavy_imports():
         from moetune.inference.run_page import run_of, run_page
         from moetune.planning.predict import predict
         from moetune.report.memory_charts import memory_chart
@@ -36,4 +36,4 @@ def report(
         if watch is None:
             break
         time.sleep(watch)
-    answer(json_, {"out": str(path)}, str(path))
+    cli.answer(json_, {"out": str(path)}, str(path))

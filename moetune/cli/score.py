@@ -5,22 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from moetune.cli.options import (
-    Card,
-    Json,
-    Overrides,
-    Overwrite,
-    Predict,
-    Scored,
-    answer,
-    argument,
-    heavy_imports,
-    in_a_folder,
-    option,
-    refuse_card,
-    refuse_set,
-    target,
-)
+from moetune.cli import options as cli
 from moetune.config.load import load_run_config, read_run_config, refuse_missing
 from moetune.errors import UserError
 from moetune.report.view import Table, ViewSection
@@ -30,17 +15,19 @@ if TYPE_CHECKING:
 
 
 def score(
-    model: Annotated[str, argument("MODEL|RUN.yaml", "A model, or the run file that will train it.")],
+    model: Annotated[str, cli.argument("MODEL|RUN.yaml", "A model, or the run file that will train it.")],
     data: Annotated[
-        list[str] | None, option("FILE", "Data, as under data.train; repeatable. Default: the run file's.")
+        list[str] | None, cli.option("FILE", "Data, as under data.train; repeatable. Default: the run file's.")
     ] = None,
-    out: Annotated[Path, option("FILE", "File to write the scores to.", check=in_a_folder)] = Path("scores.json"),
-    tokens: Scored = 131_072,
-    overwrite: Overwrite = False,
-    predict: Predict = False,
-    gpu: Card = None,
-    set_: Overrides = None,
-    json_: Json = False,
+    out: Annotated[Path, cli.option("FILE", "File to write the scores to.", check=cli.in_a_folder)] = Path(
+        "scores.json"
+    ),
+    tokens: cli.Scored = 131_072,
+    overwrite: cli.Overwrite = False,
+    predict: cli.Predict = False,
+    gpu: cli.Card = None,
+    set_: cli.Overrides = None,
+    json_: cli.Json = False,
 ) -> None:
     """Count what each expert of a model receives from data, by layer: tokens, gate weight, REAP score, expert pairs.
     Exit code 1: scoring needs more memory than there is."""
@@ -49,16 +36,15 @@ def score(
     if model.endswith((".yaml", ".yml")):
         config = load_run_config(model, set_ or ())
     else:
-        refuse_set(set_, "give a run file instead of MODEL")
+        cli.refuse_set(set_, "give a run file instead of MODEL")
         config = read_run_config({"model": {"path": model}, "adapt": {"router": "all"}}, (), "score")
-    refuse_card(gpu, predict)
+    cli.refuse_card(gpu, predict)
     refuse_missing(data or ())
     if not data and config.data is None and not predict:
         raise UserError("moetune score needs --data FILE, or data: in the run file")
     if predict or not starts_ranks(config.parallel):
-        with heavy_imports():
+        with cli.heavy_imports():
             from moetune.planning.at_hand import refuse_unfit, surely_below
-            from moetune.report.memory import memory_view
             from moetune.routing.data_sets import names_of
             from moetune.routing.memory import predict_score
             from moetune.routing.score import score as score_run
@@ -66,9 +52,9 @@ def score(
             from moetune.run.dtypes import this_device
             from moetune.run.resolve import resolve
     if predict:
-        device, card = target(gpu, config.hardware)
+        device, card = cli.target(gpu, config.hardware)
         report = predict_score(resolve(to_score(config), device), len(data or names_of(config)) or 1, gpu=card)
-        answer(json_, report.to_json(), memory_view(report), fails=report.fits is False)
+        cli.answer_prediction(json_, report)
         return
     with on_ranks(config.parallel, "the same command continues from here") as ranks:
         run = resolve(to_score(config), this_device())
@@ -78,7 +64,7 @@ def score(
             refuse_unfit("score", rough, lambda here: predict_score(run, sources, gpu=here))
         scores = score_run(run, data or names_of(config), tokens, out, overwrite=overwrite, ranks=ranks)
     if ranks.is_first:
-        answer(
+        cli.answer(
             json_,
             {"out": str(out), **scores.model_dump(mode="json", by_alias=True)},
             ViewSection(f"experts of {scores.model}, by tokens that carry loss", _table(scores)),

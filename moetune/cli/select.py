@@ -5,19 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from moetune.cli.options import (
-    Json,
-    Overrides,
-    answer,
-    argument,
-    choice,
-    heavy_imports,
-    number,
-    option,
-    output_file,
-    read_run,
-    refuse_set,
-)
+from moetune.cli import options as cli
 from moetune.errors import UserError
 from moetune.files import write_output
 from moetune.report.console import terminal
@@ -29,33 +17,38 @@ if TYPE_CHECKING:
 
 
 def select(
-    scores: Annotated[Path, argument("SCORES.json", "The file that moetune score wrote.")],
-    rule: Annotated[str, choice("tokens|gate|reap|foreground|random|least", "How to rank experts.")] = "tokens",
+    scores: Annotated[Path, cli.argument("SCORES.json", "The file that moetune score wrote.")],
+    rule: Annotated[str, cli.choice("tokens|gate|reap|foreground|random|least", "How to rank experts.")] = "tokens",
     p: Annotated[
-        float | None, option(None, "Choose the fewest experts with this share of a layer's tokens, or of gate weight.")
+        float | None,
+        cli.option(None, "Choose the fewest experts with this share of a layer's tokens, or of gate weight."),
     ] = None,
-    k: Annotated[int | None, number("Choose this many experts of each layer.", None)] = None,
-    experts: Annotated[int | None, number("Choose at most this many experts in total.", None)] = None,
-    parameters: Annotated[int | None, number("Choose at most this many parameters in total.", None)] = None,
+    k: Annotated[int | None, cli.number("Choose this many experts of each layer.", None)] = None,
+    experts: Annotated[int | None, cli.number("Choose at most this many experts in total.", None)] = None,
+    parameters: Annotated[int | None, cli.number("Choose at most this many parameters in total.", None)] = None,
     budget: Annotated[
         str | None,
-        option(None, "Choose as many as --run fits in this memory, such as 44GiB; or a share, such as 0.25."),
+        cli.option(None, "Choose as many as --run fits in this memory, such as 44GiB; or a share, such as 0.25."),
     ] = None,
-    background: Annotated[Path | None, option("SCORES.json", "Scores of general text, for --rule foreground.")] = None,
-    layers: Annotated[str, option(None, "Choose only from these layers, such as 0-5.")] = "all",
-    seed: Annotated[int, number("Seed for --rule random.", 0)] = 0,
-    run: Annotated[Path | None, option("RUN.yaml", "The run file to add the choice to.")] = None,
-    part: Annotated[Any, choice("experts|lora", "Train the experts in full, or with LoRA.", "--as")] = "experts",
-    out: Annotated[Path | None, option("FILE", "Write the run file here. Default: stdout.", check=output_file)] = None,
-    set_: Overrides = None,
-    json_: Json = False,
+    background: Annotated[
+        Path | None, cli.option("SCORES.json", "Scores of general text, for --rule foreground.")
+    ] = None,
+    layers: Annotated[str, cli.option(None, "Choose only from these layers, such as 0-5.")] = "all",
+    seed: Annotated[int, cli.number("Seed for --rule random.", 0)] = 0,
+    run: Annotated[Path | None, cli.option("RUN.yaml", "The run file to add the choice to.")] = None,
+    part: Annotated[Any, cli.choice("experts|lora", "Train the experts in full, or with LoRA.", "--as")] = "experts",
+    out: Annotated[
+        Path | None, cli.option("FILE", "Write the run file here. Default: stdout.", check=cli.output_file)
+    ] = None,
+    set_: cli.Overrides = None,
+    json_: cli.Json = False,
 ) -> None:
     """Choose experts by their scores, and print their share of the routed tokens beside that of a random choice."""
     if layers == "none":
         raise UserError("--layers none chooses no expert; give all, or numbers such as 0-5")
     if run is None:
-        refuse_set(set_, "give one with --run")
-    with heavy_imports():
+        cli.refuse_set(set_, "give one with --run")
+    with cli.heavy_imports():
         from moetune.adapt.weights.base import noting_base
         from moetune.report.terminal import show
         from moetune.routing.select import choice_of, with_choice, within_budget
@@ -67,10 +60,10 @@ def select(
     given = {"p": p, "k": k, "experts": experts, "parameters": parameters, "budget": budget, "layers": layers}
     more = {"rule": rule, "seed": seed, "background": None if background is None else str(background)}
     read = read_scores(scores, "SCORES.json")
-    choice = choice_of({"from": str(scores), **given, **more})
-    if isinstance(choice.budget, str) and run is None:
+    chosen_by = choice_of({"from": str(scores), **given, **more})
+    if isinstance(chosen_by.budget, str) and run is None:
         raise UserError(f"--budget {budget} limits a run's memory; also give --run RUN.yaml")
-    config = with_choice(None if run is None else read_run(run, set_), read.model, choice, part)
+    config = with_choice(None if run is None else cli.read_run(run, set_), read.model, chosen_by, part)
     resolved = resolve(within_budget(config), this_device())
     is_read = run is not None and config.model.weights == "pretrained"
     if is_read and resolved.model.source.local_folder() is not None:
@@ -88,7 +81,7 @@ def select(
         show(table, terminal(stderr=True))
         print(text, end="")
         return
-    answer(json_, _json(chosen, covers, out), table, f"written to {out}")
+    cli.answer(json_, _json(chosen, covers, out), table, f"written to {out}")
 
 
 def _yaml(config: Any, part: str, chosen: IdsByLayer) -> str:

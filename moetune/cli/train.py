@@ -5,48 +5,37 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
-from moetune.cli.options import (
-    Json,
-    Overrides,
-    Overwrite,
-    RunFile,
-    answer,
-    flag,
-    heavy_imports,
-    known_gpu,
-    option,
-    read_run,
-)
+from moetune.cli import options as cli
 from moetune.config.load import refuse_existing_run, refuse_missing_files
 from moetune.errors import DoesNotFit, counted
 
 
 def train(
-    run: RunFile,
+    run: cli.RunFile,
     resume: Annotated[
         str,
-        option(
+        cli.option(
             "auto|never|PATH", "Continue from the newest checkpoint, from none, or from a checkpoints/step-N folder."
         ),
     ] = "never",
-    overwrite: Overwrite = False,
+    overwrite: cli.Overwrite = False,
     dry_run: Annotated[
-        bool, flag("--dry-run", "Check run file, data and output; train nothing, write nothing.")
+        bool, cli.flag("--dry-run", "Check run file, data and output; train nothing, write nothing.")
     ] = False,
-    set_: Overrides = None,
-    json_: Json = False,
+    set_: cli.Overrides = None,
+    json_: cli.Json = False,
 ) -> None:
     """Fine-tune the parts of a model that a run file chooses; progress on stderr, result on stdout. Exit code 1: memory
     ran out."""
     from moetune.cli.start_on_ranks import on_ranks, starts_ranks
     from moetune.parallel.start_ranks import was_launched
 
-    config = read_run(run, set_)
+    config = cli.read_run(run, set_)
     refuse_missing_files(config, run)
-    known_gpu(config.hardware.gpu)
+    cli.known_gpu(config.hardware.gpu)
     if config.output is not None and resume == "never" and not overwrite and not was_launched():
         refuse_existing_run(Path(config.output))
-    with heavy_imports():
+    with cli.heavy_imports():
         import torch
 
         from moetune.parallel.ranks import SINGLE_RANK
@@ -84,4 +73,4 @@ def train(
         shown = [f"would train {total} parameters into {result.output}"]
     if result.eval_loss_before is not None and result.eval_loss_after is not None:
         shown.append(f"held-out loss {result.eval_loss_before:.4f} -> {result.eval_loss_after:.4f}")
-    answer(json_, result.to_json(), *shown, *(() if dry_run else ending(Path(result.output))))
+    cli.answer(json_, result.to_json(), *shown, *(() if dry_run else ending(Path(result.output))))

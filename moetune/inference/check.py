@@ -1,6 +1,6 @@
 """`moetune export --check`: compare the loss of an export, loaded by stock libraries, with the trained model's."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,46 +35,29 @@ class LossCheck:
     exported_loss: float
     unread: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def check_export(run: Path, exported: Path, rows: int) -> LossCheck:
+def check_export(run: Path, exported: Path, rows: int = 256, *, rounded: bool = False) -> LossCheck | None:
     """Compute the losses of the model trained in the folder `run` and of its export, on at most `rows` rows.
 
-    `exported` is the folder of a merged checkpoint or a PEFT adapter, loaded by transformers and PEFT. The rows are the
-    first of the run's held-out data, else of its training data, or random tokens if the run has no data, or they cannot
-    be read any more. Both models compute in float32 on the CPU, one after the other, and each is in memory as a whole.
-    The losses differ by the rounding to the checkpoint's dtype and, if the run quantized its base, by the quantization
-    error.
+    `exported` is the folder of a merged checkpoint or a PEFT adapter. The rows are the first of the run's held-out
+    data, else of its training data, or random tokens if the run has no data, or they cannot be read any more. The
+    models are in memory as a whole, one after the other. They compute in float32 on the CPU, the export by transformers
+    and PEFT; with `rounded`, for a checkpoint in a quantized format, on the device and in the dtype that `open_model`
+    chooses, and on held-out data alone: without them the result is None. The losses differ by the rounding to the
+    checkpoint's dtype and, if the run quantized its base, by the quantization error.
 
     Raises:
         UserError: the run or the export cannot be opened.
     """
-    trained = open_model(str(run), device="cpu", dtype="fp32")
-    found, of, pad, unread = _rows(trained, rows)
-    expected, tokens = mean_loss(trained.model, found, pad)
-    del trained
-    loss, _ = mean_loss(open_model(str(exported), device="cpu", dtype="fp32", stock=True).model, found, pad)
-    return LossCheck(len(found), of, tokens, expected, loss, unread)
-
-
-def check_rounded(run: Path, exported: Path, rows: int = 256) -> LossCheck | None:
-    """Compute the losses of the model trained in the folder `run` and of its merged checkpoint in a quantized format.
-
-    `exported` is the folder of the checkpoint. At most `rows` rows of the run's held-out data are computed, on the
-    device and in the dtype that `open_model` chooses. Returns None if the run held out no data, or they cannot be read.
-    """
-    trained = open_model(str(run))
-    if trained.config is None or trained.config.data is None or not trained.config.data.evaluates:
+    how: dict[str, Any] = {} if rounded else {"device": "cpu", "dtype": "fp32"}
+    trained = open_model(str(run), **how)
+    read, of, pad, unread = _rows(trained, rows)
+    if rounded and of != "held-out data":
         return None
-    found, of, pad, _ = _rows(trained, rows)
-    if of != "held-out data":
-        return None
-    expected, tokens = mean_loss(trained.model, found, pad)
+    expected, tokens = mean_loss(trained.model, read, pad)
     del trained
-    loss, _ = mean_loss(open_model(str(exported)).model, found, pad)
-    return LossCheck(len(found), of, tokens, expected, loss)
+    loss, _ = mean_loss(open_model(str(exported), stock=not rounded, **how).model, read, pad)
+    return LossCheck(len(read), of, tokens, expected, loss, unread)
 
 
 def _rows(trained: Opened, count: int) -> tuple[list[Row], str, int, str | None]:

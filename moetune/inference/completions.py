@@ -20,7 +20,7 @@ from moetune.atomic import NEW, aside, publish, sweep, writing
 from moetune.errors import UserError, one_line, shown
 from moetune.files import expanded, write_whole
 from moetune.inference.generate import Message, continued, has_static_cache, token_ids
-from moetune.inference.opened import Found, Opened, open_model
+from moetune.inference.opened import Opened, open_model
 from moetune.json_files import Answer, parse_json
 from moetune.report.console import terminal
 from moetune.report.progress import counting
@@ -118,7 +118,7 @@ def complete(
     return Completions(opened.name, str(out), len(records), len(lines))
 
 
-def fullest_batch(found: Found, prompts: str, *, batch: int = 8, samples: int = 1) -> tuple[int, int]:
+def fullest_batch(found: Opened, prompts: str, *, batch: int = 8, samples: int = 1) -> tuple[int, int]:
     """Return the size of the largest batch that `complete` would make of the same arguments, for a memory prediction.
 
     This is the number of prompts, and the tokens of the longest of them, to which the others are padded; the batch is
@@ -151,7 +151,7 @@ def _records(spec: str) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{spec!r} holds no records")
 
 
-def _token_ids(opened: Opened | Found, where: str, record: dict[str, Any]) -> list[int]:
+def _token_ids(opened: Opened, where: str, record: dict[str, Any]) -> list[int]:
     """Return the token ids of a record's prompt; raise `UserError` that names the place `where` if it has none."""
     try:
         return token_ids(opened, _prompt(record))
@@ -179,7 +179,7 @@ def _prompt(record: dict[str, Any]) -> str | list[Message]:
     return checked_messages([*messages, {"role": "assistant", "content": "?"}])[:-1]
 
 
-def _batches(opened: Opened | Found, rows: Sequence[list[int]], size: int) -> list[list[int]]:
+def _batches(opened: Opened, rows: Sequence[list[int]], size: int) -> list[list[int]]:
     """Return for each batch the indices of its rows: at most `size` rows of similar length, the longest first.
 
     Rows of different length share a batch only if padding does not change what the model computes. It would where a

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets, path_and_split
 from moetune.errors import UserError
 from moetune.files import expanded
-from moetune.inference.opened import Found, Opened, open_model
+from moetune.inference.opened import Opened, open_model
 from moetune.json_files import Answer
 from moetune.training.data.load import load_data, pad_token_id, refuse_unknown_tokens
 from moetune.training.step.batch import Row, collate
@@ -125,7 +125,7 @@ def _is_held_out(config: RunConfig | None, data: str | None) -> bool | None:
 
 
 def rows_of(
-    opened: Opened | Found, data: str | None = None, sequence_length: int | None = None, format: str | None = None
+    opened: Opened, data: str | None = None, sequence_length: int | None = None, format: str | None = None
 ) -> tuple[datasets.Dataset, str]:
     """Return the rows on which `evaluate`, given the same arguments, computes the loss, and the name of the data set.
 

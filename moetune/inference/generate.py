@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Te
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
 from moetune.errors import UserError
-from moetune.inference.opened import Found, Opened, open_model
+from moetune.inference.opened import Opened, open_model
 from moetune.json_files import first_problem
 from moetune.training.data.chats.stop_tokens import stop_ids
 from moetune.training.data.chats.thinking import placed
@@ -54,7 +54,7 @@ def generate(
     ]
 
 
-def token_ids(opened: Opened | Found, prompt: str | list[Message]) -> list[int]:
+def token_ids(opened: Opened, prompt: str | list[Message]) -> list[int]:
     """Return the token ids of a prompt: text, or chat messages, to which the chat template is applied.
 
     Raises `UserError` for messages without a template, a prompt that is empty or takes all positions of the model, and

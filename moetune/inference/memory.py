@@ -1,7 +1,6 @@
 """`moetune eval --predict` and `moetune generate --predict`: peak memory from a trace of their own forward passes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import datasets
@@ -14,7 +13,7 @@ from moetune.compat.torch import answering_no
 from moetune.errors import UserError, counted
 from moetune.inference.evaluate import ROWS
 from moetune.inference.generate import has_static_cache, new_tokens, sampling, written_after
-from moetune.inference.opened import Found
+from moetune.inference.opened import Opened
 from moetune.memory.commands.forward import predict_forward
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace.generating import generate_ends
@@ -26,7 +25,7 @@ from moetune.training.step.batch import collate
 from moetune.training.step.micro_step import held_out_loss
 
 
-def predict_eval(found: Found, lengths: Sequence[int], *, gpu: str | Gpu | None = None) -> MemoryReport:
+def predict_eval(found: Opened, lengths: Sequence[int], *, gpu: str | Gpu | None = None) -> MemoryReport:
     """Predict the peak memory of evaluating a model on rows of these lengths, in tokens, without weights or a GPU.
 
     Args:
@@ -40,7 +39,15 @@ def predict_eval(found: Found, lengths: Sequence[int], *, gpu: str | Gpu | None 
     batches = [tuple(lengths[at : at + ROWS]) for at in range(0, len(lengths), ROWS)]
     fullest = max(batches, key=lambda batch: (len(batch) * max(batch), batch))
     said = {"evaluates": found.name, "batch": f"{len(fullest)} × {max(fullest):,} tokens at most, forward alone"}
-    return predict_forward(_run_of(found), Evaluating(fullest), said, gpu=gpu, filled=found.filled)
+
+    def evaluate(watched: Watched, tracker: Tracker) -> None:
+        model = watched.adapted.model
+        tracker.enter("forward")
+        ids = [np.zeros(length, np.int64) for length in fullest]
+        batch = collate([{"input_ids": row, "labels": row} for row in ids], 0)
+        held_out_loss(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
+
+    return predict_forward(_run_of(found), evaluate, said, gpu=gpu, filled=found.filled)
 
 
 def lengths_of(rows: datasets.Dataset) -> list[int]:
@@ -48,23 +55,8 @@ def lengths_of(rows: datasets.Dataset) -> list[int]:
     return [len(ids) for ids in rows.with_format("arrow")["input_ids"][:]] if len(rows) else []
 
 
-@dataclass(frozen=True)
-class Evaluating:
-    """The forward pass of one batch of `evaluate`, to be traced by `predict_forward`; `lengths` are the tokens of its
-    rows."""
-
-    lengths: tuple[int, ...]
-
-    def __call__(self, watched: Watched, tracker: Tracker) -> None:
-        model = watched.adapted.model
-        tracker.enter("forward")
-        ids = [np.zeros(length, np.int64) for length in self.lengths]
-        batch = collate([{"input_ids": row, "labels": row} for row in ids], 0)
-        held_out_loss(model, {name: tensor.to(model.device) for name, tensor in batch.items()})
-
-
 def predict_generate(
-    found: Found,
+    found: Opened,
     prompt: int,
     most: int,
     temperature: float = 0.0,
@@ -88,45 +80,27 @@ def predict_generate(
     if (new := new_tokens(found.settings, prompt, most)) < 1:
         raise UserError(f"a prompt of {prompt:,} tokens leaves no position of {found.name!r} for another token")
     said = {"generates": f"{new:,} tokens after a prompt of {prompt:,}", "batch": counted(batch, "text")}
-    return predict_forward(
-        _run_of(found), Generating(prompt, new, temperature, batch, found.name), said, gpu=gpu, filled=found.filled
-    )
 
-
-@dataclass(frozen=True)
-class Generating:
-    """The forward passes of `generate` for its first and last tokens, to be traced by `predict_forward`.
-
-    Attributes:
-        prompt: tokens of each of the `batch` prompts.
-        new_tokens: tokens to generate after each.
-        name: the model's name, for messages.
-    """
-
-    prompt: int
-    new_tokens: int
-    temperature: float = 0.0
-    batch: int = 1
-    name: str = ""
-
-    def __call__(self, watched: Watched, tracker: Tracker) -> None:
+    def generate(watched: Watched, tracker: Tracker) -> None:
         model: Any = watched.adapted.model
         if (folder := watched.adapted.run.model.source.local_folder()) is not None:
             finish_reading(model, folder)
-        model.generation_config = sampling(self.name, model.generation_config)
+        model.generation_config = sampling(found.name, model.generation_config)
         tracker.enter("forward")
         is_static = has_static_cache(model.config)
 
-        def generate(ids: Tensor, *, max_new_tokens: int, **more: Any) -> None:
+        def write(ids: Tensor, *, max_new_tokens: int, **more: Any) -> None:
             more |= {} if is_static else {"cache_implementation": None}
-            written_after(model, ids, torch.ones_like(ids), max_new_tokens, self.temperature, ends=0, pad=0, **more)
+            written_after(model, ids, torch.ones_like(ids), max_new_tokens, temperature, ends=0, pad=0, **more)
 
-        ids = torch.zeros(self.batch, self.prompt, dtype=torch.int64, device=model.device)
+        ids = torch.zeros(batch, prompt, dtype=torch.int64, device=model.device)
         with answering_no():
-            generate_ends(watched, tracker, generate, ids, self.new_tokens, "static" if is_static else "grows")
+            generate_ends(watched, tracker, write, ids, new, "static" if is_static else "grows")
+
+    return predict_forward(_run_of(found), generate, said, gpu=gpu, filled=found.filled)
 
 
-def _run_of(found: Found) -> ResolvedRun:
+def _run_of(found: Opened) -> ResolvedRun:
     """Return the run whose model was found; raise `UserError` for a model that only other libraries build."""
     if found.run is None:
         raise UserError(

@@ -7,7 +7,7 @@ a checkpoint      the model unquantized; or quantized, if a precision is given o
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -44,25 +44,42 @@ from moetune.training.folder.run_folder import RUN_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Named:
-    """What is known of a model for inference, loaded or not.
+class Opened:
+    """A model for inference, in eval mode. `open_model` loads its weights; those of `find` are loaded at first use.
 
     Attributes:
         name: the name or path that was opened.
         kind: what was opened: `run`, `adapter`, `checkpoint`, or `packed` for a quantized checkpoint.
-        folder: the folder of its tokenizer.
+        resolved: the model's source, configuration and structure, without weights.
+        load: function that loads the model, in eval mode; `model` calls it.
         config, step: the run file and the checkpoint's step, for a run; else None.
         began: when the run began, if its chat template writes the date; else None.
         notes: messages for the user.
+        run: the run that describes the model with its settings, resolved for one device; None for an adapter, and for a
+            checkpoint that transformers alone loads.
+        filled: bytes of the largest trained tensor of a run, which is read into the model after the base; 0 for others.
     """
 
     name: str
     kind: Literal["run", "adapter", "checkpoint", "packed"]
-    folder: str | None
+    resolved: ResolvedModel
+    load: Callable[[], PreTrainedModel]
     config: RunConfig | None = None
     step: int | None = None
     began: datetime | None = None
     notes: tuple[str, ...] = ()
+    run: ResolvedRun | None = None
+    filled: int = 0
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model; `UserError` if its weights cannot be read, or a run's base has changed."""
+        return self.load()
+
+    @property
+    def settings(self) -> PretrainedConfig:
+        """The model's configuration."""
+        return self.resolved.settings
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -76,51 +93,9 @@ class _Named:
 
     @cached_property
     def _with_template(self) -> tuple[PreTrainedTokenizerBase, datetime | None]:
-        tokenizer, data = tokenizer_of(self.name, self.folder), None if self.config is None else self.config.data
+        tokenizer = tokenizer_of(self.name, self.resolved.source.folder)
+        data = None if self.config is None else self.config.data
         return tokenizer, set_template(tokenizer, data or DataConfig(train="none"), self.began)
-
-    @property
-    def settings(self) -> PretrainedConfig:
-        """The model's configuration."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found(_Named):
-    """A model for inference that is not loaded yet.
-
-    Attributes:
-        load: function that loads the model, in eval mode.
-        model: the model's source, configuration and structure, without weights.
-        run: the run that describes the model with its settings, resolved for one device; None for an adapter, and for a
-            checkpoint that transformers alone loads.
-        filled: bytes of the largest trained tensor of a run, which is read into the model after the base; 0 for others.
-    """
-
-    load: Callable[[], PreTrainedModel]
-    model: ResolvedModel
-    run: ResolvedRun | None = None
-    filled: int = 0
-
-    @property
-    def settings(self) -> PretrainedConfig:
-        return self.model.settings
-
-    def open(self) -> "Opened":
-        """Load the model; `UserError` if its weights cannot be read, or a run's base has changed."""
-        mine = {one.name: getattr(self, one.name) for one in fields(_Named)}
-        return Opened(model=self.load(), **mine)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Opened(_Named):
-    """A model that is loaded for inference, in eval mode."""
-
-    model: PreTrainedModel
-
-    @property
-    def settings(self) -> PretrainedConfig:
-        return self.model.config
 
 
 def open_model(
@@ -146,7 +121,9 @@ def open_model(
         UserError: `what` is none of these, or is a delta; its weights cannot be read; `base` is given for a run or an
             adapter; or the base of a run has changed.
     """
-    return find(what, base=base, device=device, dtype=dtype, stock=stock).open()
+    opened = find(what, base=base, device=device, dtype=dtype, stock=stock)
+    _ = opened.model  # what cannot be read is an error here
+    return opened
 
 
 def find(
@@ -156,7 +133,7 @@ def find(
     device: DeviceType | None = None,
     dtype: str | None = None,
     stock: bool = False,
-) -> Found:
+) -> Opened:
     """Find the model that `open_model` would load with the same arguments, without reading its weights.
 
     Raises:
@@ -179,17 +156,14 @@ def find(
     if stock:
         model = resolve_model(ModelConfig.named(what, dtype=dtype), device)
         load = partial(_stock, model, device)
-        return Found(name=what, kind="checkpoint", folder=source.folder, load=load, model=model)
+        return Opened(name=what, kind="checkpoint", load=load, resolved=model)
     as_it_is = base is None and source.quantization.base is None
     settings = ModelConfig.named(what, base=dtype if as_it_is else base or "auto", dtype=dtype)
     config = RunConfig(model=settings, adapt=AdaptConfig(also=("norm",)))
     run = resolve(_alone(config, device, dtype), device)
 
-    def built() -> PreTrainedModel:
-        return build(run, run.device()).model.eval()
-
     kind: Literal["checkpoint", "packed"] = "checkpoint" if as_it_is else "packed"
-    return Found(name=what, kind=kind, folder=source.folder, load=built, model=run.model, run=run)
+    return Opened(name=what, kind=kind, load=lambda: build(run, run.device()).model.eval(), resolved=run.model, run=run)
 
 
 def _source(what: str) -> ModelSource:
@@ -200,7 +174,7 @@ def _source(what: str) -> ModelSource:
     return source
 
 
-def _found_run(what: str, finished: FinishedRun, device: DeviceType, dtype: str | None) -> Found:
+def _found_run(what: str, finished: FinishedRun, device: DeviceType, dtype: str | None) -> Opened:
     """Return the model of the run that was opened as `what`, to be loaded with its trained values.
 
     Loading it raises `UserError` if the base has changed.
@@ -218,16 +192,15 @@ def _found_run(what: str, finished: FinishedRun, device: DeviceType, dtype: str 
         fill_trained(adapted, finished)
         return adapted.model
 
-    return Found(
+    return Opened(
         name=what,
         kind="run",
-        folder=run.model.source.folder,
         config=finished.config,
         step=finished.step,
         began=None if finished.folder is None else finished.folder.clock(),
         notes=finished.notes,
         load=built,
-        model=run.model,
+        resolved=run.model,
         run=run,
         filled=max((stored.nbytes for stored in finished.trained.values() if isinstance(stored, Stored)), default=0),
     )
@@ -252,7 +225,7 @@ def _alone(config: RunConfig, device: DeviceType, dtype: str | None) -> RunConfi
     )
 
 
-def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Found:
+def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None) -> Opened:
     """Return the adapter in the folder `path`, opened as `what`, to be loaded onto its base with stock PEFT.
 
     Raises `UserError` if it cannot be read, names no base, or the base cannot be found. Loading raises `UserError` if
@@ -264,10 +237,7 @@ def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None)
         raise UserError(f"the adapter in {what!r}: {CONFIG_FILE} names no base; set base_model_name_or_path")
     model = resolve_model(ModelConfig.named(base, dtype=dtype or dtype_on(device)), device)
 
-    def loaded() -> PreTrainedModel:
-        return _with_adapter(what, path, model, device)
-
-    return Found(name=what, kind="adapter", folder=model.source.folder, load=loaded, model=model)
+    return Opened(name=what, kind="adapter", load=partial(_with_adapter, what, path, model, device), resolved=model)
 
 
 def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceType) -> PreTrainedModel:

@@ -13,7 +13,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from moetune.files import refuse_no_picture, write_output
+from moetune.files import write_output
 from moetune.memory.report import PartName
 
 COLOURS: dict[PartName, str] = {
@@ -62,9 +62,8 @@ class Chart:
         """Write the chart to a `.png` or `.svg` file.
 
         Raises:
-            UserError: the suffix is another; the file cannot be written, or exists and was not written by moetune.
+            UserError: the file cannot be written, or exists and was not written by moetune.
         """
-        refuse_no_picture(path)
         write_output(path, self._rendered(path.suffix.lower()[1:], self.heading or self.title))
 
     def svg(self) -> str:

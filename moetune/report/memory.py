@@ -2,9 +2,7 @@
 
 import shlex
 from collections.abc import Iterable, Iterator
-from textwrap import wrap
 
-from moetune.errors import counted
 from moetune.memory.report import PART_NAMES, Change, MemoryReport, Moment, RankMemory, Term, Verdict
 from moetune.memory.time.estimate import Duration
 from moetune.memory.time.work import Work
@@ -13,10 +11,6 @@ from moetune.models.selection import ranges
 from moetune.report.units import between, from_to, gib, hours, named, percent
 from moetune.report.view import Table, View, ViewSection
 
-SCREEN = (80, 24)
-"""Columns and lines that a report takes at most, unless details are asked for."""
-_FEWEST = 4
-"""Fewest lines that are left to the list of what takes memory, when other lines are cut to fit a `SCREEN`."""
 _PHASES = {
     "load": "while loading",
     "generation": "while completions are generated",
@@ -30,13 +24,12 @@ _PHASES = {
 }
 
 
-def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0) -> View:
+def memory_view(report: MemoryReport, tokens: int | None = None) -> View:
     """Return the view of a memory report, with changes of the run file if the run does not surely fit.
 
     Args:
         report: the report.
         tokens: the length of a training run, for which the view states the hours; None: no hours.
-        above: the number of lines already on the screen, for which the view's `brief` lines leave room.
     """
     time = "" if report.time is None else pace(report.time, tokens)
     lines = [*needs(report), rows(report), time]
@@ -47,63 +40,44 @@ def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0)
         [line for line in lines if line],
         [("model", report.model), *report.about, ("method", "traced: what runs, on tensors without storage")],
         [section for section in _sections(report) if section.body != () and section.body != []],
-        _brief(report, time, above),
+        _brief(report, time),
     )
 
 
-def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
-    """Return the report in few lines, which fit a screen (`SCREEN`) with the verdict before and after them.
+def _brief(report: MemoryReport, time: str) -> list[str]:
+    """Return the report in few lines: what it needs, what runs, what takes memory, and what would make it fit.
 
-    `time` is the sentence on the run's speed, or empty; `above` the number of lines that are already on the screen.
+    `time` is the sentence on the run's speed, or empty.
     """
-    width, height = SCREEN
-
-    def wrapped(lines: Iterable[str]) -> list[str]:
-        indent = "    "
-        return [
-            piece for line in lines for piece in wrap(line, width, subsequent_indent=indent, break_on_hyphens=False)
-        ]
-
     about = dict(report.about)
     settings = [text for name, text in report.about if name == "--set"]
-    head = [f"{name:9} {about[name]}" for name in ("run file", "card") if name in about]
-    listed = f"--set {' '.join(settings)}"
-    head += [listed if len(listed) <= width else f"{counted(len(settings), 'setting')} by --set"] * (settings != [])
+    lines = [*needs(report), *(f"{name:9} {about[name]}" for name in ("run file", "card") if name in about)]
+    if settings:
+        lines.append(f"--set {' '.join(settings)}")
     parts = (about.get(name) for name in ("trains", "batch", "optimizer", "base", "ranks"))
-    head.append(": ".join(filter(None, (report.model, "; ".join(filter(None, parts))))))
-    first = needs(report)
-    free = height - above - 1 - 2 * len(wrapped([verdict(report)])) - len(wrapped([*first, *head]))
-    changes = [
-        (f"  {flags(change)}: then needs {gib(change.peak_process)}", change.why)
-        for change in report.changes
-        if report.verdict != "yes"
-    ]
-    if changes:
-        title, after = "What makes it surely fit, the mildest change first:", [*report.notes, time]
-        full = wrapped([title, *("; ".join(change) for change in changes), *after])
-        ends = full if len(full) + _FEWEST <= free else wrapped([title, *(change for change, _ in changes), *after])
+    lines.append(": ".join(filter(None, (report.model, "; ".join(filter(None, parts))))))
+    lines += _taken(report)
+    if report.changes and report.verdict != "yes":
+        lines.append("What makes it surely fit, the mildest change first:")
+        lines += [
+            f"  {flags(change)}: then needs {gib(change.peak_process)}; {change.why}" for change in report.changes
+        ]
     else:
-        ends = wrapped([rows(report), *report.notes, time])
-    ends = ends[: free - _FEWEST]
-    return [*wrapped([*first, *head]), *_taken(report, free - len(ends)), *ends]
+        lines.append(rows(report))
+    return [line for line in (*lines, *report.notes, time) if line]
 
 
-def _taken(report: MemoryReport, most_lines: int) -> list[str]:
-    """Format the parts of the fullest rank's memory, largest first, in at most `most_lines` lines: bytes, share, name.
-
-    If there are more parts, the last line is the sum of the smallest.
-    """
+def _taken(report: MemoryReport) -> Iterator[str]:
+    """Yield the parts of the fullest rank's memory, largest first: bytes, share, name."""
     fullest = report.fullest
     parts = [(named(name), count) for name, count in fullest.parts.items() if count]
-    outside = ("outside the allocator", fullest.outside_allocator)
     if report.device == "cpu" and report.host is not None:
-        outside = ("the process without its tensors", report.host.process)
-    parts = sorted([*parts, outside], key=lambda part: -part[1])
-    if len(parts) > most_lines:
-        rest = parts[most_lines - 1 :]
-        parts = [*parts[: most_lines - 1], (f"{len(rest)} smaller parts", sum(count for _, count in rest))]
+        parts.append(("the process without its tensors", report.host.process))
+    else:
+        parts.append(("outside the allocator", fullest.outside_allocator))
     whole = sum(count for _, count in parts)
-    return [f"{gib(count):>12} {percent(count, whole):>7}  {name}" for name, count in parts]
+    for name, count in sorted(parts, key=lambda part: -part[1]):
+        yield f"{gib(count):>12} {percent(count, whole):>7}  {name}"
 
 
 def _sections(report: MemoryReport) -> Iterator[ViewSection]:

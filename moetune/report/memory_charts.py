@@ -73,11 +73,10 @@ def _draw_ranks(axes: Axes, report: MemoryReport) -> None:
     axes.set_xlim(0, end)
     axes.set_xlabel(unit)
     if report.gpu is not None:
-        at, label = room / size, f"{report.gpu.name}: {gib(room)} usable"
-        if at < end:
-            axes.axvline(at, color=INK, linewidth=1.6, linestyle="--")
-        else:
-            at, label = end, f"{label}, far beyond this chart →"
+        at = min(room / size, end)
+        beyond = ", far beyond this chart →" if room > end * size else ""
+        axes.axvline(at, color=INK, linewidth=1.6, linestyle="--")
+        label = f"{report.gpu.name}: {gib(room)} usable{beyond}"
         axes.text(at, -0.68, label, ha="center" if at < 0.8 * end else "right", va="bottom")
     left_out = f", the {_MOST_BARS} fullest of {len(groups)} kinds of rank" if len(groups) > _MOST_BARS else ""
     axes.set_title(f"Memory of a process{left_out}")

@@ -23,7 +23,7 @@ from choosing_experts import QUIET, held_out_file
 from moetune.adapt.build import build
 from moetune.config.schema import RunConfig
 from moetune.exporting.export import export
-from moetune.inference.check import check_rounded
+from moetune.inference.check import check_export
 from moetune.inference.evaluate import evaluate
 from moetune.inference.opened import open_model
 from moetune.run.resolve import resolve
@@ -64,12 +64,12 @@ def measured(base: str, rate: float, steps: int, folder: Path, held_out: Path) -
         train(resolve(config, "cpu"), device="cpu", console=QUIET)
     before = evaluate(open_model(path, dtype="fp32"), str(held_out), 256).loss
     export(output, "merged", folder / f"{output.name}-merged")
-    merged = check_rounded(output, folder / f"{output.name}-merged")
+    merged = check_export(output, folder / f"{output.name}-merged", rounded=True)
     rows = []
     for into in (into for one, into in CASES if one == base):
         out = folder / f"{output.name}-{into}"
         survival = export(output, "merged", out, into=into).survival  # type: ignore[arg-type]
-        checked = check_rounded(output, out)
+        checked = check_export(output, out, rounded=True)
         assert checked is not None
         assert merged is not None
         rows.append(

@@ -106,7 +106,7 @@ def test_a_run_writes_what_its_merged_checkpoint_writes(run: Callable[..., Path]
 
 def test_no_more_is_written_than_there_are_positions(run: Callable[..., Path]) -> None:
     opened = open_model(str(run("lora", "fp32")), device="cpu")
-    settings, asked = opened.model.config.get_text_config(), len(opened.tokenizer(TEXT)["input_ids"])
+    settings, asked = opened.settings.get_text_config(), len(opened.tokenizer(TEXT)["input_ids"])
     three = generate(opened, TEXT, max_new_tokens=3)
     settings.max_position_embeddings = asked + 3
     assert generate(opened, TEXT, max_new_tokens=10**9) == three

@@ -59,12 +59,8 @@ def test_batches_change_nothing(model_type: str, tmp_path: Path, monkeypatch: py
         "model": {"attention": "auto", "base": "fp32"},
         "data": {"train": "x", "packing": False},
     }
-    opened = OpenedToy(
-        name="toy",
-        kind="checkpoint",
-        folder=None,
-        model=build_toy(config, tmp_path, {"router": "all"}, **sections).model,
-    )
+    adapted = build_toy(config, tmp_path, {"router": "all"}, **sections)
+    opened = OpenedToy(name="toy", kind="checkpoint", resolved=adapted.run.model, load=lambda: adapted.model)
     draw = torch.Generator().manual_seed(0)
     rows = [torch.randint(3, toys.VOCAB, (length,), generator=draw).tolist() for length in LENGTHS]
     texts = dict[int, str]()

@@ -13,7 +13,7 @@ from moetune.models.catalog.gpus import Figure
 from moetune.report.memory import alike, balance, memory_view, verdict, when
 from moetune.report.terminal import show
 from moetune.report.units import gib, percent
-from tests.report.sample import GIB, L40S, MIB, PEAK, many_ranks, rank, sample, tight, too_big, without_timeline
+from tests.report.sample import GIB, L40S, MIB, many_ranks, rank, sample, tight, too_big, without_timeline
 
 REPORTS = [sample, tight, too_big, many_ranks, without_timeline]
 
@@ -69,16 +69,13 @@ def test_the_verdict(report: MemoryReport, said: str) -> None:
 
 
 @pytest.mark.parametrize("make", REPORTS)
-def test_the_verdict_comes_first_and_last_and_the_rest_fits_a_screen(make: Callable[..., MemoryReport]) -> None:
+def test_the_verdict_comes_first_and_last(make: Callable[..., MemoryReport]) -> None:
     about = (("run file", "runs/mine.yaml"), ("trains", "LoRA rank 16 on attention, experts"))
     for verbose in (True, False):
         text = printed(make(about=about), verbose=verbose, width=200)
         assert text.startswith(verdict(make()))
         assert text.rstrip().endswith(verdict(make()))
         assert all(said in text for _, said in about)
-    brief = printed(make(about=about, notes=("a note of some length, " * 6,)), verbose=False).splitlines()
-    assert len(brief) <= 24
-    assert max(map(len, brief)) <= 80
     assert "--verbose" in printed(make(), verbose=False)
 
 
@@ -108,12 +105,6 @@ def test_the_host_is_part_of_the_verdict(room: int, verdict_: str, said: str) ->
     assert alone.verdict == verdict_
     assert "the host" in verdict(alone)
     assert replace(too_big(), host=host).verdict == "no"
-
-
-def test_parts_and_their_sum_are_printed() -> None:
-    lines = printed(sample()).splitlines()
-    for name, count in (*PEAK.items(), ("allocated at the peak", PEAK.total)):
-        assert any(name.replace("_", " ") in line and gib(count) in line for line in lines), name
 
 
 def test_the_balance_adds_up() -> None:

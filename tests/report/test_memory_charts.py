@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from moetune.errors import UserError
 from moetune.memory.report import LoadPeaks, MemoryReport, Parts, RankMemory, Sample
 from moetune.report.memory_charts import memory_chart, phases, thinned
 from tests.report.sample import GIB, MIB, PEAK, many_ranks, rank, sample, timeline, too_big, without_timeline
@@ -23,21 +22,6 @@ def test_a_file_is_what_its_suffix_says(tmp_path: Path, make: Callable[..., Memo
     memory_chart(make()).save(path)
     assert path.read_bytes().startswith(MAGIC[suffix])
     assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("name", ["figure.pdf", "figure"])
-def test_another_suffix_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match=r"a figure is \.png or \.svg, not") as error:
-        memory_chart(sample()).save(tmp_path / name)
-    assert str(tmp_path / name) in str(error.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "figure.png").mkdir()
-    with pytest.raises(UserError, match=r"figure\.png' exists and is no ordinary file"):
-        memory_chart(without_timeline()).save(tmp_path / "figure.png")
-    assert list(tmp_path.iterdir()) == [tmp_path / "figure.png"]
 
 
 def test_the_same_report_gives_the_same_file(tmp_path: Path) -> None:
