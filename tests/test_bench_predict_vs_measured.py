@@ -15,8 +15,6 @@ import torch
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.measurement.measure import Measured
-from moetune.planning.predict import predict
-from moetune.run.resolve import resolve
 
 FOLDER = Path(__file__).parents[1] / "scripts/bench"
 BENCH = "predict_vs_measured"
@@ -33,47 +31,6 @@ FULL: dict[str, Any] = ROW | {"measured": None, "out_of_memory": {"loading": Fal
 # --- On a CPU -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_real_steps_take_what_was_predicted(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "LAYERS", 1)
-    monkeypatch.setattr(bench, "EXPERTS", 4)
-    file = tmp_path / "report.json"
-    arguments = ["--device", "cpu", "--cases", "mixtral-8x7b-lora,llama-7b-attention", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["predict_vs_measured.py", *arguments])
-    bench.main()
-    report = json.loads(file.read_text(encoding="utf-8"))
-    assert {
-        "schema",
-        "benchmark",
-        "versions",
-        "device",
-        "commit",
-        "steps",
-        "cap",
-        "null_device",
-        "cases",
-    } == report.keys()
-    mixtral, llama = report["cases"]
-    for row in (mixtral, llama):
-        assert row["trace"]["as_routed"] == pytest.approx(row["measured"], rel=0.001)
-    assert mixtral["fullest_expert"] > 1
-    assert llama["fullest_expert"] is None
-    assert len(set(llama["trace"].values())) == 1, "routing is nothing to a dense model"
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[0] for line in lines[2:]] == ["| mixtral-8x7b-lora", "| llama-7b-attention"]
-    assert len({line.count("|") for line in lines}) == 1
-
-
-def test_every_shrunk_model_keeps_its_architecture(bench: ModuleType, tmp_path: Path) -> None:
-    for case in bench.CPU_CASES.values():
-        config = bench.cpu_config(case, tmp_path / case.name)
-        assert 1e6 < sum(part.numel for part in resolve(config, "cuda").structure.parameters) < 3e7, case.name
-    assert bench.shrunk("qwen1.5-moe-a2.7b")["shared_expert_intermediate_size"] == 704
-    assert bench.shrunk("mixtral-8x7b")["num_key_value_heads"] == 2
-
-
 def test_an_unknown_case_is_refused(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,13 +42,6 @@ def test_an_unknown_case_is_refused(
 
 
 # --- For CUDA -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_cases_for_cuda_fit_44_gib_but_for_one(bench: ModuleType) -> None:
-    for name, config in bench.CUDA_CASES.items():
-        assert config().model.weights == "random", name
-        assert predict(resolve(config(), "cuda"), gpu="44GiB", advise=False).fits is (name != TOO_LARGE), name
 
 
 def claimed(device: torch.device, cap: int | None) -> dict[str, Any]:
@@ -157,11 +107,6 @@ def test_verdicts(bench: ModuleType, row: dict[str, Any], verdict: str, wrong: b
     assert lines[-1].endswith(f"| {verdict} |")
 
 
-def test_a_case_that_breaks_does_not_stop_the_others(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.sys, "executable", "false")
-    assert bench.in_own_process("some", 2**30) == {"case": "some", "failed": "exit code 1"}
-
-
 # --- gpu.sh -------------------------------------------------------------------------------------------------------
 
 
@@ -188,14 +133,6 @@ def stand_in(tmp_path: Path, pytest_exits: int) -> Path:
     python.write_text(f'#!/bin/sh\ncase "$*" in {cases} esac\n', encoding="utf-8")
     python.chmod(0o755)
     return python
-
-
-@pytest.mark.full
-def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
-    done = gpu_sh(tmp_path / "logs", sys.executable)
-    assert done.returncode == 2
-    assert done.stderr == "gpu.sh: there is no CUDA device: nothing was run\n"
-    assert not (tmp_path / "logs").exists()
 
 
 def test_a_part_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -226,12 +163,6 @@ def test_with_a_gpu_every_part_runs(bench: ModuleType, tmp_path: Path, pytest_ex
         log = logs.pop(f"predict_vs_measured_cuda_{part}")
         assert log.startswith(f"scripts/bench/predict_vs_measured.py --device cuda --cases {part} --cap 44GiB --json")
     assert not logs
-
-
-def test_one_part_alone(tmp_path: Path) -> None:
-    done = gpu_sh(tmp_path / "logs", stand_in(tmp_path, 0), "tests")
-    assert done.returncode == 0, done.stderr
-    assert [file.name for file in (tmp_path / "logs").iterdir()] == ["gpu_tests.log"]
 
 
 def test_every_case_is_in_one_part(bench: ModuleType) -> None:

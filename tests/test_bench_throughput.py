@@ -1,12 +1,10 @@
 """The benchmark of tokens per second at toy size: all programs train the same, and one that failed has a row that says
 why. No time is asserted."""
 
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 BENCH = "throughput"
 
@@ -37,36 +35,6 @@ def test_sides_train_the_same_and_begin_alike(bench: ModuleType, rows: list[dict
     table = bench.table(rows)
     assert table.count("| mixtral-8x7b | 2 | lora |") == 4
     assert f"{ours['seconds'] and peft['seconds'] / ours['seconds']:.2f}×" in table
-
-
-@pytest.mark.full
-def test_what_does_not_run_is_a_row(
-    bench: ModuleType, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = bench.PARTS["small"][0]
-    bench.write_checkpoint(case, tmp_path / "model", True)
-
-    def out_of_memory(side: Any, tokens: int, *rest: Any) -> dict[str, Any]:
-        if tokens > 32:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return {"seconds": 1.0, "tokens_per_second": 32.0, "loss": 1.0}
-
-    monkeypatch.setattr(bench, "timed", out_of_memory)
-    found = list(bench.run_case(case, tmp_path / "model", asked(bench, 32, 64)))
-    assert ["out_of_memory" in row for row in found] == [False, True]
-    late = list(bench.run_case(case, tmp_path / "model", asked(bench, 32, seconds=0)))
-    table = bench.table([*found, *late, {"model": "m", "layers": 2, "way": "lora", "side": "s", "failed": "no answer"}])
-    for said in ("| out of memory |", "| 0 s were over |", "| no answer |"):
-        assert said in table
-
-
-def test_what_cannot_be_loaded_is_a_row(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-
-    monkeypatch.setattr(bench, "moetune", full)
-    (row,) = bench.run_case(bench.PARTS["small"][0], tmp_path, asked(bench, 32))
-    assert row["out_of_memory"] == "while it is loaded: CUDA out of memory"
 
 
 def test_a_side_that_trains_something_else_has_failed(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

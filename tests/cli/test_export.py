@@ -110,12 +110,6 @@ def test_a_folder_that_is_no_run(tmp_path: Path, moetune: Callable[..., Any]) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_a_checkpoint(run: Path, moetune: Callable[..., Any]) -> None:
-    shutil.rmtree(run / "checkpoints")
-    message = r"the run in '.*run' has no checkpoint yet; train\.save_every says when one is written"
-    refused(moetune("export", run, "--format", "merged", "--out", run.parent / "out"), message)
-
-
 def test_a_run_from_random_weights(run: Path, moetune: Callable[..., Any]) -> None:
     settings = yaml.safe_load((run / "run.yaml").read_text())
     settings["model"]["weights"] = "random"

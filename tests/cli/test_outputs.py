@@ -140,28 +140,12 @@ def a_run_file(at: Path) -> None:
     shutil.copy("run.yaml", at)
 
 
-def an_export_with_more(at: Path) -> None:
-    an_export(at)
-    (at / "thesis.tex").write_text("precious")
-
-
 def a_dangling_link(at: Path) -> None:
     at.symlink_to(at.parent / "nowhere")
 
 
-def a_link_to_a_folder(at: Path) -> None:
-    (at.parent / "target").mkdir()
-    (at.parent / "target" / "mine").write_text("precious")
-    at.symlink_to(at.parent / "target")
-
-
-def a_packed_base(at: Path) -> None:
-    at.mkdir()
-    (at / "packed.json").write_text("{}")
-
-
 TAKEN = [a_file, a_run_file, a_folder, a_link, a_dangling_link, a_run]
-FULL = [a_file, a_folder, a_link, a_dangling_link, a_link_to_a_folder, a_packed_base, an_export_with_more]
+FULL = [a_file, a_folder, a_link, a_dangling_link]
 
 
 def assert_refused(ended: Any, at: str) -> None:
@@ -186,7 +170,7 @@ def test_a_folder_that_is_there(
     command: tuple[str, str], make: Callable[[Path], None], here: Path, moetune: Callable[..., Any]
 ) -> None:
     is_ours = {a_run: "train", an_export: "export apply"}.get(make, "")
-    if command[0] in is_ours or (command[0] == "train" and make is a_packed_base):
+    if command[0] in is_ours:
         return
     line = FOLDERS[command].format("out/it").split()
     make(here / "out" / "it")
@@ -265,14 +249,6 @@ def test_what_the_system_refuses(
     assert listing(here)["out/beside.txt"] == b"mine"
 
 
-@pytest.mark.parametrize("command", [("predict", "--html"), pytest.param(("data", "--html"), marks=pytest.mark.full)])
-def test_a_page_of_ours_is_replaced(command: tuple[str, str], here: Path, moetune: Callable[..., Any]) -> None:
-    line = FILES[command].format("out/page.html").split()
-    for _ in range(2):
-        assert moetune(*line).code in (0, 1)
-    assert sorted(os.listdir(here / "out")) == ["beside.txt", "page.html"]
-
-
 def test_outputs_that_name_an_input(here: Path, moetune: Callable[..., Any]) -> None:
     before = listing(here)
     for line in (
@@ -283,13 +259,4 @@ def test_outputs_that_name_an_input(here: Path, moetune: Callable[..., Any]) -> 
         "report done --out done/metrics.jsonl",
     ):  # fmt: skip
         assert_refused(moetune(*line.split()), line.split()[-1 - line.endswith("--overwrite")])
-    assert listing(here) == before
-
-
-@pytest.mark.parametrize("command", [("score", "--out"), ("generate", "--out"), ("export", "--out")])
-def test_ones_own_folder_beside_an_output(command: tuple[str, str], here: Path, moetune: Callable[..., Any]) -> None:
-    (here / "out" / ".it.moetune").mkdir()
-    (here / "out" / ".it.moetune" / "of.json").write_text("{}")
-    before = listing(here)
-    assert_refused(moetune(*EVERY[command].format("out/it").split()), ".it.moetune")
     assert listing(here) == before
