@@ -12,7 +12,9 @@ itself loads no torch.
 
 from __future__ import annotations
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,40 +57,14 @@ __all__ = [
     "score", "solve", "train", "trl_arguments", "trl_model", "trl_tokenizer", "verify", "within_budget",
 ]  # fmt: skip
 
-_NAMES = {
-    "adapt.build": "Adapted build",
-    "adapt.count": "Count count",
-    "adapt.weights.quantize": "quantize",
-    "adapt.weights.quantizer": "MoetuneConfig",
-    "config.load": "load_run_config",
-    "config.resolved": "ResolvedConfig",
-    "config.schema.run": "RunConfig",
-    "errors": "DoesNotFit UserError",
-    "exporting.apply": "apply_delta",
-    "exporting.export": "ExportResult export",
-    "inference.completions": "Completions complete",
-    "inference.evaluate": "Evaluation evaluate",
-    "inference.generate": "generate",
-    "inference.opened": "Opened open_model",
-    "memory.report": "MemoryReport",
-    "planning.plan": "Plan plan",
-    "planning.predict": "predict",
-    "planning.predictor": "Predictor",
-    "planning.solve": "Solved solve",
-    "planning.verify": "Outcome verify",
-    "routing.select": "within_budget",
-    "routing.drift": "drift",
-    "routing.score": "score",
-    "run.folder_files": "Drift",
-    "run.resolve": "ResolvedModel ResolvedRun resolve",
-    "run.scores": "Scores",
-    "training.run": "TrainResult",
-    "training.trl": "trl_arguments trl_model trl_tokenizer",
-    "watch.train": "train",
+_HOMES = {
+    alias.name: str(node.module)
+    for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+    if alias.name in __all__
 }
-"""Module below `moetune` -> the public names to import from this module, separated by spaces."""
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-"""Public name -> the module below `moetune` that defines it."""
+"""Public name -> the module that defines it, from the imports above, which only type checkers run."""
 
 
 def __getattr__(name: str) -> object:
@@ -99,7 +75,7 @@ def __getattr__(name: str) -> object:
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'moetune' has no attribute {name!r}")
-    value: object = getattr(import_module(f"moetune.{_HOMES[name]}"), name)
+    value: object = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from importlib import import_module
 from typing import Annotated
 
 # Threads that wait for work sleep. Those that spin slow each other down several times over on a busy machine.
@@ -20,25 +20,6 @@ import typer
 
 from moetune import __version__
 from moetune.cli.adapter import adapter
-from moetune.cli.apply import apply
-from moetune.cli.compare import compare
-from moetune.cli.count import count
-from moetune.cli.data import data
-from moetune.cli.doctor import doctor
-from moetune.cli.drift import drift
-from moetune.cli.eval import eval_
-from moetune.cli.export import export
-from moetune.cli.generate import chat, generate
-from moetune.cli.init import init
-from moetune.cli.models import models
-from moetune.cli.plan import plan
-from moetune.cli.predict import predict
-from moetune.cli.quantize import quantize
-from moetune.cli.report import report
-from moetune.cli.score import score
-from moetune.cli.select import select
-from moetune.cli.train import train
-from moetune.cli.verify import verify
 from moetune.compat.glibc import give_back_memory
 from moetune.errors import DoesNotFit, UserError, one_line, printable, shown
 from moetune.report.console import quieten
@@ -81,30 +62,33 @@ def options(
     _debug = debug
 
 
-_EXAMPLES: dict[Callable[..., None], str] = {
-    count: "moetune count mixtral-8x7b",
-    plan: "moetune plan mixtral-8x7b --gpu 44GiB --goal lora",
-    score: "moetune score run.yaml --out scores.json",
-    select: "moetune select scores.json --budget 0.1",
-    predict: "moetune predict run.yaml --gpu 44GiB",
-    compare: "moetune compare run.yaml",
-    verify: "moetune verify run.yaml --steps 2",
-    data: "moetune data run.yaml --html data.html",
-    train: "moetune train run.yaml --set train.epochs=3",
-    report: "moetune report runs/first --watch 30",
-    eval_: "moetune eval runs/first --data heldout.jsonl",
-    drift: "moetune drift runs/first",
-    generate: 'moetune generate runs/first --prompt "Once upon a time"',
-    chat: "moetune chat runs/first",
-    export: "moetune export runs/first --format merged --out out/merged --check 8",
-    apply: "moetune apply out/delta --to mixtral-8x7b --out out/applied",
-    quantize: "moetune quantize mixtral-8x7b --out models/mixtral-nf4",
-    models: "moetune models",
-    init: "moetune init mixtral-8x7b-lora --out run.yaml",
-    doctor: "moetune doctor",
+EXAMPLES = {
+    "count": "moetune count mixtral-8x7b",
+    "plan": "moetune plan mixtral-8x7b --gpu 44GiB --goal lora",
+    "score": "moetune score run.yaml --out scores.json",
+    "select": "moetune select scores.json --budget 0.1",
+    "predict": "moetune predict run.yaml --gpu 44GiB",
+    "compare": "moetune compare run.yaml",
+    "verify": "moetune verify run.yaml --steps 2",
+    "data": "moetune data run.yaml --html data.html",
+    "train": "moetune train run.yaml --set train.epochs=3",
+    "report": "moetune report runs/first --watch 30",
+    "eval": "moetune eval runs/first --data heldout.jsonl",
+    "drift": "moetune drift runs/first",
+    "generate": 'moetune generate runs/first --prompt "Once upon a time"',
+    "chat": "moetune chat runs/first",
+    "export": "moetune export runs/first --format merged --out out/merged --check 8",
+    "apply": "moetune apply out/delta --to mixtral-8x7b --out out/applied",
+    "quantize": "moetune quantize mixtral-8x7b --out models/mixtral-nf4",
+    "models": "moetune models",
+    "init": "moetune init mixtral-8x7b-lora --out run.yaml",
+    "doctor": "moetune doctor",
 }
-for command, example in _EXAMPLES.items():
-    app.command(name=command.__name__.rstrip("_"), epilog=f"Example: {example}")(command)
+"""Name of a command, as of its module in this package and its function there -> an example, shown with its help."""
+_ELSEWHERE = {"chat": "generate.chat", "eval": "eval.eval_"}
+for name, example in EXAMPLES.items():
+    module, _, function = _ELSEWHERE.get(name, f"{name}.{name}").partition(".")
+    app.command(name, epilog=f"Example: {example}")(getattr(import_module(f"moetune.cli.{module}"), function))
 app.add_typer(adapter, name="adapter")
 
 

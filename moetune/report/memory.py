@@ -288,28 +288,11 @@ def _largest(moment: Moment) -> Table:
 
 def _terms(terms: tuple[Term, ...]) -> Table:
     rows = []
-    for term in folded(terms):
+    for term in sorted(terms, key=lambda term: PART_NAMES.index(term.part)):
         text = "\n".join(filter(None, (term.name, term.formula, term.numbers)))
         rows.append((f"{named(term.part)}\ndocs/{term.page}", text, gib(term.bytes)))
     total = "sum", "", gib(sum(term.bytes for term in terms))
     return Table(("part, page", "term, formula, numbers", ">bytes"), rows, [total])
-
-
-def folded(terms: Iterable[Term]) -> list[Term]:
-    """Return the terms in the order of parts; a part's terms below 0.1 % of all bytes, if several, become one sum."""
-    terms = list(terms)
-    least = sum(term.bytes for term in terms) / 1000
-    shown = []
-    for part in PART_NAMES:
-        large = [term for term in terms if term.part == part and term.bytes >= least]
-        small = [term for term in terms if term.part == part and term.bytes < least]
-        if len(small) > 1:
-            taken = sum(term.bytes for term in small)
-            small = [
-                Term(part, f"{len(small)} smaller ones", "each below 0.1 %", "--json lists them", taken, small[0].page)
-            ]
-        shown += [*large, *small]
-    return shown
 
 
 def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:

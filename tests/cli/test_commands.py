@@ -13,16 +13,15 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import pytest
 import yaml
 
-from moetune.cli.main import _EXAMPLES, app
+from moetune.cli.main import app
 from moetune.config.load import load_run_config
 from moetune.config.recipes import recipes
 from moetune.run.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 RUN_FILES = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "moetune" / "config" / "recipes").glob("*.yaml")])
-COMMANDS = sorted(
-    command.name or command.callback.__name__ for command in app.registered_commands if command.callback is not None
-)
+CALLED: dict[str, Any] = {str(command.name): command.callback for command in app.registered_commands}
+COMMANDS = sorted(CALLED)
 HEAVY = {"torch", "transformers", "datasets", "numpy", "peft", "bitsandbytes", "pyarrow", "huggingface_hub"}
 
 
@@ -142,7 +141,7 @@ def test_configs_are_the_recipes() -> None:
 
 
 def test_whole_numbers_have_bounds() -> None:
-    for command in _EXAMPLES:
+    for command in CALLED.values():
         for name, hint in get_type_hints(command, include_extras=True).items():
             if get_origin(hint) is Annotated and int in (hint.__origin__, *get_args(hint.__origin__)):
                 assert hint.__metadata__[0].max, f"{command.__name__} {name}"

@@ -16,7 +16,7 @@ import yaml
 
 import moetune as package
 from moetune.cache import cache_folder
-from moetune.cli.main import _EXAMPLES
+from moetune.cli.main import EXAMPLES
 from moetune.errors import UserError
 from moetune.files import Ledger
 from moetune.parallel.start_ranks import number_in_environment
@@ -79,8 +79,7 @@ def test_cheap_checks_load_no_torch(tmp_path: Path) -> None:
 
 def test_every_command_explains_itself_with_an_example_and_speaks_json(moetune: Callable[..., Any]) -> None:
     every = moetune("--help").out
-    for command, example in _EXAMPLES.items():
-        name = command.__name__.rstrip("_")
+    for name, example in EXAMPLES.items():
         program, named, *options = shlex.split(example)
         assert (program, named) == ("moetune", name)
         assert name in every

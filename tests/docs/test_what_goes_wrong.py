@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import moetune
-from moetune.cli.main import _EXAMPLES
+from moetune.cli.main import EXAMPLES
 from tests.docs.test_commands import ROOT
 
 PAGE = (ROOT / "docs/guides/what-goes-wrong.md").read_text(encoding="utf-8")
@@ -22,5 +22,4 @@ def test_messages_are_those_of_the_program() -> None:
 
 
 def test_commands_exist() -> None:
-    commands = {command.__name__.rstrip("_") for command in _EXAMPLES}
-    assert set(re.findall(r"`moetune ([a-z]+)", PAGE)) <= commands
+    assert set(re.findall(r"`moetune ([a-z]+)", PAGE)) <= EXAMPLES.keys()
