@@ -1,7 +1,6 @@
 """The command line's entry point: register the commands, and turn exceptions into messages and exit codes."""
 
 import contextlib
-import errno
 import os
 import sys
 import traceback
@@ -31,8 +30,6 @@ _OF_MEMORY: dict[type, tuple[str, ...]] = {
     **dict.fromkeys((ImportError, OSError), ("failed to map segment",)),  # a library for which no memory is left
 }
 """Exception type -> texts in its message, each of which means that the host has no memory left."""
-_LACKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
-"""Numbers of system errors that mean an exhausted or failing resource, not an error of moetune."""
 
 
 def _show_version(asked: bool) -> None:
@@ -174,10 +171,9 @@ def _of_system(error: BaseException) -> UserError | None:
         reason = "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"
     elif isinstance(error, UnicodeError):
         reason = f"a text is not UTF-8: {one_line(error)}"
-    elif isinstance(error, OSError) and error.filename is not None:
-        reason = f"{shown(str(error.filename), 300)}: {one_line(error)}"
-    elif isinstance(error, OSError) and error.errno in _LACKS:
-        reason = f"a resource of the system is exhausted: {one_line(error)}"
+    elif isinstance(error, OSError) and error.errno is not None:
+        file = "" if error.filename is None else f"{shown(str(error.filename), 300)}: "
+        reason = f"{file}{one_line(error)}"
     else:
         return None
     return UserError(f"{reason}; moetune --debug shows where")

@@ -35,14 +35,12 @@ def heavy_imports() -> Iterator[None]:
     These imports create half a million objects that are never freed. The garbage collector is off during the imports,
     and afterwards the objects are frozen (`gc.freeze`), so that it does not search them later either.
     """
-    known = len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
-    if len(sys.modules) > known:  # gc.get_freeze_count() would iterate over all of them
-        gc.freeze()
+    gc.freeze()
 
 
 # --- Checks, before what takes seconds ----------------------------------------------------------------------------

@@ -189,16 +189,6 @@ class Recorder:
             for index, layer in self.layers.items()
         }
 
-    def expert_load(self) -> dict[int, list[int]]:
-        """Return layer number -> tokens that each expert received from all data sets, padding not counted."""
-        found: dict[int, Tensor] = {}
-        for name, value in self.sums.items():
-            _, *where = name.split(".")
-            if where[1:] == ["all", "pairs"]:
-                layer = int(where[0])
-                found[layer] = found.get(layer, 0) + value.diagonal()
-        return {layer: tokens.tolist() for layer, tokens in sorted(found.items())}
-
     def count(self, source: int, scope: str) -> int:
         """Return the number of tokens of a data set, given by its index, in a scope, `loss` or `all`."""
         return int(self.sums[f"{source}.{scope}.count"])

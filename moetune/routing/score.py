@@ -254,7 +254,7 @@ def _scores(
     `model` is `model.path`; `base` the digest of the checkpoint, None for random weights; `settings` are those
     of the run that influence the scores, as JSON values.
     """
-    numbers = list(range(len(sources)))
+    layers = recorder.scores(list(range(len(sources))))
     data = [
         Scored(
             name=source.name,
@@ -273,10 +273,10 @@ def _scores(
             "base": base,
             "run": settings,
             "data": data,
-            "tokens": sum(one.tokens for one in data),
-            "loss_tokens": sum(one.loss_tokens for one in data),
-            "expert_load": recorder.expert_load(),
-            "layers": recorder.scores(numbers),
+            "tokens": sum(scored.tokens for scored in data),
+            "loss_tokens": sum(scored.loss_tokens for scored in data),
+            "expert_load": {index: layer.all.tokens for index, layer in layers.items()},
+            "layers": layers,
         }
     )
 

@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from moetune.cli.main import app
-from moetune.errors import UserError
 from moetune.report.data import words
 from tests.report.test_page import Page
 
@@ -72,16 +71,6 @@ def test_the_page_stands_alone_and_shows_text_as_text(run: Path, tmp_path: Path)
     assert "Say <b>" in page.text
     assert "src=" not in html
     assert "http" not in html.replace("http-equiv", "")
-
-
-def test_a_missing_file_is_named_with_both_places(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    run.write_text(RUN.replace("talks.json", "talk.json"))
-    with pytest.raises(
-        UserError, match=r"no such file: 'talk.json', neither beside .* nor in .* Did you mean 'talks.json'"
-    ):
-        data(run)
 
 
 def test_splits_of_a_folder_and_what_is_passed_over(tmp_path: Path) -> None:

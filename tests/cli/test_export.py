@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from huggingface_hub import HfApi
 from safetensors.torch import load_file
 
@@ -108,34 +107,6 @@ def test_a_folder_that_is_no_run(tmp_path: Path, moetune: Callable[..., Any]) ->
     refused(moetune("export", tmp_path / "none", *rest), r"run folder '.*none' does not exist\.")
     refused(moetune("export", tmp_path, *rest), r"'.*' is not a run folder: no run\.yaml in it")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_from_random_weights(run: Path, moetune: Callable[..., Any]) -> None:
-    settings = yaml.safe_load((run / "run.yaml").read_text())
-    settings["model"]["weights"] = "random"
-    (run / "run.yaml").write_text(yaml.safe_dump(settings))
-    message = r"the run in '.*run' began with random weights \(model\.weights: random\): .*"
-    for format_ in ("merged", "delta"):
-        refused(moetune("export", run, "--format", format_, "--out", run.parent / "out"), message)
-    assert not (run.parent / "out").exists()
-
-
-def test_an_output_that_is_occupied(run: Path, small_model: Path, moetune: Callable[..., Any]) -> None:
-    out = run.parent / "out"
-    command = ("export", run, "--format", "delta", "--out")
-    assert moetune(*command, out).code == 0
-    message = r"--out '.*out' is not empty; replace what is there with --overwrite, or choose another"
-    refused(moetune(*command, out), message)
-    (run.parent / "mine").mkdir()
-    (run.parent / "mine" / "thesis.tex").write_text("mine")
-    (run.parent / "mine" / "manifest.json").write_text("{}")
-    message = r"--out '.*mine' holds no export, or one of an earlier version, which has no \.moetune; choose another"
-    refused(moetune(*command, run.parent / "mine", "--overwrite"), message)
-    assert (run.parent / "mine" / "thesis.tex").read_text() == "mine"
-    for folder in (run, run.parent, small_model):
-        message = r"--out '.*' holds what is being exported; choose another"
-        refused(moetune(*command, folder, "--overwrite"), message)
-    refused(moetune(*command, run / "run.yaml"), r"--out '.*run\.yaml' exists and is not a folder")
 
 
 def test_options_that_do_not_go_together(run: Path, moetune: Callable[..., Any]) -> None:

@@ -115,7 +115,7 @@ def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, s
     ("error", "code", "said"),
     [
         (FileNotFoundError(2, "gone", "x\x1b[31m"), 2, r"'x\x1b[31m': gone; moetune --debug shows where"),
-        (OSError(28, "No space left on device"), 2, "exhausted: No space left on device"),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), 1, "error: the GPU has no more memory for this command"),
         (MemoryError(), 2, "the host has no more memory for this process; free some, or raise its limit (ulimit -v)"),
         (EOFError("ended"), 70, "Traceback"),
@@ -124,7 +124,6 @@ def test_stdout_that_takes_nothing_is_not_the_answer_no(shell: str, code: int, s
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "the host has no more memory"),
         (ImportError("libx.so: failed to map segment from shared object"), 2, "the host has no more memory"),
         (OSError("libx.so: failed to map segment from shared object"), 2, "the host has no more memory"),
-        (BrokenPipeError(32, "Broken pipe"), 70, "Traceback"),
     ],
 )
 def test_only_what_the_system_says_is_a_message(

@@ -82,11 +82,3 @@ def test_a_recipe_with_settings(moetune: Run, tmp_path: Path) -> None:
     assert config == recipe
     assert file.read_text().startswith("# LoRA on attention")
     assert f"#     moetune train {file}" in file.read_text()
-
-
-@pytest.mark.full  # it is the plan above
-def test_a_run_file_for_a_model_and_a_card(moetune: Run, small_model: Path, tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    ended = moetune("init", small_model, "--gpu", "24GiB", "--goal", "router", "--out", file)
-    assert ended.code == 0
-    assert load_run_config(file).adapt.router == "all"

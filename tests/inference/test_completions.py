@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moetune.atomic import aside, aside_of
+from moetune.atomic import aside_of
 from moetune.errors import UserError
 from moetune.inference import completions
 from moetune.inference.completions import complete
@@ -84,12 +84,6 @@ def test_an_interrupted_call_is_continued(
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert len(read(out)) == 10
     assert not begun.parent.exists()
-
-
-def test_a_second_process_is_refused(opened: Opened, tmp_path: Path) -> None:
-    data, out = small.write_data(tmp_path / "prompts.jsonl", RECORDS), tmp_path / "out.jsonl"
-    with aside(out), pytest.raises(UserError, match="is being written by process"):
-        complete(opened, str(data), out)
 
 
 @pytest.mark.parametrize(

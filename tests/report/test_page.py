@@ -9,12 +9,12 @@ import pytest
 
 from moetune.errors import UserError
 from moetune.memory.report import GpuMemory, MemoryReport
-from moetune.report.memory import effect, flags, memory_view, verdict
+from moetune.report.memory import memory_view, verdict
 from moetune.report.memory_charts import memory_chart
 from moetune.report.page import page, write_page
 from moetune.report.units import gib
 from tests.report.sample import many_ranks, sample, tight, too_big, without_timeline
-from tests.report.test_memory import counts, printed
+from tests.report.test_memory import counts
 
 REPORTS = [sample, tight, too_big, many_ranks, without_timeline]
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -82,17 +82,6 @@ def test_a_name_is_never_code(make: Callable[..., MemoryReport]) -> None:
     parsed = Page(rendered(make(model=name, gpu=GpuMemory(name, 2**35), notes=(name,), assumptions=(name,))))
     assert "script" not in parsed.tags
     assert parsed.text.count(name) >= 6  # title, heading, verdict, chart, note, assumption
-
-
-def test_changes_are_those_of_the_terminal_and_of_json() -> None:
-    """As they are typed, in the same order, with the same figures."""
-    report = too_big()
-    texts = (" ".join(text.split()) for text in (Page(rendered(report)).text, printed(report, 200)))
-    for text in texts:
-        assert "--set 'adapt.experts={layers: 0-2, ids: [0, 1]}' --set optimizer.name=lomo" in text
-        places = [text.index(said) for one in report.changes for said in (flags(one), effect(one))]
-        assert places == sorted(places)
-    assert [one["peak_process"] for one in report.to_json()["changes"]] == [24_500_000_000, 23_500_000_000]
 
 
 def test_the_page_replaces_an_older_one_and_leaves_nothing_aside(tmp_path: Path) -> None:
