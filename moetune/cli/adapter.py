@@ -92,8 +92,8 @@ def diff(
     with cli.heavy_imports():
         from moetune.exporting.adapter import diff_adapters
         from moetune.report.adapter import difference_view
-    found = diff_adapters(a, b, base=base, layouts=(from_a, from_b))
-    cli.answer(json_, found.to_json(), difference_view(found), fails=not found.equal)
+    difference = diff_adapters(a, b, base=base, layouts=(from_a, from_b))
+    cli.answer(json_, difference.to_json(), difference_view(difference), fails=not difference.equal)
 
 
 def _print(json_: bool, written: AdapterWritten, done: str, **more: str) -> None:

@@ -20,5 +20,5 @@ def compare(
         from moetune.planning.tables import comparison
 
     rows = compare_runs([(run.stem, cli.read_run(run, set_)) for run in runs], gpu or ())
-    found = {"runs": [row.to_json() for row in rows]}
-    cli.answer(json_, found, *comparison(rows), fails=any(row.report.fits is False for row in rows))
+    result = {"runs": [row.to_json() for row in rows]}
+    cli.answer(json_, result, *comparison(rows), fails=any(row.report.fits is False for row in rows))

@@ -35,15 +35,15 @@ def count(
         from moetune.run.resolve import resolve
 
     if run is None:
-        found = count_parameters(str(model))
+        of_model = count_parameters(str(model))
     else:
         overrides = [*(set_ or ()), *([f"model.path={json.dumps(model)}"] if model else [])]
-        found = count_parameters(resolve(cli.read_run(run, overrides), this_device()))
-    parameters = found.parameter_count
-    shown = [ViewSection(f"{found.model} ({parameters.model_type})", _components(parameters)), *_facts(parameters)]
-    if found.trainable is not None:
-        shown.append(ViewSection("trained by this run file", trainable_table(found.trainable, parameters.total)))
-    cli.answer(json_, found.to_json(), *shown)
+        of_model = count_parameters(resolve(cli.read_run(run, overrides), this_device()))
+    parameters = of_model.parameter_count
+    shown = [ViewSection(f"{of_model.model} ({parameters.model_type})", _components(parameters)), *_facts(parameters)]
+    if of_model.trainable is not None:
+        shown.append(ViewSection("trained by this run file", trainable_table(of_model.trainable, parameters.total)))
+    cli.answer(json_, of_model.to_json(), *shown)
 
 
 def _components(parameters: ParameterCount) -> Table:

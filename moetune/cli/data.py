@@ -21,8 +21,8 @@ def data(
         from moetune.report.page import write_page
         from moetune.training.preview import preview
 
-    found = preview(config, records)
-    view = data_view(found.name, found.to_json())
+    previewed = preview(config, records)
+    view = data_view(previewed.name, previewed.to_json())
     if html is not None:
         write_page(view, html)
-    cli.answer(json_, found.to_json(), view)
+    cli.answer(json_, previewed.to_json(), view)

@@ -29,5 +29,5 @@ def doctor(
         if check.remedy:
             shown.append(Text(f"        {check.remedy}"))
     shown.append(Text("a run can start" if is_well else "a run would fail", "bold"))
-    found = {"is_well": is_well, "checks": [check.to_json() for check in checks]}
-    cli.answer(json_, found, *shown, fails=not is_well)
+    result = {"is_well": is_well, "checks": [check.to_json() for check in checks]}
+    cli.answer(json_, result, *shown, fails=not is_well)

@@ -18,9 +18,9 @@ def drift(
         from moetune.routing.drift import drift as drift_of
         from moetune.routing.drift import write_drift
 
-    found = drift_of(run, data, tokens)
-    write_drift(found, run)
+    drifted = drift_of(run, data, tokens)
+    write_drift(drifted, run)
     if figure is not None:
-        drift_chart(found).save(figure)
-    changed = f"{100 * found.changed:.1f} % of the tokens have other experts in some layer"
-    cli.answer(json_, found.to_json(), drift_section(found), changed)
+        drift_chart(drifted).save(figure)
+    changed = f"{100 * drifted.changed:.1f} % of the tokens have other experts in some layer"
+    cli.answer(json_, drifted.to_json(), drift_section(drifted), changed)

@@ -116,8 +116,8 @@ def _of_survival(survival: Sequence[Survival]) -> Iterator[str]:
         return
     every = survival[-1]
     yield "of the change Δ, rounding keeps ⟨Q(W + Δ) − Q(W), Δ⟩ / ⟨Δ, Δ⟩, and errs by ‖Q(W + Δ) − Q(W) − Δ‖ / ‖Δ‖:"
-    for one in survival:
-        name = "all" if one is every else "others" if one.layer is None else f"layer {one.layer}"
-        yield f"  {name:<9} kept {one.kept:6.2f}   error {one.error:6.2f}"
+    for layer in survival:
+        name = "all" if layer is every else "others" if layer.layer is None else f"layer {layer.layer}"
+        yield f"  {name:<9} kept {layer.kept:6.2f}   error {layer.error:6.2f}"
     if every.kept < _HALF:
         yield "less than half of the change survives: the adapter (--format peft) is the better export"

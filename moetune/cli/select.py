@@ -117,7 +117,7 @@ def _json(chosen: IdsByLayer, covers: Coverage, out: Path | None) -> dict[str, A
 def _table(chosen: IdsByLayer, covers: Coverage) -> Table:
     """Return a table of the chosen experts of each layer, their share of the tokens, and that of a random choice."""
     rows = [
-        (str(index), ", ".join(map(str, ids)), *(f"{100 * one[index]:.1f} %" for one in (covers.layers, covers.random)))
+        (str(index), ", ".join(map(str, ids)), *(f"{100 * s[index]:.1f} %" for s in (covers.layers, covers.random)))
         for index, ids in chosen.items()
     ]
     count = sum(map(len, chosen.values()))

@@ -101,7 +101,8 @@ def _draw_timeline(axes: Axes, report: MemoryReport) -> None:
     axes.set_ylabel(unit)
     axes.set_xticks([])
     axes.set_xlabel("allocations and releases of tensors, in order →", loc="right", labelpad=16, fontsize=8)
-    starts, below = phases(report.timeline), axes.get_xaxis_transform()
+    starts = [(sample.label, index) for index, sample in enumerate(report.timeline) if sample.label]
+    below = axes.get_xaxis_transform()
     for (label, start), stop in zip(starts, [start for _, start in starts[1:]] + [last], strict=True):
         axes.axvline(start, color=INK, linewidth=0.8, linestyle=":")
         if stop - start > 0.008 * len(label) * last:  # wide enough for the label
@@ -123,15 +124,6 @@ def thinned(timeline: tuple[Sample, ...]) -> list[tuple[int, Sample]]:
     for start in range(0, len(timeline), stretch):
         kept.add(max(range(start, min(start + stretch, len(timeline))), key=lambda i: timeline[i].parts.total))
     return [(index, timeline[index]) for index in sorted(kept)]
-
-
-def phases(timeline: tuple[Sample, ...]) -> list[tuple[str, int]]:
-    """Return (label, index of its first sample) for each phase; consecutive phases of equal label are one."""
-    phases: list[tuple[str, int]] = []
-    for index, sample in enumerate(timeline):
-        if sample.label and (not phases or phases[-1][0] != sample.label):
-            phases.append((sample.label, index))
-    return phases
 
 
 def _present(moments: Iterable[Parts]) -> list[PartName]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moetune.memory.report import LoadPeaks, MemoryReport, Parts, RankMemory, Sample
-from moetune.report.memory_charts import memory_chart, phases, thinned
+from moetune.report.memory_charts import memory_chart, thinned
 from tests.report.sample import GIB, MIB, PEAK, many_ranks, rank, sample, timeline, too_big, without_timeline
 
 MAGIC = {".png": b"\x89PNG\r\n\x1a\n", ".PNG": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml"}
@@ -66,12 +66,3 @@ def test_thinning_keeps_the_peak_and_the_phases() -> None:
     assert [index for index, sample in kept if sample.label] == [index for index, s in enumerate(long) if s.label]
     assert all(long[index] is sample for index, sample in kept)
     assert thinned(long[:5]) == list(enumerate(long[:5]))
-
-
-def test_a_phase_that_goes_on_begins_once() -> None:
-    labels = ["", "forward", "", "backward", "backward", "", "forward"]
-    assert phases(tuple(Sample(label, Parts()) for label in labels)) == [
-        ("forward", 1),
-        ("backward", 3),
-        ("forward", 6),
-    ]
