@@ -41,7 +41,7 @@ MOMENTS = {
     "between the two renames": ("pathlib.Path.rename", 4),
     "before the old one went": ("shutil.rmtree", 1),
     "before the record went": ("pathlib.Path.unlink", 5),
-    "half cleared": ("pathlib.Path.rmdir", 2),
+    "half cleared": ("pathlib.Path.rmdir", 1),
 }
 
 
