@@ -72,13 +72,11 @@ class Adapter:
         linears: path of a linear layer -> its factors.
         experts: path of a layer's experts -> projection (`gate_up`, the up projection alone where there is no gate; or
             `down`) -> the factors of all E experts, zero for an expert without factors.
-        present: path of a layer's experts -> projection -> ids of the experts that the adapter has factors of.
         saved: name of a parameter -> its trained value, for modules that the adapter holds whole.
     """
 
     linears: Mapping[str, Factors]
     experts: Mapping[str, Mapping[str, Factors]]
-    present: Mapping[str, Mapping[str, frozenset[int]]] = field(default_factory=dict)
     saved: Mapping[str, Tensor] = field(default_factory=dict)
 
     def named(self) -> dict[str, Factors]:
@@ -111,15 +109,13 @@ def parted(shape: ExpertShape, fused: Factors) -> tuple[Factors, Factors]:
     If the first half of the ranks serves gate alone and the second half up alone, each gets its half; otherwise both
     get the whole A.
     """
-    rows, half = shape.gate_and_up, fused.rank // 2
-    columns = slice(0, half), slice(half, None)
-    crossed = (fused.B[:, rows[part], columns[1 - part]] for part in (0, 1))
-    if fused.rank % 2 == 0 and fused.B.any() and not any(block.any() for block in crossed):
-        return tuple(  # type: ignore[return-value]
-            Factors(fused.A[:, own], fused.B[:, of_part, own], fused.scale)
-            for of_part, own in zip(rows, columns, strict=True)
-        )
-    return tuple(Factors(fused.A, fused.B[:, of_part], fused.scale) for of_part in rows)  # type: ignore[return-value]
+    half = fused.rank // 2
+    B, shared = split_parts(fused.B, half, shape.gate_and_up)
+    if fused.rank % 2 == 0 and fused.B.any() and not shared:
+        gate, up = (Factors(A, B[:, part], fused.scale) for part, A in enumerate(fused.A.split(half, 1)))
+    else:
+        gate, up = (Factors(fused.A, fused.B[:, of_part], fused.scale) for of_part in shape.gate_and_up)
+    return gate, up
 
 
 def fused(shape: ExpertShape, gate: Factors | None, up: Factors | None) -> Factors:
@@ -130,19 +126,16 @@ def fused(shape: ExpertShape, gate: Factors | None, up: Factors | None) -> Facto
     other = gate or up
     assert other is not None
     gate, up = gate or replace(other, B=torch.zeros_like(other.B)), up or replace(other, B=torch.zeros_like(other.B))
-    rows = shape.gate_and_up
     experts, outputs, rank = gate.B.shape
     if gate.scale == up.scale and gate.A.equal(up.A):
         B = gate.B.new_empty(experts, 2 * outputs, rank)
-        for of_part, part in zip(rows, (gate, up), strict=True):
+        for of_part, part in zip(shape.gate_and_up, (gate, up), strict=True):
             B[:, of_part] = part.B
         return Factors(gate.A, B, gate.scale)
-    rank, up = max(gate.rank, up.rank), up.scaled(gate.scale)
-    gate, up = gate.padded(rank), up.padded(rank)
-    B = gate.B.new_zeros(experts, 2 * outputs, 2 * rank)
-    for number, (of_part, part) in enumerate(zip(rows, (gate, up), strict=True)):
-        B[:, of_part, number * rank : (number + 1) * rank] = part.B
-    return Factors(torch.cat((gate.A, up.A), 1), B, gate.scale)
+    rank = max(gate.rank, up.rank)
+    gate, up = gate.padded(rank), up.scaled(gate.scale).padded(rank)
+    A, B = torch.stack((gate.A, up.A), 1), torch.stack((gate.B, up.B), 1)
+    return Factors(*join_experts(A, B, range(experts), experts, shape.gate_and_up), gate.scale)
 
 
 def join_experts(

@@ -202,9 +202,8 @@ def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) ->
     found = read(stored, base, layout)
     if layout is None:
         sure(found, stored)
-    doubts = [line for line in found.problems if "looks like" not in line] if layout else found.problems
-    if doubts:
-        lines = "\n  ".join(first_of(doubts))
+    if problems := [*found.unread, *found.wrong]:
+        lines = "\n  ".join(first_of(problems))
         raise UserError(f"{stored} does not fit {base.name!r}, so a part of it would be lost:\n  {lines}")
     return found
 

@@ -138,7 +138,7 @@ class _Matching:
         missing and what is frozen here and has another value. A tied parameter has to be held under all its names, in
         one value."""
         adapted, structure = self.adapted, self.adapted.structure
-        wanted = {name for name in self.trainable.keys() if adapted.part_of(name) != "lora"}
+        wanted = {name for name in self.trainable if adapted.part_of(name) != "lora"}
         tied = {name: first for name, first in structure.tied.items() if first in wanted}
         for name in untied_in(held, tied):
             self.problems.append(
