@@ -50,14 +50,12 @@ class Factors:
         pad = torch.nn.functional.pad
         return replace(self, A=pad(self.A, (0, 0, 0, missing)), B=pad(self.B, (0, missing)))
 
-    def trimmed(self, rank: int | None) -> "Factors":
-        """Cut factors to rank `rank` if they are zero beyond it, so that the update is the same.
-
-        Else, and for None, the factors are returned as they are.
-        """
-        if rank is None or self.A[..., rank:, :].any() or self.B[..., rank:].any():
-            return self
-        return replace(self, A=self.A[..., :rank, :], B=self.B[..., :rank])
+    def trimmed(self) -> "Factors":
+        """Return factors without the ranks that `padded` added: the last ones, if both are zero there. If all are zero,
+        return them as they are."""
+        used = (self.A.any(-1) | self.B.any(-2)).reshape(-1, self.rank).any(0).nonzero()
+        rank = int(used.max()) + 1 if len(used) else self.rank
+        return self if rank == self.rank else replace(self, A=self.A[..., :rank, :], B=self.B[..., :rank])
 
     def scaled(self, scale: float) -> "Factors":
         """Return factors with the given scale and the same update: B is multiplied by the ratio of the two scales."""

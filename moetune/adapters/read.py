@@ -194,7 +194,7 @@ class _Reader:
         elif (path := base.linear(module)) is not None:
             info, A, B = base.structure.lora_layers()[path], half["A"], half["B"]
             if A.ndim == B.ndim == 2 and (A.shape[1], *B.shape) == (info.in_features, info.out_features, len(A)):
-                self.linears[path] = self._factors(module, path, A, B)
+                self.linears[path] = self._factors(module, A, B)
             else:
                 unread.append(
                     f"{path}: lora_A {[*A.shape]} and lora_B {[*B.shape]} do not map {info.in_features} features to "
@@ -203,14 +203,17 @@ class _Reader:
         else:
             unread.append(f"{module}: has factors, and {base.name!r} has no such layer")
 
-    def _factors(self, target: str, name: str, A: Tensor, B: Tensor) -> Factors:
-        """Return factors with the scale that the settings give `target`, without the ranks that moetune filled with
-        zeros, which it recorded under `name`. Report a rank in the settings other than that of the factors: other
-        programs derive the scale from it."""
+    def _factors(self, target: str, A: Tensor, B: Tensor) -> Factors:
+        """Return factors with the scale that the settings give `target`, in a file of moetune's own without the ranks
+        that were filled with zeros.
+
+        Report a rank in the settings other than that of the factors: other programs derive the scale from it.
+        """
         rank, scales = A.shape[-2], self.stored.scales
         if (noted := scales.rank(target)) != rank:
             self.found.wrong.append(f"{target}: its factors have rank {rank}, and adapter_config.json says {noted}")
-        return Factors(A, B, scales.of(target, rank)).trimmed(self.stored.record.get("ranks", {}).get(name))
+        factors = Factors(A, B, scales.of(target, rank))
+        return factors.trimmed() if self.stored.record else factors
 
     # --- Stacked ----------------------------------------------------------------------------------------------------
 
@@ -224,8 +227,7 @@ class _Reader:
             for depth, (_, first, second) in slots.items():
                 projection = names[path, depth]
                 A, B = order.read(first, second, layer.shape.num_experts)
-                target = f"{path}.{stacks_of(layer)[projection]}"
-                own[projection] = self._factors(target, f"{path}.{projection}", A, B)
+                own[projection] = self._factors(f"{path}.{stacks_of(layer)[projection]}", A, B)
             experts[path] = dict(sorted(own.items(), reverse=True))
         return experts
 
@@ -344,7 +346,7 @@ class _Reader:
             if A.shape[1] != B.shape[2]:
                 unread.append(f"{layer.experts} {role}: lora_A has rank {A.shape[1]} and lora_B {B.shape[2]}")
                 continue
-            factors[role] = self._factors(self.named[layer.experts, role], f"{layer.experts}.{role}", A, B)
+            factors[role] = self._factors(self.named[layer.experts, role], A, B)
             ids = [{*range(len(A))} if None in own else own.keys() for own in halves.values()]
             for expert in sorted(ids[0] ^ ids[1], key=lambda expert: expert or 0):
                 unread.append(f"{layer.experts}.{expert} {role}: has one of the two factors only")
