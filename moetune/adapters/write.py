@@ -90,13 +90,11 @@ def stacked(adapter: Adapter, order: Order) -> dict[str, Tensor]:
     The outermost wrapper holds down and the next one gate_up, as PEFT wraps the parameters in the order of the model; a
     projection alone is in the outermost.
     """
-    tensors = _pairs(adapter.linears)
+    pairs = {path: (factors.A, factors.B) for path, factors in adapter.linears.items()}
     for path, projections in adapter.experts.items():
         for depth, name in enumerate(sorted(projections)):
-            first, second = order.write(projections[name].A, projections[name].B)
-            slot = path + ".base_layer" * depth
-            tensors |= {f"{slot}.lora_A.weight": first, f"{slot}.lora_B.weight": second}
-    return tensors
+            pairs[path + ".base_layer" * depth] = order.write(projections[name].A, projections[name].B)
+    return _named(pairs)
 
 
 def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, Factors]]:
@@ -173,14 +171,12 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
         )
     if len(ranks) > 1:
         notes.append(f"its ranks {', '.join(map(str, sorted(ranks)))} became {rank}, filled with zeros")
-    tensors: dict[str, Tensor] = {}
+    pairs = {}
     for name, one in every:
-        A, B = (even := one.scaled(scale).padded(rank)).A, even.B
-        if A.ndim == 3:
-            A, B = ORDERS["peft"].write(A, B)
-        tensors |= {f"{name}.lora_A.weight": A, f"{name}.lora_B.weight": B}
+        even = one.scaled(scale).padded(rank)
+        pairs[name] = ORDERS["peft"].write(even.A, even.B) if even.A.ndim == 3 else (even.A, even.B)
     settings = uniform_settings([name for name, _ in every], rank, scale)
-    return LaidOut(layout, tensors, settings, adapter, tuple(notes))
+    return LaidOut(layout, _named(pairs), settings, adapter, tuple(notes))
 
 
 def _split_on_loading(adapter: Adapter, base: AdapterBase) -> str:
@@ -231,9 +227,9 @@ def _filled(adapter: Adapter, base: AdapterBase, joined: tuple[tuple[str, ...], 
     return replace(adapter, linears=linears, experts=experts), filled
 
 
-def _pairs(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
-    """Return tensor name -> factor, without PEFT's prefix, for factors by module."""
-    return {f"{name}.lora_{factor}.weight": getattr(one, factor) for name, one in factors.items() for factor in "AB"}
+def _named(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Return tensor name -> factor, without PEFT's prefix, for pairs of A and B by module."""
+    return {f"{name}.lora_{'AB'[place]}.weight": pair[place] for name, pair in pairs.items() for place in (0, 1)}
 
 
 def saved_module(name: str, base: AdapterBase) -> str:

@@ -175,17 +175,6 @@ def test_other_commands_compare_too(
         ] * is_known, planned["notes"]
 
 
-@pytest.mark.usefixtures("_counted")
-def test_a_checkpoint_is_evaluated_without_a_kernel_that_lies(
-    moetune: Run, small_model: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NULL_LIES", "_gated")
-    with pytest.warns(UserWarning, match="the kernel of gated differs"):
-        ended = moetune("eval", small_model, "--data", small_data, "--json")
-    assert ended.code == 0, ended.err
-    assert without_kernel().keys() == {"gated"}
-
-
 @pytest.mark.full
 def test_a_compiler_that_fails_leaves_torchs_operations(run_file: Path, tmp_path: Path) -> None:
     """The doctor says so, and a run trains to its end."""
@@ -204,17 +193,6 @@ def test_a_compiler_that_fails_leaves_torchs_operations(run_file: Path, tmp_path
     _, err = train.communicate()
     assert train.returncode == 0, err
     assert {"gated", "low_rank", "dequantize_nf4"} <= set(trained_without(run_file))
-
-
-@pytest.mark.parametrize(
-    "capability", [pytest.param(one, marks=pytest.mark.full) for one in ("80", "86", "90", "100")] + ["120"]
-)
-def test_every_capability_starts(capability: str, run_file: Path) -> None:
-    """And no kernel is found wanting, as far as a device that computes nothing can tell: all compile for it."""
-    train = start("train", run_file, NULL_CC=capability)
-    _, err = train.communicate()
-    assert train.returncode == 0, err
-    assert trained_without(run_file) == []
 
 
 @pytest.mark.parametrize("operator", sorted(OPERATORS))

@@ -7,7 +7,7 @@ Shapes: a matrix is [out, in].
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -66,10 +66,9 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
     folder, model, format = base_folder(run), run.adapted.run.model, FORMATS[into]
     base = _open_exactly(folder)
     targets = placed(model, updates(run), base)
-    if is_published := _is_published(base.values(), format):
-        chosen: set[str] = set()
-    else:
-        chosen = _to_round(model, base, format)
+    own = [tensor for tensor in base.values() if isinstance(tensor, format.layouts)]
+    is_published = bool(own) and all(isinstance(tensor, Quantized) and tensor.is_in(format) for tensor in own)
+    chosen = set[str]() if is_published else _to_round(model, base, format)
     for file in small_files(folder):
         copy_small_file(file, folder, out)
     if is_published:
@@ -95,10 +94,12 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
             before = place.rows(start, stop)
             _write(place, rows.float(), start, keep=is_published)
             rounded = place.rows(start, stop) - before
-            own = _sums(rows.float() - base[key].rows(start, stop).float(), rounded)
-            sums[layer] = sums[layer] + own if layer in sums else own
+            of_matrix = _sums(rows.float() - base[key].rows(start, stop).float(), rounded)
+            sums[layer] = sums[layer] + of_matrix if layer in sums else of_matrix
     write_export_manifest(out, manifest_entries(run) | {"format": "merged", "into": into, "base": of_base.to_json()})
-    size = sum(part.nbytes for key in changed for part in _parts(places[key]))
+    written = (places[key] for key in changed)
+    parts = (part for one in written for part in (one.parts.values() if isinstance(one, Quantized) else (one,)))
+    size = sum(part.nbytes for part in parts)
     ordered = sorted(sums, key=lambda layer: (layer is None, layer or 0))
     survivals = [_survival(layer, sums[layer]) for layer in ordered]
     if sums:
@@ -124,17 +125,6 @@ def _open_exactly(folder: Path) -> dict[str, Stored]:
         name: replace(tensor, dtype="F32") if isinstance(tensor, Quantized) else tensor
         for name, tensor in open_checkpoint(folder).items()
     }
-
-
-def _parts(tensor: Stored) -> Iterable[Stored]:
-    """Return the file's tensors of which a weight consists: data and scales if it is quantized, else itself."""
-    return tensor.parts.values() if isinstance(tensor, Quantized) else (tensor,)
-
-
-def _is_published(base: Iterable[Stored], format: Format) -> bool:
-    """Return whether a checkpoint already has weights in this format."""
-    kept = [tensor for tensor in base if isinstance(tensor, format.layouts)]
-    return bool(kept) and all(isinstance(one, Quantized) and one.is_in(format) for one in kept)
 
 
 def _to_round(model: ResolvedModel, base: Mapping[str, Stored], format: Format) -> set[str]:
