@@ -219,40 +219,70 @@ class _Reader:
 
     def _read_stacks(self) -> dict[str, dict[str, Factors]]:
         """Return path of experts -> projection -> factors, from stacked matrices in the order that is detected."""
-        is_swapped, names = self._by_shape()
-        order = self._order(is_swapped)
+        possible = {
+            (path, depth): self._fits(path, slot) for path, own in self.slots.items() for depth, slot in own.items()
+        }
+        ways = set.intersection(*({*fits} for fits in possible.values()))
+        order = self._order([name for name, order in ORDERS.items() if order.is_swapped in ways])
         experts: dict[str, dict[str, Factors]] = {}
         for path, slots in self.slots.items():
-            layer, own = self.base.layers[path], {}
-            for depth, (_, first, second) in slots.items():
-                projection = names[path, depth]
+            layer, own = self.base.layers[path], dict[str, Factors]()
+            for depth, (_, first, second) in sorted(slots.items(), reverse=True):
+                # of two projections that fit, the outermost wrapper has down
+                projection = possible[path, depth][order.is_swapped][-1 if depth else 0]
+                if projection in own:
+                    raise UserError(f"{self.stored}: {path} has factors of one projection twice")
                 A, B = order.read(first, second, layer.shape.num_experts)
                 own[projection] = self._factors(f"{path}.{stacks_of(layer)[projection]}", A, B)
             experts[path] = dict(sorted(own.items(), reverse=True))
         return experts
 
-    def _order(self, is_swapped: bool) -> Order:
-        """Return the order of all stacked factors, and set the layout in `found`. It is concluded from shapes, from
-        what the files say of it, and from the values of the factors."""
+    def _fits(self, path: str, slot: Pair) -> dict[bool, list[str]]:
+        """Return whether first and second factors are exchanged -> the projections that a slot's shapes fit then.
+
+        Raises `UserError` if there are none.
+        """
+        layer, (name, first, second) = self.base.layers[path], slot
+        shape, fits = layer.shape, defaultdict[bool, list[str]](list)
+        if first.ndim == second.ndim == 2 and len(first) == second.shape[1] and not len(first) % shape.num_experts:
+            for projection, size in sorted(sizes_of(layer).items()):
+                for is_swapped in (False, True):
+                    if (first.shape[1], len(second)) == (size[::-1] if is_swapped else size):
+                        fits[is_swapped].append(projection)
+        if not fits:
+            raise UserError(
+                f"{self.stored}: {name}: lora_A {[*first.shape]} and lora_B {[*second.shape]} fit no projection of "
+                f"{self.base.name!r}, with {shape.num_experts} experts of {shape.hidden} x {shape.intermediate}"
+            )
+        return fits
+
+    def _order(self, possible: list[str]) -> Order:
+        """Return the order of all stacked factors, of those that their shapes allow, and set the layout in `found`.
+
+        It is concluded from what the files say of it, and from the values of the factors.
+        """
         found, layout = self.found, self.layout
         stacks = [
             (first, second, self.base.layers[path].shape.num_experts)
             for path, slots in self.slots.items()
             for _, first, second in slots.values()
         ]
-        is_grouped, because = self._grouping(is_swapped)
+        found.layout, because = self._said(possible)
+        order = ORDERS[found.layout]
         if layout is None and all(experts == 1 or len(first) == experts for first, _, experts in stacks):
-            is_grouped, because = False, "with one rank or one expert all orders of the experts are the same"
-        order = Order(is_grouped, is_swapped)
-        found.layout = named_order(order)
+            order = Order(False, order.is_swapped)
+            found.layout, because = (
+                named_order(order),
+                "with one rank or one expert all orders of the experts are the same",
+            )
         found.reasons.append(because)
-        if is_swapped and layout is None:
+        if order.is_swapped and layout is None:
             found.reasons.append(
                 "its first factors map from the outputs: their shapes are those of the base's, exchanged"
             )
         sign = sign_of(stacks)
-        if sign is not None and (sign.verdict == "grouped") != is_grouped:
-            other = named_order(Order(not is_grouped, is_swapped))
+        if sign is not None and (sign.verdict == "grouped") != order.is_grouped:
+            other = named_order(Order(not order.is_grouped, order.is_swapped))
             found.doubts.append(
                 f"the experts' lora_B is read as {found.layout}, and looks like {other}: {sign.because}"
             )
@@ -260,79 +290,42 @@ class _Reader:
             found.reasons.append(f"the numbers agree: {sign.because}")
         return order
 
-    def _grouping(self, is_swapped: bool) -> tuple[bool, str]:
-        """Return whether the expert is the slowest index in the second matrices, and the reason as text."""
-        settings, noted = self.stored.settings, self.stored.record.get("layout")
+    def _said(self, possible: list[str]) -> tuple[str, str]:
+        """Return which of the stacked layouts `possible` the user or the files name, and the reason as text.
+
+        Raises:
+            UserError: the user named another; or shapes allow exchanged factors and others, and nothing decides.
+        """
+        stored, settings, noted = self.stored, self.stored.settings, self.stored.record.get("layout")
         if self.layout is not None:
-            return ORDERS[self.layout].is_grouped, f"--from {self.layout}"
-        if noted in ORDERS:
-            return ORDERS[noted].is_grouped, f"moetune noted the layout {noted} in the file"
+            if self.layout not in possible:
+                allowed = " or ".join(possible) or "none"
+                raise UserError(f"{stored} is not {self.layout}: the shapes of its factors are those of {allowed}")
+            return self.layout, f"--from {self.layout}"
+        if noted in possible:
+            return noted, f"moetune noted the layout {noted} in the file"
+        if len(possible) != 2:
+            what = "as PEFT writes it and as PEFT before 0.19.1 did" if possible else "in no one way"
+            raise UserError(
+                f"{stored}: the factors of its experts fit {self.base.name!r} {what}, which their shapes do not tell; "
+                f"give --from {'|'.join(ORDERS)}"
+            )
+        plain, grouped = possible
         mark, mapping = settings.get("lora_B_layout"), settings.get("auto_mapping")
         if mark in ("rank_major", "grouped_by_expert"):
-            return mark == "grouped_by_expert", f"lora_B_layout in adapter_config.json is {mark}"
+            name = grouped if mark == "grouped_by_expert" else plain
+            return name, f"lora_B_layout in adapter_config.json is {mark}"
         if isinstance(mapping, dict) and mapping.get("unsloth_fixed"):
-            return True, "Unsloth wrote it (auto_mapping.unsloth_fixed), before it noted lora_B_layout"
-        if is_swapped and "layers_to_transform" not in settings:
-            return True, "its settings are not PEFT's own and its factors are exchanged, as Megatron-Bridge writes them"
-        return False, (
+            return grouped, "Unsloth wrote it (auto_mapping.unsloth_fixed), before it noted lora_B_layout"
+        if ORDERS[plain].is_swapped and "layers_to_transform" not in settings:
+            return (
+                grouped,
+                "its settings are not PEFT's own and its factors are exchanged, as Megatron-Bridge writes them",
+            )
+        return plain, (
             "nothing in the files tells PEFT's order of the experts from that of Unsloth before September 2026; read "
             "as PEFT's (else: --from unsloth-grouped)"
         )
-
-    def _by_shape(self) -> tuple[bool, dict[tuple[str, int], str]]:
-        """Return whether first and second factors are exchanged, and (path of experts, slot) -> projection.
-
-        Shapes are compared with the base's. Where a projection is square, the other projection or another layer
-        decides.
-
-        Raises:
-            UserError: a shape fits no projection; or all are square, and nothing decides.
-        """
-        stored, base, layout = self.stored, self.base, self.layout
-        possible: dict[tuple[str, int], dict[bool, list[str]]] = {}  # slot -> is_swapped -> projections that fit
-        ways = {False, True}
-        for path, slots in self.slots.items():
-            shape, sizes = base.layers[path].shape, sizes_of(base.layers[path])
-            for depth, (name, first, second) in slots.items():
-                fits: dict[bool, list[str]] = defaultdict(list)
-                if (
-                    first.ndim == second.ndim == 2
-                    and len(first) == second.shape[1]
-                    and not len(first) % shape.num_experts
-                ):
-                    for projection, size in sorted(sizes.items()):
-                        for is_swapped in (False, True):
-                            if (first.shape[1], len(second)) == (size[::-1] if is_swapped else size):
-                                fits[is_swapped].append(projection)
-                if not fits:
-                    raise UserError(
-                        f"{stored}: {name}: lora_A {[*first.shape]} and lora_B {[*second.shape]} fit no projection of "
-                        f"{base.name!r}, with {shape.num_experts} experts of {shape.hidden} x {shape.intermediate}"
-                    )
-                possible[path, depth] = fits
-                ways &= fits.keys()
-        if layout is not None:
-            if layout not in ORDERS or ORDERS[layout].is_swapped not in ways:
-                allowed = [name for name, order in ORDERS.items() if order.is_swapped in ways]
-                raise UserError(
-                    f"{stored} is not {layout}: the shapes of its factors are those of {' or '.join(allowed) or 'none'}"
-                )
-            ways = {ORDERS[layout].is_swapped}
-        if len(ways) == 2 and (noted := stored.record.get("layout")) in ORDERS:
-            ways = {ORDERS[noted].is_swapped}
-        if len(ways) != 1:
-            what = "as PEFT writes it and as PEFT before 0.19.1 did" if ways else "in no one way"
-            raise UserError(
-                f"{stored}: the factors of its experts fit {base.name!r} {what}, which their shapes do not tell; give "
-                f"--from {'|'.join(ORDERS)}"
-            )
-        (is_swapped,) = ways
-        # of two that fit, the outermost wrapper has down
-        names = {(path, depth): fits[is_swapped][-1 if depth else 0] for (path, depth), fits in possible.items()}
-        for path, slots in self.slots.items():
-            if len({names[path, depth] for depth in slots}) < len(slots):
-                raise UserError(f"{stored}: {path} has factors of one projection twice")
-        return is_swapped, names
 
     # --- Per expert, and 3d -----------------------------------------------------------------------------------------
 

@@ -108,6 +108,9 @@ def apply_delta(
         notes = untie_if_apart(folder)
         if difference is not None:
             notes = (f"applied to another base than it was made for: {difference}", *notes)
+        elif force not in (None, name):
+            unneeded = f"--force {force!r} is not the name of the base ({name}); it was not needed"
+            notes = (f"{unneeded}: the delta was made for it", *notes)
         of_base = Base(name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "applied", **read.about, "base": of_base, "forced": difference})
     changed_bytes = sum(places[key].nbytes for key in read.tensors)
