@@ -165,8 +165,9 @@ def new_rows(
     """
     if mapping.conversion is None and update.expert is None:
         (key,) = mapping.every_key()
-        is_rounded = into is not None and isinstance(into[key], Quantized)
-        for start, stop in [(0, base[key].num_rows)] if is_rounded else base[key].blocks():
+        place = None if into is None else into[key]
+        is_whole = isinstance(place, Quantized) and not place.STACKS
+        for start, stop in [(0, base[key].num_rows)] if is_whole else base[key].blocks():
             old = base[key].rows(start, stop).float() if update.is_added else None
             yield key, start, update.rows(old, start, stop)
         return

@@ -114,12 +114,6 @@ def test_a_base_saved_with_stacked_experts(tmp_path: Path) -> None:
     assert difference_of_logits(run, merge(run, tmp_path / "merged")) < TOLERANCE
 
 
-def test_a_head_tied_to_the_embedding(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base", "granitemoe", num_hidden_layers=2, tie_word_embeddings=True)
-    run = write_run(tmp_path / "run", base, {"also": ["embedding"]})
-    assert difference_of_logits(run, merge(run, tmp_path / "merged")) < TOLERANCE
-
-
 @pytest.mark.parametrize("packing", ["fp32", "nf4"])
 def test_check_says_how_far_the_losses_are_apart(packing: str, base: Callable[[str], Path], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", base("mixtral"), ADAPT["both"], storage=packing)
