@@ -52,7 +52,7 @@ def _matched(adapted: Adapted, folder: Path) -> "_Matching":
     matching.match(found.adapter, found.frozen)
     if matching.problems:
         lines = "\n  ".join(first_of(matching.problems))
-        raise UserError(f"{stored} does not fit the run's adapt: block:\n  {lines}")
+        raise UserError(f"the adapter in {str(folder)!r} does not fit the run's adapt: block:\n  {lines}")
     return matching
 
 
