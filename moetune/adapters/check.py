@@ -96,8 +96,8 @@ def _covered(found: Read, base: AdapterBase) -> Iterator[Covered]:
             ids, zero = (has_A | has_B).nonzero().flatten().tolist(), (has_A ^ has_B).nonzero().flatten().tolist()
             yield Covered(name, layer, factors.rank, factors.scale, ids, zero)
         else:
-            layer = base.structure.lora_layers()[name].layer
-            yield Covered(name, layer, factors.rank, factors.scale, None, [] if has_A & has_B else [0])
+            zero, info = [] if has_A & has_B else [0], base.structure.lora_layers()[name]
+            yield Covered(name, info.layer, factors.rank, factors.scale, None, zero)
 
 
 def _as_it_is(found: Read, stored: StoredAdapter, base: AdapterBase, program: str) -> str | None:

@@ -75,12 +75,12 @@ class _Spread(NamedTuple):
     Attributes:
         statistic: F, the mean square between experts over that within; 0 if it is undefined.
         within: the sum of squares within experts.
-        count: degrees of freedom.
+        freedom: degrees of freedom.
     """
 
     statistic: float
     within: float
-    count: int
+    freedom: int
 
     @classmethod
     def of(cls, logs: list[Tensor]) -> "_Spread":
@@ -98,4 +98,4 @@ class _Spread(NamedTuple):
 
         It is n/2 times the logarithm of the ratio of the squares within experts; 0 if these are zero here.
         """
-        return self.count / 2 * math.log(other.within / self.within) if self.within else 0.0
+        return self.freedom / 2 * math.log(other.within / self.within) if self.within else 0.0
