@@ -26,8 +26,10 @@ _ROLES = {
     "gate_up_proj": GATE_UP, "gate_up_projs": GATE_UP, "down_projs": DOWN,
 }  # fmt: skip
 """Name of an expert's projection -> its role, for names that the base's own checkpoint does not have."""
-_OF_AN_EXPERT = re.compile(r"(.+)\.experts\.(?:(\d+)\.(\w+)|(\w+_projs)\.(\d+))")
-_OF_ALL_EXPERTS = re.compile(r"(.+)\.experts\.([a-z]\w*)")
+_OF_EXPERTS = re.compile(
+    r"(.+\.experts)\.(?:(?P<id>\d+)\.(?P<leaf>\w+)|(?P<plural>\w+_projs)\.(?P<last>\d+)|(?P<all>[a-z]\w*))"
+)
+"""The name of a projection: of one expert (`….experts.3.w1`, `….experts.down_projs.3`), or of all of them."""
 
 
 @dataclass(frozen=True)
@@ -136,25 +138,15 @@ class AdapterBase:
         path = self._paths.get(_as_here(name.removesuffix(".experts"), self._paths))
         return None if path is None or not name.endswith(".experts") else self.layers[path]
 
-    def expert(self, name: str) -> tuple[MoeLayer, int, str] | None:
-        """Return (layer, expert id, role) for the name of one expert's projection; None for any other name.
-
-        Such names are `….experts.3.w1` and `….experts.down_projs.3`. The base may not have an expert of this id.
-        """
-        if (match := _OF_AN_EXPERT.fullmatch(name)) is None:
+    def projection(self, name: str) -> tuple[MoeLayer, int | None, str] | None:
+        """Return (layer, expert id, role) for the name of a projection of one expert, or, with None as the id, of all
+        (`….experts.gate_proj`); None for any other name. The base may not have an expert of this id."""
+        if (match := _OF_EXPERTS.fullmatch(name)) is None:
             return None
-        leaf, expert = (match[3], match[2]) if match[2] is not None else (match[4], match[5])
-        layer = self.experts(f"{match[1]}.experts")
+        expert, leaf = match["id"] or match["last"], match["leaf"] or match["plural"] or match["all"]
+        layer = self.experts(match[1])
         role = None if layer is None else self._role(layer, leaf)
-        return None if layer is None or role is None else (layer, int(expert), role)
-
-    def all_experts(self, name: str) -> tuple[MoeLayer, str] | None:
-        """Return (layer, role) for the name of a projection of all experts (`….experts.gate_proj`); None for others."""
-        if (match := _OF_ALL_EXPERTS.fullmatch(name)) is None:
-            return None
-        layer = self.experts(f"{match[1]}.experts")
-        role = None if layer is None else self._role(layer, match[2])
-        return None if layer is None or role is None else (layer, role)
+        return None if layer is None or role is None else (layer, None if expert is None else int(expert), role)
 
     def _role(self, layer: MoeLayer, leaf: str) -> str | None:
         """Return the role of a projection by the last part of its name; None if the name is unknown."""

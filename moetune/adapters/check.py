@@ -1,13 +1,13 @@
 """`moetune adapter check`: what of an adapter reaches its base, and which programs read it as it is."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from moetune.adapters.base import AdapterBase
 from moetune.adapters.files import StoredAdapter
-from moetune.adapters.read import Read, read, rest, unwrapped
+from moetune.adapters.read import Read, read, unwrapped
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
 from moetune.json_files import Answer
@@ -20,7 +20,7 @@ class Covered:
     Attributes:
         name: `<experts>.gate_up`, `<experts>.down`, or the path of a linear layer.
         layer: index of the decoder layer; None outside of layers.
-        experts: ids of the experts with factors; None for a linear layer.
+        experts: ids of the experts whose factors are not both zero; None for a linear layer.
         zero: ids of those whose update is zero; for a linear layer [0] if its update is.
     """
 
@@ -70,37 +70,34 @@ def check(
         UserError: names and shapes allow two layouts, or none; or `layout` is not one of those that they allow.
     """
     found = read(stored, base, layout)
-    problems = [*found.problems]
+    problems = found.problems
     programs = {name: _as_it_is(found, stored, base, name) for name in PROGRAMS}
     if program is not None and programs[program] is not None:
         problems.append(f"{program}: {programs[program]}")
     if not found.adapter.named() and not found.adapter.saved:
         problems.append("nothing of it belongs to the base")
+    used = {name for own in found.adapter.experts.values() for name in own}
+    missing = [
+        f"{path}.{name}"
+        for path in base.layers
+        for name in sorted(used - set(found.adapter.experts.get(path, {})), reverse=True)
+    ]
+    covered, saved = list(_covered(found, base)), sorted(found.adapter.saved)
     return AdapterReport(
-        base.name,
-        str(stored.folder),
-        found.layout,
-        found.reasons,
-        list(_covered(found, base)),
-        sorted(found.adapter.saved),
-        list(rest(base, found.adapter)),
-        problems,
-        programs,
+        base.name, str(stored.folder), found.layout, found.reasons, covered, saved, missing, problems, programs
     )
 
 
-def _covered(found: Read, base: AdapterBase) -> list[Covered]:
-    covered = []
+def _covered(found: Read, base: AdapterBase) -> Iterator[Covered]:
     for name, factors in found.adapter.named().items():
+        has_A, has_B = (half.flatten(-2).any(-1) for half in (factors.A, factors.B))  # [E], or one for a linear layer
         if factors.A.ndim == 3:
-            path, _, projection = name.rpartition(".")
-            ids, layer = sorted(found.adapter.present[path][projection]), base.layers[path].index
-            covered.append(Covered(name, layer, factors.rank, factors.scale, ids, found.zero.get(name, [])))
+            layer = base.layers[name.rpartition(".")[0]].index
+            ids, zero = (has_A | has_B).nonzero().flatten().tolist(), (has_A ^ has_B).nonzero().flatten().tolist()
+            yield Covered(name, layer, factors.rank, factors.scale, ids, zero)
         else:
-            zero = [] if factors.A.any() and factors.B.any() else [0]
-            of_layer = base.structure.lora_layers()[name].layer
-            covered.append(Covered(name, of_layer, factors.rank, factors.scale, None, zero))
-    return covered
+            zero, info = [] if has_A & has_B else [0], base.structure.lora_layers()[name]
+            yield Covered(name, info.layer, factors.rank, factors.scale, None, zero)
 
 
 def _as_it_is(found: Read, stored: StoredAdapter, base: AdapterBase, program: str) -> str | None:

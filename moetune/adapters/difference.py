@@ -12,8 +12,6 @@ from moetune.adapters.stacked import Order
 from moetune.json_files import Answer
 from moetune.models.moe import ExpertShape
 
-_BLOCK = 2**22
-"""Largest number of values in a temporary matrix."""
 _EQUAL = 1e-6
 """Updates that differ by less, relative to the larger one, are the same: float32 holds a factor to 6e-8."""
 
@@ -79,23 +77,17 @@ def difference(base: AdapterBase, a: Adapter, b: Adapter, names: tuple[str, str]
 
 
 def _norm(*updates: Factors) -> Tensor:
-    """Return the Frobenius norms of the sum of updates of one projection, [E] or [1], computed expert by expert."""
+    """Return the Frobenius norms of the sum of updates of one projection, [E] or [1].
+
+    ‖B·A‖² = tr(BᵀB · AAᵀ) is computed expert by expert from two matrices [r, r], without the update itself.
+    """
     norms = []
     for expert in range(len(updates[0].A) if updates[0].A.ndim == 3 else 1):
         own = [(one.A[expert], one.B[expert]) if one.A.ndim == 3 else (one.A, one.B) for one in updates]
         A = torch.cat([first.double() for first, _ in own])
         B = torch.cat([one.scale * second.double() for one, (_, second) in zip(updates, own, strict=True)], 1)
-        norms.append(_size(A, B))
+        norms.append(((B.mT @ B) * (A @ A.mT)).sum().clamp(min=0).sqrt())
     return torch.stack(norms)
-
-
-def _size(A: Tensor, B: Tensor) -> Tensor:
-    """Return ‖B·A‖ of A [r, in] and B [out, r]: from two matrices [r, r], as ‖B·A‖² = tr(BᵀB · AAᵀ), where these are
-    small, else from some rows of B·A at a time."""
-    rank, into = A.shape
-    if rank**2 <= min(len(B) * into, _BLOCK):
-        return ((B.mT @ B) * (A @ A.mT)).sum().clamp(min=0).sqrt()
-    return torch.stack([(rows @ A).norm() for rows in B.split(max(_BLOCK // into, 1))]).norm()
 
 
 def _apart(one: Factors, other: Factors) -> tuple[float, list[int] | None]:

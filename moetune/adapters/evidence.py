@@ -8,10 +8,10 @@ Two signs, each of which favours one order of B over the other ([out, r, E] or [
   statistic of an analysis of variance of their logarithms, experts as groups, is about 1 without such a difference.
 """
 
+import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -24,8 +24,10 @@ _CLEAR, _LIKELIER, _GROUPS = 4.0, 10.0, 15
 the order is e¹⁰ times as likely as the other: n/2 times the logarithm of the ratio of the squares within experts."""
 
 
-@dataclass(frozen=True)
-class Sign:
+_ORDERS: dict[RowOrder, Order] = {"grouped": Order(True, False), "interleaved": Order(False, False)}
+
+
+class Sign(NamedTuple):
     """The order of the experts that the factors' values favour (`verdict`), and why, as text (`because`)."""
 
     verdict: RowOrder
@@ -38,66 +40,62 @@ def sign_of(stacks: Iterable[tuple[Tensor, Tensor, int]]) -> Sign | None:
     Args:
         stacks: for each layer and projection, the two stored matrices [E·r, …] and […, r·E], and E.
     """
-    orders: dict[RowOrder, bool] = {"grouped": True, "interleaved": False}
-    whole, torn = dict.fromkeys(orders, 0), dict.fromkeys(orders, 0)
-    spread = {verdict: _Spread() for verdict in orders}
+    whole, torn = dict.fromkeys(_ORDERS, 0), dict.fromkeys(_ORDERS, 0)
+    logs: dict[RowOrder, list[Tensor]] = {name: [] for name in _ORDERS}
     for first, second, experts in stacks:
         if experts == 1 or len(first) == experts:
             continue
-        for name, is_grouped in orders.items():
-            one, other = Order(is_grouped, is_swapped=False).read(first, second, experts)
+        for name, order in _ORDERS.items():
+            one, other = order.read(first, second, experts)
             norms = other.float().norm(dim=1)  # [E, r], of the columns of the second matrix
             dead, no_rows = norms == 0, one.float().norm(dim=2) == 0
             whole[name] += int(dead.all(1).sum())
             torn[name] += int((~dead.all(1) & (dead != no_rows).any(1)).sum())
-            spread[name].add(norms.double())
-    if whole["grouped"] and not torn["grouped"] and torn["interleaved"]:
-        return Sign("grouped", f"{whole['grouped']} experts of a layer are zero as a whole in this order only")
-    if whole["interleaved"] and not torn["interleaved"] and torn["grouped"]:
-        return Sign("interleaved", f"{whole['interleaved']} experts of a layer are zero as a whole in this order only")
-    if spread["grouped"].between < _GROUPS:
+            if norms.all():  # zero has no logarithm
+                logs[name].append(norms.double().log())
+    for name, other_name in itertools.permutations(_ORDERS):
+        if whole[name] and not torn[name] and torn[other_name]:
+            return Sign(name, f"{whole[name]} experts of a layer are zero as a whole in this order only")
+    if sum(len(norms) - 1 for norms in logs["grouped"]) < _GROUPS:
         return None
-    by_order = {verdict: one.statistic() for verdict, one in spread.items()}
-    best, worse = sorted(by_order, key=lambda verdict: -by_order[verdict])
-    if by_order[best] < _CLEAR or spread[best].likelier(spread[worse]) < _LIKELIER:
+    spread = {name: _Spread.of(own) for name, own in logs.items()}
+    best, worse = sorted(_ORDERS, key=lambda name: -spread[name].statistic)
+    if spread[best].statistic < _CLEAR or spread[best].likelier(spread[worse]) < _LIKELIER:
         return None
     return Sign(
         best,
         f"in this order the sizes of its columns differ between experts more than in the other (F = "
-        f"{by_order[best]:.1f} and {by_order[worse]:.1f})",
+        f"{spread[best].statistic:.1f} and {spread[worse].statistic:.1f})",
     )
 
 
-class _Spread:
-    """Analysis of variance of the logarithms of column norms, experts as groups: call `add` for each matrix, then the
-    other methods. Sums of squares and degrees of freedom are between experts and within them."""
+class _Spread(NamedTuple):
+    """Analysis of variance of the logarithms of column norms, experts as groups.
 
-    def __init__(self) -> None:
-        self.squares_between = self.squares_within = 0.0
-        self.between = self.within = 0
+    Attributes:
+        statistic: F, the mean square between experts over that within; 0 if it is undefined.
+        within: the sum of squares within experts.
+        freedom: degrees of freedom.
+    """
 
-    def add(self, norms: Tensor) -> None:
-        """Add the norms [E, r] of a matrix's columns; does nothing if one is zero, which has no logarithm."""
-        if not norms.all():
-            return
-        logs = norms.log()
-        means = logs.mean(1, keepdim=True)
-        experts, rank = norms.shape
-        self.squares_between += float(rank * (means - logs.mean()).square().sum())
-        self.squares_within += float((logs - means).square().sum())
-        self.between += experts - 1
-        self.within += experts * (rank - 1)
+    statistic: float
+    within: float
+    freedom: int
+
+    @classmethod
+    def of(cls, logs: list[Tensor]) -> "_Spread":
+        """Analyse logarithms of norms: [E, r] for each matrix."""
+        means = [own.mean(1, keepdim=True) for own in logs]
+        pairs = list(zip(logs, means, strict=True))
+        between = sum(float(own.shape[1] * (mean - own.mean()).square().sum()) for own, mean in pairs)
+        within = sum(float((own - mean).square().sum()) for own, mean in pairs)
+        of_experts, of_ranks = sum(len(own) - 1 for own in logs), sum(own.numel() - len(own) for own in logs)
+        statistic = between / of_experts * of_ranks / within if of_experts and of_ranks and within else 0.0
+        return cls(statistic, within, of_experts + of_ranks)
 
     def likelier(self, other: "_Spread") -> float:
         """Return the logarithm of how many times as likely this order of the columns is as that of `other`.
 
         It is n/2 times the logarithm of the ratio of the squares within experts; 0 if these are zero here.
         """
-        count = self.between + self.within
-        return count / 2 * math.log(other.squares_within / self.squares_within) if self.squares_within else 0.0
-
-    def statistic(self) -> float:
-        """Return F, the mean square between experts over that within; 0 if it is undefined."""
-        if not self.between or not self.within or not self.squares_within:
-            return 0.0
-        return (self.squares_between / self.between) / (self.squares_within / self.within)
+        return self.freedom / 2 * math.log(other.within / self.within) if self.within else 0.0

@@ -50,14 +50,12 @@ class Factors:
         pad = torch.nn.functional.pad
         return replace(self, A=pad(self.A, (0, 0, 0, missing)), B=pad(self.B, (0, missing)))
 
-    def trimmed(self, rank: int | None) -> "Factors":
-        """Cut factors to rank `rank` if they are zero beyond it, so that the update is the same.
-
-        Else, and for None, the factors are returned as they are.
-        """
-        if rank is None or self.A[..., rank:, :].any() or self.B[..., rank:].any():
-            return self
-        return replace(self, A=self.A[..., :rank, :], B=self.B[..., :rank])
+    def trimmed(self) -> "Factors":
+        """Return factors without the ranks that `padded` added: the last ones, if both are zero there. If all are zero,
+        return them as they are."""
+        used = (self.A.any(-1) | self.B.any(-2)).reshape(-1, self.rank).any(0).nonzero()
+        rank = int(used.max()) + 1 if len(used) else self.rank
+        return self if rank == self.rank else replace(self, A=self.A[..., :rank, :], B=self.B[..., :rank])
 
     def scaled(self, scale: float) -> "Factors":
         """Return factors with the given scale and the same update: B is multiplied by the ratio of the two scales."""
@@ -72,13 +70,11 @@ class Adapter:
         linears: path of a linear layer -> its factors.
         experts: path of a layer's experts -> projection (`gate_up`, the up projection alone where there is no gate; or
             `down`) -> the factors of all E experts, zero for an expert without factors.
-        present: path of a layer's experts -> projection -> ids of the experts that the adapter has factors of.
         saved: name of a parameter -> its trained value, for modules that the adapter holds whole.
     """
 
     linears: Mapping[str, Factors]
     experts: Mapping[str, Mapping[str, Factors]]
-    present: Mapping[str, Mapping[str, frozenset[int]]] = field(default_factory=dict)
     saved: Mapping[str, Tensor] = field(default_factory=dict)
 
     def named(self) -> dict[str, Factors]:
@@ -111,15 +107,13 @@ def parted(shape: ExpertShape, fused: Factors) -> tuple[Factors, Factors]:
     If the first half of the ranks serves gate alone and the second half up alone, each gets its half; otherwise both
     get the whole A.
     """
-    rows, half = shape.gate_and_up, fused.rank // 2
-    columns = slice(0, half), slice(half, None)
-    crossed = (fused.B[:, rows[part], columns[1 - part]] for part in (0, 1))
-    if fused.rank % 2 == 0 and fused.B.any() and not any(block.any() for block in crossed):
-        return tuple(  # type: ignore[return-value]
-            Factors(fused.A[:, own], fused.B[:, of_part, own], fused.scale)
-            for of_part, own in zip(rows, columns, strict=True)
-        )
-    return tuple(Factors(fused.A, fused.B[:, of_part], fused.scale) for of_part in rows)  # type: ignore[return-value]
+    half = fused.rank // 2
+    B, shared = split_parts(fused.B, half, shape.gate_and_up)
+    if fused.rank % 2 == 0 and fused.B.any() and not shared:
+        gate, up = (Factors(A, B[:, part], fused.scale) for part, A in enumerate(fused.A.split(half, 1)))
+    else:
+        gate, up = (Factors(fused.A, fused.B[:, of_part], fused.scale) for of_part in shape.gate_and_up)
+    return gate, up
 
 
 def fused(shape: ExpertShape, gate: Factors | None, up: Factors | None) -> Factors:
@@ -130,19 +124,16 @@ def fused(shape: ExpertShape, gate: Factors | None, up: Factors | None) -> Facto
     other = gate or up
     assert other is not None
     gate, up = gate or replace(other, B=torch.zeros_like(other.B)), up or replace(other, B=torch.zeros_like(other.B))
-    rows = shape.gate_and_up
     experts, outputs, rank = gate.B.shape
     if gate.scale == up.scale and gate.A.equal(up.A):
         B = gate.B.new_empty(experts, 2 * outputs, rank)
-        for of_part, part in zip(rows, (gate, up), strict=True):
+        for of_part, part in zip(shape.gate_and_up, (gate, up), strict=True):
             B[:, of_part] = part.B
         return Factors(gate.A, B, gate.scale)
-    rank, up = max(gate.rank, up.rank), up.scaled(gate.scale)
-    gate, up = gate.padded(rank), up.padded(rank)
-    B = gate.B.new_zeros(experts, 2 * outputs, 2 * rank)
-    for number, (of_part, part) in enumerate(zip(rows, (gate, up), strict=True)):
-        B[:, of_part, number * rank : (number + 1) * rank] = part.B
-    return Factors(torch.cat((gate.A, up.A), 1), B, gate.scale)
+    rank = max(gate.rank, up.rank)
+    gate, up = gate.padded(rank), up.scaled(gate.scale).padded(rank)
+    A, B = torch.stack((gate.A, up.A), 1), torch.stack((gate.B, up.B), 1)
+    return Factors(*join_experts(A, B, range(experts), experts, shape.gate_and_up), gate.scale)
 
 
 def join_experts(

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from re import Pattern
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import peft
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
-from pydantic import BaseModel, Field, FiniteFloat, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -40,21 +40,32 @@ _NOT_PLAIN = (
 """Settings of a PEFT adapter with which its layers compute something else than W·x + s·B·(A·x)."""
 _SETTINGS = {setting.name for setting in dataclasses.fields(LoraConfig)}
 """All settings of the PEFT that is installed. Its variants have been called `use_…` or `…_config`."""
-_RANK = LoraConfig().r  # where the settings give none
 _FLOATS = ("F32", "BF16", "F16", "F64")
 """Types of the tensors that are read, in safetensors' spelling."""
 _OTHER_NAME = re.compile(r"\.(lora_[AB]|modules_to_save)\.default\.")
 
 Tensors = Mapping[str, Tensor]
+T = TypeVar("T")
+
+
+def _acting(alpha: float) -> float:
+    if alpha == 0:
+        raise ValueError(f"an alpha of {alpha:g} leaves factors without effect; set what they were trained with")
+    return alpha
+
+
+Rank = Annotated[int, Field(gt=0, strict=True)]
+Alpha = Annotated[FiniteFloat, AfterValidator(_acting)]
+Expression = Annotated[Pattern[str], AfterValidator(lambda pattern: pattern.pattern)]
 
 
 class Scales(BaseModel):
     """Settings that decide the scale of an adapter's factors, under PEFT's names; None stands for PEFT's default."""
 
-    r: int = _RANK
-    lora_alpha: FiniteFloat
-    rank_pattern: dict[Pattern[str], int] | None = None
-    alpha_pattern: dict[Pattern[str], FiniteFloat] | None = None
+    r: Rank = LoraConfig().r
+    lora_alpha: Alpha
+    rank_pattern: dict[Expression, Rank] | None = None
+    alpha_pattern: dict[Expression, Alpha] | None = None
     target_parameters: tuple[str, ...] | None = None
     use_rslora: bool | None = None
 
@@ -63,22 +74,20 @@ class Scales(BaseModel):
 
         `target` is the path of the layer or parameter in the model, on which alpha may depend.
         """
-        alphas = {pattern.pattern: alpha for pattern, alpha in (self.alpha_pattern or {}).items()}
-        target = self._parameter(target)
-        alpha = alphas.get(get_pattern_key(list(alphas), target), self.lora_alpha)
+        alpha = self._by_pattern(self.alpha_pattern, target, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def rank(self, target: str) -> int:
         """Return the rank that the settings give the layer or parameter at this path in the model."""
-        ranks = {pattern.pattern: rank for pattern, rank in (self.rank_pattern or {}).items()}
-        return ranks.get(get_pattern_key(list(ranks), self._parameter(target)), self.r)
+        return self._by_pattern(self.rank_pattern, target, self.r)
 
-    def _parameter(self, target: str) -> str:
-        """Return `target` as the settings name it: with `.weight` if they list the parameter and not its layer."""
+    def _by_pattern(self, patterns: Mapping[Any, T] | None, target: str, default: T) -> T:
+        """Return the value of the first pattern that matches `target` as the settings name it: with `.weight` if they
+        list the parameter and not its layer."""
         as_parameters = self.target_parameters or ()
         if any(f".{target}.weight".endswith(f".{parameter}") for parameter in as_parameters):
-            return f"{target}.weight"
-        return target
+            target = f"{target}.weight"
+        return (patterns or {}).get(get_pattern_key(list(patterns or ()), target), default)
 
 
 class AdapterRecord(TypedDict, total=False):
@@ -89,15 +98,12 @@ class AdapterRecord(TypedDict, total=False):
     Attributes:
         schema: version of the record, 1.
         layout: how factors of experts are stored, one of `read.LAYOUTS`; None if there are none.
-        ranks: for factors that were filled with zeros, `<experts>.<role>` or the path of a linear layer -> the rank
-            before. A role is a projection of an expert: `gate`, `up`, `gate_up` or `down`.
         sketch: `<experts>.gate_up`, `<experts>.down` or the path of a linear layer -> two numbers that follow from its
             update (sketch.py), by which a wrong reading is found.
     """
 
     schema: int
     layout: str | None
-    ranks: dict[str, Annotated[int, Field(gt=0)]]
     sketch: dict[str, tuple[float, float]]
 
 
@@ -122,32 +128,33 @@ class StoredAdapter:
         return f"adapter {str(self.folder)!r}"
 
 
-def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the settings (adapter_config.json) and the tensors of an adapter folder. Pickles are never opened.
+def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], Scales]:
+    """Return the settings (adapter_config.json) and the tensors of an adapter folder, and the settings that decide the
+    scale. Pickles are never opened.
 
     Raises:
         UserError: the folder has no adapter in safetensors, a file is damaged, the adapter is not LoRA, a tensor is
             empty or of a type that only a scale would give a meaning, a value is not finite, a rank in the settings
             exceeds that of the factors, an alpha is zero, or a setting is of a variant that PEFT does not know.
     """
+    where = f"adapter {str(folder)!r}"
     if not (folder / WEIGHTS_FILE).is_file():
         pickled = (folder / "adapter_model.bin").exists()
         reason = "adapter_model.bin is a pickle, which can run code and is never read; save it as safetensors"
         below = sorted(str(file.parent.relative_to(folder)) for file in folder.glob(f"*/{WEIGHTS_FILE}"))
         hint = f"; there is one in {' and in '.join(first_of(below))}" if below else ""
-        raise UserError(f"adapter {str(folder)!r}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it{hint}'}")
-    settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"adapter {str(folder)!r}: {CONFIG_FILE}")
-    if (kind := settings.get("peft_type")) != "LORA":
-        raise UserError(
-            f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter: peft_type is {shown(kind)}, not LORA"
-        )
+        raise UserError(f"{where}: {reason if pickled else f'there is no {WEIGHTS_FILE} in it{hint}'}")
+    settings = read_json(folder / CONFIG_FILE, dict[str, Any], f"{where}: {CONFIG_FILE}")
+    kind, no_lora = settings.get("peft_type"), f"{where}: {CONFIG_FILE} describes no LoRA adapter"
+    if kind != "LORA":
+        raise UserError(f"{no_lora}: peft_type is {shown(kind)}, not LORA")
     if "lora_alpha" not in settings:
-        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE} describes no LoRA adapter: it has no lora_alpha")
+        raise UserError(f"{no_lora}: it has no lora_alpha")
     for key, setting in settings.items():
         if setting and key not in _SETTINGS and (key.startswith("use_") or key.endswith("_config")):
             raise UserError(
-                f"adapter {str(folder)!r}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting that PEFT "
-                f"{peft.__version__} knows, so it would be ignored; merge the adapter with the program that wrote it"
+                f"{where}: {CONFIG_FILE}: {key}: {shown(setting)} is no setting that PEFT {peft.__version__} knows, so "
+                "it would be ignored; merge the adapter with the program that wrote it"
             )
     header = read_header(folder / WEIGHTS_FILE)
     _refuse_unread(folder, header)
@@ -155,24 +162,16 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     with reading(repr(str(folder / WEIGHTS_FILE))):
         tensors = load_file(folder / WEIGHTS_FILE)
     if not tensors:
-        raise UserError(f"adapter {str(folder)!r}: {WEIGHTS_FILE} holds no tensor")
+        raise UserError(f"{where}: {WEIGHTS_FILE} holds no tensor")
     rows = [tensor.shape[-2] for name, tensor in tensors.items() if ".lora_A" in name and tensor.ndim > 1]
-    largest = max(rows, default=0)
-    patterns = settings.get("rank_pattern") or {}
-    ranks = [settings.get("r", _RANK), *(patterns.values() if isinstance(patterns, dict) else [patterns])]
-    for rank in ranks:
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or (rows and rank > largest):
-            raise UserError(
-                f"adapter {str(folder)!r}: {CONFIG_FILE}: rank {shown(rank)}, and its factors have {largest} rows"
-            )
-    alphas = settings.get("alpha_pattern") or {}
-    for alpha in (settings["lora_alpha"], *(alphas.values() if isinstance(alphas, dict) else ())):
-        if alpha == 0:
-            raise UserError(
-                f"adapter {str(folder)!r}: {CONFIG_FILE}: an alpha of {shown(alpha)} leaves factors without effect; "
-                "set what they were trained with"
-            )
-    return settings, tensors
+    try:
+        scales = Scales.model_validate(settings)
+    except ValidationError as error:
+        raise UserError(f"{where}: {CONFIG_FILE}: {first_problem(error)}") from None
+    for rank in (scales.r, *(scales.rank_pattern or {}).values()):
+        if rows and rank > max(rows):
+            raise UserError(f"{where}: {CONFIG_FILE}: rank {rank}, and its factors have {max(rows)} rows")
+    return settings, tensors, scales
 
 
 def _refuse_unread(folder: Path, header: Mapping[str, Stored]) -> None:
@@ -204,13 +203,9 @@ def beyond_plain(settings: Mapping[str, Any]) -> list[str]:
 
 def open_adapter(folder: Path) -> StoredAdapter:
     """Read an adapter folder. Raise `UserError` if it has no valid adapter (`read_adapter`), or no plain LoRA."""
-    settings, tensors = read_adapter(folder)
+    settings, tensors, scales = read_adapter(folder)
     if others := beyond_plain(settings):
         raise UserError(f"adapter {str(folder)!r} is not plain LoRA: {'; '.join(others)}")
-    try:
-        scales = Scales.model_validate(settings)
-    except ValidationError as error:
-        raise UserError(f"adapter {str(folder)!r}: {CONFIG_FILE}: {first_problem(error)}") from None
     # beside a module that it saves whole, PEFT may store the one that it replaces, and the saved one by a second name
     named = {
         _OTHER_NAME.sub(r".\1.", name.removeprefix(PREFIX)).replace(".modules_to_save.", "."): tensor

@@ -1,8 +1,8 @@
 """`adapter_config.json` as PEFT writes it: targets, and rank and alpha of each."""
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from peft import LoraConfig as PeftLoraConfig
@@ -41,7 +41,9 @@ def peft_settings(
         for name, factors in projections.items():
             parameters.append(f"{path}.{stacks[name]}")
             sizes[f"{path}.{stacks[name]}"] = factors.rank, factors.alpha
-    usual, patterns = _patterns(sizes)
+    often = Counter(sizes.values())
+    usual = max(often, key=lambda size: (often[size], -size[0]))
+    patterns = {re.escape(name): size for name, size in sizes.items() if size != usual}
     settings = PeftLoraConfig(
         task_type="CAUSAL_LM",
         r=usual[0],
@@ -67,27 +69,3 @@ def uniform_settings(names: Sequence[str], rank: int, scale: float) -> dict[str,
     ).to_dict()
     targets = {name.removesuffix(".base_layer").rpartition(".")[2] for name in names}
     return settings | {"target_modules": sorted(targets)}
-
-
-def _patterns(sizes: Mapping[str, tuple[int, float]]) -> tuple[tuple[int, float], dict[str, tuple[int, float]]]:
-    """Return the rank and alpha that most names have, and regular expression -> rank and alpha for the other names.
-
-    An expression is the last two parts of a name, or the whole name if names with this ending differ in rank or alpha.
-
-    Args:
-        sizes: name -> rank and alpha.
-    """
-    often = Counter(sizes.values())
-    usual = max(often, key=lambda size: (often[size], -size[0]))
-    endings = defaultdict(set)
-    for name, size in sizes.items():
-        endings[_ending(name)].add(size)
-    return usual, {
-        re.escape(_ending(name) if endings[_ending(name)] == {size} else name): size
-        for name, size in sizes.items()
-        if size != usual
-    }
-
-
-def _ending(name: str) -> str:
-    return ".".join(name.split(".")[-2:])

@@ -7,7 +7,7 @@ sglang            per expert; one rank and one scale; of layers that it joins (q
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,6 @@ from moetune.adapters.settings import peft_settings, uniform_settings
 from moetune.adapters.sketch import sketch
 from moetune.adapters.stacked import ORDERS, Order
 from moetune.errors import UserError, counted
-from moetune.models.moe import MoeLayer
 
 _STACKED_IN_VLLM = (
     "gpt_oss", "interns1_pro", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_omni_moe_thinker", "qwen3_vl_moe",
@@ -49,7 +48,6 @@ class LaidOut:
         settings: the content of `adapter_config.json`.
         adapter: the adapter before zeros were added.
         notes: sentences for the user on what was changed: zeros that were added, factors that were multiplied.
-        padded: `<experts>.<role>`, or path of a linear layer -> the rank that it had before zeros were added.
     """
 
     layout: str | None
@@ -57,11 +55,10 @@ class LaidOut:
     settings: dict[str, Any]
     adapter: Adapter
     notes: tuple[str, ...] = ()
-    padded: Mapping[str, int] = field(default_factory=dict)
 
     def record(self) -> AdapterRecord:
-        """Return what the weight file is to record: the layout, the ranks before zeros were added, and the sketch."""
-        return {"schema": 1, "layout": self.layout, "ranks": dict(self.padded), "sketch": sketch(self.adapter)}
+        """Return what the weight file is to record: the layout and the sketch."""
+        return {"schema": 1, "layout": self.layout, "sketch": sketch(self.adapter)}
 
 
 def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
@@ -74,7 +71,7 @@ def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
         raise UserError("the adapter has no factors that could be written")
     if program in ("vllm", "sglang"):
         return _for_server(adapter, base, program)
-    modules = tuple(sorted({_module_of(name, base) for name in adapter.saved}))
+    modules = tuple(sorted({saved_module(name, base) for name in adapter.saved}))
     tied = base.structure.tied
     ties = any(name in adapter.saved for name in tied) and not adapter.unties(tied)
     settings = peft_settings(base, adapter, modules, ties=ties)
@@ -93,17 +90,15 @@ def stacked(adapter: Adapter, order: Order) -> dict[str, Tensor]:
     The outermost wrapper holds down and the next one gate_up, as PEFT wraps the parameters in the order of the model; a
     projection alone is in the outermost.
     """
-    tensors = _pairs(adapter.linears)
+    pairs = {path: (factors.A, factors.B) for path, factors in adapter.linears.items()}
     for path, projections in adapter.experts.items():
         for depth, name in enumerate(sorted(projections)):
-            first, second = order.write(projections[name].A, projections[name].B)
-            slot = path + ".base_layer" * depth
-            tensors |= {f"{slot}.lora_A.weight": first, f"{slot}.lora_B.weight": second}
-    return tensors
+            pairs[path + ".base_layer" * depth] = order.write(projections[name].A, projections[name].B)
+    return _named(pairs)
 
 
-def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, str, Factors]]:
-    """Yield (`<experts>.<role>`, name in the base checkpoint, factors) for each projection of each expert.
+def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, Factors]]:
+    """Yield (name in the base checkpoint, factors) for each projection of each expert.
 
     Raises:
         UserError: the checkpoint has no names for single experts.
@@ -115,12 +110,13 @@ def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, str, 
                 f"{base.name!r} stores the experts of {path} in one tensor, so there is no name for the factors of one "
                 "expert; merge the adapter (moetune adapter merge)"
             )
-        by_role = _by_role(layer, projections)
+        by_role = dict(projections)
+        if layer.shape.has_gate and GATE_UP in by_role:
+            by_role["gate"], by_role["up"] = parted(layer.shape, by_role.pop(GATE_UP))
         for expert in range(layer.shape.num_experts):
             for role in sorted(by_role, key=("gate", "up", GATE_UP, DOWN).index):
-                one = by_role[role]
-                own = replace(one, A=one.A[expert], B=one.B[expert])
-                yield f"{path}.{role}", names.of(expert, role), own
+                factors = by_role[role]
+                yield names.of(expert, role), replace(factors, A=factors.A[expert], B=factors.B[expert])
 
 
 def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
@@ -150,17 +146,17 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
             f"the adapter holds {min(adapter.saved)} whole, and adapters of {program} hold factors only; merge it"
         )
     full, filled = _filled(adapter, base, _JOINED if program == "sglang" else ())
-    every = [(path, base.linear_name(path), one) for path, one in full.linears.items()]
+    every = [(base.linear_name(path), one) for path, one in full.linears.items()]
     layout: str | None = None
     if program == "vllm" and all(_is_stacked(base, path) for path in full.experts):
         layout = "peft" if full.experts else None
         for path, own in full.experts.items():
             prefix = base.expert_names[path].prefix
-            every += [(f"{path}.{name}", prefix + ".base_layer" * n, own[name]) for n, name in enumerate(sorted(own))]
+            every += [(prefix + ".base_layer" * depth, own[name]) for depth, name in enumerate(sorted(own))]
     else:
         every += per_expert(full, base)
         layout = "per-expert"
-    ranks, scales = {one.rank for _, _, one in every}, {one.scale for _, _, one in every}
+    ranks, scales = {one.rank for _, one in every}, {one.scale for _, one in every}
     rank, scale = max(ranks), max(scales)
     notes = [f"zeros stand for {counted(len(filled), 'missing update')}, such as of {filled[0]}"] if filled else []
     kind = base.structure.model_type
@@ -175,15 +171,12 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
         )
     if len(ranks) > 1:
         notes.append(f"its ranks {', '.join(map(str, sorted(ranks)))} became {rank}, filled with zeros")
-    tensors: dict[str, Tensor] = {}
-    for _, name, one in every:
-        A, B = (even := one.scaled(scale).padded(rank)).A, even.B
-        if A.ndim == 3:
-            A, B = ORDERS["peft"].write(A, B)
-        tensors |= {f"{name}.lora_A.weight": A, f"{name}.lora_B.weight": B}
-    settings = uniform_settings([name for _, name, _ in every], rank, scale)
-    padded = {name: one.rank for name, _, one in every if one.rank < rank}
-    return LaidOut(layout, tensors, settings, adapter, tuple(notes), padded)
+    pairs = {}
+    for name, one in every:
+        even = one.scaled(scale).padded(rank)
+        pairs[name] = ORDERS["peft"].write(even.A, even.B) if even.A.ndim == 3 else (even.A, even.B)
+    settings = uniform_settings([name for name, _ in every], rank, scale)
+    return LaidOut(layout, _named(pairs), settings, adapter, tuple(notes))
 
 
 def _split_on_loading(adapter: Adapter, base: AdapterBase) -> str:
@@ -234,20 +227,12 @@ def _filled(adapter: Adapter, base: AdapterBase, joined: tuple[tuple[str, ...], 
     return replace(adapter, linears=linears, experts=experts), filled
 
 
-def _by_role(layer: MoeLayer, projections: Mapping[str, Factors]) -> dict[str, Factors]:
-    """Return role -> factors, with gate and up apart."""
-    by_role = dict(projections)
-    if layer.shape.has_gate and GATE_UP in by_role:
-        by_role["gate"], by_role["up"] = parted(layer.shape, by_role.pop(GATE_UP))
-    return by_role
+def _named(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Return tensor name -> factor, without PEFT's prefix, for pairs of A and B by module."""
+    return {f"{name}.lora_{'AB'[place]}.weight": pair[place] for name, pair in pairs.items() for place in (0, 1)}
 
 
-def _pairs(factors: Mapping[str, Factors]) -> dict[str, Tensor]:
-    """Return tensor name -> factor, without PEFT's prefix, for factors by module."""
-    return {f"{name}.lora_{factor}.weight": getattr(one, factor) for name, one in factors.items() for factor in "AB"}
-
-
-def _module_of(name: str, base: AdapterBase) -> str:
+def saved_module(name: str, base: AdapterBase) -> str:
     """Return the module that PEFT must save whole for this parameter: the router for any of its parameters."""
-    routers = [layer.router for layer in base.structure.moe_layers]
-    return next((path for path in routers if name.startswith(f"{path}.")), None) or name.rpartition(".")[0]
+    routers = (layer.router for layer in base.layers.values())
+    return next((path for path in routers if name.startswith(f"{path}.")), name.rpartition(".")[0])

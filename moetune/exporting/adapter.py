@@ -22,7 +22,15 @@ from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of, shown
 from moetune.exporting.folder import keep_apart, write_export_manifest
 from moetune.exporting.formats.merged import copy_checkpoint, untie_if_apart
-from moetune.exporting.formats.updates import Update, expert_with_lora, linear_with_lora, new_rows, placed, whole
+from moetune.exporting.formats.updates import (
+    Update,
+    expert_with_lora,
+    linear_with_lora,
+    new_rows,
+    placed,
+    whole,
+    write_updates,
+)
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import Answer
@@ -120,13 +128,9 @@ def merge_adapter(
         tensors |= added
     _refuse_other_values(stored, found.frozen, model, tensors)
     targets = placed(model, _updates(found.adapter, of_base, model.structure.tied), tensors)
-    changed: set[str] = set()
     with new_folder(out, overwrite, sum(tensor.nbytes for tensor in tensors.values())) as folder:
         fingerprint, places = copy_checkpoint(source, folder, added=added)
-        for update, mapping in targets:
-            for key, start, rows in new_rows(update, mapping, tensors):
-                places[key].write(rows, start)
-                changed.add(key)
+        changed = write_updates(targets, tensors, places)
         notes = [*untie_if_apart(folder), *_of_another_base(stored, base, model)]
         of = Base(model.source.name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": of})
@@ -202,9 +206,8 @@ def _read_whole(stored: StoredAdapter, base: AdapterBase, layout: str | None) ->
     found = read(stored, base, layout)
     if layout is None:
         sure(found, stored)
-    doubts = [line for line in found.problems if "looks like" not in line] if layout else found.problems
-    if doubts:
-        lines = "\n  ".join(first_of(doubts))
+    if problems := [*found.unread, *found.wrong]:
+        lines = "\n  ".join(first_of(problems))
         raise UserError(f"{stored} does not fit {base.name!r}, so a part of it would be lost:\n  {lines}")
     return found
 
@@ -244,7 +247,12 @@ def _updates(adapter: Adapter, base: AdapterBase, tied: Mapping[str, str]) -> It
                     A, B = Held(own.A[expert, None]), Held(own.B[expert, None])
                     rows = partial(expert_with_lora, layer, stack, A, B, (slice(None),), own.scale)
                     yield Update(f"{path}.{stack}", expert, True, rows)
-    for name, tensor in adapter.saved.items():
+    yield from _whole(adapter.saved, tied)
+
+
+def _whole(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> Iterator[Update]:
+    """Yield the updates that replace parameters by tensors of their names."""
+    for name, tensor in tensors.items():
         yield Update(tied.get(name, name), None, False, partial(whole, Held(tensor)), tensor.dtype)
 
 
@@ -257,12 +265,7 @@ def _refuse_other_values(
         frozen: name of a parameter of the plain model -> its stored value, which may have been rounded to 16 bits.
         tensors: the tensors of the base checkpoint by name.
     """
-    tied = model.structure.tied
-    parts = [
-        Update(tied.get(name, name), None, False, partial(whole, Held(value)), value.dtype)
-        for name, value in frozen.items()
-    ]
-    for part, mapping in placed(model, parts, tensors):
+    for part, mapping in placed(model, _whole(frozen, model.structure.tied), tensors):
         for key, start, rows in new_rows(part, mapping, tensors):
             here = tensors[key].rows(start, start + len(rows)).float()
             # rounding changes a bfloat16 by 2⁻⁹ of itself, and the smallest float16 by 2⁻²⁵

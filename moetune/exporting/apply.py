@@ -3,7 +3,7 @@
 A delta is a folder that `moetune export --format delta` wrote: the tensors that trained in full precision.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,20 +105,16 @@ def apply_delta(
             rows = read.slices.get(key)
             for start, stop in tensor.blocks() if rows is None else ((slot, slot + 1) for slot in range(len(rows))):
                 copies[key].write(tensor.rows(start, stop), start if rows is None else rows[start])
-        notes = (*_notes(difference, force, name), *untie_if_apart(folder))
+        notes = untie_if_apart(folder)
+        if difference is not None:
+            notes = (f"applied to another base than it was made for: {difference}", *notes)
+        elif force not in (None, name):
+            unneeded = f"--force {force!r} is not the name of the base ({name}); it was not needed"
+            notes = (f"{unneeded}: the delta was made for it", *notes)
         of_base = Base(name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "applied", **read.about, "base": of_base, "forced": difference})
     changed_bytes = sum(places[key].nbytes for key in read.tensors)
     return Applied(str(out), len(read.tensors), changed_bytes, difference, notes)
-
-
-def _notes(difference: str | None, force: str | None, name: str) -> Iterator[str]:
-    """Yield notes for the user: that the base differs from that of the delta (`difference`, None if not); or else, that
-    `force` was not needed, if it is given and is not the base's `name`."""
-    if difference is not None:
-        yield f"applied to another base than it was made for: {difference}"
-    elif force is not None and force != name:
-        yield f"--force {force!r} is not the name of the base ({name}); it was not needed: the delta was made for it"
 
 
 def _refuse_misfits(delta: Delta, places: Mapping[str, Stored], base: Path) -> None:

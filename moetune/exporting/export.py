@@ -71,8 +71,7 @@ def export(
         UserError: there is no such run, or it has no checkpoint; what was trained cannot be written in this format;
             `out` is occupied, or holds the run or its base. In all these cases nothing is written.
     """
-    from moetune.exporting.formats.peft import write_peft
-    from moetune.exporting.formats.vllm import write_vllm
+    from moetune.exporting.formats.adapter import write_peft, write_vllm
 
     if into is not None and format != "merged":
         raise UserError(f"--into {into} rounds a whole checkpoint; use it with --format merged, not {format}")

@@ -93,12 +93,12 @@ def open_run(path: Path) -> FinishedRun:
         for part in parts
     }
     expected |= {name: tuple(bias.shape) for name, bias in adapted.router_biases().items()}
-    for name in sorted(expected.keys() | trained.keys()):
-        found = trained[name].shape if name in trained else None
-        if found != expected.get(name):
+    shapes = {name: tensor.shape for name, tensor in trained.items()}
+    for name in sorted(expected.keys() | shapes.keys()):
+        if shapes.get(name) != expected.get(name):
+            here, there = (str([*of[name]]) if name in of else "not there" for of in (shapes, expected))
             raise UserError(
-                f"{str(trained[name].file if found else checkpoint)!r} does not fit {RUN_FILE}: {name} is "
-                f"{_shape(found)} in it, not {_shape(expected.get(name))}"
+                f"{str(checkpoint / TRAINED_FILE)!r} does not fit {RUN_FILE}: {name} is {here} in it, not {there}"
             )
         if trained[name].dtype not in WEIGHTS:
             raise UserError(f"{str(trained[name].file)!r}: {name} has type {trained[name].dtype}, which no run writes")
@@ -202,8 +202,3 @@ def manifest_entries(run: FinishedRun) -> dict[str, Any]:
             "lora_linears": list(selection.lora_linears),
         },
     }
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    """Format a tensor's shape for a message; None for a tensor that is missing."""
-    return "not there" if shape is None else str([*shape])

@@ -231,7 +231,7 @@ def _found_adapter(what: str, path: Path, device: DeviceType, dtype: str | None)
     Raises `UserError` if it cannot be read, names no base, or the base cannot be found. Loading raises `UserError` if
     the weights of the base cannot be read, or the adapter does not fit the base.
     """
-    settings, _ = read_adapter(path)
+    settings, _, _ = read_adapter(path)
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"the adapter in {what!r}: {CONFIG_FILE} names no base; set base_model_name_or_path")
@@ -246,7 +246,7 @@ def _with_adapter(what: str, path: Path, model: ResolvedModel, device: DeviceTyp
     Raises `UserError` if the base cannot be loaded, the adapter's tensors are not exactly those that PEFT expects, or
     they are in another layout.
     """
-    settings, tensors = read_adapter(path)
+    settings, tensors, _ = read_adapter(path)
     base = model.config.path
     try:
         plain: Any = _stock(model, device)

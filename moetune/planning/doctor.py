@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from packaging.requirements import Requirement
 
-from moetune.adapt.guard import Key, compare
+from moetune.adapt.guard import compared
 from moetune.adapt.guard.exercise import Sizes, samples, sizes_of
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
@@ -148,7 +148,7 @@ def _cuda() -> Iterator[Check]:
         others = [f"process {one.pid} ({one.name}) {gib(one.bytes)}" for one in processes_on(device)]
         found, remedy = f"{gib(free)} free of {gib(total)}", "end other processes on the GPU; nvidia-smi lists them"
         yield _check(free > 0.95 * total, f"{name}, memory", ", ".join([found, *others]), remedy, "note")
-        yield _kernels(device, samples(torch.bfloat16), "kernels of the experts")
+        yield _kernels(device, samples("bf16"), "kernels of the experts")
     if torch.cuda.device_count() > 1:
         remedy = "install a torch build with NCCL"
         yield _check(torch.distributed.is_nccl_available(), "NCCL", "for several GPUs", remedy)
@@ -157,11 +157,11 @@ def _cuda() -> Iterator[Check]:
 def _kernels(device: torch.device, sizes: Sizes, name: str) -> Check:
     """Run the experts' kernels and torch's operations at `sizes`; return the check, called `name`, of whether they
     agree. The first call compiles the kernels, which takes seconds."""
-    if not any(sizes):
+    if not sizes:
         return Check(name, "ok", "the run uses none")
-    verdict = compare(Key.of(device, sizes), device)
+    verdict = compared(device, sizes)
     found = [f"{operator} {why}" for operator, why in verdict.failed.items()]
-    if not verdict.is_complete:
+    if verdict.stopped:
         found.append(f"not compared: {verdict.stopped}")
     remedy = (
         "torch's slower operations run in their place. Install gcc, Python's headers, and the Triton version that this "

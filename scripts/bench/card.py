@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from moetune.adapt.build import build
-from moetune.experts.self_check import copied, differences, is_alike
+from moetune.adapt.guard.comparison import copied, differences, is_alike
 from moetune.kernels import rotary, routing  # noqa: F401  define their operators
 from moetune.kernels.registry import OPERATORS
 from moetune.memory.time.work import Work, works
@@ -104,10 +104,10 @@ def bandwidth(device: torch.device, tokens: int) -> list[dict[str, Any]]:
             kernel = OPERATORS[name].kernel(*args)
             if kernel is None:
                 continue
-            func, given = getattr(torch.ops.moetune, name).default, copied(args, args)
+            func, given = getattr(torch.ops.moetune, name).default, copied(args)
             with torch.no_grad():
                 work = sum((work for work, _ in works(func, given, {}, func(*given), capability)), Work())
-            copies = iter([copied(args, args) for _ in range(TIMES + 1)])
+            copies = iter([copied(args) for _ in range(TIMES + 1)])
             run = partial(lambda kernel, copies: kernel(*next(copies)), kernel, copies)
             best, flops = seconds_of(device, run, TIMES), round(work.flops + work.flops32)
             rows.append({"model": model, "kernel": name, "tensors": shapes(args), "seconds": best})

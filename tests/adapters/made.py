@@ -78,7 +78,7 @@ def stored_as(adapter: Adapter, base: AdapterBase, layout: str) -> tuple[dict[st
         return stacked(adapter, ORDERS[layout]), settings
     factors = {base.linear_name(path): one for path, one in adapter.linears.items()}
     if layout == "per-expert":
-        factors |= {name: one for _, name, one in per_expert(adapter, base)}
+        factors |= per_expert(adapter, base)
     else:
         for path, own in adapter.experts.items():
             layer = base.layers[path]

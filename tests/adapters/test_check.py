@@ -152,6 +152,17 @@ def test_every_wrong_reading_of_a_file_of_ours_is_found(how: str, square: bool, 
     assert sum("experts" in problem for problem in problems) >= 2
 
 
+def test_a_file_of_ours_that_was_rounded_to_16_bits_is_not_altered(tmp_path: Path) -> None:
+    base = base_of_toy("mixtral")
+    adapter = make_adapter(base)
+
+    def rounded(tensors: dict[str, Tensor], _: object) -> None:
+        tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+    stored = write(tmp_path, adapter, base, "peft", rounded, laid_out(adapter, base, "peft").record())
+    assert check(stored, base).problems == []
+
+
 def test_wrong_readings_of_others_files(tmp_path: Path) -> None:
     """Without the sketch: exchanged factors by their shapes, the order of experts by zeros or by the columns' sizes."""
     base = base_of_toy("qwen3_moe")

@@ -40,9 +40,3 @@ def test_zero_experts_and_unequal_ones_tell_the_order(layout: str, verdict: str)
 def test_equal_experts_padded_ranks_and_no_training_tell_nothing(layout: str, verdict: str) -> None:
     for silent in (stacks(layout, EQUAL), stacks(layout, EQUAL, pad=2), stacks(layout, 0 * EQUAL)):
         assert sign_of(silent) is None
-
-
-def test_one_rank_or_one_expert_has_one_order_only() -> None:
-    A, B = torch.randn(EXPERTS, 8), torch.randn(32, EXPERTS)
-    B[:, 3] = 0
-    assert sign_of([(A, B, EXPERTS), (A, B, 1)]) is None

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moetune.adapt.guard.comparison import CallsSeen
 from moetune.config.schema import Storage
 from moetune.experts import bank as bank_module
-from moetune.experts.self_check import CallsSeen
 from moetune.models.moe import read_shape
 from tests.experts.banks import LAYOUTS, PLANS, UNUSED, bank_of, reference, routed, run, saved, stock_experts
 from tests.reference import assert_close

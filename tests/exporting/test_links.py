@@ -29,14 +29,6 @@ def test_a_link_out_of_the_folder(name: str, model: Path, tmp_path: Path) -> Non
         assert not (tmp_path / folder / name).exists()
 
 
-def test_a_link_within_the_folder(model: Path, tmp_path: Path) -> None:
-    (model / "README.txt").write_text("hello")
-    (model / "again.txt").symlink_to(model / "README.txt")
-    (tmp_path / "out").mkdir()
-    copy_checkpoint(model, tmp_path / "out")
-    assert (tmp_path / "out" / "again.txt").read_text() == "hello"
-
-
 def test_a_snapshot_of_the_hub(small_model: Path, tmp_path: Path) -> None:
     """Its files are links into the blobs beside it, and nowhere else."""
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0123"

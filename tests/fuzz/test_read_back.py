@@ -52,7 +52,6 @@ TABLE: dict[str, tuple[str, ...]] = {
 """What is read back -> the commands that read it. A new file belongs here."""
 
 READ_BY = {
-    "adapt/guard/comparison.py": "what its own child writes: test_comparison.py",
     "inference/completions.py": "texts of an interrupted call: test_completions.py",
     "adapt/weights/stock.py": "model.safetensors.index.json: test_models.py",
     "adapters/files.py": "adapter/adapter_config.json",

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from moetune.adapt.guard import Key, compare
+from moetune.adapt.guard.comparison import compare
 from moetune.adapt.guard.exercise import samples
 
 CARD = torch.device("cuda", 0)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels_give_what_torch_gives(dtype: torch.dtype) -> None:
-    verdict = compare(Key.of(CARD, samples(dtype)), CARD)
-    assert verdict.is_complete, verdict.stopped
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_kernels_give_what_torch_gives(dtype: str) -> None:
+    verdict = compare(CARD, samples(dtype))
+    assert not verdict.stopped
     assert verdict.failed == {}

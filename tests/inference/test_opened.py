@@ -262,7 +262,7 @@ ADAPTERS: dict[str, tuple[Change, str]] = {
     "other targets": (said("adapter/adapter_config.json", target_modules=["nosuch"]), "nosuch"),
     "a rank that its factors have not": (said("adapter/adapter_config.json", r=1), "size mismatch for .*lora_|says 1"),
     "a rank of 10,000,000": (said("adapter/adapter_config.json", r=10_000_000), "rank 10000000"),
-    "a rank that is a word": (said("adapter/adapter_config.json", r="x"), "rank 'x'"),
+    "a rank that is a word": (said("adapter/adapter_config.json", r="x"), "r: 'x'"),
     "an alpha of zero": (said("adapter/adapter_config.json", lora_alpha=0), "an alpha of 0 leaves"),
     "not a number": (values(FACTORS, lambda t: first(t, float("nan"))), "not finite"),
     "cut short": (lambda f: (f / FACTORS).write_bytes((f / FACTORS).read_bytes()[:-9]), "adapter_model.safetensors"),

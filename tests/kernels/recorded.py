@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetune.experts.self_check import CallsSeen, copied, samples
+from moetune.adapt.guard.comparison import CallsSeen, copied
+from moetune.adapt.guard.exercise import bank_samples
 from moetune.kernels.registry import Operator
+from moetune.run.dtypes import DTYPES
 
 
 def calls(
@@ -19,24 +21,24 @@ def calls(
     intermediate: int = 144,
     rank: int = 12,
 ) -> list[tuple[str, list[Any]]]:
-    """Return (operator name, arguments) for each kind of call that `samples` make; the same on every call.
+    """Return (operator name, arguments) for each kind of call that `bank_samples` make; the same on every call.
 
     Calls that differ only in their number of rows are one kind.
     """
+    name = next(name for name, kind in DTYPES.items() if kind == dtype)
     found: dict[Hashable, tuple[str, list[Any]]] = {}
 
     def compute(operator: Operator, args: Sequence[Any]) -> Any:
         kind = operator.name, *map(kind_of, args)
         if kind not in found:
-            found[kind] = operator.name, copied(args, args)
+            found[kind] = operator.name, copied(args)
         return operator.reference(*args)
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        for sizes in samples(dtype, hidden=hidden, intermediate=intermediate, rank=rank):
-            run = sizes.exercise(device, tokens)
+        for sizes in bank_samples(name, hidden=hidden, intermediate=intermediate, rank=rank):
             with CallsSeen(compute):
-                run()
+                sizes.exercise(device, tokens)
     return list(found.values())
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moetune.adapt.guard.comparison import differences, is_alike
 from moetune.experts.quantized import QuantizedExperts
-from moetune.experts.self_check import differences, is_alike
 from moetune.kernels import operators as kernels
 from moetune.kernels.registry import OPERATORS
 from tests.kernels.interpreter import interpreted_module

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.guard import check
-from moetune.adapt.guard.verdicts import Verdict
+from moetune.adapt.guard.comparison import Verdict
 from moetune.experts import context
 
 _library = ctypes.CDLL(None)
@@ -81,7 +81,7 @@ def answering(*, compares: bool = False) -> Iterator[None]:
     Args:
         compares: False to take it for granted that all kernels work, which takes a child process to find out.
     """
-    listed, tolist, cpu, compare = context.listed, Tensor.tolist, Tensor.cpu, check.compare
+    listed, tolist, cpu, compared = context.listed, Tensor.tolist, Tensor.cpu, check.compared
     with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
 
     def balanced(counts: Tensor, rows: int) -> list[int]:
@@ -99,11 +99,11 @@ def answering(*, compares: bool = False) -> Iterator[None]:
 
     context.listed, Tensor.tolist, Tensor.cpu = balanced, ones, ones_on_host  # type: ignore[method-assign]
     if not compares:
-        check.compare = lambda key, *_: Verdict(key, {})
+        check.compared = lambda *_: Verdict({})
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
         context.listed, Tensor.tolist, Tensor.cpu = listed, tolist, cpu  # type: ignore[method-assign]
-        check.compare = compare
+        check.compared = compared
         torch.backends.cuda.enable_cudnn_sdp(with_cudnn)

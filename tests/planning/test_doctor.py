@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from moetune.adapt.guard.comparison import Verdict
 from moetune.adapt.guard.exercise import samples
-from moetune.adapt.guard.verdicts import Verdict
 from moetune.models.catalog.gpus import Figure
 from moetune.planning import doctor
 
@@ -54,13 +54,12 @@ def test_a_kernel_that_differs_is_no_problem(moetune: Run, monkeypatch: pytest.M
     """A run works without it, so it is a note, and exit code 0."""
 
     def cuda() -> Iterator[doctor.Check]:
-        yield doctor._kernels(torch.device("cuda", 0), samples(torch.bfloat16), "kernels")
+        yield doctor._kernels(torch.device("cuda", 0), samples("bf16"), "kernels")
 
     monkeypatch.setattr(doctor, "_cuda", cuda)
-    monkeypatch.setattr(doctor.Key, "of", lambda *_: None)
     for verdict, said in (({"gated": "differs by 3"}, "gated differs by 3"), ({}, "not compared: no memory")):
         stopped = "" if verdict else "no memory"
-        monkeypatch.setattr(doctor, "compare", lambda key, *_, of=(verdict, stopped): Verdict(key, *of))
+        monkeypatch.setattr(doctor, "compared", lambda *_, of=(verdict, stopped): Verdict(*of))
         ended = moetune("doctor", "--json")
         assert ended.code == 0
         assert json.loads(ended.out)["is_well"]

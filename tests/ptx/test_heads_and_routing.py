@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from moetune.experts.self_check import differences
+from moetune.adapt.guard.comparison import differences
 from moetune.kernels import (
     rotary,  # noqa: F401  defines its operators
     routing,  # noqa: F401  defines its operators

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from moetune.experts.self_check import differences, is_alike
+from moetune.adapt.guard.comparison import differences, is_alike
 from moetune.kernels import triton_kernels
 from moetune.kernels.registry import OPERATORS
 from tests.kernels.recorded import calls

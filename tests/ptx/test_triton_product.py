@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from moetune.experts.self_check import is_alike
+from moetune.adapt.guard.comparison import is_alike
 from moetune.kernels import triton_product
 from moetune.kernels.operators import OPERATORS
 from moetune.kernels.triton_product import TILES

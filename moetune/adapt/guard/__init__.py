@@ -4,8 +4,6 @@ An operator whose kernel differs, raises or does not finish runs torch's operati
 `hardware.without_kernels` of the resolved run, which training writes to the run folder and predictions read.
 """
 
-from moetune.adapt.guard.check import as_known, checked, note_dropped
-from moetune.adapt.guard.comparison import compare
-from moetune.adapt.guard.verdicts import Key
+from moetune.adapt.guard.check import as_known, checked, compared, note_dropped
 
-__all__ = ["Key", "as_known", "checked", "compare", "note_dropped"]
+__all__ = ["as_known", "checked", "compared", "note_dropped"]

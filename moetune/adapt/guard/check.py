@@ -1,24 +1,34 @@
-"""Disable the kernels that do not work on this machine: by comparing them before a run, or from earlier verdicts."""
+"""Disable the kernels that do not work on this machine: by comparing them before a run, or from earlier comparisons.
 
+What failed is on disk, in one file for each card and its software, by the sizes that were compared.
+"""
+
+import hashlib
+import os
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import distributions
 from math import inf
 from pathlib import Path
 from socket import gethostname
 
 import torch
 
-from moetune.adapt.guard.comparison import compare
+from moetune.adapt.guard.comparison import Verdict, compare
 from moetune.adapt.guard.exercise import Sizes, sizes_of
-from moetune.adapt.guard.verdicts import Key, Verdict, failed_at_any_sizes, keep, kept
-from moetune.kernels.registry import without_kernel
+from moetune.cache import cache_folder, read_cached, write_cached
+from moetune.files import source_digest
+from moetune.kernels.registry import on_gpu, without_kernel
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
 from moetune.run.resolved import ResolvedRun
 
-_not_kept: dict[Path, Verdict] = {}
-"""Verdicts of this process that could not be, or must not be, written to disk, by the file that they would be in."""
+KERNELS = ("kernels/*.py", "formats/*.py", "experts/*.py", "adapt/*.py", "adapt/layers/*.py", "adapt/guard/*.py")
+"""Patterns, relative to the package, of the source files of kernels, their references and the exercises."""
+Failures = dict[str, dict[str, str]]
+"""Digest of the sizes that were compared -> operator -> what is wrong with its kernel."""
 
 
 def checked(
@@ -29,62 +39,63 @@ def checked(
 ) -> ResolvedRun:
     """Return a run whose `hardware.without_kernels` also lists the operators whose kernel fails on any rank's device.
 
-    On a GPU the kernels are compared with torch's operations, unless the verdict of the same comparison is on disk
-    (verdicts.py). The first rank of each machine and kind of GPU compares, with several ranks for at most half of
-    `parallel.timeout`; the others wait. All ranks must make this call.
+    On a GPU the kernels are compared with torch's operations, unless what the same comparison found is on disk. The
+    first rank of each machine and kind of GPU compares, with several ranks for at most half of `parallel.timeout`; the
+    others wait. All ranks must make this call.
 
     Args:
         say: called on the first rank with texts for the user: that kernels are being compared, and which do not work.
     """
-    if device.type != "cuda" or not any(sizes := sizes_of(run)):
+    if device.type != "cuda" or not (sizes := sizes_of(run)):
         return run
-    key = Key.of(device, sizes)
-    alike = ranks.gather((gethostname(), key.file.name))
-    failed = dict[str, str]()
-    if alike.index(alike[ranks.rank]) == ranks.rank:
-        limit = inf if ranks.is_single else run.config.parallel.timeout / 2
-        failed = _verdict_here(key, device, limit, say if ranks.is_first else lambda _: None).failed
-    failed = {name: why for one in ranks.gather(failed) for name, why in one.items()}
-    for name, why in failed.items() if ranks.is_first else ():
+    file = _file(device)
+    alike = ranks.gather((gethostname(), file.name))
+    failed: dict[str, str] | None = {}
+    if alike.index(alike[ranks.rank]) == ranks.rank and (failed := _known(file).get(_digest(sizes))) is None:
+        tell = say if ranks.is_first else lambda _: None
+        tell("comparing the kernels with torch's operations at the sizes of this run, once on this machine …")
+        verdict = compared(device, sizes, inf if ranks.is_single else run.config.parallel.timeout / 2)
+        if verdict.stopped:
+            tell(f"warning: the kernels could not be compared ({verdict.stopped}); they run unchecked")
+        failed = verdict.failed
+    on_any = {name: why for of_rank in ranks.gather(failed) for name, why in of_rank.items()}
+    for name, why in on_any.items() if ranks.is_first else ():
         if name not in run.config.hardware.without_kernels:
             say(f"warning: the kernel of {name} {why}: torch's operations run in its place, slower and predicted so")
-    return _without(run, failed)
+    return _without(run, on_any)
 
 
-def _verdict_here(key: Key, device: torch.device, limit: float, say: Callable[[str], None]) -> Verdict:
-    """Return the verdict from disk or from earlier in this process; else compare, for at most `limit` seconds."""
-    verdict = kept(key) or _not_kept.get(key.file)
-    if verdict is None:
-        say("comparing the kernels with torch's operations at the sizes of this run, once on this machine …")
-        verdict = compare(key, device, limit)
-        if kept(key) is None:
-            _not_kept[key.file] = verdict
-        if not verdict.is_complete:
-            say(f"warning: the kernels could not be compared ({verdict.stopped}); they run unchecked")
+def compared(device: torch.device, sizes: Sizes, limit: float = inf) -> Verdict:
+    """Compare the kernels at `sizes` for at most `limit` seconds, whatever earlier comparisons found.
+
+    It is written to disk if it was complete, and with Triton: a compiler can be installed at any time.
+    """
+    verdict = compare(device, sizes, limit)
+    if not verdict.stopped and on_gpu() is not None:
+        _write(_file(device), sizes, verdict.failed)
     return verdict
 
 
 def note_dropped(run: ResolvedRun, device: torch.device) -> ResolvedRun:
     """Return a run whose `hardware.without_kernels` also lists the kernels that failed to compile during the run.
 
-    They are added to the verdict on disk, if there is one. Returns `run` itself if none failed.
+    They are added to what the comparison found. Returns `run` itself if none failed.
     """
     failed = {name: why for name, why in without_kernel().items() if name not in run.config.hardware.without_kernels}
     if device.type != "cuda" or not failed:
         return run
-    key = Key.of(device, sizes_of(run))
-    if (known := kept(key)) is not None:  # else the next start compares
-        keep(Verdict(key, known.failed | failed))
+    file, sizes = _file(device), sizes_of(run)
+    if (known := _known(file).get(_digest(sizes))) is not None:  # else the next start compares
+        _write(file, sizes, known | failed)
     return _without(run, failed)
 
 
 def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     """Return a run whose `hardware.without_kernels` also lists the kernels that failed an earlier comparison on `card`.
 
-    Nothing is compared: the result follows from verdicts, the files in which earlier runs on this machine recorded how
-    kernels compared, and from those of this process that are in no file. The verdict at the run's sizes counts; without
-    one, those at all other sizes. Returns `run` itself without CUDA, without a verdict, or if this machine's first GPU
-    differs from `card` in both name and total memory. `card` None stands for the first GPU.
+    Nothing is compared: the result follows from what earlier comparisons on this machine found at the run's sizes, or,
+    without one, at all other sizes. Returns `run` itself without CUDA, without a comparison, or if this machine's first
+    GPU differs from `card` in both name and total memory. `card` None stands for the first GPU.
     """
     if not torch.cuda.is_available():
         return run
@@ -93,12 +104,40 @@ def as_known(run: ResolvedRun, card: Gpu | None) -> ResolvedRun:
     # a card that is not in the catalog is known by its memory
     if card is not None and card.full_name != here.name and card.memory.value != here.total_memory:
         return run
-    failed = failed_at_any_sizes(Key.of(device, Sizes()))
-    if not (failed or _not_kept) or not any(sizes := sizes_of(run)):
+    known = _known(_file(device))
+    if not any(known.values()) or not (sizes := sizes_of(run)):
         return run
-    key = Key.of(device, sizes)
-    verdict = kept(key) or _not_kept.get(key.file)
-    return _without(run, failed if verdict is None else verdict.failed)
+    return _without(run, known.get(_digest(sizes), {name for failed in known.values() for name in failed}))
+
+
+def _file(device: torch.device) -> Path:
+    """Return the file of what comparisons found, named by a digest of all that this depends on apart from the sizes."""
+    driver = ""
+    with suppress(OSError):  # there is no such file under WSL
+        driver = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+    about = (
+        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_capability(device),
+        driver,
+        torch.__version__,
+        [triton.version for triton in distributions(name="triton")],
+        [os.environ.get(name) for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")],
+        source_digest(*KERNELS),
+    )
+    return cache_folder("kernels") / f"kernels-{_digest(about)}.json.gz"
+
+
+def _digest(about: object) -> str:
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+
+
+def _known(file: Path) -> Failures:
+    known: Failures | None = read_cached(file, Failures)
+    return known or {}
+
+
+def _write(file: Path, sizes: Sizes, failed: dict[str, str]) -> None:
+    write_cached(file, Failures, _known(file) | {_digest(sizes): failed})
 
 
 def _without(run: ResolvedRun, failed: Iterable[str]) -> ResolvedRun:

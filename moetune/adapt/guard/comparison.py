@@ -1,191 +1,132 @@
 """Comparison of a run's kernels with torch's operations, in child processes.
 
 A kernel that accesses memory illegally ends its whole process, and one that hangs can only be stopped by killing the
-process.
+process. The calls are recorded, not written out: an exercise (exercise.py) runs a small part of a model forward and
+backward, and a dispatch mode intercepts each operator with the arguments, layouts and aliases of a training step.
 """
 
-import json
+import copy
 import os
-import select
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import inf
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moetune.adapt.guard.exercise import Sizes
-from moetune.adapt.guard.verdicts import Key, Verdict, keep
 from moetune.errors import one_line
-from moetune.experts.self_check import CallsSeen, differences, is_alike, referred
-from moetune.json_files import parse_json
-from moetune.kernels.registry import OPERATORS, KernelError, Operator, is_out_of_memory, on_gpu
+from moetune.kernels.registry import OPERATORS, KernelError, Operator, is_out_of_memory, on_gpu, using_kernels
 from moetune.run.dtypes import DTYPES
 
 LIMIT = 120.0
 """Seconds that the comparison of one operator may take; most of it is the compilation of its kernel."""
-# -P: modules are not imported from the working folder, whose files may have their names
-_CHILD = (sys.executable, "-P", "-c", "from moetune.adapt.guard.comparison import compare_here; compare_here()")
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1.5e-2}
+"""Largest accepted difference relative to a result's largest value, by dtype; torch rounds more often in 16 bits."""
+_CHILD = "import sys; from moetune.adapt.guard.comparison import compare_here; compare_here(int(sys.argv[1]))"
+_Line = tuple[str, str] | None
+"""What a child says: the operator that it begins to compare, or "" after one, and what is wrong with its kernel, or "".
+None says that all are compared."""
 
 
-def compare(key: Key, device: torch.device, limit: float = inf) -> Verdict:
-    """Compare kernels with their references at the sizes of a key, in child processes; write and return the verdict.
-
-    A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out. If a kernel hung,
-    the verdict is not written, because a busy machine may have been the reason.
-
-    Args:
-        limit: seconds after which the comparison stops.
-    """
-    until = time.monotonic() + limit
-    if on_gpu() is None:  # not written to disk: a compiler can be installed at any time
-        # grouped products may run by torch's own kernel, and without any they take the same memory
-        names = sorted(OPERATORS.keys() - {"grouped_mm"})
-        return Verdict(key, dict.fromkeys(names, "cannot be compiled: Triton does not work here"))
-    failed: dict[str, str] = {}
-    in_time = True
-    while True:
-        before = len(failed)
-        ended = _child(_Asked(key.sizes, device.index or 0, tuple(failed)), until)
-        failed |= ended.failed
-        in_time &= ended.in_time
-        if not ended.stopped:
-            verdict = Verdict(key, failed)
-            if in_time:
-                keep(verdict)
-            return verdict
-        if len(failed) == before:
-            return Verdict(key, failed, ended.stopped)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A request to a child process: which kernels to compare.
+class Verdict(NamedTuple):
+    """The result of a comparison.
 
     Attributes:
-        sizes: the sizes to compare them at.
-        device: index of the GPU.
-        without: operators that are left out.
+        failed: operator -> what is wrong with its kernel, such as `differs by …`.
+        stopped: why the comparison ended before all operators were compared; empty if it did not.
     """
-
-    sizes: Sizes
-    device: int
-    without: tuple[str, ...] = ()
-
-
-@dataclass
-class _Line:
-    """A line that a child writes: the operator that it begins to compare, what failed, or how it ended.
-
-    Attributes:
-        begins: operator; empty once it is compared.
-        failed: operator -> what is wrong.
-        stopped: why nothing more is compared; empty if all is done, None while there is more.
-    """
-
-    begins: str = ""
-    failed: dict[str, str] = field(default_factory=dict)
-    stopped: str | None = None
-
-
-class _Ended(NamedTuple):
-    """How a child ended: the operators that failed, why it did not compare all (empty if it did), and whether it was
-    never silent for `LIMIT` seconds."""
 
     failed: dict[str, str]
-    stopped: str
-    in_time: bool = True
+    stopped: str = ""
 
 
-def _child(asked: _Asked, until: float = inf) -> _Ended:
-    """Run `compare_here` in a process of its own, until a time of `time.monotonic`, and return how it ended."""
-    text = json.dumps(asdict(asked)).encode() + b"\n"
+# --- Children -----------------------------------------------------------------------------------------------------
+
+
+def compare(device: torch.device, sizes: Sizes, limit: float = inf) -> Verdict:
+    """Compare kernels with their references at `sizes`, in child processes, for at most `limit` seconds.
+
+    A child ends at a kernel that hangs or breaks the device; the next child leaves that kernel out.
+    """
+    until = time.monotonic() + limit
+    if on_gpu() is None:
+        # grouped products may run by torch's own kernel, and without any they take the same memory
+        names = sorted(OPERATORS.keys() - {"grouped_mm"})
+        return Verdict(dict.fromkeys(names, "cannot be compiled: Triton does not work here"))
+    failed: dict[str, str] = {}
+    while True:
+        child = _child(device.index or 0, sizes, tuple(failed), until)
+        failed |= child.failed
+        if not child.stopped or not child.failed:
+            return Verdict(failed, child.stopped)
+
+
+def _child(device: int, sizes: Sizes, without: Collection[str], until: float = inf) -> Verdict:
+    """Compare all operators but those in `without` in a process of its own, until a time of `time.monotonic`."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    with tempfile.TemporaryFile() as errors:
+    ours, theirs = Pipe()
+    failed: dict[str, str] = {}
+    name, is_silent = "", False
+    with tempfile.TemporaryFile() as errors, ours:
+        # -P: modules are not imported from the working folder, whose files may have their names
         child = subprocess.Popen(
-            _CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=os.environ | {"PYTHONPATH": path}
-        )
-        assert child.stdin is not None
+            (sys.executable, "-P", "-c", _CHILD, str(theirs.fileno())), pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, env=os.environ | {"PYTHONPATH": path},
+        )  # fmt: skip
+        theirs.close()
         try:
-            with suppress(BrokenPipeError):  # it has ended already
-                child.stdin.write(text)
-                child.stdin.flush()
-            lines, in_time = _lines_of(child, until)
+            ours.send((device, sizes, without))
+            while not (is_silent := not ours.poll(max(0.0, min(LIMIT, until - time.monotonic())))):
+                line: _Line = ours.recv()
+                if line is None:
+                    return Verdict(failed)
+                name, why = line
+                if why:
+                    failed[name] = why
+        except (EOFError, OSError):  # it has ended
+            child.wait(LIMIT)
         finally:
             child.kill()
             child.wait()
-            with suppress(BrokenPipeError):
-                child.stdin.close()
         errors.seek(0)
         last = errors.read().decode(errors="replace").strip().splitlines()[-1:]
-    lines_read = [parse_json(line, _Line, "the comparison of the kernels") for line in lines]
-    failed = {name: why for one in lines_read for name, why in one.failed.items()}
-    if lines_read and lines_read[-1].stopped is not None:
-        return _Ended(failed, lines_read[-1].stopped)  # also of a child that does not end afterwards
     if time.monotonic() >= until:  # no fault of the operator whose turn it is
-        return _Ended(failed, "it took longer than other ranks may wait", in_time)
-    name = lines_read[-1].begins if lines_read else ""
+        return Verdict(failed, "it took longer than other ranks may wait")
     how = f"ended its process ({'; '.join(last) or f'code {child.returncode}'})"
-    if not in_time:
-        how = f"did not finish within {LIMIT:.0f} seconds"
-    if name and (not in_time or child.returncode != -9):  # 9 is how the system ends a process for want of memory
-        failed[name] = how
-    return _Ended(failed, how if name else f"the comparison {how}", in_time)
+    if is_silent:
+        how = f"did not finish within {LIMIT:.0f} seconds (moetune doctor RUN.yaml compares again)"
+    if name and (is_silent or child.returncode != -9):  # 9 is how the system ends a process for want of memory
+        failed.setdefault(name, how)
+    return Verdict(failed, how if name else f"the comparison {how}")
 
 
-def _lines_of(child: subprocess.Popen[bytes], until: float) -> tuple[list[bytes], bool]:
-    """Return the whole lines that a child writes, and whether it ended; reading stops when it ends, when it has been
-    silent for `LIMIT` seconds, or at the time `until`."""
-    assert child.stdout is not None
-    text = b""
-    with child.stdout as out:
-        while select.select([out], [], [], max(0.0, min(LIMIT, until - time.monotonic())))[0]:
-            if not (more := os.read(out.fileno(), 1 << 16)):
-                child.wait(LIMIT)
-                return text.splitlines(), True
-            text += more
-    return text.split(b"\n")[:-1], False
+def compare_here(descriptor: int) -> None:
+    """Run in a child: receive what to compare, compare kernels with references, and send a `_Line` for each step.
 
-
-def compare_here() -> None:
-    """Run in a child: read an `_Asked` from the first line of stdin, compare kernels with references, and print a
-    `_Line` for each step. Never returns: the process ends after the comparison, or as soon as stdin is closed, which
-    means that the process that asked has ended."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no line of ours
-    asked = parse_json(sys.stdin.buffer.readline(), _Asked, "stdin")
-    threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(1)), daemon=True).start()
-    device, failed, code = torch.device("cuda", asked.device), set(asked.without), 0
-
-    def say(line: _Line) -> None:
-        print(json.dumps(asdict(line)), file=out, flush=True)
-
-    try:
-        torch.cuda.set_device(device)
-        torch.manual_seed(0)
-        for sizes in asked.sizes:
-            run = sizes.exercise(device)
-            with CallsSeen(partial(_compare_call, dtype=DTYPES[sizes.dtype], failed=failed, say=say)):
-                run()
-            torch.cuda.synchronize(device)
-    except Exception as error:
-        if is_out_of_memory(error):
-            say(_Line(stopped=f"out of memory: {one_line(error)}"))
-        else:
-            traceback.print_exc()
-            code = 1
-    else:
-        say(_Line(stopped=""))
-    sys.stderr.flush()
-    os._exit(code)  # not an exit of the interpreter, which would wait for the lock of stdin that the thread holds
+    The process ends as soon as the other end of the pipe is closed, so when the process that asked has ended.
+    """
+    pipe = Connection(descriptor)
+    index, sizes, without = pipe.recv()
+    threading.Thread(target=lambda: (pipe.poll(None), os._exit(1)), daemon=True).start()
+    device, failed = torch.device("cuda", index), set(without)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    for part in sizes:
+        with CallsSeen(partial(_compare_call, dtype=DTYPES[part.dtype], failed=failed, say=pipe.send)):
+            part.exercise(device)
+    torch.cuda.synchronize(device)
+    pipe.send(None)
 
 
 def _compare_call(
@@ -201,25 +142,109 @@ def _compare_call(
     """
     kernel = None if operator.name in failed else operator.kernel(*args)
     if kernel is None:
-        return referred(operator, args)
-    say(_Line(begins=operator.name))
+        return referred(operator, *args)
+    say((operator.name, ""))
     try:
         for off in differences(operator, args, kernel):
             if not is_alike(off, dtype):
                 failed.add(operator.name)
-                why = f"differs from torch's operations by {off:.1e} of the largest value"
-                say(_Line(failed={operator.name: why}))
+                say((operator.name, f"differs from torch's operations by {off:.1e} of the largest value"))
                 break
-            say(_Line(begins=operator.name))  # each tile has the time of an operator
+            say((operator.name, ""))  # each tile has the time of an operator
     except Exception as error:  # of the compiler, the driver or the device
         if is_out_of_memory(error):
+            say(("", ""))
             raise
-        raised = (
-            "cannot be compiled or launched" if isinstance(error, KernelError) else f"raises {type(error).__name__}"
-        )
+        is_refused = isinstance(error, KernelError)
+        how = "cannot be compiled or launched" if is_refused else f"raises {type(error).__name__}"
         failed.add(operator.name)
-        say(_Line(failed={operator.name: f"{raised} ({one_line(error)})"}))
+        say((operator.name, f"{how} ({one_line(error)})"))
         torch.cuda.synchronize()  # raises if the device is of no use any more
-    result = referred(operator, args)
-    say(_Line())
+    result = referred(operator, *args)
+    say(("", ""))
     return result
+
+
+# --- One call -----------------------------------------------------------------------------------------------------
+
+
+class CallsSeen(TorchDispatchMode):
+    """Dispatch mode in which a call of an operator that has a kernel returns `compute(operator, args)` instead."""
+
+    def __init__(self, compute: Callable[[Operator, Sequence[Any]], Any]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator = OPERATORS.get(func._opname) if func.namespace == "moetune" else None
+        return func(*args, **(kwargs or {})) if operator is None else self._compute(operator, args)
+
+
+def differences(operator: Operator, args: Sequence[Any], kernel: Callable[..., Any]) -> Iterator[float]:
+    """Yield how much an operator's `kernel` differs from its reference, once for each tile.
+
+    The first is with the tile that the kernel chooses, then follow all tiles that it can choose from (tuning.py),
+    because a run with more rows may choose another. A difference is the largest over all results and changed arguments,
+    relative to the largest value of each; NaN if a value is NaN. Integers and dequantized weights must be equal: their
+    difference is 0 or 1. Tiles that do not compile are skipped. All runs on copies of the arguments.
+    """
+    written = getattr(torch.ops.moetune, operator.name).default._schema.arguments
+    changed = [
+        place
+        for place, argument in enumerate(written)
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in operator.scratch
+    ]
+
+    def outcome(launch: Callable[..., Any]) -> list[Any]:
+        copies = copied(args)
+        results = launch(*copies)
+        return [*(results if isinstance(results, tuple) else (results,)), *(copies[place] for place in changed)]
+
+    expected = outcome(partial(referred, operator))
+    before = [*[None] * (len(expected) - len(changed)), *(args[place] for place in changed)]
+
+    def difference(launch: Callable[..., Any]) -> float:
+        differences = [0.0]
+        for _ in range(2):  # the second launch takes the shorter way of launch.py
+            for result, reference, old in zip(outcome(launch), expected, before, strict=True):
+                if isinstance(reference, Tensor) and reference.numel():
+                    if old is not None:  # what is left as it was may be uninitialized
+                        result, reference = _where_written(old, result, reference)
+                    is_exact = operator.name.startswith("dequantize")
+                    differences.append(_difference(result, reference, is_exact=is_exact))
+        return float(torch.tensor(differences, dtype=torch.float64).max())
+
+    yield difference(kernel)
+    for tile in getattr(kernel, "tiles", ()):
+        with suppress(KernelError):
+            yield difference(partial(kernel, tile=tile))
+
+
+def referred(operator: Operator, *args: Any) -> Any:
+    """Return the result of an operator's reference, in which no other operator's kernel runs."""
+    with using_kernels(but=OPERATORS):
+        return operator.reference(*args)
+
+
+def copied(args: Sequence[Any]) -> list[Any]:
+    """Return copies of an operator's arguments. Strides stay, and arguments that shared a storage still do."""
+    return copy.deepcopy([arg.detach() if isinstance(arg, Tensor) else arg for arg in args])
+
+
+def _where_written(before: Tensor, result: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the elements of two results that either has written to; those before are compared bit by bit."""
+    bits = [tensor.contiguous().view(torch.uint8).view(*tensor.shape, -1) for tensor in (before, result, reference)]
+    is_written = ((bits[1] != bits[0]) | (bits[2] != bits[0])).any(-1)
+    return torch.where(is_written, result, 0), torch.where(is_written, reference, 0)
+
+
+def _difference(result: Tensor, reference: Tensor, *, is_exact: bool) -> float:
+    if is_exact or not reference.is_floating_point():
+        return float((result != reference).any())
+    result, reference = result.double(), reference.double()
+    return float((result - reference).abs().max() / reference.abs().max().clamp_min(1e-30))
+
+
+def is_alike(difference: float, dtype: torch.dtype) -> bool:
+    """Return whether a kernel's relative difference is within `TOLERANCE` of a dtype; False for NaN."""
+    return difference <= TOLERANCE[dtype]

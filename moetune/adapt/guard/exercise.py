@@ -1,14 +1,15 @@
 """The sizes at which a run calls operators with kernels (`sizes_of`), and exercises that make such calls.
 
 An exercise runs a part of the model, forward and backward, on a few random tokens; the guard compares each operator
-that it calls with its reference. So a part of the model that calls a new operator needs a class with the method
-`exercise`, and a field of `Sizes`.
+that it calls with its reference. So a part of the model that calls a new operator needs a class here with the method
+`exercise`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +18,96 @@ from moetune.adapt.layers.low_rank import adapted
 from moetune.compat.transformers import activation_of, calls_rotary, norms_heads, softmax_router
 from moetune.config.schema import Storage
 from moetune.experts.activation import SwiGLU, recognize
-from moetune.experts.quantized import QuantizedLinear
-from moetune.experts.self_check import TOKENS, BankSizes
-from moetune.experts.self_check import samples as bank_samples
+from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.context import ExpertContext
+from moetune.experts.mlp import expert_mlp
+from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.formats.table import format_of
 from moetune.kernels import rotary, routing
-from moetune.models.moe import MoeLayer
+from moetune.models.moe import ExpertShape, MoeLayer
 from moetune.run.dtypes import DTYPES
 from moetune.run.resolved import ResolvedRun
 
-T = TypeVar("T")
+TOKENS = 100
 _MOST_KINDS = 4
 """Most kinds of expert layers that are compared, the most frequent first; others differ in the number of experts."""
+
+
+@dataclass(frozen=True)
+class BankSizes:
+    """Properties of an expert layer that decide its calls of operators, apart from the number of token rows.
+
+    Attributes:
+        lora: ids of the experts with LoRA; `rank` and `split` are as in `LoraPlan`.
+        trained: number of experts that train in full, the last ones; all others are frozen without LoRA.
+        storage, double_quant: as in `ExpertBank`.
+        dtype: dtype of token rows.
+        top_k: experts per token.
+        expert_memory, split_gate_up: as in `ExpertContext`.
+        gate: (alpha, limit) of SwiGLU, limit 0 if it does not clamp; None for another activation, which has no kernel.
+    """
+
+    shape: ExpertShape
+    lora: tuple[int, ...]
+    trained: int
+    rank: int
+    split: bool
+    storage: Storage
+    double_quant: bool
+    dtype: str
+    top_k: int
+    expert_memory: int
+    split_gate_up: bool
+    gate: tuple[float, float] | None
+
+    def exercise(self, device: torch.device, tokens: int = TOKENS) -> None:
+        """Build a bank of these sizes with random weights, and run it forward and backward twice.
+
+        The first time, routing weights are float32 and have a gradient. The second time, they are constants in the
+        dtype of the rows, and the gate_up rows of forward are kept for backward. The first expert receives no token if
+        there are enough others.
+        """
+        bank = self._bank(device)
+        _draw(bank)
+        dtype, count = DTYPES[self.dtype], self.shape.num_experts
+        idle = int(count > self.top_k)
+        ids = torch.rand(tokens, count - idle).topk(self.top_k).indices + idle  # on the host, which counts them
+        counts = torch.bincount(ids.flatten(), minlength=count).tolist()
+        for weights_dtype, keep_rows in ((torch.float32, False), (dtype, True)):
+            permutation = bank.permutation(ids.to(device), counts)
+            x = torch.randn(tokens, self.shape.hidden, dtype=dtype, device=device).requires_grad_()
+            weights = torch.rand(tokens, self.top_k, device=device).to(weights_dtype).requires_grad_(not keep_rows)
+            with torch.enable_grad():
+                y = expert_mlp(bank, x, weights, permutation, keep_rows=keep_rows)
+                y.backward(torch.randn_like(y))
+
+    def _bank(self, device: torch.device) -> ExpertBank:
+        shape, count, lora = self.shape, self.shape.num_experts, None
+        if self.lora:
+            lora = LoraPlan(self.lora, self.rank, alpha=self.rank / 2, split=self.split)
+        plan = BankPlan(tuple(range(count - self.trained, count)), lora)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        context = ExpertContext(self.expert_memory, split_gate_up=self.split_gate_up, capability=capability)
+        activation: Callable[[Tensor], Tensor] = partial(torch.narrow, dim=1, start=0, length=shape.intermediate)
+        if self.gate is not None:
+            activation = SwiGLU(not shape.is_concatenated, *self.gate).forward
+        return ExpertBank(
+            shape, plan, activation, storage=self.storage, double_quant=self.double_quant, dtype=DTYPES[self.dtype],
+            device=device, context=context,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def _draw(bank: nn.Module) -> None:
+    """Fill a bank's parameters and buffers with random values of the magnitude of a model's weights."""
+    for module in bank.modules():
+        if isinstance(module, QuantizedExperts):
+            weight = torch.randn(module.shape, dtype=torch.bfloat16, device=module.data.device) / 50
+            for index in range(module.count):
+                module.quantize_(index, weight.roll(index + 1))
+        else:
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.normal_(0, 0.02)
 
 
 @dataclass(frozen=True)
@@ -47,28 +126,25 @@ class LinearSizes:
     outputs: int
     storage: Storage | Literal["fp16"]
     double_quant: bool
-    dtype: Literal["bf16", "fp16", "fp32"]
+    dtype: str
     rank: int
 
-    def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Build a layer of these sizes with random weights; return a function that runs it forward and backward.
+    def exercise(self, device: torch.device, tokens: int = TOKENS) -> None:
+        """Build a layer of these sizes with random weights, and run it forward and backward.
 
         With LoRA it also runs without a gradient of the input, as below the first layer that trains.
         """
-        dtype, base = DTYPES[self.dtype], self._base(device)
+        base = self._base(device)
         if self.rank:
             A = nn.Linear(self.inputs, self.rank, bias=False, device=device)
             B = nn.Linear(self.rank, self.outputs, bias=False, device=device)
-
-        def run() -> None:
-            for needs_gradient in (True, False) if self.rank else (True,):
-                x = torch.randn(tokens, self.inputs, dtype=dtype, device=device).requires_grad_(needs_gradient)
-                with torch.enable_grad():
-                    y = adapted(base, x, A, B, 0.5) if self.rank else base(x)
-                    assert y is not None
-                    y.backward(torch.randn_like(y))
-
-        return run
+        for needs_gradient in (True, False) if self.rank else (True,):
+            x = torch.randn(tokens, self.inputs, dtype=DTYPES[self.dtype], device=device)
+            with torch.enable_grad():
+                x.requires_grad_(needs_gradient)
+                y = adapted(base, x, A, B, 0.5) if self.rank else base(x)
+                assert y is not None
+                y.backward(torch.randn_like(y))
 
     def _base(self, device: torch.device) -> nn.Module:
         dtype = DTYPES[self.dtype]
@@ -93,28 +169,20 @@ class HeadSizes:
     kv_heads: int
     size: int
     has_norms: bool
-    dtype: Literal["bf16", "fp16", "fp32"]
+    dtype: str
 
-    def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Return a function that rotates random queries and keys, and gradients of them.
-
-        It does so first by angles that all rows share, then by angles of each row.
-        """
-        dtype, length = DTYPES[self.dtype], tokens // 2
-
-        def drawn(*shape: int) -> Tensor:
-            return torch.randn(shape, dtype=dtype, device=device)
-
-        def run() -> None:
-            for rows in (1, 2):
-                q, k = (drawn(2, length, count, self.size).transpose(1, 2) for count in (self.heads, self.kv_heads))
-                angles = drawn(rows, length, self.size), drawn(rows, length, self.size)
-                given: Any = (q, k) if self.has_norms else (None, None)
-                norms: Any = (drawn(self.size), drawn(self.size), 1e-6) if self.has_norms else (None, None, 0.0)
-                dq, dk = (torch.randn_like(one) for one in rotary.rotate(q, k, *angles, *norms))
-                rotary.rotate_backward(dq, dk, *given, *angles, *norms)
-
-        return run
+    def exercise(self, device: torch.device, tokens: int = TOKENS) -> None:
+        """Rotate random queries and keys, and gradients of them: first by angles that all rows share, then by angles of
+        each row."""
+        drawn = partial(torch.randn, dtype=DTYPES[self.dtype], device=device)
+        length = tokens // 2
+        for rows in (1, 2):
+            q, k = (drawn(2, length, count, self.size).transpose(1, 2) for count in (self.heads, self.kv_heads))
+            angles = drawn(rows, length, self.size), drawn(rows, length, self.size)
+            given: Any = (q, k) if self.has_norms else (None, None)
+            norms: Any = (drawn(self.size), drawn(self.size), 1e-6) if self.has_norms else (None, None, 0.0)
+            dq, dk = map(torch.randn_like, rotary.rotate(q, k, *angles, *norms))
+            rotary.rotate_backward(dq, dk, *given, *angles, *norms)
 
 
 @dataclass(frozen=True)
@@ -131,51 +199,55 @@ class RouterSizes:
     top_k: int
     normalized: bool
     keeps_float32: bool
-    dtype: Literal["bf16", "fp16", "fp32"]
+    dtype: str
 
-    def exercise(self, device: torch.device, tokens: int = TOKENS) -> Callable[[], None]:
-        """Return a function that chooses experts by random logits, and computes their weights again, forward and back.
+    def exercise(self, device: torch.device, tokens: int = TOKENS) -> None:
+        """Choose experts by random logits, and compute their weights again, forward and back.
 
         No two logits of a token are equal in 16 bits, for up to 512 experts: of equal logits a kernel may choose
         either.
         """
         dtype = DTYPES[self.dtype]
-        order = torch.rand(tokens, self.experts).argsort(-1)
-        logits = (order.to(device) / 64 - 4).to(dtype)
-
-        def run() -> None:
-            of_weights = torch.float32 if self.keeps_float32 else dtype
-            weights, ids = routing.choose(logits, self.top_k, self.normalized, of_weights)
-            routing.weigh(logits, ids, self.normalized, of_weights)
-            routing.weigh_backward(torch.randn_like(weights), logits, ids, self.normalized)
-
-        return run
+        logits = (torch.rand(tokens, self.experts).argsort(-1).to(device) / 64 - 4).to(dtype)
+        of_weights = torch.float32 if self.keeps_float32 else dtype
+        weights, ids = routing.choose(logits, self.top_k, self.normalized, of_weights)
+        routing.weigh(logits, ids, self.normalized, of_weights)
+        routing.weigh_backward(torch.randn_like(weights), logits, ids, self.normalized)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of all parts of a run whose operators have kernels."""
-
-    banks: tuple[BankSizes, ...] = ()
-    linears: tuple[LinearSizes, ...] = ()
-    heads: tuple[HeadSizes, ...] = ()
-    routers: tuple[RouterSizes, ...] = ()
-
-    def __iter__(self) -> Iterator[BankSizes | LinearSizes | HeadSizes | RouterSizes]:
-        yield from self.banks
-        yield from self.linears
-        yield from self.heads
-        yield from self.routers
+Sizes = tuple[BankSizes | LinearSizes | HeadSizes | RouterSizes, ...]
+"""The sizes of all parts of a model whose operators have kernels."""
 
 
-def samples(dtype: torch.dtype) -> Sizes:
+def bank_samples(dtype: str, *, hidden: int = 192, intermediate: int = 144, rank: int = 12) -> tuple[BankSizes, ...]:
+    """Return sizes of banks, with token rows of `dtype`, that together call every operator of the experts in all its
+    variants."""
+    shape = ExpertShape(5, hidden, intermediate, True, False, False, True)
+    apart = replace(shape, has_bias=True, is_concatenated=False)
+    plain = BankSizes(shape, (0, 1, 2, 3, 4), 0, rank, True, "nf4", True, dtype, 3, 1 << 30, True, (1.0, 0.0))
+    some = replace(plain, lora=(0, 1, 2), trained=2)
+    clamped = replace(plain, shape=apart, split_gate_up=False, gate=(1.702, 1.5))
+    return (
+        plain,
+        some,
+        replace(some, double_quant=False, split=False, split_gate_up=False, expert_memory=0),
+        replace(clamped, split=False, expert_memory=0, storage="int8"),
+        replace(clamped, storage="fp8"),
+        replace(plain, storage="nvfp4"),
+        replace(plain, storage="mxfp4"),
+    )
+
+
+def samples(dtype: str) -> Sizes:
     """Return sizes, with token rows of `dtype`, that together call every operator in all its variants."""
-    name: Any = next(name for name, one in DTYPES.items() if one == dtype)
-    return Sizes(
-        tuple(bank_samples(dtype)),
-        (LinearSizes(192, 160, "nf4", True, name, 12), LinearSizes(192, 160, "int8", False, name, 0)),
-        (HeadSizes(4, 2, 64, True, name), HeadSizes(4, 2, 64, False, name)),
-        (RouterSizes(8, 2, True, True, name), RouterSizes(128, 8, False, False, name)),
+    return (
+        *bank_samples(dtype),
+        LinearSizes(192, 160, "nf4", True, dtype, 12),
+        LinearSizes(192, 160, "int8", False, dtype, 0),
+        HeadSizes(4, 2, 64, True, dtype),
+        HeadSizes(4, 2, 64, False, dtype),
+        RouterSizes(8, 2, True, True, dtype),
+        RouterSizes(128, 8, False, False, dtype),
     )
 
 
@@ -187,18 +259,14 @@ def sizes_of(run: ResolvedRun) -> Sizes:
     first = {layer.shape: layer for layer in reversed(run.structure.moe_layers)}
     gates = {shape: _gate_of(run, layer) for shape, layer in first.items()}
     kinds = Counter(_bank_of(run, layer, gates[layer.shape]) for layer in run.structure.moe_layers)
-    banks = tuple(kind for kind, _ in kinds.most_common(_MOST_KINDS))
-    return Sizes(banks, _unlike(_linears_of(run)), _unlike(_heads_of(run)), _unlike(_routers_of(run)))
-
-
-def _unlike(sizes: Iterable[T]) -> tuple[T, ...]:
-    return tuple(dict.fromkeys(sizes))
+    banks = (kind for kind, _ in kinds.most_common(_MOST_KINDS))
+    return tuple(dict.fromkeys((*banks, *_linears_of(run), *_heads_of(run), *_routers_of(run))))
 
 
 def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None) -> BankSizes:
     """Return the sizes of an expert bank that calls operators as one layer's does, with as few experts as possible
-    (`_few`). On one rank, if the experts with LoRA are not consecutive, it has all of the layer's experts, because
-    their positions matter. `gate` is the result of `_gate_of` for the layer."""
+    (`_few`): a layer may be larger than the card. On one rank, if the experts with LoRA are not consecutive, it has all
+    of the layer's experts, because their positions matter. `gate` is the result of `_gate_of` for the layer."""
     config, selection, ep = run.config, run.selection, run.config.parallel.ep
     trained = selection.experts.get(layer.index, ())
     frozen = [expert for expert in range(layer.shape.num_experts) if expert not in trained]

@@ -6,6 +6,7 @@ keep their initial values: the base model's, or freshly drawn LoRA factors.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -42,17 +43,17 @@ class _Target:
     layer: MoeLayer | None = None
     stack: str = ""
 
-    def rows(self, delta: Delta) -> dict[str, int | None]:
-        """Return tensor name -> index of the row that is needed; None for all rows, -1 if the delta lacks it."""
-        found: dict[str, int | None] = {}
+    def rows(self, delta: Delta) -> tuple[dict[str, int | None], list[str]]:
+        """Return tensor name -> index of the row that is needed, None for all rows; and what the delta lacks."""
+        of_stack = self.expert is not None and not self.mapping.has_experts_apart
+        held: dict[str, int | None] = {}
+        lacking = []
         for key in self.mapping.every_key():
-            found[key] = None
-            if key not in delta.tensors:
-                found[key] = -1
-            elif self.expert is not None and not self.mapping.has_experts_apart:
-                experts = _experts_in(delta, key)
-                found[key] = experts.index(self.expert) if self.expert in experts else -1
-        return found
+            if key not in delta.tensors or (of_stack and self.expert not in _experts_in(delta, key)):
+                lacking.append(key)
+            else:
+                held[key] = _experts_in(delta, key).index(cast(int, self.expert)) if of_stack else None
+        return held, lacking
 
     def value(self, delta: Delta, read: Rows) -> Tensor:
         """Return the parameter's value, computed from the delta's tensors as when a checkpoint is loaded.
@@ -62,7 +63,7 @@ class _Target:
         weight) and the delta's dtype. Raises `RuntimeError`, `IndexError` or `ValueError` if the tensors do not fit
         together.
         """
-        rows = self.rows(delta)
+        rows, _ = self.rows(delta)
 
         def tensor(key: str) -> Tensor:
             stored, row = delta.tensors[key], rows[key]
@@ -88,14 +89,14 @@ def check_delta(adapted: Adapted, delta: Delta) -> None:
     for target in targets:
         expected = trainable[target.parameter].shape
         try:
-            found = target.value(delta, _nothing).shape
+            shape = target.value(delta, _nothing).shape
         except (RuntimeError, IndexError, ValueError):  # the tensors of the parameter do not fit together
             problems.append(
                 f"{target.mapping.every_key()[0]} and the tensors that belong with it do not form {target.parameter}"
             )
             continue
-        if found != expected:
-            problems.append(f"{target.parameter} is {[*found]} in the delta, and {[*expected]} here")
+        if shape != expected:
+            problems.append(f"{target.parameter} is {[*shape]} in the delta, and {[*expected]} here")
     if problems:
         lines = "\n  ".join(first_of(problems))
         raise UserError(f"the delta in {str(delta.folder)!r} does not fit the run's adapt: block:\n  {lines}")
@@ -138,14 +139,12 @@ def _targets(adapted: Adapted, delta: Delta) -> tuple[list[_Target], list[str]]:
     problems: list[str] = []
     used: dict[str, set[int | None]] = {key: set() for key in delta.tensors}
     for target in _possible(adapted, delta):
-        rows = target.rows(delta)
-        there = {key: row for key, row in rows.items() if row != -1}
-        if there and len(there) < len(rows):
-            lacking = next(key for key in rows if key not in there)
-            problems.append(f"{target.parameter} also needs {lacking}, which is not in the delta")
-        elif there:
+        held, lacking = target.rows(delta)
+        if held and lacking:
+            problems.append(f"{target.parameter} also needs {lacking[0]}, which is not in the delta")
+        elif held:
             targets.append(target)
-        for key, row in there.items():
+        for key, row in held.items():
             used[key].add(row)
     for key, taken in sorted(used.items()):
         lost = [] if None in taken else [x for row, x in enumerate(_experts_in(delta, key)) if row not in taken]
@@ -158,12 +157,12 @@ def _targets(adapted: Adapted, delta: Delta) -> tuple[list[_Target], list[str]]:
 def _possible(adapted: Adapted, delta: Delta) -> Iterator[_Target]:
     """Yield a target for each parameter that trains in full precision, and one more for each name tied to it."""
     mappings = key_mappings(adapted.run.model.plain, weights_of(delta.base.fingerprint.tensors))
-    there = adapted.trainable().keys()
+    trainable = adapted.trainable().keys()
     for layer in adapted.structure.moe_layers:
         for expert in adapted.selection.experts.get(layer.index, ()):
             for stack in stacks(layer):
                 name, mapping = trained_name(layer, expert, stack), mappings.get(f"{layer.experts}.{stack}")
-                if name in there and mapping is not None:
+                if name in trainable and mapping is not None:
                     yield _Target(name, mapping.of_expert(expert), expert, layer, stack)
     for name in adapted.run.router_biases.values():
         if name in mappings:

@@ -1,26 +1,20 @@
 """Load an adapter folder, in the layout of any program, into an adapted model. Pickles are never opened."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moetune.adapt.build import Adapted
 from moetune.adapters.base import base_of, stacks_of
-from moetune.adapters.factors import plain_number, split_parts, untied_in
-from moetune.adapters.files import CONFIG_FILE, Scales, StoredAdapter, open_adapter
+from moetune.adapters.factors import Adapter, Factors, plain_number, split_parts, untied_in
+from moetune.adapters.files import CONFIG_FILE, open_adapter
 from moetune.adapters.read import read, sure
-from moetune.adapters.stacked import ORDERS
-from moetune.adapters.write import laid_out
 from moetune.errors import UserError, first_of, time_limit
 from moetune.experts.bank import ExpertLora
 from moetune.models.structure import MoeLayer
-from moetune.run.names import linear_factors
-
-Tensors = Mapping[str, Tensor]
+from moetune.run.names import linear_factors, whole_name
 
 
 def load_peft(adapted: Adapted, folder: Path) -> tuple[str, ...]:
@@ -30,233 +24,138 @@ def load_peft(adapted: Adapted, folder: Path) -> tuple[str, ...]:
     user in the returned ones.
 
     Raises:
-        UserError: the folder holds no adapter in safetensors, the adapter is not plain LoRA, or it differs from the
-            model's selection in rank, alpha, targets or shapes, or from frozen weights in their values. The model is
-            unchanged then.
+        UserError: the folder holds no adapter in safetensors, the adapter is not plain LoRA, its layout is in doubt, or
+            it differs from the model's selection in rank, alpha, targets or shapes, or from frozen weights in their
+            values. The model is unchanged then.
     """
-    values, notes = _values(adapted, folder)
+    matching = _matched(adapted, folder)
     with torch.no_grad():
         for name, tensor in adapted.learned().items():
-            tensor.copy_(values[name])
-    return notes
+            tensor.copy_(matching.values[name])
+    if not (grown := matching.grown):
+        return ()
+    more = f" and {len(grown) - 1} more" if len(grown) > 1 else ""
+    return (f"of a lower rank in the adapter, so the other ranks begin like new factors: {grown[0]}{more}",)
 
 
 def check_peft(adapted: Adapted, folder: Path) -> None:
     """Raise `UserError` if `load_peft` would, for a model on the meta device; compare no values of frozen weights."""
-    _values(adapted, folder)
+    _matched(adapted, folder)
 
 
-def _values(adapted: Adapted, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    with time_limit(f"the patterns in {str(folder / CONFIG_FILE)!r}"):
-        stored = _in_pefts_layout(open_adapter(folder), adapted)
-        reading = _Reading(adapted, stored.scales, stored.tensors)
-        values = reading.values()
-    if reading.problems:
-        lines = "\n  ".join(first_of(reading.problems))
-        raise UserError(f"the adapter in {str(folder)!r} does not fit the run's adapt: block:\n  {lines}")
-    if not (grown := reading.grown):
-        return values, ()
-    more = f" and {len(grown) - 1} more" if len(grown) > 1 else ""
-    return values, (f"of a lower rank in the adapter, so the other ranks begin like new factors: {grown[0]}{more}",)
-
-
-def _in_pefts_layout(stored: StoredAdapter, adapted: Adapted) -> StoredAdapter:
-    """Return an adapter in PEFT's layout, whichever it is stored in.
-
-    Raises:
-        UserError: the layout cannot be detected, or a part of the adapter belongs to nothing.
-    """
+def _matched(adapted: Adapted, folder: Path) -> "_Matching":
     model = adapted.run.model
-    base = base_of(model.source, model.plain, model.structure, model.config.path)
-    found = sure(read(stored, base), stored)
-    if found.layout in (None, "peft"):
-        return stored
-    if found.problems:
-        lines = "\n  ".join(first_of(found.problems))
-        raise UserError(f"{stored}, read as {found.layout}:\n  {lines}")
-    laid = laid_out(found.adapter, base, "peft")
-    # compared with the base, under their names in an adapted model
-    frozen = {".base_layer.".join(name.rsplit(".", 1)): tensor for name, tensor in found.frozen.items()}
-    return replace(
-        stored,
-        tensors=laid.tensors | frozen,
-        settings=laid.settings,
-        scales=Scales.model_validate(laid.settings),
-        record={},
-    )
+    with time_limit(f"the patterns in {str(folder / CONFIG_FILE)!r}"):
+        stored = open_adapter(folder)
+        found = sure(read(stored, base_of(model.source, model.plain, model.structure, model.config.path)), stored)
+    matching = _Matching(adapted, found.problems)
+    matching.match(found.adapter, found.frozen)
+    if matching.problems:
+        lines = "\n  ".join(first_of(matching.problems))
+        raise UserError(f"the adapter in {str(folder)!r} does not fit the run's adapt: block:\n  {lines}")
+    return matching
 
 
-class _Reading:
-    """Matches the tensors of an adapter with the parameters that a model learns: call `values`, then read `problems`.
+class _Matching:
+    """Matches an adapter with what a model learns: call `match`, then read the rest.
 
     Attributes:
-        left: the adapter's tensors, by their names in the plain model, that are not matched yet.
+        values: name -> value for all that the model learns; incomplete if there are `problems`.
         problems: what does not fit, one line each.
         grown: layers and parameters that the adapter has factors of a lower rank of.
-        trainable: name -> tensor of all that the model learns.
     """
 
-    def __init__(self, adapted: Adapted, scales: Scales, tensors: Tensors) -> None:
-        self.adapted, self.scales = adapted, scales
-        self.left = dict(tensors)
-        self.problems: list[str] = []
+    def __init__(self, adapted: Adapted, problems: list[str]) -> None:
+        self.adapted, self.problems = adapted, problems
+        self.values: dict[str, Tensor] = {}
         self.grown: list[str] = []
         self.trainable = adapted.learned()
 
-    def values(self) -> dict[str, Tensor]:
-        """Return name -> value for all that the model learns; incomplete if there are `problems` afterwards."""
-        values: dict[str, Tensor] = {}
-        for path in self.adapted.selection.lora_linears:
-            values |= self._linear(path)
-        for layer, lora in self.adapted.expert_lora():
-            values |= self._experts(layer, lora)
-        wanted = self.trainable.keys() - values.keys()
-        values |= self._full({name for name in wanted if self.adapted.part_of(name) != "lora"})
-        self._refuse_rest()
-        return values
+    def match(self, adapter: Adapter, frozen: dict[str, Tensor]) -> None:
+        """Match all parts of an adapter; `frozen` are the base's values that it stores (`Read.frozen`)."""
+        selection, with_lora = self.adapted.selection, self.adapted.expert_lora()
+        for path in selection.lora_linears:
+            assert selection.lora is not None
+            names = linear_factors(path)
+            rank = len(self.trainable[names["A"]])
+            if factors := self._fitting(path, adapter.linears.get(path), rank, selection.lora.scale(rank)):
+                self._take(path, names, factors.A, factors.B)
+        for layer, lora in with_lora:
+            for projection, stack in stacks_of(layer).items():
+                factors = adapter.experts.get(layer.experts, {}).get(projection)
+                self._match_experts(layer, lora, projection, f"{layer.experts}.{stack}", factors)
+        chosen = {*selection.lora_linears, *(layer.experts for layer, _ in with_lora)}
+        for path in sorted({*adapter.linears, *adapter.experts} - chosen):
+            self.problems.append(f"{path}: has factors; adapt.lora leaves it out")
+        self._match_whole({**adapter.saved, **frozen})
 
-    def _linear(self, path: str) -> dict[str, Tensor]:
-        names = linear_factors(path)
-        rank, into = self.trainable[names["A"]].shape
-        lora = self.adapted.selection.lora
-        assert lora is not None
-        factors = self._factors(path, path, rank, into, lora.scale(rank), outputs=len(self.trainable[names["B"]]))
-        return {} if factors is None else self._filled(path, names, factors["A"], factors["B"])
+    def _fitting(self, where: str, factors: Factors | None, rank: int, scale: float) -> Factors | None:
+        """Return factors of at most this rank; None, with a problem, for others. Report another scale."""
+        if factors is None:
+            self.problems.append(f"{where}: has no factors; leave it out of adapt.lora")
+        elif factors.rank > rank:
+            self.problems.append(f"{where}: rank {factors.rank}, and adapt.lora asks for {rank}")
+        else:
+            if not math.isclose(factors.scale, scale, rel_tol=1e-9):
+                self.problems.append(f"{where}: alpha / rank is {factors.scale:g}, and adapt.lora asks for {scale:g}")
+            return factors
+        return None
 
-    def _experts(self, layer: MoeLayer, lora: ExpertLora) -> dict[str, Tensor]:
-        shape = layer.shape
-        values: dict[str, Tensor] = {}
-        paths = {"gate_up": f"{layer.experts}.base_layer", "down": layer.experts}
-        for projection, stack in stacks_of(layer).items():
-            path = paths[projection]
-            A, B = (getattr(lora, f"{projection}_{factor}") for factor in "AB")
-            _, parts, rank, into = A.shape
-            where = f"{layer.experts}.{stack}"
-            found = self._factors(path, where, parts * rank, into, lora.scale, parts * B.shape[2], shape.num_experts)
-            if found is None:
-                continue
-            A_all, B_all = ORDERS["peft"].read(found["A"], found["B"], shape.num_experts)
-            self._check_ids(where, A_all, B_all, tuple(lora.slots))
-            chosen = list(lora.slots)
-            stored = A_all.shape[1]
-            B_parts, shared = split_parts(B_all[chosen], stored // parts, lora.rows_of_parts[projection])
-            if shared or stored % parts:
-                self.problems.append(
-                    f"{where}: gate and up share factors; set adapt.lora.gate_up: fused, rank: {stored} and "
-                    f"alpha: {plain_number(stored * lora.scale)}"
-                )
-                continue
-            name = f"{layer.experts}.lora.{projection}"
-            names = {factor: f"{name}_{factor}" for factor in "AB"}
-            values |= self._filled(where, names, A_all[chosen].unflatten(1, (parts, -1)), B_parts)
-        return values
+    def _match_experts(
+        self, layer: MoeLayer, lora: ExpertLora, projection: str, where: str, factors: Factors | None
+    ) -> None:
+        names = {factor: f"{layer.experts}.lora.{projection}_{factor}" for factor in "AB"}
+        _, parts, rank, _ = self.trainable[names["A"]].shape
+        if (factors := self._fitting(where, factors, parts * rank, lora.scale)) is None:
+            return
+        for expert, (A, B) in enumerate(zip(factors.A, factors.B, strict=True)):
+            has_A, has_B = bool(A.any()), bool(B.any())
+            if expert in lora.slots and not has_A and not has_B:
+                self.problems.append(f"{where}: expert {expert} has no factors; leave it out of adapt.lora.ids")
+            if expert not in lora.slots and has_A and has_B:
+                self.problems.append(f"{where}: expert {expert} has factors; adapt.lora leaves it out")
+        chosen = list(lora.slots)
+        B_parts, shared = split_parts(factors.B[chosen], factors.rank // parts, lora.rows_of_parts[projection])
+        if shared or factors.rank % parts:
+            self.problems.append(
+                f"{where}: gate and up share factors; set adapt.lora.gate_up: fused, rank: {factors.rank} and alpha: "
+                f"{plain_number(factors.rank * lora.scale)}"
+            )
+        else:
+            self._take(where, names, factors.A[chosen].unflatten(1, (parts, -1)), B_parts)
 
-    def _filled(self, where: str, names: dict[str, str], A: Tensor, B: Tensor) -> dict[str, Tensor]:
-        """Return name -> factor, `A` [..., r, in] and `B` [..., out, r] filled up to the ranks that the model has."""
+    def _take(self, where: str, names: dict[str, str], A: Tensor, B: Tensor) -> None:
+        """Take factors, `A` [..., r, in] and `B` [..., out, r], filled up to the ranks that the model has."""
         rank, drawn = A.shape[-2], self.trainable[names["A"]]
         if rank < drawn.shape[-2]:
             self.grown.append(where)
             zeros = torch.zeros_like(self.trainable[names["B"]][..., rank:])
             A, B = torch.cat((A.to(drawn), drawn[..., rank:, :]), -2), torch.cat((B.to(zeros), zeros), -1)
-        return {names["A"]: A, names["B"]: B}
+        self.values |= {names["A"]: A, names["B"]: B}
 
-    def _check_ids(self, where: str, A: Tensor, B: Tensor, ids: tuple[int, ...]) -> None:
-        """Add a problem for each expert that has factors in the adapter or in the selection, but not in both. A [E, R,
-        in] and B [E, out, R] are the adapter's factors of all E experts, zero for one without; `ids` are the experts
-        that have LoRA in the selection; `where` names the parameter in the problem."""
-        for expert in range(len(A)):
-            has_A, has_B = bool(A[expert].any()), bool(B[expert].any())
-            if expert in ids and not has_A and not has_B:
-                self.problems.append(f"{where}: expert {expert} has no factors; leave it out of adapt.lora.ids")
-            if expert not in ids and has_A and has_B:
-                self.problems.append(f"{where}: expert {expert} has factors; adapt.lora leaves it out")
-
-    def _factors(
-        self, path: str, target: str, rank: int, into: int, scale: float, outputs: int, experts: int = 1
-    ) -> dict[str, Tensor] | None:
-        """Take lora_A and lora_B under `path` out of `left`; report a missing factor or a wrong shape, rank or scale.
-
-        Args:
-            path: where PEFT stores the factors.
-            target: the layer's path in the plain model, for messages and for PEFT's patterns.
-            rank: rank per expert that the selection sets; the adapter's may be lower.
-            into, outputs: numbers of input and output features.
-            scale: the number that the selection multiplies B·A by.
-            experts: number of experts that the two matrices hold.
-
-        Returns:
-            `A` [r·experts, into] and `B` [outputs, r·experts] of the adapter's rank r; None if they do not fit.
-        """
-        found = {factor: self.left.pop(f"{path}.lora_{factor}.weight", None) for factor in "AB"}
-        A, B = found["A"], found["B"]
-        if A is None or B is None:
-            self.problems.append(f"{target}: has no factors; leave it out of adapt.lora")
-            return None
-        if A.ndim != 2 or (A.shape[1], *B.shape) != (into, outputs, len(A)) or len(A) % experts:
-            self.problems.append(
-                f"{target}: lora_A {[*A.shape]} and lora_B {[*B.shape]} do not map {into} features to {outputs}"
-            )
-            return None
-        stored = len(A) // experts
-        if stored > rank:
-            self.problems.append(f"{target}: rank {stored}, and adapt.lora asks for {rank}")
-            return None
-        if (noted := self.scales.rank(target)) != stored:
-            self.problems.append(f"{target}: its factors have rank {stored}, and {CONFIG_FILE} says {noted}")
-        if not math.isclose(found_scale := self.scales.of(target, stored), scale, rel_tol=1e-9):
-            self.problems.append(f"{target}: alpha / rank is {found_scale:g}, and adapt.lora asks for {scale:g}")
-        return {"A": A, "B": B}
-
-    def _full(self, wanted: set[str]) -> dict[str, Tensor]:
-        """Return the values of the parameters in `wanted`, which train in full precision, and report what is missing. A
-        tied parameter has to be stored under all its names, in one value."""
-        values: dict[str, Tensor] = {}
-        tied = {name: first for name, first in self.adapted.structure.tied.items() if first in wanted}
-        for name in untied_in(self.left, tied):
+    def _match_whole(self, held: dict[str, Tensor]) -> None:
+        """Match the parameters that an adapter holds whole with those that train in full precision, and report what is
+        missing and what is frozen here and has another value. A tied parameter has to be held under all its names, in
+        one value."""
+        adapted, structure = self.adapted, self.adapted.structure
+        wanted = {name for name in self.trainable if adapted.part_of(name) != "lora"}
+        tied = {name: first for name, first in structure.tied.items() if first in wanted}
+        for name in untied_in(held, tied):
             self.problems.append(
                 f"{name} and {tied[name]} are apart in it, and train as one here (tied); merge it first "
                 "(moetune adapter merge), and train on the result"
             )
-        for stored in list(self.left):
-            name = tied.get(stored, stored)
-            if name not in wanted:
-                continue
-            tensor = self.left.pop(stored)
-            if tensor.shape != self.trainable[name].shape:
-                expected = [*self.trainable[name].shape]
-                self.problems.append(f"{stored} is {[*tensor.shape]}, and the model's is {expected}")
-            values[name] = tensor
-        for name in sorted(wanted - values.keys()):
+        model, routers = adapted.model, {part.name for part in structure.parameters_of("router")}
+        frozen = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        for name, tensor in sorted(held.items()):
+            own = whole_name(tied.get(name, name), adapted.selection)
+            if own in wanted:
+                self.values[own] = tensor
+            elif (here := frozen.get(own)) is None or not (here.is_meta or tensor.to(here).equal(here)):
+                setting = f"; set adapt.{'router' if name in routers else 'also'} so that it trains"
+                is_parameter = isinstance(here, nn.Parameter)
+                self.problems.append(
+                    f"{name}: is in the adapter; it is frozen here, with another value{setting * is_parameter}"
+                )
+        for name in sorted(wanted - self.values.keys()):
             self.problems.append(f"{name}: is not in the adapter, and trains in full precision here")
-        return values
-
-    def _refuse_rest(self) -> None:
-        """Report tensors that were not matched, except frozen ones whose values equal the model's."""
-        model = self.adapted.model
-        frozen: dict[str, Tensor] = {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers()),
-        }
-        for name, tensor in sorted(self.left.items()):
-            here = frozen.get(name)
-            if here is not None and here.shape == tensor.shape and (here.is_meta or tensor.to(here).equal(here)):
-                continue
-            if here is not None and here.shape != tensor.shape:
-                problem = f"{name} is {[*tensor.shape]}, and the model's is {[*here.shape]}"
-            elif ".lora_" in name:
-                problem = f"{name.partition('.lora_')[0]}: has factors; adapt.lora leaves it out"
-            else:
-                problem = f"{name}: is in the adapter; it is frozen here{self._remedy(name, tensor)}"
-            if problem not in self.problems:
-                self.problems.append(problem)
-
-    def _remedy(self, name: str, tensor: Tensor) -> str:
-        """Return the end of a message, on the setting that would let the parameter `name` train.
-
-        "" if the model has no parameter of this name in the shape of `tensor`, the adapter's value.
-        """
-        here = dict(self.adapted.model.named_parameters(remove_duplicate=False)).get(name)
-        if here is None or here.shape != tensor.shape:
-            return ""
-        is_router = any(part.name == name for part in self.adapted.structure.parameters_of("router"))
-        return f", with another value; set adapt.{'router' if is_router else 'also'} so that it trains"

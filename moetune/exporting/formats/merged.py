@@ -15,7 +15,7 @@ from typing import Any
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
-from moetune.exporting.formats.updates import new_rows, placed, updates
+from moetune.exporting.formats.updates import placed, updates, write_updates
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import read_json
@@ -38,11 +38,7 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     targets = placed(model, updates(run), base)
     fingerprint, places = copy_checkpoint(folder, out)
     of_base = confirmed_base(run, folder, fingerprint)
-    changed: set[str] = set()
-    for update, mapping in targets:
-        for key, start, rows in new_rows(update, mapping, base):
-            places[key].write(rows, start)
-            changed.add(key)
+    changed = write_updates(targets, base, places)
     notes = untie_if_apart(out)
     if any(isinstance(tensor, Quantized) for tensor in base.values()):
         method = model.source.quantization.method
@@ -93,7 +89,10 @@ def copy_checkpoint(
     tensors = open_checkpoint(folder)
     if any(isinstance(tensor, Quantized) for tensor in tensors.values()):
         fingerprint = take_fingerprint(folder, on_read=on_read)
-        places = _dequantize({**tensors, **(added or {})}, folder, out)
+        tensors |= added or {}
+        places = create_files(tensors, out, lambda name, tensor: {name: (tensor.torch_dtype, tensor.shape)})
+        copy_rows(tensors, places)
+        write_config(folder, out, None)
     else:
         if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
             copy_small_file(folder / INDEX_FILE, folder, out)
@@ -116,23 +115,17 @@ def _with_tensors(added: Mapping[str, Stored], places: Mapping[str, Stored], out
     else:
         own = out / "model-untied.safetensors"
     written = create_file(own, {name: (tensor.torch_dtype, tensor.shape) for name, tensor in added.items()})
-    for name, tensor in added.items():
-        for start, stop in tensor.blocks():
-            written[name].write(tensor.rows(start, stop), start)
+    copy_rows(added, written)
     places = {**places, **written}
     _write_index(places, out)
     return places
 
 
-def _dequantize(tensors: Mapping[str, Stored], folder: Path, out: Path) -> dict[str, Stored]:
-    """Write `tensors` of the checkpoint in `folder`, dequantized, to files of the same names in `out`, with index and
-    `config.json`; return the written ones by name."""
-    written = create_files(tensors, out, lambda name, tensor: {name: (tensor.torch_dtype, tensor.shape)})
+def copy_rows(tensors: Mapping[str, Stored], places: Mapping[str, Stored]) -> None:
+    """Write the values of tensors, dequantized, to the places of the same names, block by block."""
     for name, tensor in tensors.items():
         for start, stop in tensor.blocks():
-            written[name].write(tensor.rows(start, stop), start)
-    write_config(folder, out, None)
-    return written
+            places[name].write(tensor.rows(start, stop), start)
 
 
 def create_files(

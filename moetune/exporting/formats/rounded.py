@@ -7,7 +7,7 @@ Shapes: a matrix is [out, in].
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ from torch import Tensor
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
-from moetune.exporting.formats.merged import create_files, untie_if_apart, write_config
+from moetune.exporting.formats.merged import copy_rows, create_files, untie_if_apart, write_config
 from moetune.exporting.formats.updates import new_rows, placed, updates
 from moetune.formats.base import Format, Quantized
 from moetune.formats.checkpoint import open_checkpoint
@@ -53,24 +53,6 @@ class Survival:
     error: float
 
 
-class _Sums:
-    """Sums over the matrices of one layer, from which its `Survival` follows."""
-
-    def __init__(self) -> None:
-        self.along, self.change, self.off = 0.0, 0.0, 0.0
-
-    def add(self, change: Tensor, rounded: Tensor) -> None:
-        """Add a matrix: its change Δ, and what rounding left of it, Q(W + Δ) − Q(W); both in float32."""
-        self.along += float((rounded * change).sum(dtype=torch.float64))
-        self.change += float(change.square().sum(dtype=torch.float64))
-        self.off += float((rounded - change).square().sum(dtype=torch.float64))
-
-    def survival(self, layer: int | None) -> Survival:
-        """Return the survival that follows from the sums, labelled with a layer number."""
-        change = self.change or 1.0
-        return Survival(layer, self.along / change, (self.off / change) ** 0.5)
-
-
 def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tuple[Survival, ...]]:
     """Write the merged checkpoint of a run, rounded to a quantized format, to the folder `out`.
 
@@ -82,15 +64,11 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
             for a trained parameter; or checkpoints of the model type have no layout in this format.
     """
     folder, model, format = base_folder(run), run.adapted.run.model, FORMATS[into]
-    base = {
-        name: replace(tensor, dtype="F32") if isinstance(tensor, Quantized) else tensor
-        for name, tensor in open_checkpoint(folder).items()
-    }
+    base = _open_exactly(folder)
     targets = placed(model, updates(run), base)
-    if is_published := _is_published(base.values(), format):
-        chosen: set[str] = set()
-    else:
-        chosen = _to_round(model, base, format)
+    own = [tensor for tensor in base.values() if isinstance(tensor, format.layouts)]
+    is_published = bool(own) and all(isinstance(tensor, Quantized) and tensor.is_in(format) for tensor in own)
+    chosen = set[str]() if is_published else _to_round(model, base, format)
     for file in small_files(folder):
         copy_small_file(file, folder, out)
     if is_published:
@@ -101,16 +79,13 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
         fingerprint = take_fingerprint(folder)
         _write_base(base, chosen, folder, out, format)
     of_base = confirmed_base(run, folder, fingerprint)
-    places = {
-        name: replace(tensor, dtype="F32") if isinstance(tensor, Quantized) else tensor
-        for name, tensor in open_checkpoint(out).items()
-    }
-    sums: dict[int | None, _Sums] = {}
+    places = _open_exactly(out)
+    sums: dict[int | None, Tensor] = {}
     changed: set[str] = set()
     for update, mapping in targets:
         number = re.search(r"\.(\d+)\.", update.parameter)
         layer = None if number is None else int(number[1])
-        for key, start, rows in _whole(new_rows(update, mapping, base, exact=True), places):
+        for key, start, rows in new_rows(update, mapping, base, into=places):
             changed.add(key)
             if not isinstance(place := places[key], Quantized):
                 place.write(rows, start)
@@ -119,33 +94,37 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
             before = place.rows(start, stop)
             _write(place, rows.float(), start, keep=is_published)
             rounded = place.rows(start, stop) - before
-            sums.setdefault(layer, _Sums()).add(rows.float() - base[key].rows(start, stop).float(), rounded)
+            of_matrix = _sums(rows.float() - base[key].rows(start, stop).float(), rounded)
+            sums[layer] = sums[layer] + of_matrix if layer in sums else of_matrix
     write_export_manifest(out, manifest_entries(run) | {"format": "merged", "into": into, "base": of_base.to_json()})
-    size = sum(part.nbytes for key in changed for part in _parts(places[key]))
-    return Written(len(changed), size, untie_if_apart(out)), _survivals(sums)
+    written = (places[key] for key in changed)
+    parts = (part for one in written for part in (one.parts.values() if isinstance(one, Quantized) else (one,)))
+    size = sum(part.nbytes for part in parts)
+    ordered = sorted(sums, key=lambda layer: (layer is None, layer or 0))
+    survivals = [_survival(layer, sums[layer]) for layer in ordered]
+    if sums:
+        survivals.append(_survival(None, torch.stack([*sums.values()]).sum(0)))
+    return Written(len(changed), size, untie_if_apart(out)), tuple(survivals)
 
 
-def _survivals(sums: Mapping[int | None, _Sums]) -> tuple[Survival, ...]:
-    """Return the survival in each layer in ascending order, in matrices of no layer, and last in all together.
-
-    `sums` is layer number -> sums, None for matrices of no layer; without any, the result is empty.
-    """
-    every = _Sums()
-    for one in sums.values():
-        every.along, every.change, every.off = every.along + one.along, every.change + one.change, every.off + one.off
-    ordered = sorted(sums.items(), key=lambda item: (item[0] is None, item[0] or 0))
-    return (*(one.survival(layer) for layer, one in ordered), *([every.survival(None)] if sums else []))
+def _sums(change: Tensor, rounded: Tensor) -> Tensor:
+    """Return ⟨rounded, Δ⟩, ⟨Δ, Δ⟩ and ‖rounded − Δ‖², from which `Survival` follows, of a matrix in float32; `rounded`
+    is what rounding left of its change Δ: Q(W + Δ) − Q(W)."""
+    parts = rounded * change, change.square(), (rounded - change).square()
+    return torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
 
-def _parts(tensor: Stored) -> Iterable[Stored]:
-    """Return the file's tensors of which a weight consists: data and scales if it is quantized, else itself."""
-    return tensor.parts.values() if isinstance(tensor, Quantized) else (tensor,)
+def _survival(layer: int | None, sums: Tensor) -> Survival:
+    along, change, off = sums.tolist()
+    return Survival(layer, along / (change or 1.0), (off / (change or 1.0)) ** 0.5)
 
 
-def _is_published(base: Iterable[Stored], format: Format) -> bool:
-    """Return whether a checkpoint already has weights in this format."""
-    kept = [tensor for tensor in base if isinstance(tensor, format.layouts)]
-    return bool(kept) and all(isinstance(one, Quantized) and one.is_in(format) for one in kept)
+def _open_exactly(folder: Path) -> dict[str, Stored]:
+    """Open a checkpoint whose quantized tensors are read in float32."""
+    return {
+        name: replace(tensor, dtype="F32") if isinstance(tensor, Quantized) else tensor
+        for name, tensor in open_checkpoint(folder).items()
+    }
 
 
 def _to_round(model: ResolvedModel, base: Mapping[str, Stored], format: Format) -> set[str]:
@@ -194,40 +173,18 @@ def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out:
         for name in chosen:
             weight = base[name].rows().abs().max().float()
             largest[_joined(name)] = torch.maximum(largest.get(_joined(name), weight), weight)
-    for name, tensor in base.items():
-        if name not in chosen:
-            for start, stop in tensor.blocks():
-                places[name].write(tensor.rows(start, stop), start)
-        else:
-            step = 1 if format.layouts[0].STACKS else tensor.num_rows
-            for start in range(0, tensor.num_rows, step):
-                rows = tensor.rows(start, start + step).float()
-                _write(places[name], rows, start, largest.get(_joined(name)))
+    copy_rows({name: tensor for name, tensor in base.items() if name not in chosen}, places)
+    for name in chosen:
+        tensor = base[name]
+        step = 1 if format.layouts[0].STACKS else tensor.num_rows
+        for start in range(0, tensor.num_rows, step):
+            rows = tensor.rows(start, start + step).float()
+            _write(places[name], rows, start, largest.get(_joined(name)))
 
 
 def _joined(name: str) -> str:
     """Return a tensor's name, changed to be equal for matrices which vLLM joins: gate and up; queries, keys, values."""
     return re.sub(r"\b(gate|up)_proj\b|\bw[13]\b", "gate_up", re.sub(r"\b[qkv]_proj\b", "qkv", name))
-
-
-def _whole(rows: Iterator[tuple[str, int, Tensor]], places: Mapping[str, Stored]) -> Iterator[tuple[str, int, Tensor]]:
-    """Join the rows of each matrix that is quantized in `places`, because its scales are for many rows.
-
-    `rows`, from `new_rows`, and the result are (name of a tensor, index of the first row, rows); `places` are the
-    tensors of the new checkpoint by name.
-
-    Rows of other tensors, and stacked experts, are yielded as they come.
-    """
-    held: list[Tensor] = []
-    for key, start, part in rows:
-        place = places[key]
-        if not isinstance(place, Quantized) or place.STACKS:
-            yield key, start, part
-            continue
-        held.append(part)
-        if start + len(part) == place.num_rows:
-            yield key, 0, torch.cat(held) if len(held) > 1 else held[0]
-            held = []
 
 
 def _write(place: Stored, weight: Tensor, start: int, largest: Tensor | None = None, *, keep: bool = False) -> None:

@@ -15,6 +15,7 @@ from moetune.adapt.weights.target import out_in
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank, ExpertLora
 from moetune.exporting.finished_run import FinishedRun
+from moetune.formats.base import Quantized
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.structure import MoeLayer
 from moetune.run.names import linear_factors, matrix_of, stacks, trained_name, whole_name
@@ -146,7 +147,7 @@ def placed(
 
 
 def new_rows(
-    update: Update, mapping: KeyMapping, base: Mapping[str, Stored], *, exact: bool = False
+    update: Update, mapping: KeyMapping, base: Mapping[str, Stored], *, into: Mapping[str, Stored] | None = None
 ) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (name of a tensor in the checkpoint, index of its first new row, new rows) for an update.
 
@@ -156,14 +157,17 @@ def new_rows(
     Args:
         mapping: the checkpoint's tensors that store the parameter, from `placed`.
         base: the tensors of the base checkpoint by name.
-        exact: yield rows with LoRA in float32; otherwise some are already rounded to the base's dtype.
+        into: the tensors of a new checkpoint that may be quantized. Rows with LoRA then stay in float32, where some
+            are otherwise rounded to the base's dtype, and a quantized matrix comes whole: its scales are for many rows.
 
     Raises:
         UserError: the parameter has another shape in the base than in the model.
     """
     if mapping.conversion is None and update.expert is None:
         (key,) = mapping.every_key()
-        for start, stop in base[key].blocks():
+        place = None if into is None else into[key]
+        is_whole = isinstance(place, Quantized) and not place.STACKS
+        for start, stop in [(0, base[key].num_rows)] if is_whole else base[key].blocks():
             old = base[key].rows(start, stop).float() if update.is_added else None
             yield key, start, update.rows(old, start, stop)
         return
@@ -180,8 +184,22 @@ def new_rows(
     new = update.rows(old, 0, shape[0])
     if update.is_added:
         del old
-        new = (
-            new if exact else new.to(base[mapping.every_key()[0]].torch_dtype)
-        )  # cast first: the conversion copies the tensor
+        if into is None:  # cast first: the conversion copies the tensor
+            new = new.to(base[mapping.every_key()[0]].torch_dtype)
     for key, rows in mapping.to_checkpoint(new, base).items():
         yield key, first, rows
+
+
+def write_updates(
+    targets: Iterable[tuple[Update, KeyMapping]], base: Mapping[str, Stored], places: Mapping[str, Stored]
+) -> set[str]:
+    """Write the rows of updates, paired by `placed`, over those of a copy of the base, whose tensors are `places`.
+
+    Returns the names of the tensors that changed.
+    """
+    changed = set()
+    for update, mapping in targets:
+        for key, start, rows in new_rows(update, mapping, base):
+            places[key].write(rows, start)
+            changed.add(key)
+    return changed

@@ -1,15 +1,19 @@
 """A run without the kernels that do not work on its machine, on one rank or on several."""
 
-import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from moetune.adapt.guard import check
-from moetune.adapt.guard.exercise import Sizes, sizes_of
-from moetune.adapt.guard.verdicts import Key, Verdict
+import moetune
+from moetune.adapt.guard import check, exercise
+from moetune.adapt.guard.check import KERNELS
+from moetune.adapt.guard.comparison import Verdict
+from moetune.adapt.guard.exercise import samples
+from moetune.adapt.layers import low_rank
+from moetune.experts import mlp
+from moetune.formats import nf4
+from moetune.kernels import triton_rotary
 from moetune.kernels.registry import without_kernel
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedRun, resolve
@@ -22,30 +26,27 @@ CARDS = ("H100", "H100", "A6000")
 FAILED = {"H100": {"gated": "differs"}, "A6000": {"low_rank": "hangs"}}
 
 
-def run_of(folder: Path, ranks: int = 1) -> ResolvedRun:
+def run_of(folder: Path, ranks: int = 1, adapt: str = "lora") -> ResolvedRun:
     parallel = {"fsdp": ranks, "timeout": 50}
-    return resolve(runs.toy_run(runs.write_toy(folder / "model"), "lora", parallel=parallel), "cpu")
+    return resolve(runs.toy_run(runs.write_toy(folder / "model"), adapt, parallel=parallel), "cpu")
 
 
 def checked_on_a_rank(folder: Path) -> tuple[tuple[str, ...], list[str], list[tuple[str, float]]]:
     """The operators without kernel, what was said, and the comparisons of this rank, each with its limit."""
     rank, compared, said = torch.distributed.get_rank(), list[tuple[str, float]](), list[str]()
-    os.environ["MOETUNE_CACHE"] = str(folder / "cache")
 
-    def key_of(device: torch.device, sizes: Sizes) -> Key:
-        return Key(CARDS[rank], "driver", {}, "digest", sizes)
-
-    def compare(key: Key, device: torch.device, limit: float) -> Verdict:
-        compared.append((key.card, limit))
-        return Verdict(key, FAILED[key.card])
+    def compare(device: torch.device, sizes: exercise.Sizes, limit: float) -> Verdict:
+        compared.append((CARDS[rank], limit))
+        return Verdict(FAILED[CARDS[rank]])
 
     run = run_of(folder / str(rank), len(CARDS))
     ranks = Ranks.join(run.config.parallel, "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check.Key, "of", key_of)
+        patch.setattr(check, "_file", lambda device: folder / f"{CARDS[rank]}.json.gz")
         patch.setattr(check, "compare", compare)
+        patch.setattr(check, "on_gpu", lambda: object())
         without = [check.checked(run, CARD, ranks, said.append).config.hardware.without_kernels for _ in range(2)]
-    assert without[0] == without[1]  # the second time nothing is compared, although no verdict was kept on disk
+    assert without[0] == without[1]  # the second time nothing is compared
     return without[0], said, compared
 
 
@@ -67,16 +68,36 @@ def test_nothing_is_known_of_a_machine_without_a_gpu(tmp_path: Path, monkeypatch
     assert not without_kernel()
 
 
-def test_a_prediction_knows_what_this_process_found_and_did_not_keep(
+def test_a_prediction_knows_what_was_found_at_its_sizes_or_else_at_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a kernel that did not finish on a busy machine no file says so, and the run trains without it."""
-    run = run_of(tmp_path)
-    key = Key("H100", "driver", {}, "digest", sizes_of(run))
-    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path / "cache"))
+    """Of comparisons that were complete, with Triton, on this card."""
+    run, other = run_of(tmp_path / "lora"), run_of(tmp_path / "router", adapt="router")
+    verdicts = iter((Verdict({"gated": "differs"}, "out of memory"), Verdict({"gated": "differs"}), Verdict({})))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
-    monkeypatch.setattr(check.Key, "of", lambda device, sizes: replace(key, sizes=sizes))
+    monkeypatch.setattr(check, "_file", lambda device: tmp_path / "card.json.gz")
+    monkeypatch.setattr(check, "compare", lambda *_: next(verdicts))
+    monkeypatch.setattr(check, "on_gpu", lambda: object())
+    check.compared(CARD, exercise.sizes_of(run))
     assert check.as_known(run, None) is run
-    monkeypatch.setitem(check._not_kept, key.file, Verdict(key, {"gated": "did not finish"}))
+    check.compared(CARD, exercise.sizes_of(run))
+    for known in (run, other):
+        assert check.as_known(known, None).config.hardware.without_kernels == ("gated",)
+    check.compared(CARD, exercise.sizes_of(other))
+    assert check.as_known(other, None).config.hardware.without_kernels == ()
     assert check.as_known(run, None).config.hardware.without_kernels == ("gated",)
+    monkeypatch.setattr(check, "_file", lambda device: tmp_path / "another card.json.gz")
+    assert check.as_known(run, None) is run
+
+
+def test_the_file_is_named_by_the_source_of_all_that_an_exercise_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(str(moetune.__file__)).parent
+    sources = {path for pattern in KERNELS for path in root.glob(pattern)}
+    assert {Path(str(module.__file__)) for module in (low_rank, mlp, exercise, nf4, triton_rotary)} <= sources
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    file = check._file(CARD)
+    monkeypatch.setattr(check, "KERNELS", KERNELS[1:])
+    assert check._file(CARD) != file
+    assert check._digest(samples("bf16")) != check._digest(samples("fp32"))

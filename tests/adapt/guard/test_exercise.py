@@ -1,6 +1,7 @@
 """Exercises make the calls of a run's training step: the same operators, layouts and numbers, whatever its rows."""
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 
 from moetune.adapt.build import build
-from moetune.adapt.guard.exercise import _few, samples, sizes_of
-from moetune.experts.self_check import CallsSeen
+from moetune.adapt.guard.comparison import CallsSeen
+from moetune.adapt.guard.exercise import samples, sizes_of
 from moetune.kernels.registry import OPERATORS, Operator
 from moetune.run.resolve import resolve
 from moetune.training.step.micro_step import token_loss
@@ -70,7 +71,7 @@ def test_no_kind_of_call_is_left_out(adapt: str, model: dict[str, Any], train: d
     ids = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     in_training = kinds(lambda: token_loss(adapted.model, batch).backward())
-    exercised = set().union(*(kinds(sizes.exercise(CPU, tokens=80)) for sizes in sizes_of(resolved)))
+    exercised = set().union(*(kinds(partial(sizes.exercise, CPU, tokens=80)) for sizes in sizes_of(resolved)))
     missing = {kind for kind in in_training if kind not in exercised}
     assert in_training
     assert not sorted(map(str, missing))
@@ -83,18 +84,8 @@ def test_sizes_do_not_depend_on_what_layers_keep(tmp_path: Path) -> None:
 
 
 def test_the_samples_call_every_operator() -> None:
-    assert named(set().union(*(kinds(sizes.exercise(CPU)) for sizes in samples(torch.float32)))) == OPERATORS.keys() - {
+    assert named(
+        set().union(*(kinds(partial(sizes.exercise, CPU)) for sizes in samples("fp32")))
+    ) == OPERATORS.keys() - {
         "low_rank_product_"  # a bank calls it on a GPU only
     }
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 60, 128, 129])
-@pytest.mark.parametrize("most", [1, 5, 28, 200])
-def test_few_experts_make_the_same_groups(count: int, most: int) -> None:
-    def groups(count: int) -> set[int]:
-        parts = -(-count // most)
-        return {count * (part + 1) // parts - count * part // parts for part in range(parts)}
-
-    few = _few(count, most, top_k=2)
-    assert few <= min(count, max(2 * most, 3))
-    assert groups(few) >= groups(count) or few == 3 or most == 200

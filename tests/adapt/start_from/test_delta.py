@@ -15,7 +15,7 @@ from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.models.hub.delta_folder import Delta, read_delta
 from moetune.models.hub.fingerprint import digest
-from tests.exporting.runs import ADAPT, FULL, ToyRun, write_base, write_run
+from tests.exporting.runs import ADAPT, FULL, ToyRun, write_run
 from tests.reference import run_config
 from tests.resolved import build
 
@@ -73,15 +73,6 @@ def test_what_would_be_ignored_is_named(model_type: str, base: Callable[[str], P
     with pytest.raises(UserError, match=rf"{five} is in the delta, but does not train"):
         load_delta(adapted, delta)
     assert all(parameter.equal(before[name]) for name, parameter in adapted.trainable().items())
-
-
-def test_one_head_and_one_embedding_that_the_model_ties(tmp_path: Path) -> None:
-    folder = write_base(tmp_path / "base", "granitemoe", num_hidden_layers=2, tie_word_embeddings=True)
-    run = write_run(tmp_path / "run", folder, {"also": ["embedding"]})
-    adapted = fresh(run, {"also": ["embedding"]})
-    load_delta(adapted, exported(run, tmp_path / "delta"))
-    name = "model.embed_tokens.weight"
-    assert adapted.trainable()[name].equal(run.adapted.trainable()[name])
 
 
 def test_another_shape_is_named(base: Callable[[str], Path], tmp_path: Path) -> None:

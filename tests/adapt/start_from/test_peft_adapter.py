@@ -1,6 +1,5 @@
 """Adapters of stock PEFT load into an adapted model; what does not fit is named and changes nothing."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from moetune.adapt.start_from.peft_adapter import load_peft
-from moetune.adapters.factors import join_experts
-from moetune.adapters.stacked import ORDERS
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from tests.exporting.formats.test_peft import LORA, assert_same, logits, make_run
@@ -64,20 +61,6 @@ def test_an_adapter_of_stock_peft_loads(case: str, tmp_path: Path) -> None:
     assert_same(logits(adapted.model), logits(made))
     adapted.model(input_ids=token_ids(), labels=token_ids()).loss.backward()
     assert all(parameter.grad is not None for parameter in adapted.trainable().values())
-
-
-def test_the_layout_on_disk() -> None:
-    ids, rows = (1, 3), (slice(0, None, 2), slice(1, None, 2))
-    A, B = torch.randn(2, 2, 3, 5), torch.randn(2, 2, 4, 3)
-    lora_A, lora_B = ORDERS["peft"].write(*join_experts(A, B, ids, 4, rows))
-    assert (lora_A.shape, lora_B.shape) == ((4 * 6, 5), (8, 6 * 4))
-    A_all, B_all = ORDERS["peft"].read(lora_A, lora_B, 4)
-    assert B_all.equal(lora_B.reshape(8, 6, 4).permute(2, 0, 1))
-    for slot, expert in enumerate(ids):
-        delta = B_all[expert] @ A_all[expert]
-        for part, of_part in enumerate(rows):
-            torch.testing.assert_close(delta[of_part], B[slot, part] @ A[slot, part])
-    assert not any(tensor[expert].any() for tensor in (A_all, B_all) for expert in (0, 2))
 
 
 @pytest.fixture(scope="module")
@@ -133,32 +116,3 @@ def test_a_router_on_one_side_only_is_named(stock_run: tuple[ToyRun, Path], tmp_
     export(run.path, "peft", tmp_path / "adapter")
     with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.gate\.weight: is in the adapter; it is frozen here"):
         load_peft(stock_run[0].fresh(), tmp_path / "adapter")
-
-
-def test_a_pickle_is_refused_unread(stock_run: tuple[ToyRun, Path], tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text((stock_run[1] / "adapter_config.json").read_text())
-    with pytest.raises(UserError, match=r"there is no adapter_model\.safetensors in it"):
-        load_peft(stock_run[0].adapted, tmp_path)
-    (tmp_path / "adapter_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    with pytest.raises(UserError, match=r"adapter_model\.bin is a pickle"):
-        load_peft(stock_run[0].adapted, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"use_dora": True}, "not plain LoRA: use_dora"),
-        ({"init_lora_weights": "pissa"}, "pissa, which changes the base weights"),
-        ({"bias": "all"}, "not plain LoRA: bias: all"),
-        ({"peft_type": "IA3"}, "describes no LoRA adapter"),
-    ],
-)
-def test_other_kinds_of_adapter_are_refused(
-    changed: dict[str, Any], message: str, stock_run: tuple[ToyRun, Path], tmp_path: Path
-) -> None:
-    run, adapter = stock_run
-    settings = json.loads((adapter / "adapter_config.json").read_text()) | changed
-    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
-    (tmp_path / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
-    with pytest.raises(UserError, match=message):
-        load_peft(run.adapted, tmp_path)

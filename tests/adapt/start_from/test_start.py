@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.planning.predict import predict
 from moetune.training.data.load import load_data
 from moetune.training.folder.run_folder import RunFolder
 from tests import small
@@ -281,18 +279,3 @@ def test_overwriting_what_it_starts_from_is_refused(small_model: Path, small_dat
     with pytest.raises(UserError, match=r"is in output .*, which --overwrite empties"):
         train(again, overwrite=True)
     assert (tmp_path / "run" / "delta" / "delta.safetensors").is_file()
-
-
-@pytest.mark.full
-def test_predict_and_count_do_not_read_it(
-    small_model: Path, small_data: Path, tmp_path: Path, moetune: Callable[..., Any]
-) -> None:
-    adapt, model = {"lora": LORA}, {"dtype": "fp32"}
-    plain = run_of(small_model, small_data, tmp_path / "run", adapt, model=model)
-    config = run_of(
-        small_model, small_data, tmp_path / "run", adapt | {"start_from": str(tmp_path / "none")}, model=model
-    )
-    assert predict(config).to_json() == predict(plain).to_json()
-    (tmp_path / "run.yaml").write_text(config.to_yaml())
-    assert moetune("count", "--run", tmp_path / "run.yaml").code == 0
-    assert moetune("verify", tmp_path / "run.yaml", "--steps", "2").code in (0, 1)

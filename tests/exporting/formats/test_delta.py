@@ -68,14 +68,6 @@ def test_of_stacked_experts_it_has_the_chosen_rows(base: Callable[[str], Path], 
     assert torch.equal(delta["model.layers.1.mlp.experts.gate_up_proj_bias"][1], trained.bias)
 
 
-def test_a_stack_that_trained_whole_is_an_ordinary_tensor(base: Callable[[str], Path], tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", base("gpt_oss"), {"experts": {"layers": "1"}})
-    export(run.path, "delta", tmp_path / "delta")
-    assert json.loads((tmp_path / "delta" / "manifest.json").read_text())["slices"] == {}
-    delta, whole = load_file(tmp_path / "delta" / "delta.safetensors"), tensors_of(run.base)
-    assert all(tensor.shape == whole[name].shape for name, tensor in delta.items())
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("adapt", ["full", "all"])
 @pytest.mark.parametrize("model_type", TYPES)

@@ -16,7 +16,6 @@ from moetune.exporting.finished_run import base_folder, open_run
 from moetune.inference.check import check_export
 from moetune.tensor_files import read_headers
 from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
-from tests.processes import processes
 from tests.reference import token_ids
 from tests.resolved import write_quantized_base
 from tests.thinned import in_pairs
@@ -115,12 +114,6 @@ def test_a_base_saved_with_stacked_experts(tmp_path: Path) -> None:
     assert difference_of_logits(run, merge(run, tmp_path / "merged")) < TOLERANCE
 
 
-def test_a_head_tied_to_the_embedding(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base", "granitemoe", num_hidden_layers=2, tie_word_embeddings=True)
-    run = write_run(tmp_path / "run", base, {"also": ["embedding"]})
-    assert difference_of_logits(run, merge(run, tmp_path / "merged")) < TOLERANCE
-
-
 @pytest.mark.parametrize("packing", ["fp32", "nf4"])
 def test_check_says_how_far_the_losses_are_apart(packing: str, base: Callable[[str], Path], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", base("mixtral"), ADAPT["both"], storage=packing)
@@ -194,35 +187,6 @@ def test_a_damaged_checkpoint_is_named(base: Callable[[str], Path], tmp_path: Pa
     (run.path / "run.yaml").write_text(text.replace("- 5\n", "- 4\n"))
     with pytest.raises(UserError, match=r"run\.yaml' was changed after step-7 .*:\n.*\[0, 5\] before, \[0, 4\] now"):
         open_run(run.path)
-
-
-STATUS = Path("/proc/self/status")
-
-
-def peaks_of_merging(folder: Path, told: Any) -> None:
-    """Peak memory of this process in kB, after it merged the small model, and after the large one."""
-    for name in ("small", "large"):
-        export(folder / f"run-{name}", "merged", folder / f"out-{name}")
-        told.send(int(next(line for line in STATUS.open() if line.startswith("VmHWM")).split()[1]))
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.skipif(not STATUS.exists(), reason="needs /proc")
-def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Merging 80 MB takes less than 40 MB more than merging a toy does."""
-    adapt = {"experts": {"layers": "0", "ids": [0]}, "lora": {"rank": 4, "alpha": 4, "ids": "1-7"}}
-    for name, sizes in (("small", {}), ("large", {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64})):
-        base = write_base(tmp_path / name, "mixtral", num_hidden_layers=6, **sizes)
-        write_run(tmp_path / f"run-{name}", base, adapt)
-    mine, theirs = processes.Pipe(duplex=False)
-    process = processes.Process(target=peaks_of_merging, args=(tmp_path, theirs))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    before, after = (1024 * mine.recv() for _ in range(2))
-    assert sum(file.stat().st_size for file in (tmp_path / "out-large").glob("*.safetensors")) > 7.5e7
-    assert after - before < 4e7
 
 
 def test_a_run_on_a_packed_base_is_merged_into_what_was_packed(base: Callable[[str], Path], tmp_path: Path) -> None:

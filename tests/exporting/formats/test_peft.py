@@ -18,12 +18,11 @@ from moetune.adapt.start_from.peft_adapter import load_peft
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import open_run
-from moetune.exporting.formats.peft import write_peft
+from moetune.exporting.formats.adapter import write_peft
 from moetune.training.folder.checkpoint import TRAINED_FILE
-from tests import small
 from tests.exporting.runs import ToyRun, trained_of, write_base, write_run
 from tests.reference import token_ids
-from tests.resolved import build, train, write_quantized_base
+from tests.resolved import write_quantized_base
 from tests.thinned import thinned
 
 LORA = {"rank": 3, "alpha": 7.5}
@@ -34,11 +33,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts alone": ("mixtral", {"lora": LORA | {"targets": ["experts"], "gate_up": "split"}}),
     "attention alone": ("mixtral", {"lora": LORA | {"targets": ["attention"], "layers": [1]}}),
     "one layer, three experts": ("mixtral", {"lora": LORA | {"layers": [1], "ids": [0, 3, 6], "gate_up": "split"}}),
-    "router": ("mixtral", {"router": [1], "lora": LORA}),
     "router and norms": ("mixtral", {"router": "all", "also": ["norm"], "lora": LORA}),
     "embedding and head": ("mixtral", {"also": ["*embed_tokens*", "lm_head"], "lora": LORA}),
     "qwen2_moe": ("qwen2_moe", {"router": "all", "lora": LORA | {"targets": [*ALL, "shared_experts"]}}),
-    "qwen2_moe split": ("qwen2_moe", {"lora": LORA | {"targets": [*ALL, "shared_experts"], "gate_up": "split"}}),
     "qwen2_moe, a shared projection": (
         "qwen2_moe", {"lora": LORA | {"targets": ["q_proj", "model.layers.1.mlp.shared_expert.up_proj"]}},
     ),
@@ -48,13 +45,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": (
         "deepseek_v2", {"router": "all", "lora": LORA | {"targets": [*ALL, "shared_experts", "dense_mlp"]}},
     ),
-    "deepseek_v2 split": ("deepseek_v2", {"lora": LORA | {"gate_up": "split"}}),
     "mixtral, a rank for each": ("mixtral", {"lora": LORA | {"rank": {"attention": 5, "experts": 2}}}),
     "mixtral split, a rank for each layer": (
         "mixtral",
         {"lora": LORA | {"rank": {"attention": 2, "experts": {"0": 3, 1: 4}}, "gate_up": "split", "rslora": True}},
     ),
-    "deepseek_v2, a rank for layers": ("deepseek_v2", {"lora": LORA | {"rank": {"0": 2, "1": 4}}}),
     "mixtral, factors on routers": ("mixtral", {"lora": LORA | {"targets": [*ALL, "router"]}}),
     "gpt_oss, factors on routers": (
         "gpt_oss", {"lora": LORA | {"rank": {"attention": 3, "router": 2}, "targets": ["attention", "router"]}},
@@ -121,22 +116,6 @@ def test_a_tied_embedding_is_saved_under_both_names(tmp_path: Path) -> None:
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
-def test_a_run_that_trained(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    config = small.run_config(small_model, small_data, tmp_path / "run", "lora", model={"base": "fp32"})
-    train(config)
-    export(tmp_path / "run", "peft", tmp_path / "adapter")
-    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert settings["base_model_name_or_path"] == str(small_model)
-    assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == [
-        ".moetune", "adapter_config.json", "adapter_model.safetensors",
-    ]  # fmt: skip
-    adapted = build(config, "cpu")
-    load_peft(adapted, tmp_path / "adapter")
-    assert_holds(adapted, tmp_path / "run" / "checkpoints" / "step-3" / TRAINED_FILE)
-    adapted.model.eval()
-    assert_same(logits(stock(small_model, tmp_path / "adapter")), logits(adapted.model))
-
-
 def test_an_adapter_of_a_quantized_base_names_the_checkpoint_that_was_quantized(
     base: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -174,26 +153,30 @@ def test_a_checkpoint_that_comes_later_is_not_what_was_opened(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("model_type", "adapt", "message"),
+    ("model_type", "adapt", "message", "format_"),
     [
-        ("qwen2_moe", {"router": "all"}, r"has no adapt\.lora.*--format delta or merged"),
+        ("mixtral", {"router": "1"}, "has no adapt.lora", "vllm"),
+        ("mixtral", {"lora": LORA, "router": "1"}, "trains model.layers.1.mlp.gate.weight beside LoRA", "vllm"),
+        ("qwen2_moe", {"router": "all"}, r"has no adapt\.lora.*--format delta or merged", "peft"),
         (
             "qwen2_moe", {"experts": {"layers": [0], "ids": [1]}, "lora": LORA},
-            r"layer 0 train whole.*--format delta or merged",
+            r"layer 0 train whole.*--format delta or merged", "peft",
         ),
         (
             "qwen2_moe", {"also": ["*q_proj.bias"], "lora": LORA},
-            r"parameters of 'model\.layers\.0\.self_attn\.q_proj' train in full.*--format delta or merged",
+            r"parameters of 'model\.layers\.0\.self_attn\.q_proj' train in full.*--format delta or merged", "peft",
         ),
         # on loading, PEFT renames the shared experts of laguna to what is not there, and only warns
         (
             "laguna", {"lora": LORA | {"targets": ["experts", "shared_experts"]}},
-            r"no place for model\.layers\.1\.mlp\.shared_experts.*--format merged",
+            r"no place for model\.layers\.1\.mlp\.shared_experts.*--format merged", "peft",
         ),
     ],
 )  # fmt: skip
-def test_what_peft_cannot_hold_is_refused(model_type: str, adapt: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_an_adapter_cannot_hold_is_refused(
+    model_type: str, adapt: dict[str, Any], message: str, format_: Any, tmp_path: Path
+) -> None:
     run = make_run(model_type, tmp_path, adapt)
     with pytest.raises(UserError, match=message):
-        export(run.path, "peft", tmp_path / "adapter")
+        export(run.path, format_, tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moetune.errors import UserError
 from moetune.exporting.export import export
 from tests.exporting.runs import tensors_of, write_base, write_run
 
@@ -83,19 +82,3 @@ def test_vllm_would_compute_what_a_merged_checkpoint_does(
             assert bool(product.any()) == (number in (2, 3))
         adapted.discard(key)
     assert not adapted
-
-
-@pytest.mark.parametrize(
-    ("model_type", "adapt", "said"),
-    [
-        ("mixtral", {"lora": LORA, "router": "1"}, "trains model.layers.1.mlp.gate.weight beside LoRA"),
-        ("mixtral", {"router": "1"}, "has no adapt.lora"),
-        ("deepseek_v3", {"lora": LORA}, r"vLLM does not apply factors on .*kv_b_proj and 1 more.*--format merged"),
-    ],
-)
-def test_what_an_adapter_cannot_hold(model_type: str, adapt: dict[str, Any], said: str, tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base", model_type, num_hidden_layers=3)
-    run = write_run(tmp_path / "run", base, adapt)
-    with pytest.raises(UserError, match=said):
-        export(run.path, "vllm", tmp_path / "vllm")
-    assert not (tmp_path / "vllm").exists()

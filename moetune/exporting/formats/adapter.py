@@ -1,4 +1,8 @@
-"""`write_peft`: export LoRA and fully trained modules as an adapter that `PeftModel.from_pretrained` loads."""
+"""`write_peft` and `write_vllm`: export LoRA, and fully trained modules, as an adapter.
+
+The layouts are those of `moetune.adapters.write`: `PeftModel.from_pretrained` loads the one for PEFT, and
+`vllm serve BASE --enable-lora --lora-modules NAME=DIR` the other.
+"""
 
 import copy
 import warnings
@@ -6,23 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model, set_peft_model_state_dict
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from moetune.adapt.build import Adapted
-from moetune.adapters.base import base_of
+from moetune.adapters.base import AdapterBase, base_of
+from moetune.adapters.factors import DOWN, GATE_UP, Adapter, Factors, join_experts
 from moetune.adapters.files import PREFIX, write_adapter
-from moetune.adapters.write import LaidOut, laid_out
+from moetune.adapters.write import laid_out, saved_module
 from moetune.errors import UserError, one_line
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base
 from moetune.exporting.folder import Written
-from moetune.exporting.formats.trained_adapter import trained_adapter
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.models.hub.key_mapping import key_mappings
-
-Tensors = Mapping[str, Tensor]
+from moetune.run.names import linear_factors
 
 
 def write_peft(run: FinishedRun, out: Path) -> Written:
@@ -37,42 +40,79 @@ def write_peft(run: FinishedRun, out: Path) -> Written:
     """
     if run.config.adapt.lora is None:
         raise UserError(f"{run} has no adapt.lora, so there is no adapter; use --format delta or merged")
-    _refuse_changed_base(run)
-    saved = saved_modules(run.adapted)
+    source, base = run.adapted.run.model.source, _base_of(run)
+    if run.base is not None:
+        quantized = source.quantized_base
+        if quantized is not None:
+            confirmed_base(run, Path(str(source.folder)), quantized.fingerprint)
+        if quantized is None or quantized.source.is_dir():  # LoRA factors alone need no source
+            confirmed_base(run, base_folder(run))
     trained = {name: stored.rows() for name, stored in run.trained.items()}
-    model = run.adapted.run.model
-    source = model.source
-    base = base_of(source, model.plain, model.structure, source.name)
-    adapter = trained_adapter(run.adapted, run.config.adapt.lora, trained, _saved_tensors(run, saved, trained))
-    laid = laid_out(adapter, base, "peft")
+    adapter = _trained_adapter(run, trained, _saved_tensors(run, _saved_modules(run, base), trained))
     original = source.folder if source.quantized_base is None else str(source.quantized_base.source)
-    laid.settings["base_model_name_or_path"] = original or source.name
-    refuse_lost(copy.deepcopy(model.plain), laid.tensors, laid.settings)
-    return written(out, laid)
+    return _write(adapter, base, "peft", out, original or source.name)
 
 
-def written(folder: Path, laid: LaidOut) -> Written:
-    """Write an adapter in a program's layout to an export's folder; return its tensors, their bytes and the notes."""
-    return Written(len(laid.tensors), write_adapter(folder, laid.tensors, laid.settings, laid.record()), laid.notes)
+def write_vllm(run: FinishedRun, out: Path) -> Written:
+    """Write the LoRA factors of a run as an adapter for vLLM into the folder `out`: tensors named as in the base
+    checkpoint, one rank, one scale.
 
-
-def _refuse_changed_base(run: FinishedRun) -> None:
-    """Raise `UserError` if the base has changed since the run.
-
-    Of a quantized base the fingerprint in its manifest is compared, and the source checkpoint if it is still on disk:
-    an adapter of LoRA factors alone needs no source.
+    Raises:
+        UserError: the run has no LoRA, or also trains parameters in full precision; the base is missing or has changed;
+            or vLLM has no name for a parameter with LoRA in the form in which the base checkpoint stores it.
     """
-    if run.base is None:
-        return
-    source = run.adapted.run.model.source
-    if (manifest := source.quantized_base) is not None:
-        confirmed_base(run, Path(str(source.folder)), manifest.fingerprint)
-        if not manifest.source.is_dir():
-            return
-    confirmed_base(run, base_folder(run))
+    selection = run.adapted.selection
+    if run.config.adapt.lora is None:
+        raise UserError(f"{run} has no adapt.lora, so there is no adapter; use --format merged")
+    if selection.full or selection.experts:
+        what = min(selection.full) if selection.full else "whole experts"
+        raise UserError(f"{run} trains {what} beside LoRA, and vLLM's adapters hold factors only; use --format merged")
+    folder = base_folder(run)
+    confirmed_base(run, folder)
+    adapter = _trained_adapter(run, {name: stored.rows().float() for name, stored in run.trained.items()}, {})
+    return _write(adapter, _base_of(run), "vllm", out, str(folder))
 
 
-def saved_modules(adapted: Adapted) -> tuple[str, ...]:
+def _base_of(run: FinishedRun) -> AdapterBase:
+    model = run.adapted.run.model
+    return base_of(model.source, model.plain, model.structure, model.source.name)
+
+
+def _write(adapter: Adapter, base: AdapterBase, program: str, out: Path, name: str) -> Written:
+    """Write an adapter in a program's layout to an export's folder; `name` is what its settings call the base."""
+    laid = laid_out(adapter, base, program)
+    laid.settings["base_model_name_or_path"] = name
+    if program == "peft":
+        refuse_lost(copy.deepcopy(base.plain), laid.tensors, laid.settings)
+    return Written(len(laid.tensors), write_adapter(out, laid.tensors, laid.settings, laid.record()), laid.notes)
+
+
+def _trained_adapter(run: FinishedRun, trained: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> Adapter:
+    """Return the LoRA factors of a run, with zeros for experts without LoRA.
+
+    If gate and up have separate factors of rank r, they are joined to factors of rank 2r (`join_experts`).
+
+    Args:
+        trained: the trained tensors, by their names in a training checkpoint.
+        saved: the parameters that the adapter shall hold whole, by name.
+    """
+    adapted, lora = run.adapted, run.config.adapt.lora
+    assert lora is not None
+    linears, experts = {}, {}
+    for path in adapted.selection.lora_linears:
+        A, B = (trained[name] for name in linear_factors(path).values())
+        linears[path] = Factors(A, B, lora.scale(adapted.selection.ranks[path]))
+    for layer, own in adapted.expert_lora():
+        factors = experts[layer.experts] = dict[str, Factors]()
+        for projection in (GATE_UP, DOWN):
+            names = (f"{layer.experts}.lora.{projection}_{factor}" for factor in "AB")
+            A, B = (torch.stack([trained[f"{name}.{expert}"] for expert in own.slots]) for name in names)
+            A, B = join_experts(A, B, own.slots, layer.shape.num_experts, own.rows_of_parts[projection])
+            factors[projection] = Factors(A, B, own.scale)
+    return Adapter(linears, experts, saved)
+
+
+def _saved_modules(run: FinishedRun, base: AdapterBase) -> tuple[str, ...]:
     """Return the paths of the modules that PEFT must save whole: those with parameters that train in full precision.
 
     Of a router, always the whole module is saved, even if only a submodule's parameter trains.
@@ -81,28 +121,24 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
         UserError: whole experts train; a router bias that training updates is in none of these modules; or one of them
             contains LoRA factors, which PEFT would not save with it.
     """
+    adapted, full = run.adapted, run.adapted.selection.full
     if adapted.selection.experts:
         layers = ", ".join(map(str, adapted.selection.experts))
         raise UserError(
             f"experts of layer {layers} train whole (adapt.experts), and a PEFT adapter holds low-rank factors of "
             "experts only; use --format delta or merged"
         )
-    full = adapted.selection.full
-    routers = [layer.router for layer in adapted.structure.moe_layers]
-    paths = set()
-    for name in {*full, *(name for name, first in adapted.structure.tied.items() if first in full)}:
-        router = next((path for path in routers if name.startswith(f"{path}.")), None)
-        paths.add(router or name.rpartition(".")[0])
+    tied = (name for name, first in adapted.structure.tied.items() if first in full)
+    paths = {saved_module(name, base) for name in (*full, *tied)}
     apart = [name for name in adapted.run.router_biases.values() if name.rpartition(".")[0] not in paths]
     if apart:
         raise UserError(
             f"{apart[0]} was updated (train.router_bias_rate), and is in no module that PEFT could save whole; use "
             "--format delta or merged"
         )
-    with_factors = {*adapted.selection.lora_linears, *(layer.experts for layer in adapted.structure.moe_layers)}
+    with_factors = sorted({*adapted.selection.lora_linears, *base.layers})
     for path in sorted(paths):
-        inside = sorted(other for other in with_factors if f"{other}.".startswith(f"{path}."))
-        if inside:
+        if inside := [other for other in with_factors if f"{other}.".startswith(f"{path}.")]:
             raise UserError(
                 f"parameters of {path!r} train in full precision, and PEFT saves modules whole: that one holds "
                 f"{inside[0]}, which it cannot save; use --format delta or merged"
@@ -110,7 +146,7 @@ def saved_modules(adapted: Adapted) -> tuple[str, ...]:
     return tuple(sorted(paths))
 
 
-def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors) -> dict[str, Tensor]:
+def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return all tensors of the modules that PEFT saves whole, by name in the plain model.
 
     Those that did not train have the base's values; raises `UserError` if the base lacks one. `modules` are from
@@ -137,7 +173,7 @@ def _saved_tensors(run: FinishedRun, modules: tuple[str, ...], trained: Tensors)
     return {name: values[tied.get(name, name)].reshape(shape) for name, shape in shapes.items()}
 
 
-def refuse_lost(plain: PreTrainedModel, tensors: Tensors, settings: dict[str, Any]) -> None:
+def refuse_lost(plain: PreTrainedModel, tensors: Mapping[str, Tensor], settings: dict[str, Any]) -> None:
     """Raise `UserError` if PEFT fails to load the adapter onto the model, or loads it incompletely (PEFT only warns).
 
     Incompletely means that a tensor of the adapter has no place in the model, or a LoRA factor or saved module of the
