@@ -59,10 +59,14 @@ class QuickLaunch:
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Launch the kernel, after compiling it if no compiled kernel has the key of these arguments.
 
+        A grid without programs launches nothing.
+
         Raises:
             KernelError: the kernel could not be compiled, loaded or launched; it has not run.
             torch.OutOfMemoryError: the GPU has too little memory for it.
         """
+        if 0 in grid:
+            return
         if self._tensors < 0:
             self._check(args, constants)
         tensors = args[: self._tensors]
@@ -101,14 +105,6 @@ class QuickLaunch:
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that compiles a function with `triton.jit(**options)` and wraps it in `QuickLaunch`.
-
-    Under Triton's interpreter the kernel is not compiled, and the decorator returns what `triton.jit` does.
-    """
-
-    def define(function: Callable[..., None]) -> Any:
-        jitted = triton.jit(function, **options)
-        is_compiled = isinstance(jitted, triton.JITFunction)
-        return QuickLaunch(jitted, function, options.get("do_not_specialize", ())) if is_compiled else jitted
-
-    return define
+    """Return a decorator that compiles a function with `triton.jit(**options)` and wraps it in `QuickLaunch`."""
+    varying = options.get("do_not_specialize", ())
+    return lambda function: QuickLaunch(triton.jit(function, **options), function, varying)

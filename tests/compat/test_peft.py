@@ -12,6 +12,7 @@ from moetune.compat.peft import compute_in_the_inputs_dtype
 
 
 def test_a_lora_layer_multiplies_in_its_inputs_dtype_by_ours_only() -> None:
+    torch.manual_seed(0)
     model = inject_adapter_in_model(LoraConfig(r=2, target_modules=["q"]), nn.ModuleDict({"q": nn.Linear(4, 4)}))
     layer, x = model["q"].bfloat16(), torch.ones(1, 4, dtype=torch.bfloat16)
     layer.lora_A.float(), layer.lora_B.float()
