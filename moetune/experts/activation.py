@@ -40,7 +40,8 @@ class SwiGLU:
 
     def forward(self, gate_up_NO: Tensor) -> Tensor:
         """Return act rows [N, I] of gate_up rows [N, O]; a new tensor."""
-        return kernels.gated(gate_up_NO, self.interleaved, self.alpha, self.limit)
+        act_NI: Tensor = kernels.gated(gate_up_NO, self.interleaved, self.alpha, self.limit)
+        return act_NI
 
     def backward(
         self, gate_up_NO: Tensor, dact_NI: Tensor, weights: RowWeights, dweights: Tensor | None
@@ -100,17 +101,13 @@ def recognize(function: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activ
                 constants[name] = float(value)
     swiglu = SwiGLU(not shape.is_concatenated, **constants)
     with unset_fake_temporarily(), torch.no_grad(), torch.device("cpu"):
-        pairs = _over_the_range(shape.intermediate)
+        # pairs (gate, up) [N, 2, I]: both signs, magnitudes 0 and 2⁻⁸ to 2¹²⁷
+        sizes = 2.0 ** torch.arange(-8, 128, 3)
+        values = torch.cat([-sizes, torch.zeros(1), sizes])
+        pairs = torch.cartesian_prod(values, values)
+        pairs = torch.cat([pairs, pairs.new_zeros(-len(pairs) % shape.intermediate, 2)])
+        pairs = pairs.view(-1, shape.intermediate, 2).mT
         rows = pairs.transpose(-1, -2).flatten(1) if swiglu.interleaved else pairs.flatten(1)
         ours, theirs = swiglu.forward(rows), function(rows.clone())
         is_same = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     return swiglu if is_same else AutogradActivation(function)
-
-
-def _over_the_range(intermediate: int) -> Tensor:
-    """Return pairs (gate, up) [N, 2, I] to compare functions on: both signs, magnitudes 0 and 2⁻⁸ to 2¹²⁷."""
-    sizes = 2.0 ** torch.arange(-8, 128, 3)
-    values = torch.cat([-sizes, torch.zeros(1), sizes])
-    pairs = torch.cartesian_prod(values, values)
-    pairs = torch.cat([pairs, pairs.new_zeros(-len(pairs) % intermediate, 2)])
-    return pairs.view(-1, intermediate, 2).mT

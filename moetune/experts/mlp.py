@@ -86,7 +86,9 @@ def expert_mlp(
     """
     rows: list[Tensor] = []
     groups = list(experts.groups(x_TH.dtype))
-    y_TH = _ExpertMlp.apply(experts, permutation, groups, rows, x_TH, weights_TK, dense_TE, *experts.parameters())
+    y_TH: Tensor = _ExpertMlp.apply(
+        experts, permutation, groups, rows, x_TH, weights_TK, dense_TE, *experts.parameters()
+    )
     with torch.no_grad():
         kept = rows if keep_rows and y_TH.requires_grad else None
         _fill(experts, permutation, groups, x_TH, weights_TK, y_TH, kept, norms)

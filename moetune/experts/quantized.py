@@ -140,7 +140,8 @@ class QuantizedLinear(nn.Linear):
         return self.stack.data[0]
 
     def forward(self, input: Tensor) -> Tensor:
-        return _QuantizedMatmul.apply(input, self.stack, self.bias)
+        out: Tensor = _QuantizedMatmul.apply(input, self.stack, self.bias)
+        return out
 
     def reset_parameters(self) -> None:
         """Do nothing: the weight is quantized already."""
