@@ -106,10 +106,10 @@ def document_lengths(lengths: Sequence[int]) -> dict[str, Any]:
 
 def modules_with_state(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules within a decoder layer that carry a state."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for child in layer.children():
-        found += [child] if carries_state(child) else modules_with_state(child)
-    return found
+        modules += [child] if carries_state(child) else modules_with_state(child)
+    return modules
 
 
 def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

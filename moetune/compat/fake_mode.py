@@ -160,7 +160,7 @@ class QuickFakeMode(FakeTensorMode):
             self._known[key] = _noted(out, (args, kwargs))
             return out
         kind, made = known
-        tensors = [self._fake(one.on_meta(), one.device) for one in made]
+        tensors = [self._fake(result.on_meta(), result.device) for result in made]
         if kind is list:
             return tensors
         return tensors[0] if kind is FakeTensor else tuple(tensors)
@@ -245,5 +245,5 @@ def _noted(out: Any, arguments: Any) -> tuple[type, list[_Made]] | None:
     storages = [result.untyped_storage() for result in results]
     of_arguments = {id(leaf.untyped_storage()) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
     is_anew = len({id(storage) for storage in storages} - of_arguments) == len(results)
-    fills = [one.on_meta().untyped_storage().nbytes() for one in made] == [storage.nbytes() for storage in storages]
-    return (type(out), made) if is_anew and fills else None
+    sizes = [result.on_meta().untyped_storage().nbytes() for result in made]
+    return (type(out), made) if is_anew and sizes == [storage.nbytes() for storage in storages] else None

@@ -107,8 +107,8 @@ def dtypes_kept(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.d
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
     pattern, by_group, _ = build_glob_alternation(list(plan))
-    found = ((name, pattern.search(name)) for name in model.state_dict())
-    return {name: plan[by_group[str(match.lastgroup)]] for name, match in found if match is not None}
+    matches = ((name, pattern.search(name)) for name in model.state_dict())
+    return {name: plan[by_group[str(match.lastgroup)]] for name, match in matches if match is not None}
 
 
 def unmatched_keys(

@@ -68,7 +68,7 @@ class QuickLaunch:
         if 0 in grid:
             return
         if self._tensors < 0:
-            self._check(args, constants)
+            self._tensors = sum(torch.is_tensor(arg) for arg in args)
         tensors = args[: self._tensors]
         addresses = [tensor.data_ptr() for tensor in tensors]
         aligned = reduce(or_, addresses) % 16 == 0 or tuple(address % 16 == 0 for address in addresses)
@@ -94,14 +94,6 @@ class QuickLaunch:
             if is_out_of_memory(error):
                 raise torch.OutOfMemoryError(one_line(error)) from error
             raise KernelError(f"{type(error).__name__}: {one_line(error)}") from error
-
-    def _check(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """At the first launch, count the tensors and assert that the parameters have the order that the class needs."""
-        self._tensors = sum(torch.is_tensor(arg) for arg in args)
-        assert all(torch.is_tensor(arg) for arg in args[: self._tensors])
-        assert self._names[self._tensors :][: len(self._varying)] == list(self._varying)
-        of_kernel = self._names[len(args) :]
-        assert list(constants)[: len(of_kernel)] == of_kernel
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
