@@ -37,7 +37,7 @@ class CallsSeen(TorchDispatchMode):
     """Dispatch mode in which a call of an operator that has a kernel returns `compute(operator, args)` instead."""
 
     def __init__(self, compute: Callable[[Operator, Sequence[Any]], Any]) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self._compute = compute
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
