@@ -199,26 +199,32 @@ class Projection:
         [N, out], if given, else to a new tensor, and returned.
         """
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        weights = self.weights() if weights is None else weights
-        if (out := self._joined(x, weights.mT, gemm, into, backward=False)) is not None:
+        if self._joins(gemm):
+            matrices = (self.weights() if weights is None else weights).mT
+            out = self._joined(x, matrices, gemm, into, backward=False)
             return out if bias is None else out.add_(gemm.of_rows(bias))
-        return self._with_low_rank(gemm.linear(x, weights, bias), x, gemm, into, backward=False)
+        # dequantized weights have no name here: they are freed before the low-rank terms are computed
+        out = gemm.linear(x, self.weights() if weights is None else weights, bias)
+        return self._with_low_rank(out, x, gemm, into, backward=False)
 
     def grad_input(
         self, dout: Tensor, gemm: GroupedGemm, weights: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
         """Return the gradient [N, in] of the input rows, from `dout` [N, out]; other arguments as in `forward`."""
-        weights = self.weights() if weights is None else weights
-        if (dx := self._joined(dout, weights, gemm, into, backward=True)) is not None:
-            return dx
-        return self._with_low_rank(gemm.mm(dout, weights), dout, gemm, into, backward=True)
+        if self._joins(gemm):
+            return self._joined(dout, self.weights() if weights is None else weights, gemm, into, backward=True)
+        dx = gemm.mm(dout, self.weights() if weights is None else weights)
+        return self._with_low_rank(dx, dout, gemm, into, backward=True)
+
+    def _joins(self, gemm: GroupedGemm) -> bool:
+        """Return whether one kernel computes the product with W and adds the low-rank terms; never for one expert."""
+        return self.low_rank is not None and self.low_rank.is_joined and gemm.ends is not None
 
     def _joined(
         self, rows: Tensor, matrices: Tensor, gemm: GroupedGemm, into: Tensor | None, *, backward: bool
-    ) -> Tensor | None:
-        """Return the product with W and the low-rank terms if one kernel computes both; never for one expert."""
-        if self.low_rank is None or not self.low_rank.is_joined or gemm.ends is None:
-            return None
+    ) -> Tensor:
+        """Return the product with W and the low-rank terms, computed by one kernel."""
+        assert self.low_rank is not None
         out = rows.new_empty(len(rows), matrices.shape[2]) if into is None else into
         self.low_rank.join(rows, matrices, out, gemm, backward=backward)
         return out
