@@ -162,22 +162,19 @@ def _largest_head(plain: PreTrainedModel) -> int:
     model = shortened(plain)
     model.train()  # attention receives its dropout in training mode only
     split_by_documents(model)
-    windows: dict[int, int | None] = {}
     calls: list[tuple[nn.Module, int, bool]] = []
 
-    def mask(*args: Any, mask_function: Any, **kwargs: Any) -> Tensor:
-        made = torch.empty(1, 1, _ROW, _ROW, device="meta", dtype=torch.bool)
-        keep.append(made)
-        windows[id(made)] = _window_of(mask_function)
+    def mask(*args: Any, mask_function: Any, **kwargs: Any) -> Any:
+        made: Any = torch.empty(1, 1, _ROW, _ROW, device="meta", dtype=torch.bool)
+        made.window = _window_of(mask_function)
         return made
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: Any, **passed: Any) -> Any:
-        window = windows.get(id(given))
+        window = getattr(given, "window", None)
         fits = "cu_seq_lens_q" in passed and window is not None and window == (passed.get("sliding_window") or 0)
         calls.append((module, query.shape[-1], fits and not any(passed.get(name) for name in _UNSUPPORTED)))
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    keep: list[Tensor] = []
     AttentionInterface.register(_PROBE, attention)
     AttentionMaskInterface.register(_PROBE, mask)
     for module in model.modules():

@@ -57,13 +57,13 @@ def checkpoint_layers(model: PreTrainedModel, run: ResolvedRun, device: torch.de
 
 def _attention_in(layers: Collection[str], structure: ModelStructure) -> list[str]:
     """Return the paths of the modules directly below these decoder layers that have attention's parameters."""
-    found = {
-        ".".join((layer, name[len(layer) + 1 :].partition(".")[0])): None
-        for name in (part.name for part in structure.parameters_of("attention"))
+    paths = (
+        ".".join((layer, part.name[len(layer) + 1 :].partition(".")[0]))
+        for part in structure.parameters_of("attention")
         for layer in layers
-        if name.startswith(f"{layer}.")
-    }
-    return list(found)
+        if part.name.startswith(f"{layer}.")
+    )
+    return list(dict.fromkeys(paths))
 
 
 class ChoicesOf:
@@ -93,8 +93,7 @@ class ChoicesOf:
         This is a `context_fn` of `torch.utils.checkpoint`. What the first records, the second replays.
         """
         kept: list[Any] = []
-        rows: list[list[int]] = []
-        return _Call(self, _Choices(kept, again=False), rows), _Call(self, _Choices(kept, again=True), rows)
+        return _Call(self, _Choices(kept, again=False)), _Call(self, _Choices(kept, again=True))
 
 
 class _Call:
@@ -102,13 +101,12 @@ class _Call:
 
     Args:
         routers: the hooks, which call `begin` and `end` while this context is entered.
-        mode: the dispatch mode that records or replays; active while a router or a module of attention computes.
-        rows: number of rows of each expert, for each bank of the call; filled in the forward pass, read in the
-            recomputation.
+        mode: the dispatch mode that records or replays; active while a router or a module of attention computes. The
+            number of rows of each expert is recorded and replayed too, for each bank of the call.
     """
 
-    def __init__(self, routers: ChoicesOf, mode: "_Choices", rows: list[list[int]]) -> None:
-        self._routers, self._mode, self._rows, self._is_on = routers, mode, rows, False
+    def __init__(self, routers: ChoicesOf, mode: "_Choices") -> None:
+        self._routers, self._mode, self._is_on = routers, mode, False
 
     def __enter__(self) -> None:
         self._outer, self._routers.call = self._routers.call, self
@@ -116,13 +114,13 @@ class _Call:
         self._stack = ExitStack()
         hooks = next((bank.hooks for bank in self._routers.banks.values()), None)
         if hooks is not None:
-            known, count = iter(self._rows), hooks.count_rows
+            count = hooks.count_rows
 
             def count_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
                 if self._mode.again:
-                    return next(known)
-                self._rows.append(count(layer, ids, num_experts, read))
-                return self._rows[-1]
+                    return self._mode.next()
+                self._mode.kept.append(count(layer, ids, num_experts, read))
+                return self._mode.kept[-1]
 
             self._stack.enter_context(hooks.using(count_rows=count_rows, recomputes=self._mode.again))
 
@@ -164,11 +162,15 @@ class _Choices(TorchDispatchMode):
         if not self.again:
             self.kept.clear()
 
+    def next(self) -> Any:
+        """Return the next record."""
+        self.at += 1
+        return self.kept[self.at - 1]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _REPLAY and self.again:
-            self.at += 1
-            return _REPLAY[func](self.kept[self.at - 1], *args, **kwargs)
+            return _REPLAY[func](self.next(), *args, **kwargs)
         if func.name() in _KERNELS and not _has_dropout(func, args, kwargs):
             return self._kernel(func, args, kwargs)
         if self.returned and _is_in_place(func) and id(args[0].untyped_storage()) in self.returned:
@@ -180,12 +182,10 @@ class _Choices(TorchDispatchMode):
 
     def _kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a kernel and record its outputs; in a recomputation return the recorded ones."""
-        if self.again:
-            self.at += 1
-            if (out := self.kept[self.at - 1]) is not None:
-                self.kept[self.at - 1] = None
-                self.returned |= {id(leaf.untyped_storage()) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
-                return out
+        if self.again and (out := self.next()) is not None:
+            self.kept[self.at - 1] = None
+            self.returned |= {id(leaf.untyped_storage()) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)}
+            return out
         out = func(*args, **kwargs)
         if not self.again:  # detached: autograd makes the outputs themselves part of the graph, which holds the record
             self.kept.append(tree_map_only(Tensor, Tensor.detach, out))
@@ -292,11 +292,11 @@ class InputsOnHost:
         while self._kept:
             last = self._kept.pop()()
             if last is kept:
-                before = next((one for ref in reversed(self._kept) if (one := ref()) is not None), None)
+                before = next((alive for ref in reversed(self._kept) if (alive := ref()) is not None), None)
                 break
-        for one in (kept, before):
-            if one is not None and one.back is None:
-                one.back = self._back.to_device(one.left.copies)
+        for waiting in (kept, before):
+            if waiting is not None and waiting.back is None:
+                waiting.back = self._back.to_device(waiting.left.copies)
         assert kept.back is not None
         (tensor,) = kept.back.wait()
         kept.back = None

@@ -13,7 +13,7 @@ Shapes: B rows of S tokens each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from itertools import accumulate
 from typing import Any
@@ -106,10 +106,10 @@ def document_lengths(lengths: Sequence[int]) -> dict[str, Any]:
 
 def modules_with_state(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules within a decoder layer that carry a state."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for child in layer.children():
-        found += [child] if carries_state(child) else modules_with_state(child)
-    return found
+        modules += [child] if carries_state(child) else modules_with_state(child)
+    return modules
 
 
 def _forward(current: _Current, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -154,17 +154,13 @@ def _separating(module: nn.Module, lengths: Sequence[int], offsets: Tensor, on_h
         return now(*args, **(kwargs | apart))
 
     def convolve(now: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.cat([now(one, *args, **kwargs) for one in hidden.split([*lengths], 2)], 2)
+        return torch.cat([now(part, *args, **kwargs) for part in hidden.split([*lengths], 2)], 2)
 
-    replaced = [(one, one.now(), scan) for one in scans_of(module)]
-    replaced += [(one, one.now(), convolve) for one in convolutions_of(module)]
-    try:
-        for one, before, by in replaced:
-            one.replace(partial(by, before))
+    with ExitStack() as stack:
+        for operations, change in ((scans_of(module), scan), (convolutions_of(module), convolve)):
+            for operation in operations:
+                stack.enter_context(operation.changed(partial(partial, change)))
         yield
-    finally:
-        for one, before, _ in replaced:
-            one.replace(before)
 
 
 def _joined(parts: Sequence[Any], lengths: Sequence[int], rows: int) -> Any:

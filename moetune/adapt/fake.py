@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from moetune.adapt.attention import Capability
 from moetune.adapt.build import Adapted, build
 from moetune.compat.bitsandbytes import Linear4bit
-from moetune.compat.torch import add_missing_fakes
+from moetune.compat.fake_mode import add_missing_fakes
 from moetune.compat.transformers import fix_rotary_length
 from moetune.experts.host import mark_on_host
 from moetune.experts.quantized import QuantizedExperts

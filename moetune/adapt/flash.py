@@ -147,11 +147,11 @@ def _on_cpu_backward(
         key, value = _for_each_head(q, k[keys], v[keys])
         tensors = _batched(dout[rows], q[rows], key, value, out[rows])
         causal = mask.pop("is_causal")
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dquery, dkey, dvalue = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *tensors, lse[:, rows][None].contiguous(), 0.0, causal, scale=scaling, **mask
         )
-        dq[rows] = found[0][0].transpose(0, 1)
-        for whole, part in ((dk, found[1]), (dv, found[2])):
+        dq[rows] = dquery[0].transpose(0, 1)
+        for whole, part in ((dk, dkey), (dv, dvalue)):
             whole[keys] += part[0].transpose(0, 1).unflatten(1, (k.shape[1], -1)).sum(2)
     return dq, dk, dv
 

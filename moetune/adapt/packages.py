@@ -49,12 +49,12 @@ def _difference(model: nn.Module, module: nn.Module, dtype: torch.dtype) -> str 
     except Exception:  # a module that wants more than hidden states: the first step will show
         return None
     try:
-        found = _run(module, hidden, gradient)
+        computed = _run(module, hidden, gradient)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     off = max(
-        float((one - other).norm() / other.norm().clamp(min=torch.finfo(torch.float32).tiny))
-        for one, other in zip(found, expected, strict=True)
+        float((by_package - by_torch).norm() / by_torch.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        for by_package, by_torch in zip(computed, expected, strict=True)
     )
     return None if off < _TOLERANCE else f"results differ by {off:.1%}"
 
@@ -65,8 +65,8 @@ def _run(module: nn.Module, hidden: Tensor, gradient: Tensor) -> tuple[Tensor, T
     with torch.enable_grad():
         made = module(given)
         out = made if isinstance(made, Tensor) else made[0]
-        (found,) = torch.autograd.grad(out, given, gradient)
-    return out.detach().float(), found.float()
+        (dhidden,) = torch.autograd.grad(out, given, gradient)
+    return out.detach().float(), dhidden.float()
 
 
 def _leave_out(kernels: Iterable[Operation], reason: str) -> None:

@@ -9,7 +9,7 @@ each: it takes the place of `Runner.run`.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moetune.adapt.documents import modules_with_state
-from moetune.compat.transformers import Operation, scans_of
+from moetune.compat.transformers import scans_of
 from moetune.models.stack import decoder_layers
 
 Outputs: TypeAlias = Sequence[Tensor | None]
@@ -45,10 +45,13 @@ def running_by(run: Run) -> Iterator[None]:
 
 
 class _Scanning(nn.Module):
-    """Base class of modules whose scans keep only their inputs."""
+    """Base class of modules whose scans, where transformers' own code computes them, keep only their inputs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _recomputing(scans_of(self)):
+        with ExitStack() as stack:
+            for scan in scans_of(self):
+                if scan.is_in_torch():  # a package's kernels stay: they have a backward of their own
+                    stack.enter_context(scan.changed(_recomputed))
             return super().forward(*args, **kwargs)
 
 
@@ -65,20 +68,6 @@ def recompute_scans(model: nn.Module) -> None:
                 module.__class__ = _class_of(type(module))  # type: ignore[arg-type]  # a class is hashable
 
 
-@contextmanager
-def _recomputing(scans: Sequence[Operation]) -> Iterator[None]:
-    """Let these scans keep only their inputs within the `with` block, where transformers' own code computes them. A
-    package's kernels stay: they have a backward of their own."""
-    replaced = [(scan, scan.now()) for scan in scans if scan.is_in_torch()]
-    try:
-        for scan, before in replaced:
-            scan.replace(_recomputed(before))
-        yield
-    finally:
-        for scan, before in replaced:
-            scan.replace(before)
-
-
 def _recomputed(operation: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that does what `operation` does, and keeps only its tensor arguments for backward."""
 
@@ -93,7 +82,7 @@ def _recomputed(operation: Callable[..., Any]) -> Callable[..., Any]:
                 values[place] = tensor
             args, kwargs = tree_unflatten(values, form)
             made = operation(*args, **kwargs)
-            return [_alone(one) for one in ((made,) if isinstance(made, Tensor) else made)]
+            return [_alone(output) for output in ((made,) if isinstance(made, Tensor) else made)]
 
         key = operation.__module__, operation.__qualname__, form, tuple((type(value), value) for value in rest)
         made = _Recomputed.apply(of, key, *(leaves[place] for place in places))
@@ -133,15 +122,15 @@ class _Recomputed(torch.autograd.Function):
                 outputs = [out for out, is_given in zip(function(inputs), given, strict=True) if is_given]
             return torch.autograd.grad(
                 [out for out in outputs if out is not None],
-                [one for one in inputs if one.requires_grad],
+                [value for value in inputs if value.requires_grad],
                 values[len(tensors) :],
                 allow_unused=True,
             )
 
-        found = Runner.run(
+        computed = Runner.run(
             (context.key, "backward", needed, given),
             differentiated,
             [*tensors, *(gradient for gradient in gradients if gradient is not None)],
         )
-        left = iter(found)
+        left = iter(computed)
         return None, None, *(next(left) if is_needed else None for is_needed in needed)

@@ -107,8 +107,8 @@ def dtypes_kept(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.d
     if not (plan := model._get_dtype_plan(dtype)):
         return {}
     pattern, by_group, _ = build_glob_alternation(list(plan))
-    found = ((name, pattern.search(name)) for name in model.state_dict())
-    return {name: plan[by_group[str(match.lastgroup)]] for name, match in found if match is not None}
+    matches = ((name, pattern.search(name)) for name in model.state_dict())
+    return {name: plan[by_group[str(match.lastgroup)]] for name, match in matches if match is not None}
 
 
 def unmatched_keys(
@@ -190,31 +190,32 @@ class Operation:
     name: str
     function: Callable[..., Any]
 
-    def now(self) -> Callable[..., Any]:
-        """Return the function that the model's code would call now."""
-        found: Callable[..., Any] = self.space[self.name]
-        return found
-
     def is_in_torch(self) -> bool:
         """Return whether transformers' own code would run now, and has not been replaced."""
-        now = self.now()
+        now = self.space[self.name]
         return now is self.function.__wrapped__ or (now is self.function and not self.is_kernel())  # type: ignore[attr-defined]
 
     def is_kernel(self) -> bool:
         """Return whether a package's kernel would run now."""
-        return bool(self.now() is self.function and self._of_wrapper("is_new_implementation"))
+        return bool(self.space[self.name] is self.function and self._of_wrapper("is_new_implementation"))
 
     def takes_documents(self) -> bool:
         """Return whether a package's kernel would run now that takes the offsets of documents, `cu_seqlens`."""
         return self.is_kernel() and "cu_seqlens" in self._of_wrapper("applicable_params")
 
-    def replace(self, function: Callable[..., Any]) -> None:
-        """Let the model's code call another function."""
-        self.space[self.name] = function
+    @contextmanager
+    def changed(self, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Let the model's code call `change(function)` instead of the function that it calls now, within the `with`."""
+        before = self.space[self.name]
+        self.space[self.name] = change(before)
+        try:
+            yield
+        finally:
+            self.space[self.name] = before
 
     def leave_out(self) -> None:
         """Let the model's code call transformers' own code, whatever is installed."""
-        self.replace(self.function.__wrapped__)  # type: ignore[attr-defined]
+        self.space[self.name] = self.function.__wrapped__  # type: ignore[attr-defined]
 
     @property
     def package(self) -> str:
@@ -341,8 +342,13 @@ def activation_of(experts: nn.Module, *, has_gate: bool) -> Callable[[Tensor], T
     return getattr(experts, "_apply_gate" if has_gate else "act_fn")
 
 
-def _code_of(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return the bytecode, constants and names of a function, to compare it with others; without its docstring."""
+def _code_of(function: Any) -> tuple[Any, ...] | None:
+    """Return the bytecode, constants and names of a function, without its docstring, to compare it with others.
+
+    None for what is no function.
+    """
+    if not isinstance(function, FunctionType):
+        return None
     code = function.__code__
     return code.co_code, tuple(value for value in code.co_consts if value != function.__doc__), code.co_names
 
@@ -359,8 +365,7 @@ def is_rms_norm(module: nn.Module) -> bool:
     Each model file in transformers has its own class, so code is compared instead of types. A norm that adds 1 to its
     weight, for example, has other code.
     """
-    forward = type(module).forward
-    return hasattr(forward, "__code__") and _code_of(forward) in _RMS_NORMS
+    return _code_of(type(module).forward) in _RMS_NORMS
 
 
 def calls_rotary(attention: nn.Module) -> bool:
@@ -372,8 +377,7 @@ def calls_rotary(attention: nn.Module) -> bool:
     forward: Any = type(attention).forward
     if not isinstance(forward, FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
         return False
-    found: dict[str, Any] = {name: forward.__globals__.get(name) for name in _ROTARY}
-    return all(isinstance(found[name], FunctionType) and _code_of(found[name]) == _ROTARY[name] for name in found)
+    return all(_code_of(forward.__globals__.get(name)) == code for name, code in _ROTARY.items())
 
 
 def forward_with_rotary(attention: nn.Module, rotate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -409,8 +413,7 @@ def softmax_router(router: nn.Module) -> SoftmaxRouter | None:
     the weights and the ids.
     """
     module: Any = router
-    forward = type(module).forward
-    code = _code_of(forward) if hasattr(forward, "__code__") else None
+    code = _code_of(type(module).forward)
     if code not in _ROUTERS:
         return None
     is_mixtrals = code == _ROUTERS[0]
@@ -422,8 +425,7 @@ def norms_heads(attention: nn.Module) -> bool:
 
     It passes the results of `q_norm` and `k_norm`, RMS norms of each head, to `apply_rotary_pos_emb` and nothing else.
     """
-    forward = type(attention).forward
-    return hasattr(forward, "__code__") and _code_of(forward) == _NORMS_HEADS
+    return _code_of(type(attention).forward) == _NORMS_HEADS
 
 
 _BY_LENGTH = ("dynamic", "longrope")  # types whose frequencies depend on the largest position

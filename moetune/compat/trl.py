@@ -128,8 +128,8 @@ class Answers(TorchDispatchMode):
             return args[0].new_empty((self.selected(args[0]), args[0].dim()), dtype=torch.long)
         if func is _INDEX and self.lacks_values(args[0]) and _is_mask(args[1]):
             values, mask = args[0], args[1][0]
-            found = mask.new_empty((mask.dim(), self.selected(mask)), dtype=torch.long)  # where the mask is set
-            return values.new_empty((found.shape[1], *values.shape[mask.dim() :]))
+            where = mask.new_empty((mask.dim(), self.selected(mask)), dtype=torch.long)  # the mask is set
+            return values.new_empty((where.shape[1], *values.shape[mask.dim() :]))
         return func(*args, **(kwargs or {}))
 
 
@@ -205,8 +205,7 @@ def make_trainer(kind: str, model: nn.Module, arguments: Mapping[str, Any], rows
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    module, name = _TRAINERS[kind]
-    trl = import_module(module)
+    trl, name = import_module("trl.experimental.orpo" if kind == "orpo" else "trl"), kind.upper()
     words = " a" * arguments.get("max_length", 0)
     data: dict[str, list[Any]] = {"prompt": ["a" + " a" * (prompt - 1)] * 2}
     given: dict[str, Any] = {}
@@ -237,16 +236,6 @@ def _no_reward(completions: list[str], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-_TRAINERS = {
-    "sft": ("trl", "SFT"),
-    "dpo": ("trl", "DPO"),
-    "kto": ("trl", "KTO"),
-    "orpo": ("trl.experimental.orpo", "ORPO"),
-    "grpo": ("trl", "GRPO"),
-}
-"""Trainer -> (the module that has it and its configuration, what their names begin with)."""
-
-
 def batches_of(trainer: Any, steps: int, micro_steps: int) -> Batches:
     """Return the batches of the first `steps` steps, as the trainer loads them.
 
@@ -262,7 +251,7 @@ def precompute_references(trainer: Any, batch: dict[str, Tensor], given: Callabl
     Afterwards `run_steps` puts such results, as zeros, into each batch. The trainer gets `given(tensor)` in place of
     each tensor of `batch`.
     """
-    trainer.compute_ref_log_probs(trainer.model, {name: _given(one, given) for name, one in batch.items()})
+    trainer.compute_ref_log_probs(trainer.model, {name: _given(value, given) for name, value in batch.items()})
     trainer.precompute_ref_logps = True
 
 
@@ -296,7 +285,7 @@ def run_steps(
             known = torch.zeros(trainer.args.per_device_train_batch_size)
             samples = [sample | dict.fromkeys(_PRECOMPUTED, known) for sample in samples]
         if not generates:
-            samples = [{name: _given(one, given) for name, one in sample.items()} for sample in samples]
+            samples = [{name: _given(value, given) for name, value in sample.items()} for sample in samples]
         return samples, _given(items, given)
 
     def training_step(*args: Any, **kwargs: Any) -> Tensor:

@@ -14,7 +14,6 @@ Any other function runs as the model defines it, with autograd.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,11 +25,23 @@ from moetune.kernels import operators as kernels
 from moetune.models.moe import ExpertShape
 
 
-class Activation(Protocol):
-    """Interface of an activation function; `forward` records nothing for autograd, and `backward` recomputes."""
+@dataclass(frozen=True)
+class SwiGLU:
+    """SwiGLU with a GPU kernel. A `limit` other than 0 selects gpt-oss's clamped variant, which alone uses `alpha`.
+
+    `interleaved`: gate and up alternate in the columns of gate_up; otherwise all gate columns come first.
+
+    `forward` records nothing for autograd, and `backward` recomputes.
+    """
+
+    interleaved: bool
+    alpha: float = 1.0
+    limit: float = 0.0
 
     def forward(self, gate_up_NO: Tensor) -> Tensor:
         """Return act rows [N, I] of gate_up rows [N, O]; a new tensor."""
+        act_NI: Tensor = kernels.gated(gate_up_NO, self.interleaved, self.alpha, self.limit)
+        return act_NI
 
     def backward(
         self, gate_up_NO: Tensor, dact_NI: Tensor, weights: RowWeights, dweights: Tensor | None
@@ -42,32 +53,16 @@ class Activation(Protocol):
         row's routing weight. Both input tensors may be overwritten or returned; the caller must not use them
         afterwards.
         """
-
-
-@dataclass(frozen=True)
-class SwiGLU:
-    """SwiGLU with a GPU kernel. A `limit` other than 0 selects gpt-oss's clamped variant, which alone uses `alpha`.
-
-    `interleaved`: gate and up alternate in the columns of gate_up; otherwise all gate columns come first.
-    """
-
-    interleaved: bool
-    alpha: float = 1.0
-    limit: float = 0.0
-
-    def forward(self, gate_up_NO: Tensor) -> Tensor:
-        return kernels.gated(gate_up_NO, self.interleaved, self.alpha, self.limit)
-
-    def backward(
-        self, gate_up_NO: Tensor, dact_NI: Tensor, weights: RowWeights, dweights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
         kernels.gated_backward_(gate_up_NO, dact_NI, *weights, dweights, self.interleaved, self.alpha, self.limit)
         return dact_NI, gate_up_NO
 
 
 @dataclass(frozen=True)
 class AutogradActivation:
-    """Any differentiable function [N, O] -> [N, I] without parameters; backward runs it again under autograd."""
+    """Any differentiable function [N, O] -> [N, I] without parameters; backward runs it again under autograd.
+
+    The methods are those of `SwiGLU`.
+    """
 
     function: Callable[[Tensor], Tensor]
 
@@ -87,6 +82,9 @@ class AutogradActivation:
         return act_NI, dgate_up_NO
 
 
+Activation = SwiGLU | AutogradActivation
+
+
 def recognize(function: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activation:
     """Return `SwiGLU` if it computes the same as a model's activation function, else `AutogradActivation`.
 
@@ -103,17 +101,13 @@ def recognize(function: Callable[[Tensor], Tensor], shape: ExpertShape) -> Activ
                 constants[name] = float(value)
     swiglu = SwiGLU(not shape.is_concatenated, **constants)
     with unset_fake_temporarily(), torch.no_grad(), torch.device("cpu"):
-        pairs = _over_the_range(shape.intermediate)
+        # pairs (gate, up) [N, 2, I]: both signs, magnitudes 0 and 2⁻⁸ to 2¹²⁷
+        sizes = 2.0 ** torch.arange(-8, 128, 3)
+        values = torch.cat([-sizes, torch.zeros(1), sizes])
+        pairs = torch.cartesian_prod(values, values)
+        pairs = torch.cat([pairs, pairs.new_zeros(-len(pairs) % shape.intermediate, 2)])
+        pairs = pairs.view(-1, shape.intermediate, 2).mT
         rows = pairs.transpose(-1, -2).flatten(1) if swiglu.interleaved else pairs.flatten(1)
-        found, given = swiglu.forward(rows), function(rows.clone())
-        is_same = found.shape == given.shape and torch.allclose(found, given, rtol=1e-5, atol=1e-6)
+        ours, theirs = swiglu.forward(rows), function(rows.clone())
+        is_same = ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     return swiglu if is_same else AutogradActivation(function)
-
-
-def _over_the_range(intermediate: int) -> Tensor:
-    """Return pairs (gate, up) [N, 2, I] to compare functions on: both signs, magnitudes 0 and 2⁻⁸ to 2¹²⁷."""
-    sizes = 2.0 ** torch.arange(-8, 128, 3)
-    values = torch.cat([-sizes, torch.zeros(1), sizes])
-    pairs = torch.cartesian_prod(values, values)
-    pairs = torch.cat([pairs, pairs.new_zeros(-len(pairs) % intermediate, 2)])
-    return pairs.view(-1, intermediate, 2).mT

@@ -327,8 +327,8 @@ class ExpertBank(nn.Module):
             ones = received.rows_SH.new_ones(len(received.rows_SH), 1)
             output = self._run(received.rows_SH, ones, permutation, norms)
             if hooks.norms is not None and norms is not None:
-                hooks.norms(self.layer, dispatcher.combine_norms(norms.flatten(), received.state))
-            return dispatcher.combine(output, received.state).to(hidden_states.dtype)
+                hooks.norms(self.layer, dispatcher.combine_norms(norms.flatten(), received))
+            return dispatcher.combine(output, received).to(hidden_states.dtype)
         order, counts_E = sorted_positions(self._slots_of(top_k_index).flatten(), self.num_experts)
         read = reading(counts_E, self.slots, top_k_index.numel())
         counts = hooks.count_rows(self.layer, top_k_index, self.num_experts, read)

@@ -44,8 +44,8 @@ def reading(counts: Tensor, order: Sequence[int], rows: int) -> ReadCounts:
     """
 
     def read() -> list[int]:
-        found = listed(counts, rows)
-        return [found[place] for place in order]
+        by_place = listed(counts, rows)
+        return [by_place[place] for place in order]
 
     return read
 
@@ -118,19 +118,26 @@ class ExpertHooks:
 
 
 class Dispatched(NamedTuple):
-    """Token rows that this rank received for its experts.
+    """Token rows that this rank received for its experts, and from which `Dispatcher` sends the results back.
 
     Attributes:
         rows_SH: the rows [S, H].
         slots_S1: [S, 1], the expert of each row, as its position among the experts that this rank stores.
         counts: number of rows of each of these experts.
-        state: what the dispatcher needs to send the results back.
+        weights_TK: routing weights of the tokens that this rank sent.
+        order: [T·K] flat positions token·K + choice of the sent rows, in the order of sending.
+        sends, receives: numbers of rows sent to, and received from, each of the ranks.
+        tokens: number of this rank's tokens before tensor-parallel ranks divided them.
     """
 
     rows_SH: Tensor
     slots_S1: Tensor
     counts: list[int]
-    state: Any
+    weights_TK: Tensor
+    order: Tensor
+    sends: list[int]
+    receives: list[int]
+    tokens: int
 
 
 class Dispatcher(Protocol):
@@ -138,17 +145,17 @@ class Dispatcher(Protocol):
 
     `dispatch` sends rows [T, H] to the ranks of the experts `ids_TK` and returns the rows that this rank receives.
     `combine` sends the experts' results [S, H] back and returns each token's weighted sum [T, H]. `combine_norms` sends
-    the norms [S] of these results back and returns them as [T, K]. Both take the `state` that `dispatch` returned. All
-    ranks must make the same calls.
+    the norms [S] of these results back and returns them as [T, K]. Both take what `dispatch` returned. All ranks
+    must make the same calls.
     """
 
     def dispatch(
         self, layer: int, hidden_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor, hooks: ExpertHooks
     ) -> Dispatched: ...
 
-    def combine(self, output_SH: Tensor, state: Any) -> Tensor: ...
+    def combine(self, output_SH: Tensor, received: Dispatched) -> Tensor: ...
 
-    def combine_norms(self, norms_S: Tensor, state: Any) -> Tensor: ...
+    def combine_norms(self, norms_S: Tensor, received: Dispatched) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -230,13 +230,12 @@ class ExpertPrefetcher:
             if self._pass != backward_pass():
                 self._pass = backward_pass()
                 after_backward(self.free)
-        for other in [one for one in self._on_device if one not in (number, following)]:
+        for other in self._on_device.keys() - {number, following}:
             self._free(other)  # before memory is allocated, so that there are never three layers
-        for one in (number, following):
-            if one is not None and one not in self._on_device:
-                self._on_device[one] = self._copies.to_device(
-                    module.get_buffer(name) for module, name in self._names(one)
-                )
+        for layer in (number, following):
+            if layer is not None and layer not in self._on_device:
+                buffers = (module.get_buffer(name) for module, name in self._names(layer))
+                self._on_device[layer] = self._copies.to_device(buffers)
         self._on_device[number].wait()
         self._at = number, in_backward  # not before: memory may have run out while it was copied
 

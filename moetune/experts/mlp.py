@@ -17,7 +17,7 @@ Shapes: T tokens, K chosen experts per token, E experts, H hidden size, I interm
 without gate); C experts in a group with N rows together.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -86,7 +86,8 @@ def expert_mlp(
     """
     rows: list[Tensor] = []
     groups = list(experts.groups(x_TH.dtype))
-    y_TH = _ExpertMlp.apply(experts, permutation, groups, rows, x_TH, weights_TK, dense_TE, *experts.parameters())
+    apply: Callable[..., Tensor] = _ExpertMlp.apply
+    y_TH = apply(experts, permutation, groups, rows, x_TH, weights_TK, dense_TE, *experts.parameters())
     with torch.no_grad():
         kept = rows if keep_rows and y_TH.requires_grad else None
         _fill(experts, permutation, groups, x_TH, weights_TK, y_TH, kept, norms)

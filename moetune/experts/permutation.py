@@ -6,7 +6,6 @@ slot is an expert's position in the order in which the experts are computed.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -24,18 +23,13 @@ class RowGroup:
     Attributes:
         gemm: grouped product over the N rows.
         at: slice of these rows among all T·K sorted rows.
-        order_of_all: [T·K] flat positions token·K + choice of all rows, sorted by slot.
+        order: [N] flat positions token·K + choice of the rows, sorted by slot.
     """
 
     slots: range
     gemm: GroupedGemm
     at: slice
-    order_of_all: Tensor
-
-    @cached_property
-    def order(self) -> Tensor:
-        """[N] flat positions token·K + choice of the group's rows, sorted by slot."""
-        return self.order_of_all[self.at]
+    order: Tensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class Permutation:
             own = slice(group.start, group.stop)
             gemm = GroupedGemm(self.counts[own], None if len(group) == 1 or ends is None else ends[own])
             at = slice(starts[group.start], starts[group.stop])
-            yield RowGroup(group, gemm, at, self.order)
+            yield RowGroup(group, gemm, at, self.order[at])
 
     def _ends(self, groups: list[range]) -> Tensor | None:
         """Return where each slot's rows end, counted from the start of its group: [E] int32 on the device of `order`.
@@ -114,9 +108,10 @@ class TokenRows:
 
     def of(self, group: RowGroup) -> Tensor:
         """Return the rows [N, H] of a group's tokens: a new tensor, or the view that its results will overwrite."""
-        if self.rows_SH is None:
-            return kernels.gather_rows(self.x_TH, group.order, self.top_k, None)
-        return self.rows_SH[group.at]
+        if self.rows_SH is not None:
+            return self.rows_SH[group.at]
+        rows_NH: Tensor = kernels.gather_rows(self.x_TH, group.order, self.top_k, None)
+        return rows_NH
 
     def place(self, group: RowGroup) -> Tensor | None:
         """Return the view [N, H] to write a group's results to; None if they are to be passed to `add`."""

@@ -87,7 +87,7 @@ class LowRank:
         is_interleaved: columns of the two parts alternate in the output.
         scale: alpha / rank.
         is_joined: whether, in groups of several experts, one kernel computes the product with W and adds these terms
-            (`join_forward`, `join_grad_input`).
+            (`join`).
         xA: [N, P, r], input rows times Aᵀ; None until forward.
         dB: [N, P, r], gradients of the output rows times B; None until the gradient of the input rows is computed.
     """
@@ -111,40 +111,32 @@ class LowRank:
         """The group's factors B as a view [C, P, out / P, r]."""
         return self.B_all[self.slots]
 
-    def add_forward(self, base: Tensor, out: Tensor, x: Tensor, gemm: GroupedGemm) -> None:
-        """Write `base` + scale · B·(A·x) to `out`, and keep A·x.
+    def add(self, base: Tensor, out: Tensor, rows: Tensor, gemm: GroupedGemm, *, backward: bool) -> None:
+        """Write `base` plus the low-rank terms of the rows to `out`, and keep the product with r columns.
 
-        `x` [N, in] are the input rows, and `base` [N, out] is their product with W; `out` may be `base` itself.
+        Forward, `rows` [N, in] are the input, `base` [N, out] is their product with W, and scale · B·(A·x) is added.
+        In `backward`, `rows` [N, out] are the gradients of the output rows, `base` [N, in] is their product with W, and
+        scale · Aᵀ·(Bᵀ·dout) is added. `out` may be `base` itself.
         """
-        base, out = self._in_parts(base), self._in_parts(out)
-        self.xA = kernels.low_rank(x, self.A, self.B, base, out, gemm.ends, gemm.counts, self.scale)
+        of_rows = gemm.ends, gemm.counts, self.scale
+        if backward:
+            self.dB = kernels.low_rank(self._in_parts(rows), self.B.mT, self.A.mT, base, out, *of_rows)
+        else:
+            self.xA = kernels.low_rank(rows, self.A, self.B, self._in_parts(base), self._in_parts(out), *of_rows)
 
-    def add_grad_input(self, base: Tensor, out: Tensor, dout: Tensor, gemm: GroupedGemm) -> None:
-        """Write `base` + scale · Aᵀ·(Bᵀ·dout), the gradient of the input rows, to `out`, and keep Bᵀ·dout.
+    def join(self, rows: Tensor, matrices: Tensor, out: Tensor, gemm: GroupedGemm, *, backward: bool) -> None:
+        """Write rows·matrices plus the low-rank terms to `out`, and keep the product with r columns, as `add` does.
 
-        `dout` [N, out] is the gradient of the output rows, and `base` [N, in] its product with W; `out` may be `base`
-        itself.
+        `matrices` [C, in, out] is Wᵀ; in `backward` [C, out, in], W.
         """
-        dout = self._in_parts(dout)
-        self.dB = kernels.low_rank(dout, self.B.mT, self.A.mT, base, out, gemm.ends, gemm.counts, self.scale)
-
-    def join_forward(self, x: Tensor, matrices: Tensor, out: Tensor, gemm: GroupedGemm) -> None:
-        """Write x·matrices + scale · B·(A·x) to `out` [N, out], and keep A·x; `matrices` is Wᵀ [C, in, out]."""
-        self.xA = kernels.low_rank(x, self.A, None, None, None, gemm.ends, gemm.counts, 1.0)
-        self._join(out, x, matrices, self.xA, self.B, gemm)
-
-    def join_grad_input(self, dout: Tensor, matrices: Tensor, out: Tensor, gemm: GroupedGemm) -> None:
-        """Write dout·matrices + scale · Aᵀ·(Bᵀ·dout) to `out` [N, in], and keep Bᵀ·dout; `matrices` is W."""
-        parts = self._in_parts(dout)
-        self.dB = kernels.low_rank(parts, self.B.mT, None, None, None, gemm.ends, gemm.counts, 1.0)
-        self._join(out, dout, matrices, self.dB, self.A.mT, gemm)
-
-    def _join(
-        self, out: Tensor, rows: Tensor, matrices: Tensor, narrow: Tensor, second: Tensor, gemm: GroupedGemm
-    ) -> None:
-        kernels.low_rank_product_(
-            out, rows, matrices, narrow, second, gemm.ends, gemm.counts, self.scale, self.is_interleaved
-        )
+        of_rows = gemm.ends, gemm.counts
+        if backward:
+            second = self.A.mT
+            few = self.dB = kernels.low_rank(self._in_parts(rows), self.B.mT, None, None, None, *of_rows, 1.0)
+        else:
+            second = self.B
+            few = self.xA = kernels.low_rank(rows, self.A, None, None, None, *of_rows, 1.0)
+        kernels.low_rank_product_(out, rows, matrices, few, second, *of_rows, self.scale, self.is_interleaved)
 
     def add_gradients(
         self, grads: Gradients, x: Tensor, dout: Tensor, gemm: GroupedGemm, weights: RowWeights | None
@@ -198,10 +190,6 @@ class Projection:
         """Whether the projection has parameters: full weights or LoRA factors."""
         return bool(self.trained) or self.low_rank is not None
 
-    def _joins(self, gemm: GroupedGemm) -> bool:
-        """Return whether one kernel computes the product with W and adds the low-rank terms; never for one expert."""
-        return self.low_rank is not None and self.low_rank.is_joined and gemm.ends is not None
-
     def forward(
         self, x: Tensor, gemm: GroupedGemm, weights: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
@@ -212,33 +200,43 @@ class Projection:
         """
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self._joins(gemm):
-            assert self.low_rank is not None
             matrices = (self.weights() if weights is None else weights).mT
-            out = x.new_empty(len(x), matrices.shape[2]) if into is None else into
-            self.low_rank.join_forward(x, matrices, out, gemm)
+            out = self._joined(x, matrices, gemm, into, backward=False)
             return out if bias is None else out.add_(gemm.of_rows(bias))
+        # dequantized weights have no name here: they are freed before the low-rank terms are computed
         out = gemm.linear(x, self.weights() if weights is None else weights, bias)
-        if self.low_rank is None:
-            return out if into is None else into.copy_(out)
-        into = out if into is None else into
-        self.low_rank.add_forward(out, into, x, gemm)
-        return into
+        return self._with_low_rank(out, x, gemm, into, backward=False)
 
     def grad_input(
         self, dout: Tensor, gemm: GroupedGemm, weights: Tensor | None = None, into: Tensor | None = None
     ) -> Tensor:
         """Return the gradient [N, in] of the input rows, from `dout` [N, out]; other arguments as in `forward`."""
         if self._joins(gemm):
-            assert self.low_rank is not None
-            matrices = self.weights() if weights is None else weights
-            dx = dout.new_empty(len(dout), matrices.shape[2]) if into is None else into
-            self.low_rank.join_grad_input(dout, matrices, dx, gemm)
-            return dx
+            return self._joined(dout, self.weights() if weights is None else weights, gemm, into, backward=True)
         dx = gemm.mm(dout, self.weights() if weights is None else weights)
+        return self._with_low_rank(dx, dout, gemm, into, backward=True)
+
+    def _joins(self, gemm: GroupedGemm) -> bool:
+        """Return whether one kernel computes the product with W and adds the low-rank terms; never for one expert."""
+        return self.low_rank is not None and self.low_rank.is_joined and gemm.ends is not None
+
+    def _joined(
+        self, rows: Tensor, matrices: Tensor, gemm: GroupedGemm, into: Tensor | None, *, backward: bool
+    ) -> Tensor:
+        """Return the product with W and the low-rank terms, computed by one kernel."""
+        assert self.low_rank is not None
+        out = rows.new_empty(len(rows), matrices.shape[2]) if into is None else into
+        self.low_rank.join(rows, matrices, out, gemm, backward=backward)
+        return out
+
+    def _with_low_rank(
+        self, base: Tensor, rows: Tensor, gemm: GroupedGemm, into: Tensor | None, *, backward: bool
+    ) -> Tensor:
+        """Add the low-rank terms, if any, to the product `base` of the rows with W; return `into` or else `base`."""
         if self.low_rank is None:
-            return dx if into is None else into.copy_(dx)
-        into = dx if into is None else into
-        self.low_rank.add_grad_input(dx, into, dout, gemm)
+            return base if into is None else into.copy_(base)
+        into = base if into is None else into
+        self.low_rank.add(base, into, rows, gemm, backward=backward)
         return into
 
     def add_gradients(

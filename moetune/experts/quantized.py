@@ -3,7 +3,7 @@
 Shapes: E matrices, each [R, C] = [out_features, in_features].
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -140,7 +140,8 @@ class QuantizedLinear(nn.Linear):
         return self.stack.data[0]
 
     def forward(self, input: Tensor) -> Tensor:
-        return _QuantizedMatmul.apply(input, self.stack, self.bias)
+        apply: Callable[..., Tensor] = _QuantizedMatmul.apply
+        return apply(input, self.stack, self.bias)
 
     def reset_parameters(self) -> None:
         """Do nothing: the weight is quantized already."""

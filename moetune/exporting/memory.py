@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moetune.compat.torch import QuickFakeMode, add_missing_fakes
+from moetune.compat.fake_mode import QuickFakeMode, add_missing_fakes
 from moetune.exporting.finished_run import FinishedRun, base_folder
 from moetune.exporting.formats.updates import Trained, Update, new_rows, placed, updates
 from moetune.formats.base import Quantized

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.weights.published import finish_reading
-from moetune.compat.torch import answering_no
+from moetune.compat.fake_mode import answering_no
 from moetune.errors import UserError, counted
 from moetune.inference.evaluate import ROWS
 from moetune.inference.generate import has_static_cache, new_tokens, sampling, written_after

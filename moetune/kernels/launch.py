@@ -59,12 +59,16 @@ class QuickLaunch:
     def _launch(self, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
         """Launch the kernel, after compiling it if no compiled kernel has the key of these arguments.
 
+        A grid without programs launches nothing.
+
         Raises:
             KernelError: the kernel could not be compiled, loaded or launched; it has not run.
             torch.OutOfMemoryError: the GPU has too little memory for it.
         """
+        if 0 in grid:
+            return
         if self._tensors < 0:
-            self._check(args, constants)
+            self._tensors = sum(torch.is_tensor(arg) for arg in args)
         tensors = args[: self._tensors]
         addresses = [tensor.data_ptr() for tensor in tensors]
         aligned = reduce(or_, addresses) % 16 == 0 or tuple(address % 16 == 0 for address in addresses)
@@ -91,24 +95,8 @@ class QuickLaunch:
                 raise torch.OutOfMemoryError(one_line(error)) from error
             raise KernelError(f"{type(error).__name__}: {one_line(error)}") from error
 
-    def _check(self, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        """At the first launch, count the tensors and assert that the parameters have the order that the class needs."""
-        self._tensors = sum(torch.is_tensor(arg) for arg in args)
-        assert all(torch.is_tensor(arg) for arg in args[: self._tensors])
-        assert self._names[self._tensors :][: len(self._varying)] == list(self._varying)
-        of_kernel = self._names[len(args) :]
-        assert list(constants)[: len(of_kernel)] == of_kernel
-
 
 def kernel(**options: Any) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator that compiles a function with `triton.jit(**options)` and wraps it in `QuickLaunch`.
-
-    Under Triton's interpreter the kernel is not compiled, and the decorator returns what `triton.jit` does.
-    """
-
-    def define(function: Callable[..., None]) -> Any:
-        jitted = triton.jit(function, **options)
-        is_compiled = isinstance(jitted, triton.JITFunction)
-        return QuickLaunch(jitted, function, options.get("do_not_specialize", ())) if is_compiled else jitted
-
-    return define
+    """Return a decorator that compiles a function with `triton.jit(**options)` and wraps it in `QuickLaunch`."""
+    varying = options.get("do_not_specialize", ())
+    return lambda function: QuickLaunch(triton.jit(function, **options), function, varying)

@@ -143,11 +143,11 @@ def sum_rows_(out: Tensor, rows: Tensor, inverse: Tensor, weights: Tensor | None
 
     `inverse` [T·K] int32 is the index in `rows` of the row at each flat position, as `gather_rows` writes it.
     """
-    found = rows.index_select(0, inverse)
+    by_position = rows.index_select(0, inverse)
     if weights is not None:
-        found.mul_(weights[:, None].to(found.dtype))
+        by_position.mul_(weights[:, None].to(by_position.dtype))
     if len(out):
-        torch.sum(found.view(len(out), -1, out.shape[1]), 1, out=out)
+        torch.sum(by_position.view(len(out), -1, out.shape[1]), 1, out=out)
 
 
 @operator(mutates=("out", "rows"), scratch=("rows",))

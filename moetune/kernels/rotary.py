@@ -54,7 +54,7 @@ def rotate_backward(
     `q` and `k` are these inputs, or None without norms; the other arguments are those of `rotate`. The norms' weights
     get no gradient.
     """
-    dq, dk = (_gradient(*one, cos, sin, eps) for one in ((dq, q, q_weight), (dk, k, k_weight)))
+    dq, dk = (_gradient(*heads, cos, sin, eps) for heads in ((dq, q, q_weight), (dk, k, k_weight)))
     return dq, dk
 
 

@@ -23,6 +23,12 @@ ROWS_OF_FP8 = 32  # rows of an FP8 block of 128 × 128 weights per program
 COLUMNS = 1024  # columns of a program's block, times 2 or 4 in some kernels
 
 
+def _row_by_row(rows: int, size: int, most: int = COLUMNS) -> tuple[tuple[int, int], int]:
+    """Return the grid, and the columns of a program's block, for programs that each have a part of one row."""
+    columns = min(most, next_power_of_2(size))
+    return (rows, ceil_div(size, columns)), columns
+
+
 # --- NF4 ----------------------------------------------------------------------------------------------------------
 
 
@@ -103,10 +109,8 @@ def _dequantize_int8(data, absmax, out, size, per_step, COLUMNS: tl.constexpr):
 
 def dequantize_int8(data, absmax, dtype):
     out = torch.empty_like(data, dtype=dtype)
-    rows, size = data.shape
-    columns = min(4 * COLUMNS, next_power_of_2(size))
-    if rows:
-        _dequantize_int8[(rows, ceil_div(size, columns))](data, absmax, out, size, INT8_STEP, COLUMNS=columns)
+    grid, columns = _row_by_row(*data.shape, 4 * COLUMNS)
+    _dequantize_int8[grid](data, absmax, out, data.shape[1], INT8_STEP, COLUMNS=columns)
     return out
 
 
@@ -136,11 +140,10 @@ def _dequantize_fp8(data, scales, out, rows, size, high, wide, BLOCK: tl.constex
 def dequantize_fp8(data, scales, dtype):
     out = torch.empty_like(data, dtype=dtype)
     count, rows, size = data.shape
-    if data.numel():
-        grid = (ceil_div(size, FP8_BLOCK), ceil_div(rows, ROWS_OF_FP8), count)
-        _dequantize_fp8[grid](
-            data, scales, out, rows, size, scales.shape[1], scales.shape[2], BLOCK=FP8_BLOCK, ROWS=ROWS_OF_FP8
-        )
+    grid = (ceil_div(size, FP8_BLOCK), ceil_div(rows, ROWS_OF_FP8), count)
+    _dequantize_fp8[grid](
+        data, scales, out, rows, size, scales.shape[1], scales.shape[2], BLOCK=FP8_BLOCK, ROWS=ROWS_OF_FP8
+    )
     return out
 
 
@@ -174,8 +177,7 @@ def _dequantize_mxfp4(data, scales, out, bytes_, BYTES: tl.constexpr):
 
 def dequantize_mxfp4(data, scales, pairs, dtype):
     out = data.new_empty(2 * len(data), dtype=dtype)
-    if len(data):
-        _dequantize_mxfp4[(ceil_div(len(data), 2 * COLUMNS),)](data, scales, out, len(data), BYTES=2 * COLUMNS)
+    _dequantize_mxfp4[(ceil_div(len(data), 2 * COLUMNS),)](data, scales, out, len(data), BYTES=2 * COLUMNS)
     return out
 
 
@@ -198,9 +200,8 @@ def _dequantize_nvfp4(data, scales, fractions, out, blocks, columns, wide, BLOCK
 def dequantize_nvfp4(data, scales, fractions, columns, dtype):
     count, rows, wide = scales.shape
     out = data.new_empty(count, rows, columns, dtype=dtype)
-    if out.numel():
-        grid = (ceil_div(rows * wide, 2 * BLOCKS_OF_64), count)
-        _dequantize_nvfp4[grid](data, scales, fractions, out, rows * wide, columns, wide, BLOCKS=2 * BLOCKS_OF_64)
+    grid = (ceil_div(rows * wide, 2 * BLOCKS_OF_64), count)
+    _dequantize_nvfp4[grid](data, scales, fractions, out, rows * wide, columns, wide, BLOCKS=2 * BLOCKS_OF_64)
     return out
 
 
@@ -264,12 +265,10 @@ def _gated(gate_up, act, size, alpha, limit, INTERLEAVED: tl.constexpr, CLAMPED:
 def gated(gate_up, interleaved, alpha, limit):
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     act = gate_up.new_empty(rows, size)
-    columns = min(COLUMNS, next_power_of_2(size))
-    if rows:
-        _gated[(rows, ceil_div(size, columns))](
-            gate_up, act, size, float(alpha), float(limit), INTERLEAVED=interleaved, CLAMPED=limit > 0,
-            COLUMNS=columns,
-        )  # fmt: skip
+    grid, columns = _row_by_row(rows, size)
+    _gated[grid](
+        gate_up, act, size, float(alpha), float(limit), INTERLEAVED=interleaved, CLAMPED=limit > 0, COLUMNS=columns
+    )
     return act
 
 
@@ -297,12 +296,10 @@ def _gated_backward(
 
 def gated_backward_(gate_up, dact, weights, order, dweights, interleaved, alpha, limit):
     rows, size = dact.shape
-    if rows:
-        _gated_backward[(rows,)](
-            gate_up, dact, weights, order, weights if dweights is None else dweights, size,
-            float(alpha), float(limit), INTERLEAVED=interleaved, CLAMPED=limit > 0, WANTED=dweights is not None,
-            COLUMNS=min(COLUMNS, next_power_of_2(size)),
-        )  # fmt: skip
+    _gated_backward[(rows,)](
+        gate_up, dact, weights, order, weights if dweights is None else dweights, size, float(alpha), float(limit),
+        INTERLEAVED=interleaved, CLAMPED=limit > 0, WANTED=dweights is not None, COLUMNS=_row_by_row(rows, size)[1],
+    )  # fmt: skip
 
 
 # --- Rows ---------------------------------------------------------------------------------------------------------
@@ -320,13 +317,12 @@ def _gather_rows(x, order, inverse, rows, size, top_k, NOTED: tl.constexpr, COLU
 
 
 def gather_rows(x, order, top_k, inverse):
-    size, columns = x.shape[1], min(COLUMNS, next_power_of_2(x.shape[1]))
-    rows = x.new_empty(order.shape[0], size)
-    if order.shape[0]:
-        _gather_rows[(order.shape[0], ceil_div(size, columns))](
-            x, order, order if inverse is None else inverse, rows, size, top_k, NOTED=inverse is not None,
-            COLUMNS=columns,
-        )  # fmt: skip
+    rows = x.new_empty(order.shape[0], x.shape[1])
+    grid, columns = _row_by_row(*rows.shape)
+    _gather_rows[grid](
+        x, order, order if inverse is None else inverse, rows, x.shape[1], top_k, NOTED=inverse is not None,
+        COLUMNS=columns,
+    )  # fmt: skip
     return rows
 
 
@@ -345,12 +341,11 @@ def _sum_rows(out, rows, inverse, weights, size, top_k, WEIGHTED: tl.constexpr, 
 
 
 def sum_rows_(out, rows, inverse, weights):
-    (tokens, size), columns = out.shape, min(COLUMNS, next_power_of_2(out.shape[1]))
-    if tokens:
-        _sum_rows[(tokens, ceil_div(size, columns))](
-            out, rows, inverse, rows if weights is None else weights, size, inverse.shape[0] // tokens,
-            WEIGHTED=weights is not None, COLUMNS=columns,
-        )  # fmt: skip
+    grid, columns = _row_by_row(*out.shape)
+    _sum_rows[grid](
+        out, rows, inverse, rows if weights is None else weights, out.shape[1], inverse.shape[0] // max(1, len(out)),
+        WEIGHTED=weights is not None, COLUMNS=columns,
+    )  # fmt: skip
 
 
 @kernel(do_not_specialize_on_alignment=["order"])
@@ -367,9 +362,8 @@ def _add_rows(out, rows, order, weights, size, top_k, WEIGHTED: tl.constexpr, CO
 
 
 def add_rows_(out, rows, order, top_k, weights):
-    size, columns = out.shape[1], min(COLUMNS, next_power_of_2(out.shape[1]))
-    if order.shape[0]:
-        _add_rows[(order.shape[0], ceil_div(size, columns))](
-            out, rows, order, rows if weights is None else weights, size, top_k, WEIGHTED=weights is not None,
-            COLUMNS=columns,
-        )  # fmt: skip
+    grid, columns = _row_by_row(*rows.shape)
+    _add_rows[grid](
+        out, rows, order, rows if weights is None else weights, out.shape[1], top_k, WEIGHTED=weights is not None,
+        COLUMNS=columns,
+    )  # fmt: skip

@@ -184,7 +184,7 @@ def _tile(run, out, tiles, rows, experts, *operands):
     """
     if not out.is_cuda:
         return tiles[0]
-    layouts = [(str(one.dtype), *one.shape[1:], *one.stride()) for one in operands]
+    layouts = [(str(operand.dtype), *operand.shape[1:], *operand.stride()) for operand in operands]
     return fastest(run.func.__name__, (experts, (rows // experts).bit_length(), *layouts), tiles, partial(run, out))
 
 

@@ -98,12 +98,11 @@ def _launch(q, k, dq, dk, cos, sin, q_weight, k_weight, eps, *, backward):
     of_q, of_k = (ceil_div(out.numel(), size * each) for out in outs)
     weights = (q_weight, k_weight) if normed else (cos, cos)
     cos, sin = cos.contiguous(), sin.contiguous()
-    if tokens:
-        _rotate[(of_q + of_k,)](
-            q, k, dq, dk, *outs, *weights, cos, sin, tokens, length, cos.numel() // size, of_q,
-            q_heads, k.shape[1], half, *(x.stride(dim) for x in (q, k, dq, dk) for dim in (0, 2, 1)), float(eps),
-            NORMED=normed, BACKWARD=backward, HEADS=each, HALF=padded,
-        )  # fmt: skip
+    _rotate[(of_q + of_k,)](
+        q, k, dq, dk, *outs, *weights, cos, sin, tokens, length, cos.numel() // size, of_q, q_heads, k.shape[1], half,
+        *(x.stride(dim) for x in (q, k, dq, dk) for dim in (0, 2, 1)), float(eps),
+        NORMED=normed, BACKWARD=backward, HEADS=each, HALF=padded,
+    )  # fmt: skip
     return tuple(out.transpose(1, 2) for out in outs)
 
 

@@ -58,7 +58,7 @@ def _choose(
 
 def _tiles(tokens, experts):
     rows = max(1, LOGITS // next_power_of_2(experts))
-    return (ceil_div(tokens, rows),), {"ROWS": rows, "EXPERTS": next_power_of_2(experts)}
+    return (ceil_div(tokens, rows),), {"ROWS": rows, "EXPERTS": next_power_of_2(experts), "num_warps": 1}
 
 
 def choose(logits, top_k, normalized, dtype):
@@ -66,10 +66,7 @@ def choose(logits, top_k, normalized, dtype):
     weights = logits.new_empty(tokens, top_k, dtype=dtype)
     ids = logits.new_empty(tokens, top_k, dtype=torch.int64)
     grid, tile = _tiles(tokens, experts)
-    if tokens:
-        _choose[grid](
-            logits, weights, ids, tokens, experts, TOP_K=top_k, NORMALIZED=normalized, GIVEN=False, **tile, num_warps=1,
-        )  # fmt: skip
+    _choose[grid](logits, weights, ids, tokens, experts, TOP_K=top_k, NORMALIZED=normalized, GIVEN=False, **tile)
     return weights, ids
 
 
@@ -77,11 +74,10 @@ def weigh(logits, ids, normalized, dtype):
     (tokens, experts), logits = logits.shape, logits.contiguous()
     weights = logits.new_empty(ids.shape, dtype=dtype)
     grid, tile = _tiles(tokens, experts)
-    if tokens:
-        _choose[grid](
-            logits, weights, ids.contiguous(), tokens, experts, TOP_K=ids.shape[1], NORMALIZED=normalized, GIVEN=True,
-            **tile, num_warps=1,
-        )  # fmt: skip
+    _choose[grid](
+        logits, weights, ids.contiguous(), tokens, experts, TOP_K=ids.shape[1], NORMALIZED=normalized, GIVEN=True,
+        **tile,
+    )  # fmt: skip
     return weights
 
 
@@ -110,11 +106,10 @@ def _weigh_backward(
 def weigh_backward(dweights, logits, ids, normalized):
     dlogits, (tokens, experts) = torch.empty_like(logits, memory_format=torch.contiguous_format), logits.shape
     grid, tile = _tiles(tokens, experts)
-    if tokens:
-        _weigh_backward[grid](
-            dweights.contiguous(), logits.contiguous(), ids.contiguous(), dlogits, tokens, experts,
-            TOP_K=ids.shape[1], NORMALIZED=normalized, **tile, num_warps=1,
-        )  # fmt: skip
+    _weigh_backward[grid](
+        dweights.contiguous(), logits.contiguous(), ids.contiguous(), dlogits, tokens, experts,
+        TOP_K=ids.shape[1], NORMALIZED=normalized, **tile,
+    )  # fmt: skip
     return dlogits
 
 
@@ -162,10 +157,7 @@ def sorted_positions(numbers, count):
     counts = numbers.new_empty(blocks, experts, dtype=torch.int32)
     totals = numbers.new_empty(count, dtype=torch.int32)
     tile = {"NUMBERS": NUMBERS, "AT_ONCE": max(1, min(NUMBERS, AT_ONCE // experts)), "EXPERTS": experts}
-    if blocks:
-        numbers = numbers.contiguous()
-        _count[(blocks,)](numbers, counts, len(numbers), **tile)
-        _place[(blocks,)](numbers, counts, order, totals, len(numbers), blocks, count, **tile)
-    else:
-        totals.zero_()
-    return order, totals
+    numbers = numbers.contiguous()
+    _count[(blocks,)](numbers, counts, len(numbers), **tile)
+    _place[(blocks,)](numbers, counts, order, totals, len(numbers), blocks, count, **tile)
+    return order, totals if blocks else totals.zero_()

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from moetune.compat.torch import QuickFakeMode, without_fake_reports
+from moetune.compat.fake_mode import QuickFakeMode, without_fake_reports
 from moetune.compat.transformers import fix_rotary_length, without_packages
 from moetune.errors import UserError, one_line, shown
 from moetune.models.moe import is_experts

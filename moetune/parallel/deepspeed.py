@@ -19,14 +19,9 @@ from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 
 
-def is_installed() -> bool:
-    """Return whether the deepspeed package is installed."""
-    return find_spec("deepspeed") is not None
-
-
 def require_deepspeed() -> None:
     """Raise `UserError` if the deepspeed package is not installed."""
-    if not is_installed():
+    if find_spec("deepspeed") is None:
         raise UserError(
             "parallel.engine: deepspeed needs a package that is not installed: DS_BUILD_OPS=0 pip install "
             "--no-build-isolation deepspeed"
@@ -157,10 +152,10 @@ class Engine:
         if not states:
             return
         for flat in self.masters:
-            there = self.optimizer.state[flat]
-            missing = states.keys() - there.keys() - {"master"}
+            of_group = self.optimizer.state[flat]
+            missing = states.keys() - of_group.keys() - {"master"}
             for key in missing:
-                there[key] = torch.zeros_like(flat) if states[key].dim() else states[key].to(flat.device, copy=True)
+                of_group[key] = torch.zeros_like(flat) if states[key].dim() else states[key].to(flat.device, copy=True)
         if missing:  # the same states in every group
             self.link_states()
         for key, value in states.items():

@@ -8,7 +8,6 @@ experts per rank, S rows received by this rank, H hidden size.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,23 +18,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from moetune.compat.torch import all_to_all
 from moetune.experts.context import Dispatched, ExpertHooks, reading
 from moetune.kernels.routing import sorted_positions
-
-
-class _DispatchState(NamedTuple):
-    """Record of a dispatch, from which `TokenDispatcher.combine` sends the results back.
-
-    Attributes:
-        weights_TK: routing weights of the tokens that this rank sent.
-        order: [T·K] flat positions token·K + choice of the sent rows, in the order of sending.
-        sends, receives: numbers of rows sent to, and received from, each of the R ranks.
-        tokens: number of this rank's tokens before tensor-parallel ranks divided them.
-    """
-
-    weights_TK: Tensor
-    order: Tensor
-    sends: list[int]
-    receives: list[int]
-    tokens: int
 
 
 class TokenDispatcher:
@@ -107,26 +89,25 @@ class TokenDispatcher:
         rows_RL = torch.tensor(receive_counts, device=ids_TK.device).flatten()
         held_S = held_RL.repeat_interleave(rows_RL, output_size=sum(receives))
         by_expert = [sum(row[expert] for row in receive_counts) for expert in range(held)]
-        state = _DispatchState(weights_TK, order, sends, receives, tokens)
-        return Dispatched(rows_SH, held_S[:, None], by_expert, state)
+        return Dispatched(rows_SH, held_S[:, None], by_expert, weights_TK, order, sends, receives, tokens)
 
-    def combine(self, output_SH: Tensor, state: _DispatchState) -> Tensor:
+    def combine(self, output_SH: Tensor, received: Dispatched) -> Tensor:
         """Send results [S, H] back; return the weighted sum for each of this rank's tokens, [T, H].
 
-        All R ranks must call it, with the `state` of their call of `dispatch`.
+        All R ranks must call it, with what their call of `dispatch` returned.
         """
-        rows = all_to_all(output_SH, state.sends, state.receives, self._ep.get_group())
+        rows = all_to_all(output_SH, received.sends, received.receives, self._ep.get_group())
         by_choice = torch.empty_like(rows)
-        by_choice[state.order] = rows
-        by_choice = by_choice.view(*state.weights_TK.shape, output_SH.shape[-1])
-        return self._gathered((by_choice * state.weights_TK.unsqueeze(-1)).sum(dim=1), state.tokens)
+        by_choice[received.order] = rows
+        by_choice = by_choice.view(*received.weights_TK.shape, output_SH.shape[-1])
+        return self._gathered((by_choice * received.weights_TK.unsqueeze(-1)).sum(dim=1), received.tokens)
 
-    def combine_norms(self, norms_S: Tensor, state: _DispatchState) -> Tensor:
+    def combine_norms(self, norms_S: Tensor, received: Dispatched) -> Tensor:
         """Send norms [S] of the experts' outputs back to the tokens' ranks; return [T, K]. Not differentiable."""
-        returned, norms = norms_S.new_empty(2, len(state.order))
-        dist.all_to_all_single(returned, norms_S, state.sends, state.receives, self._ep.get_group())
-        norms[state.order] = returned
-        return self._gathered(norms.view(state.weights_TK.shape), state.tokens)
+        returned, norms = norms_S.new_empty(2, len(received.order))
+        dist.all_to_all_single(returned, norms_S, received.sends, received.receives, self._ep.get_group())
+        norms[received.order] = returned
+        return self._gathered(norms.view(received.weights_TK.shape), received.tokens)
 
     def _gathered(self, rows: Tensor, tokens: int) -> Tensor:
         """Gather the rows of a tensor that is divided over the tensor-parallel ranks; return all T = `tokens` rows."""

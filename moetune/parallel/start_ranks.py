@@ -84,11 +84,14 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
                 streams: dict[str, Any] = {} if rank == 0 else {"stdin": nothing, "stdout": nothing, "stderr": log}
                 processes.append(subprocess.Popen(command, env=env, **streams))
         with _passing_on(processes) as passed:
-            code, stopped = _wait(processes)
-        if code and signal.SIGINT in passed:
+            stopped = _wait(processes)
+        if not any(process.returncode for process in processes):
+            return 0
+        if signal.SIGINT in passed:
             raise KeyboardInterrupt
-        if code and not passed:
-            print(_first_error(folder, processes, stopped), file=sys.stderr)
+        code, error = _failure(folder, processes, stopped)
+        if not passed:
+            print(f"error: {error}", file=sys.stderr)
         return code
 
 
@@ -114,8 +117,8 @@ def _passing_on(processes: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]
             signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]]) -> tuple[int, set[int]]:
-    """Wait until all processes have ended. Return the exit code that `start_ranks` documents, and the stopped ranks.
+def _wait(processes: list[subprocess.Popen[bytes]]) -> set[int]:
+    """Wait until all processes have ended; return the ranks that had to be stopped.
 
     After a failure, the others get `_GRACE` seconds to end, then are stopped: by SIGTERM, and after as long again by
     SIGKILL.
@@ -129,21 +132,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> tuple[int, set[int]]:
             if not _have_ended(processes, _GRACE):
                 for process in processes:
                     process.kill()
-    if killed := _killed(processes, stopped):  # the others then fail because of it
-        return 128 + killed[1], stopped
-    failed = [process.returncode for process in processes if process.returncode]
-    usual = [code for code in failed if code > 0]  # processes that this launcher ended have a negative code
-    return usual[0] if usual else (128 - failed[0] if failed else 0), stopped
-
-
-def _killed(processes: list[subprocess.Popen[bytes]], stopped: set[int]) -> tuple[int, signal.Signals] | None:
-    """Return the first rank that a signal ended, and the signal, other than SIGTERM and the ranks `stopped` by this
-    launcher; None if there is none."""
-    for rank, process in enumerate(processes):
-        number = -(process.returncode or 0)
-        if number > 0 and number != signal.SIGTERM and rank not in stopped:
-            return rank, signal.Signals(number)
-    return None
+    return stopped
 
 
 def _have_ended(processes: list[subprocess.Popen[bytes]], patience: float) -> bool:
@@ -156,30 +145,33 @@ def _have_ended(processes: list[subprocess.Popen[bytes]], patience: float) -> bo
     return not is_running
 
 
-def _first_error(folder: Path, processes: list[subprocess.Popen[bytes]], stopped: set[int]) -> str:
-    """Return the error line for the rank that failed first, or for a rank that a signal ended, unless it is one of the
-    ranks `stopped` by this launcher.
+def _failure(folder: Path, processes: list[subprocess.Popen[bytes]], stopped: set[int]) -> tuple[int, str]:
+    """Return the exit code that `start_ranks` documents, and the error of the rank that failed first.
 
-    `folder` has what the ranks wrote: `<rank>.json` from `note_failure`, and `<rank>.log`, stderr of all but rank 0.
+    A signal that ended a rank comes first, other than SIGTERM and those for the ranks `stopped` by this launcher,
+    because others then fail because of it. `folder` has what the ranks wrote: `<rank>.json` from `note_failure`, and
+    `<rank>.log`, stderr of all but rank 0.
     """
-    if killed := _killed(processes, stopped):
-        rank, number = killed
-        why = ", as the system does when the machine's memory runs out" if number == signal.SIGKILL else ""
-        return f"error: rank {rank} was ended by {number.name}{why}; the other ranks were stopped"
+    codes = [process.returncode for process in processes]
+    for rank, code in enumerate(codes):
+        if code < 0 and -code != signal.SIGTERM and rank not in stopped:
+            why = ", as the system does when the machine's memory runs out" if -code == signal.SIGKILL else ""
+            name = signal.Signals(-code).name
+            return 128 - code, f"rank {rank} was ended by {name}{why}; the other ranks were stopped"
     errors: list[tuple[float, int, str]] = []  # time, rank, message
-    for rank, process in enumerate(processes):
-        file, code = folder / f"{rank}.json", process.returncode or 0
-        if file.is_file():
+    for rank, code in enumerate(codes):
+        if (file := folder / f"{rank}.json").is_file():
             noted = read_json(file, dict[str, dict[str, Any]])["message"]
             errors.append((noted["at"], rank, noted["message"]))
         elif code > 0:
             tail = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace")[-4000:]
             errors.append((float("inf"), rank, tail or f"it ended with code {code}"))
+    code = next((code for code in codes if code > 0), 128 + signal.SIGTERM)
     if not errors:
-        return "error: a rank failed and left no message"
+        return code, "a rank failed and left no message"
     _, rank, first = min(errors)
     is_common = len(errors) == len(processes) and all(message == first for _, _, message in errors)
-    return f"error: {first}" if is_common else f"error: rank {rank}: {first}"
+    return code, first if is_common else f"rank {rank}: {first}"
 
 
 def free_port() -> int:

@@ -1,9 +1,5 @@
 """Recomputing a layer replays its routing and does not run the experts' products again."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,7 @@ from moetune.errors import UserError
 from moetune.experts.context import ReadCounts
 from moetune.experts.projection import Projection
 from moetune.run.resolve import resolve
-from tests.reference import assert_close, build_toy, next_token_loss, token_ids
+from tests.reference import build_toy, next_token_loss, token_ids
 from tests.toys import LAYERS, toy_config
 
 ADAPT = {
@@ -81,42 +77,24 @@ def test_a_tie_that_falls_the_other_way_in_recomputation_changes_no_gradient(tmp
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
-def test_under_stock_checkpointing_that_tie_spoils_them(tmp_path: Path, ties: Ties) -> None:
-    adapted = mixtral(tmp_path, ADAPT)
-    for layer in adapted.structure.moe_layers:
-        bank = adapted.model.get_submodule(layer.experts)
-        bank.context = replace(bank.context, keep_rows=())  # the rows of another choice do not even fit
-    expected = gradients(adapted, ties)
-    for layer in adapted.model.model.layers:
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        layer.gradient_checkpointing = True
-    with pytest.raises(AssertionError, match=r"mlp\.gate\.weight"):
-        assert_close(gradients(adapted, ties), expected)
-
-
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Notes each run of a layer's products."""
-    runs: list[str] = []
+@pytest.fixture
+def fills(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each run of a layer's products, whether it kept rows."""
+    kept: list[bool] = []
     stock = moetune.experts.mlp._fill
 
-    def fill(*args: Any, **kwargs: Any) -> None:
-        runs.append("ran")
-        stock(*args, **kwargs)
+    def fill(*args: Any) -> None:
+        kept.append(args[-2] is not None)
+        stock(*args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(moetune.experts.mlp, "_fill", fill)
-        yield runs
+    monkeypatch.setattr(moetune.experts.mlp, "_fill", fill)
+    return kept
 
 
 @pytest.mark.parametrize("adapt", [{"router": "all"}, ADAPT], ids=["router-only", "all three ways"])
-def test_the_experts_products_run_once(
-    adapt: dict[str, Any], tmp_path: Path, ties: Ties, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapted = mixtral(tmp_path, adapt, "full")
-    with counted(monkeypatch) as runs:
-        gradients(adapted, ties)
-    assert len(runs) == LAYERS
+def test_the_experts_products_run_once(adapt: dict[str, Any], tmp_path: Path, ties: Ties, fills: list[bool]) -> None:
+    gradients(mixtral(tmp_path, adapt, "full"), ties)
+    assert len(fills) == LAYERS
 
 
 @pytest.mark.one_in(2)
@@ -143,22 +121,12 @@ def test_kept_rows_spare_their_layer_a_product_and_change_no_bit(
     assert (none - last) * LAYERS == none - every == every // 2  # one of three: gate_up, down, and gate_up again
 
 
-def test_a_recomputation_that_runs_the_experts_again_keeps_no_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recomputation_that_runs_the_experts_again_keeps_no_rows(tmp_path: Path, fills: list[bool]) -> None:
     train = {"checkpointing": "full", "keep_rows": LAYERS}
     adapted = build_toy(toy_config("qwen2_moe"), tmp_path, {"router": "all"}, train=train)  # with shared experts
-    kept: list[bool] = []
-    stock = moetune.experts.mlp._fill
-
-    def fill(*args: Any) -> None:
-        kept.append(args[-2] is not None)
-        stock(*args)
-
-    monkeypatch.setattr(moetune.experts.mlp, "_fill", fill)
     adapted.model.train()
     next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids()).backward()
-    assert kept == [True] * LAYERS + [False] * LAYERS
+    assert fills == [True] * LAYERS + [False] * LAYERS
 
 
 class Kernels(TorchDispatchMode):

@@ -1,6 +1,5 @@
 """What is changed of transformers, and used of it without being public, is still necessary and possible."""
 
-import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,51 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, MixtralForCausalLM
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen
 
 from moetune.adapt.attention import takes_cu_seqlens
 from moetune.compat.transformers import (
-    activation_of,
-    attention_name,
     chat_template_environment,
-    checkpoint_by,
     draw,
     dtypes_kept,
     fix_rotary_length,
-    has_flash_interface,
     has_sinks,
-    ignore_unexpected,
-    is_rms_norm,
     mark_initialized,
     reads_weight,
-    set_attention,
     supports_attention,
     unmatched_keys,
     without_packages,
 )
 from moetune.memory.trace import trace
-from moetune.models.structure import meta_model, read_structure
+from moetune.models.structure import meta_model
 from moetune.run.resolve import resolve
 from tests.reference import run_config, token_ids
 from tests.toys import toy_config, toy_model
-
-
-def test_layers_checkpoint_by_another_function() -> None:
-    assert "checkpoint" not in inspect.signature(PreTrainedModel.activation_checkpointing_enable).parameters
-    model = toy_model("mixtral")
-    called = []
-
-    def checkpoint(function, *args):
-        called.append(function)
-        return function(*args)
-
-    checkpoint_by(model, checkpoint)
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    model.train()(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=False)
-    assert len(called) == model.config.num_hidden_layers
 
 
 def test_rules_draw_what_is_not_marked() -> None:
@@ -67,14 +44,6 @@ def test_rules_draw_what_is_not_marked() -> None:
     assert (kept.weight == 7.0).all()
 
 
-def test_an_activation_is_what_experts_compute_between_their_products() -> None:
-    model = toy_model("mixtral")
-    experts = model.get_submodule(read_structure(model).moe_layers[0].experts)
-    rows = torch.randn(3, 2 * experts.intermediate_dim)
-    gate, up = rows.chunk(2, dim=-1)
-    assert torch.equal(activation_of(experts, has_gate=True)(rows), torch.nn.functional.silu(gate) * up)
-
-
 def test_a_rotary_embedding_that_asks_for_the_length_does_not() -> None:
     parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     config = LlamaConfig(hidden_size=16, num_attention_heads=2, rope_parameters=parameters, max_position_embeddings=4)
@@ -84,23 +53,6 @@ def test_a_rotary_embedding_that_asks_for_the_length_does_not() -> None:
     rotary(x, positions)  # beyond the length that it was made for
     assert rotary.inv_freq is before
     assert config.rope_parameters["rope_type"] == "dynamic"
-
-
-def test_an_attention_function_is_chosen_by_name() -> None:
-    model = toy_model("mixtral")
-    set_attention(model.config, "eager")
-    assert attention_name(model) == "eager"
-    assert has_flash_interface(model)
-    assert not has_flash_interface(toy_model("deepseek_v4"))
-
-
-def test_names_of_tensors_that_a_model_leaves_out() -> None:
-    """That they are left out when a checkpoint is loaded is tested in models/test_text.py."""
-    assert hasattr(PreTrainedModel, "_keys_to_ignore_on_load_unexpected")
-    model = toy_model("mixtral")
-    ignore_unexpected(model, {r"^tower\."})
-    ignore_unexpected(model, {r"^other\."})
-    assert model._keys_to_ignore_on_load_unexpected == {r"^tower\.", r"^other\."}
 
 
 def test_models_with_sinks_need_attention_that_knows_of_them() -> None:
@@ -143,14 +95,6 @@ def test_a_weight_that_is_read_without_a_call(model_type: str, path: str, weight
     assert hasattr(module, name)
     assert reads_weight(module, name) == weight
     assert reads_weight(module, name, or_its_dtype=True) == dtype
-
-
-def test_norms_are_told_by_their_code() -> None:
-    norms = {
-        kind: is_rms_norm(meta_model(toy_config(kind)).get_submodule("model.norm"))
-        for kind in ("mixtral", "gpt_oss", "qwen3_next")
-    }
-    assert norms == {"mixtral": True, "gpt_oss": True, "qwen3_next": False}  # that adds one to its weight
 
 
 def test_kernels_of_other_packages_are_left_out_of_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

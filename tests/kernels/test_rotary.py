@@ -1,22 +1,12 @@
-"""Rotated heads: torch's operations are transformers', and Triton's interpreter gives what they give."""
-
-from types import ModuleType
+"""Rotated heads: torch's operations are transformers'."""
 
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from moetune.kernels import rotary as kernels
-from tests.kernels.interpreter import interpreted_module
-from tests.kernels.test_operators import DTYPES, assert_alike, both, random
-
-
-@pytest.fixture(scope="module")
-def interpreted() -> ModuleType:
-    module = interpreted_module("triton_rotary")
-    module.PAIRS = 64  # several tiles
-    return module
+from tests.kernels.test_operators import random
 
 
 def heads(rows: int, count: int, length: int, size: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -55,33 +45,3 @@ def test_norms_are_those_of_float64_within_1e_6() -> None:
     for one, other in zip((*found, *gradients), (*expected, *of_inputs), strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [8, 20])
-@pytest.mark.parametrize("is_normed", [True, False])
-def test_kernels(interpreted: ModuleType, dtype: torch.dtype, size: int, is_normed: bool) -> None:
-    """Several tiles, the last one not full; rows with positions of their own and with equal ones; any strides."""
-    weights = [random(size, dtype=dtype, seed=seed) if is_normed else None for seed in (3, 4)]
-    for angles, count in ((1, 3), (2, 1)):
-        q, k = heads(2, 4, 3, size, dtype, 0), heads(2, count, 3, 2 * size, dtype, 1)[..., size:]
-        cos, sin = (random(angles, 3, size, dtype=dtype, seed=seed) for seed in (5, 6))
-        assert_alike(*both(interpreted, "rotate", q, k, cos, sin, *weights, 1e-6))
-        dq, dk = random(*q.shape, dtype=dtype, seed=7), heads(2, count, 3, size, dtype, 8)  # dq in another order
-        kept = (q, k) if is_normed else (None, None)
-        assert_alike(*both(interpreted, "rotate_backward", dq, dk, *kept, cos, sin, *weights, 1e-6))
-
-
-def test_no_tokens(interpreted: ModuleType) -> None:
-    none, angles = torch.zeros(1, 2, 0, 8), torch.zeros(1, 0, 8)
-    assert_alike(*both(interpreted, "rotate", none, none, angles, angles, None, None, 0.0))
-
-
-def test_kernels_are_those_of_llamas_norm(interpreted: ModuleType) -> None:
-    """The weight is multiplied with, and nothing is added to it."""
-    norm = LlamaRMSNorm(8, eps=1e-6)
-    x = heads(1, 2, 3, 8, torch.float32, 0)
-    cos, sin = torch.ones(1, 3, 8), torch.zeros(1, 3, 8)
-    found, _ = interpreted.rotate(x, x, cos, sin, norm.weight.detach(), norm.weight.detach(), 1e-6)
-    torch.testing.assert_close(found, norm(x).detach())

@@ -140,14 +140,8 @@ def row(name: str, found: list[list[Outcome]], alone: list[Outcome]) -> str:
     return f"| {name} | `{{{settings}}}` | {' | '.join(cells)} |"
 
 
-def without_checkpointing(parallel: dict[str, Any], case: Case, model: Path) -> steps.Taken:
-    """Steps of one case that keep every activation."""
+def few_steps(parallel: dict[str, Any], case: Case, model: Path, train: Any = None) -> steps.Taken:
+    """Steps of one case, with other settings of `train`."""
     config = config_of(parallel, case, model)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"checkpointing": "none"})})
-    return steps.take(config, Ranks.join(config.parallel, "cpu"), STEPS, MICRO_BATCHES)
-
-
-def few_steps(parallel: dict[str, Any], case: Case, model: Path) -> steps.Taken:
-    """Steps of one case."""
-    config = config_of(parallel, case, model)
+    config = config.model_copy(update={"train": config.train.model_copy(update=train)})
     return steps.take(config, Ranks.join(config.parallel, "cpu"), STEPS, MICRO_BATCHES)

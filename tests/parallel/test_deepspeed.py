@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,10 @@ def test_without_the_package(small_model: Path, small_data: Path, tmp_path: Path
         small_model, small_data, tmp_path / "run", parallel={"engine": "deepspeed", "fsdp": 2, "zero": 2},
         hardware={"count": 2},
     )  # fmt: skip
-    with pytest.raises(UserError, match=r"needs a package that is not installed: .* pip install .* deepspeed"):
-        train(run, dry_run=True)
+    predicted = run_config({"zero": 2}, model={"path": "tiny-mixtral"}, adapt={"router": "all"})
+    for command in (partial(train, run, dry_run=True), partial(predict, predicted)):
+        with pytest.raises(UserError, match=r"needs a package that is not installed: .* pip install .* deepspeed"):
+            command()
 
 
 @pytest.mark.full
@@ -85,13 +88,6 @@ def test_nothing_of_a_trace_stays_in_the_process(small_model: Path) -> None:
     assert [len(trace(one).collectives) > 0 for one in (config, other)] == [True, True]
     assert of_process() == before
     assert trace(alone).log == first.log
-
-
-def test_without_the_package_it_is_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = run_config({"zero": 2}, model={"path": "tiny-mixtral"}, adapt={"router": "all"})
-    monkeypatch.setattr("moetune.parallel.deepspeed.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs a package that is not installed"):
-        predict(config)
 
 
 def test_offloading_is_trained_and_not_predicted() -> None:

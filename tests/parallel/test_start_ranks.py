@@ -107,21 +107,29 @@ def test_a_killed_rank_ends_the_others(then: str, capfd: pytest.CaptureFixture[s
     assert not Path(f"/proc/{(tmp_path / '0').read_text()}").exists()
 
 
-_ONE_FAILS = """
+_START = """
 import os, sys, time
 from moetune.parallel.start_ranks import note_failure
-if os.environ["RANK"] == "1":
-    note_failure("it was me")
-    sys.exit(2)
-time.sleep(1)
-note_failure("the other one has gone")
-sys.exit(1)
+is_one = os.environ["RANK"] == "1"
+"""
+_ONE_FAILS = """
+note_failure("it was me") or sys.exit(2) if is_one else time.sleep(1)
+note_failure("the other one has gone") or sys.exit(1)
 """
 
 
-def test_the_first_failure_is_the_one_that_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    assert start_ranks([sys.executable, "-c", _ONE_FAILS], 2) != 0
-    assert capfd.readouterr().err.strip() == "error: rank 1: it was me"
+@pytest.mark.parametrize(
+    ("code", "ended", "said"),
+    [
+        (_ONE_FAILS, 1, "error: rank 1: it was me"),
+        ("note_failure('no such router') or sys.exit(2)", 2, "error: no such router"),
+        ("sys.exit(3) if is_one else time.sleep(600)", 3, "error: rank 1: it ended with code 3"),
+    ],
+    ids=["the first", "one of all", "before others hang"],
+)
+def test_one_error_is_told(code: str, ended: int, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert start_ranks([sys.executable, "-c", _START + code], 2) == ended
+    assert capfd.readouterr().err.strip() == said
 
 
 _ONE_IS_DEAF = """
@@ -146,20 +154,3 @@ def test_a_rank_that_has_to_be_killed_is_not_the_one_that_failed(
     monkeypatch.setattr("moetune.parallel.start_ranks._GRACE", 0.2)
     assert start_ranks([sys.executable, "-c", _ONE_IS_DEAF, str(tmp_path / "ready")], 2) == 2
     assert capfd.readouterr().err.strip() == "error: rank 0: out of memory"
-
-
-def test_what_all_ranks_find_wrong_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
-    code = (
-        "import sys; from moetune.parallel.start_ranks import note_failure; note_failure('no such router'); sys.exit(2)"
-    )
-    assert start_ranks([sys.executable, "-c", code], 2) == 2
-    assert capfd.readouterr().err.strip() == "error: no such router"
-
-
-@pytest.mark.full
-def test_a_rank_that_hangs_is_ended_with_the_others(capfd: pytest.CaptureFixture[str]) -> None:
-    code = "import os, sys, time; print('gone'); sys.exit(3) if os.environ['RANK'] == '1' else time.sleep(600)"
-    began = time.monotonic()
-    assert start_ranks([sys.executable, "-c", code], 3) == 3
-    assert time.monotonic() - began < 30
-    assert "error: rank 1" in capfd.readouterr().err

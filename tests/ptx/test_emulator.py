@@ -47,35 +47,12 @@ def run(body: str, words: int = 64) -> Tensor:
     return out
 
 
-def test_threads_read_what_another_warp_wrote_before_a_barrier() -> None:
-    found = run(STORE_SHARED + "bar.sync 0;" + LOAD_NEIGHBOUR)
-    assert found.tolist() == [*range(32, 64), *range(32)]
-
-
 def test_warps_may_write_the_same_in_one_instruction() -> None:
     same = "and.b32 %r5, %r2, 127; and.b32 %r6, %r1, 31; st.shared.b32 [%r5], %r6;"
     found = run(same + "bar.sync 0; ld.shared.b32 %r7, [%r5]; st.global.b32 [%rd3], %r7;")
     assert found.tolist() == 2 * [*range(32)]
     with pytest.raises(Fault, match="race"):
         run(same + same)
-
-
-def test_threads_that_diverge_meet_again() -> None:
-    """Each thread counts from its number modulo 4 to 4; then a warp is whole again, and sums its numbers."""
-    found = run("""
-        and.b32 %r3, %r1, 3; mov.b32 %r4, 0;
-        $loop: add.s32 %r4, %r4, 1; add.s32 %r3, %r3, 1; setp.lt.s32 %p1, %r3, 4; @%p1 bra $loop;
-        redux.sync.add.s32 %r5, %r4, -1; st.global.b32 [%rd3], %r5;
-    """)
-    assert found.tolist() == [8 * (4 + 3 + 2 + 1)] * 64
-
-
-def test_the_largest_of_a_warp_is_not_nan() -> None:
-    found = run("""
-        and.b32 %r3, %r1, 1; setp.eq.s32 %p1, %r3, 1; cvt.rn.f32.s32 %r4, %r1; selp.f32 %r5, 0f7FC00000, %r4, %p1;
-        redux.sync.max.f32 %r6, %r5, -1; st.global.b32 [%rd3], %r6;
-    """)
-    assert found.view(torch.float32).tolist() == [30.0] * 32 + [62.0] * 32
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,23 @@ def test_every_rank_agrees(rank: int, capability: int, experts: int, parts: int)
             assert_agrees(cases.low_rank(draw, name, 40, experts, rank, parts, 96, 44, kind), torch.bfloat16)
 
 
+def test_columns_of_few_rows_are_divided() -> None:
+    """Each program then computes the narrow rows itself."""
+    with torch.no_grad(), emulated(86):
+        call = cases.low_rank(Draw(0, torch.bfloat16), "low_rank", 3, 1, 4, 1, 24, 3000, "forward")
+        assert_agrees(call, torch.bfloat16)
+
+
+def test_no_rows_at_all() -> None:
+    rows, order = torch.zeros(0, 8), torch.zeros(0, dtype=torch.int64)
+    with emulated(86) as driver:
+        assert triton_kernels.gather_rows(rows, order, 2, order.int()).shape == (0, 8)
+        assert triton_kernels.gated(rows, False, 1.0, 0.0).shape == (0, 4)
+        triton_kernels.sum_rows_(rows, rows, order.int(), torch.zeros(0))
+        triton_kernels.add_rows_(rows, rows, order, 2, None)
+    assert not driver.launched
+
+
 @pytest.mark.full
 def test_factors_of_more_than_two_billion_elements() -> None:
     """The third expert's begin at element 2^31. What lies between the experts' is never touched."""

@@ -123,3 +123,25 @@ def test_low_rank_terms_agree_with_every_tile(parts: int, rank: int, interleaved
                 terms = narrow, second, 0.5, columns
                 triton_product._launch_rows(rows, matrices, ends, terms, found[-1], tile)
         assert_alike(found, expected)
+
+
+def test_a_tile_that_is_asked_for_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that these few rows would not admit; that of the products for each expert has 64 rows or more."""
+    launched = list[object]()
+    for launch in ("_launch_rows", "_launch_outer"):
+        monkeypatch.setattr(triton_product, launch, lambda *args: launched.append(args[-1]))
+    x, _, W, ends = operands(16, 16, [2, 3])
+    for tile in triton_product.grouped_mm.tiles:
+        triton_product.grouped_mm(x, W, ends, [2, 3], tile=tile)
+        triton_product.grouped_mm(x.T, x, ends, [2, 3], tile=tile)
+    terms = Draw(0, BF16).normal(5, 1, 4), Draw(1, BF16).normal(2, 1, 16, 4)
+    for tile in triton_product.low_rank_product_.tiles:
+        triton_product.low_rank_product_(torch.empty(5, 16), x, W, *terms, ends, [2, 3], 1, False, tile=tile)
+    assert [*dict.fromkeys(launched)] == [*TILES]
+
+
+def test_without_any_row() -> None:
+    x, _, W, ends = operands(24, 16, [0, 0, 0])
+    with emulated(86):
+        assert triton_product.grouped_mm(x, W.mT, ends, [0] * 3).shape == (0, 16)
+        assert torch.equal(triton_product.grouped_mm(x.T, x, ends, [0] * 3), torch.zeros(3, 24, 24, dtype=BF16))

@@ -111,20 +111,13 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 class _Rotate(torch.autograd.Function):
+    """The operator `rotate`, with its arguments."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.eps = eps
-        ctx.save_for_backward(*((None, None) if q_weight is None else (q, k)), cos, sin, q_weight, k_weight)
-        return kernels.rotate(q, k, cos, sin, q_weight, k_weight, eps)
+    def forward(ctx: Any, q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+        *_, q_weight, _, ctx.eps = given
+        ctx.save_for_backward(*((None, None) if q_weight is None else (q, k)), *given[:-1])
+        return kernels.rotate(q, k, *given)
 
     @staticmethod
     @once_differentiable

@@ -10,7 +10,7 @@ from moetune.adapt.weights.published import CheckpointReader
 from moetune.adapt.weights.quantize import target_of
 from moetune.adapt.weights.quantized_base import plain_tensors, rest_of
 from moetune.adapt.weights.target import LoadTarget
-from moetune.compat.torch import QuickFakeMode, add_missing_fakes, answering_no
+from moetune.compat.fake_mode import QuickFakeMode, add_missing_fakes, answering_no
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.nf4 import BLOCK, Nf4

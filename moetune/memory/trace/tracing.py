@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import build_fake
-from moetune.compat.torch import QuickFakeMode
+from moetune.compat.fake_mode import QuickFakeMode
 from moetune.compat.transformers import without_packages
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
