@@ -1,4 +1,4 @@
-"""View of a `MemoryReport`: verdict, summary sentences, and tables of parts, ranks, formula terms and time."""
+"""View of a `MemoryReport`: verdict, summary sentences, and tables of parts, ranks, terms and time."""
 
 import shlex
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ def memory_view(report: MemoryReport, tokens: int | None = None, above: int = 0)
         above: the number of lines already on the screen, for which the view's `brief` lines leave room.
     """
     time = "" if report.time is None else pace(report.time, tokens)
-    lines = [*needs(report), rows(report), time]
+    lines = [*needs(report), time]
     return View(
         report.model,
         verdict(report),
@@ -83,7 +83,7 @@ def _brief(report: MemoryReport, time: str, above: int) -> list[str]:
         full = wrapped([title, *("; ".join(change) for change in changes), *after])
         ends = full if len(full) + _FEWEST <= free else wrapped([title, *(change for change, _ in changes), *after])
     else:
-        ends = wrapped([rows(report), *report.notes, time])
+        ends = wrapped([*report.notes, time])
     ends = ends[: free - _FEWEST]
     return [*wrapped([*first, *head]), *_taken(report, free - len(ends)), *ends]
 
@@ -116,7 +116,7 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
     if report.moment is not None and report.moment.largest:
         yield ViewSection("largest allocations alive at the peak", _largest(report.moment), True)
     if report.terms:
-        yield ViewSection("formula terms", _terms(report.terms), True)
+        yield ViewSection("what is alive at the peak", _terms(report.terms), True)
     load = report.load
     at_load = [f"host: {gib(load.host)}", f"GPU: {gib(load.gpu)}, and what is outside the allocator"]
     yield ViewSection("loading, before the first step", at_load, True)
@@ -231,14 +231,6 @@ def on_host(report: MemoryReport) -> str:
     return f"The host needs {from_to(span.low, span.high)} of RAM{pinned}{room}."
 
 
-def rows(report: MemoryReport) -> str:
-    """Return a sentence on how many layers could keep gate_up's outputs for a faster backward; empty if no more fit."""
-    if report.rows is None or (report.rows_that_fit or 0) <= report.rows.kept:
-        return ""
-    fit = report.rows_that_fit
-    return f"For a faster backward, {fit} of {report.rows.layers} layers can keep their rows: train.checkpointing=auto."
-
-
 def peak(report: MemoryReport) -> str:
     """Return the title of the table of parts: on which rank the peak occurs, and when."""
     whose = f" on rank {report.fullest.rank}" if len(report.ranks) > 1 else ""
@@ -315,10 +307,10 @@ def _largest(moment: Moment) -> Table:
 def _terms(terms: tuple[Term, ...]) -> Table:
     rows = []
     for term in folded(terms):
-        text = "\n".join(filter(None, (term.name, term.formula, term.numbers)))
+        text = "\n".join((term.name, term.numbers))
         rows.append((f"{named(term.part)}\ndocs/{term.page}", text, gib(term.bytes)))
     total = "sum", "", gib(sum(term.bytes for term in terms))
-    return Table(("part, page", "term, formula, numbers", ">bytes"), rows, [total])
+    return Table(("part, page", "term, number", ">bytes"), rows, [total])
 
 
 def folded(terms: Iterable[Term]) -> list[Term]:
@@ -331,9 +323,7 @@ def folded(terms: Iterable[Term]) -> list[Term]:
         small = [term for term in terms if term.part == part and term.bytes < least]
         if len(small) > 1:
             taken = sum(term.bytes for term in small)
-            small = [
-                Term(part, f"{len(small)} smaller ones", "each below 0.1 %", "--json lists them", taken, small[0].page)
-            ]
+            small = [Term(part, f"{len(small)} smaller ones", "each below 0.1 %", taken, small[0].page)]
         shown += [*large, *small]
     return shown
 

@@ -14,7 +14,7 @@ from moetune.memory.assumed_routing import AssumedRouting, parse_routing
 from moetune.memory.report import PART_NAMES
 from moetune.memory.trace import Trace, trace
 from moetune.models.source import find_model_source
-from tests.memory.models import LAYOUTS, toy_run, write_toy
+from tests.memory.models import LAYOUTS, blocks_of, toy_run, write_toy
 from tests.published import write_4bit, write_fp8, write_mxfp4
 from tests.resolved import measure
 
@@ -237,8 +237,8 @@ def test_inputs_on_the_host_leave_the_device_but_for_two(tmp_path: Path) -> None
     measured = measure(config, "cpu", steps=1).trace
     assert measured is not None
     hidden = 2 * 32 * 64 * 4
-    begins = next(mark.at for mark in measured.marks if mark.phase == "backward") - 1
-    blocks = measured.blocks
+    begins = next(at for at, mark, *_ in measured.events.marks if mark.phase == "backward") - 1
+    blocks = blocks_of(measured)
     left = [blocks[n] for n in measured.alive(begins) if blocks[n].phase == "forward" and blocks[n].bytes == hidden]
     assert {b.module for b in left if b.op in ("add.Tensor", "embedding.default")} == {"model.embed_tokens", "model"}
     inputs = [b for b in blocks if b.fetched]
