@@ -179,17 +179,6 @@ def test_other_commands_compare_too(
         ] * is_known, planned["notes"]
 
 
-@pytest.mark.usefixtures("_counted")
-def test_a_checkpoint_is_evaluated_without_a_kernel_that_lies(
-    moetune: Run, small_model: Path, small_data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NULL_LIES", "_gated")
-    with pytest.warns(UserWarning, match="the kernel of gated differs"):
-        ended = moetune("eval", small_model, "--data", small_data, "--json")
-    assert ended.code == 0, ended.err
-    assert without_kernel().keys() == {"gated"}
-
-
 def test_a_child_that_has_compared_all_ends_normally() -> None:
     """Although stdin is still open."""
     child = subprocess.Popen(comparison._CHILD, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

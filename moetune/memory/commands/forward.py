@@ -87,15 +87,11 @@ def trace_forward(
         return replace(traced, load=LoadPeaks(max(load.host, filled), load.gpu))
 
 
-def follow(watched: Watched, tracker: Tracker, passes: Passes, *, tracking: bool = True) -> Log:
-    """Run forward passes under a tracker of allocations, and return its log.
-
-    The model may be on fake tensors or on a real device. Without `tracking`, only the starts and ends of layers and
-    experts are recorded.
-    """
+def follow(watched: Watched, tracker: Tracker, passes: Passes) -> Log:
+    """Run forward passes under a tracker of allocations, and return its log. Tensors may be fake or real."""
     watched.adapted.model.eval()
     watched.add_to(tracker)
-    with watched.watching(tracker, tracking), torch.no_grad():
+    with watched.watching(tracker), torch.no_grad():
         passes(watched, tracker)
     tracker.stop()
     return tracker.log
