@@ -34,7 +34,7 @@ PEAK = Parts(
 TERMS = (
     Term(
         "frozen_weights",
-        "frozen experts, NF4, double-quantized",
+        "frozen experts [E, h, i per layer]",
         "244 · 3 · 4096 · 14336 · 0.516",
         22_177_000_000,
         "concepts/weights.md",
