@@ -161,19 +161,23 @@ def _reported(
     assert fullest.load is not None
     pinned = max(rank.host_bytes for rank in ranks)
     host = host_of(run.config.hardware, card, max(fullest.load.host, pinned), pinned, len(ranks))
-    common |= {"ranks": tuple(ranks), "load": fullest.load, "unknowns": (of_context(card),), "host": host}
-    report = MemoryReport(
+    assumptions = list(common.pop("assumptions"))
+    if len(ranks) > 1:
+        assumptions.append("every rank sends the other ranks as many bytes as the traced rank sends")
+    words = "not simulated" if allocator is None else f"{_WORDS[allocator]}, simulated on the trace"
+    return MemoryReport(
         **common,
+        ranks=tuple(ranks),
+        assumptions=(*assumptions, f"allocator: {words}"),
+        load=fullest.load,
+        unknowns=(of_context(card),),
+        host=host,
         moment=fullest.moment(),
         timeline=fullest.timeline(),
         phases=fullest.phases(),
         collectives=fullest.collectives,
         time=None if common["gpu"] is None else time_of(run.config, fullest, card),
     )
-    if len(ranks) > 1:
-        report = _assuming(report, "every rank sends the other ranks as many bytes as the traced rank sends")
-    words = "not simulated" if allocator is None else f"{_WORDS[allocator]}, simulated on the trace"
-    return _assuming(report, f"allocator: {words}")
 
 
 def _of_routing(
@@ -202,10 +206,6 @@ def _of_routing(
     of = (routing.lowest or routing).name, (routing.highest or routing).name
     why = f"tokens of the fullest experts: {of[0]} to {of[1]}"
     yield Unknown("routing", max(0, peak - low), max(0, high - peak), why)
-
-
-def _assuming(report: MemoryReport, more: str) -> MemoryReport:
-    return replace(report, assumptions=(*report.assumptions, more))
 
 
 def rank_memory(

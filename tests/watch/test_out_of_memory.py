@@ -37,7 +37,8 @@ class SmallDevice(Tracker):
 
     def __init__(self, modules: dict[torch.nn.Module, str], limit: int | None) -> None:
         super().__init__(modules)
-        self.limit, self.taken, self.refused = limit, 0, None
+        self.limit, self.taken = limit, 0
+        self.refused: Refused | None = None
 
     def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
         wanted = 0 if on_host else size
@@ -60,6 +61,7 @@ class SmallDevice(Tracker):
 def limit_to(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(record: memory_record.MemoryRecord) -> Refused | None:
         record._tracking.close()
+        assert isinstance(record._tracker, SmallDevice)
         return record._tracker.refused
 
     monkeypatch.setattr(memory_record, "Tracker", lambda modules: SmallDevice(modules, limit))

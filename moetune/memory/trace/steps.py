@@ -36,7 +36,7 @@ STEPS = 2
 def vocabulary_of(adapted: Adapted) -> int:
     """Return the size of a model's vocabulary: the number of rows of its input embedding."""
     embeddings: Any = adapted.model.get_input_embeddings()
-    return embeddings.num_embeddings
+    return int(embeddings.num_embeddings)
 
 
 def batches_of(

@@ -231,7 +231,8 @@ class Tracker(TorchDispatchMode):
         self._stacked = ExitStack()
         self._stacked.enter_context(noting_resizes(self.resized))
         self._stacked.enter_context(running_by(self._run))
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *exception: Any) -> None:
         self._stacked.close()
