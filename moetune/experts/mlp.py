@@ -17,14 +17,14 @@ Shapes: T tokens, K chosen experts per token, E experts, H hidden size, I interm
 without gate); C experts in a group with N rows together.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from moetune.experts.activation import Activation
-from moetune.experts.context import ExpertHooks
+from moetune.experts.context import ExpertHooks, Kind
 from moetune.experts.permutation import Permutation, RowGroup, TokenRows
 from moetune.experts.projection import Gradients, Projection, RowWeights
 from moetune.kernels import operators as kernels
@@ -35,11 +35,12 @@ class ExpertWeights(Protocol):
     """The interface through which `expert_mlp` reads a layer's experts; `ExpertBank` implements it.
 
     A *slot* is an expert's position in the order in which the experts are computed. `expert_order` has the expert id of
-    each slot; `slots` the slot of each expert that this rank stores, in the order of its routing
+    each slot, `kinds` how it trains; `slots` the slot of each expert that this rank stores, in the order of its routing
     indices.
     """
 
     expert_order: tuple[int, ...]
+    kinds: Sequence[Kind]
     slots: tuple[int, ...]
     activation: Activation
     hooks: ExpertHooks
@@ -105,7 +106,7 @@ def _fill(
     """Compute y into `y_TH`. Unless they are None, append the gate_up rows [N, O] of each group to `kept`, and write
     the L2 norms of the experts' outputs to `norms` [T, K]."""
     tokens = TokenRows(x_TH, y_TH, permutation, groups, weights_TK.flatten())
-    for group in permutation.groups(groups):
+    for group in _announced(experts, permutation.groups(groups), keeps=kept is not None):
         _add_group(experts, group, tokens, kept, norms)
     tokens.finish()
 
@@ -128,6 +129,23 @@ def _add_group(
     if norms is not None:
         norms.view(-1).index_copy_(0, group.order, torch.linalg.vector_norm(out_NH, dim=-1, dtype=torch.float32))
     tokens.add(group, out_NH)
+
+
+def _announced(experts: ExpertWeights, groups: Iterable[RowGroup], *, keeps: bool) -> Iterator[RowGroup]:
+    """Yield the groups; call `ExpertHooks.group` with the expert ids before each, and with () after the last.
+
+    A group is passed over if `ExpertHooks.is_written` says so. It is not asked for groups that leave more behind than
+    sums: experts that train in full, and rows that are kept (`keeps`).
+    """
+    hook, is_written = experts.hooks.group, experts.hooks.is_written
+    for group in groups:
+        if hook is not None:
+            hook(experts.expert_order[group.slots.start : group.slots.stop])
+        kind = experts.kinds[group.slots.start]
+        if is_written is None or keeps or kind == "trained" or not is_written((kind, *group.gemm.counts)):
+            yield group
+    if hook is not None:
+        hook(())
 
 
 class _ExpertMlp(torch.autograd.Function):
@@ -198,7 +216,7 @@ class _ExpertMlp(torch.autograd.Function):
                 gate_up.add_gradients(grads, x_NH, dgate_up_NO, gemm)
                 grads.hand_over(gate_up)  # last, because the hook may update the weight that was used above
 
-        for group in permutation.groups(groups):
+        for group in _announced(experts, permutation.groups(groups), keeps=bool(kept)):
             add_group(group)
         tokens.finish()
         if grads.hook is not None:

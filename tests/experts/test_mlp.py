@@ -3,7 +3,6 @@ their weights are and however tokens are routed. Tolerances: 1e-5 relative in fl
 
 import weakref
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -113,25 +112,17 @@ def test_forward_keeps_input_routing_weights_and_order_and_with_keep_rows_those_
     assert sum(len(tensor) for tensor in rows) == (ids_TK.numel() if keeps else 0)
 
 
-def test_kept_rows_are_freed_group_by_group_and_a_second_backward_computes_them_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kept_rows_are_freed_group_by_group_and_a_second_backward_computes_them_again() -> None:
     bank, (x_TH, ids_TK, weights_TK) = bank_of("mixtral", "trained, fused LoRA, frozen"), routed()
     expected = run(bank, routed())
     bank.context = replace(bank.context, keep_rows={bank.layer})
     y_TH = bank(x_TH.requires_grad_(), ids_TK, weights_TK)
     rows = [weakref.ref(tensor) for tensor in y_TH.grad_fn.rows]
-    alive, projections = list[int](), bank.projections
-
-    def seen(slots: range, dtype: torch.dtype) -> Any:
-        alive.append(sum(row() is not None for row in rows))
-        return projections(slots, dtype)
-
-    monkeypatch.setattr(bank, "projections", seen)
+    alive: list[int] = []
     dy_TH = torch.linspace(-1, 1, y_TH.numel()).view_as(y_TH)
-    y_TH.backward(dy_TH, retain_graph=True)
-    assert alive == [*range(len(rows), 0, -1)]
-    assert not any(row() is not None for row in rows)
+    with bank.hooks.using(group=lambda _: alive.append(sum(one() is not None for one in rows))):
+        y_TH.backward(dy_TH, retain_graph=True)
+    assert alive == [*range(len(rows), -1, -1)]
     x_TH.grad = None
     y_TH.backward(dy_TH)
     assert torch.equal(x_TH.grad, expected["x"])

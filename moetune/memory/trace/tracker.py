@@ -101,6 +101,8 @@ class Tracker(TorchDispatchMode):
         self._knows_host = False  # whether any block is in host memory
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sum: _Sum | None = None
+        self._group: tuple[Hashable, Point] | None = None  # the group of experts that is computed, and its start
+        self._groups: dict[Hashable, tuple[Segment, list[int]]] = {}  # of the pass over a layer's experts
         self._is_writing = False  # whether outputs of a segment are made, whose storages are in the log
         self._capability, self._on_cpu = capability, on_cpu
         self.counts, self._parts = capability is not None and parts is not None, parts or {}
@@ -385,6 +387,33 @@ class Tracker(TorchDispatchMode):
         if (phase, module) != (self.phase, self.module):
             self.phase, self.module = phase, module
             self.log.marks.append(Mark(len(self.log.entries), self.step, self.micro_step, phase, module))
+
+    def enter_experts(self, experts: Sequence[int]) -> None:
+        """End the group of experts that was computed; `experts` are those that are computed next, empty for none."""
+        self._end_group()
+        if not experts:
+            self._groups.clear()
+
+    def is_written(self, key: Hashable) -> bool:
+        """Write what a group of experts allocates if one with an equal key was computed in this pass, and return True;
+        else return False, and what is recorded until the next group is this group's."""
+        if (known := self._groups.get(key)) is not None:
+            self._written(*known)
+            return True
+        self._group = key, Point.of(self.log)
+        return False
+
+    def _end_group(self) -> None:
+        """Make a segment of what the last group has recorded, if it leaves nothing behind."""
+        if self._group is None:
+            return
+        (key, start), self._group = self._group, None
+        blocks = (one.block for one in self.log.done[start.done :] if one.block is not None)
+        inputs = list(dict.fromkeys(block for block in blocks if block < start.blocks))
+        if (segment := Segment.of(self.log, start, inputs, (), ())) is not None:
+            self._groups[key] = segment, inputs
+            del self.log.done[start.done :]
+            self._add_work(segment, start.entries, inputs)
 
     def cut(self, layer: int, *, backward: bool) -> None:
         """Record the end of a decoder layer's forward pass, or with `backward` the start of its backward pass.

@@ -1,4 +1,4 @@
-"""`Watched`: registers a model's tensors and layer boundaries with a tracker; labels for reports."""
+"""`Watched`: registers a model's tensors, layer boundaries and expert groups with a tracker; labels for reports."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
@@ -75,10 +76,15 @@ class Watched:
 
     @contextmanager
     def watching(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
-        """Record the model's operations and layer boundaries in a tracker within the `with` block, without `tracking`
-        no operations. For a GPU, `scaled_dot_product_attention` is replaced by the operator that runs on it."""
+        """Record the model's operations, layer boundaries and expert groups in a tracker within the `with` block;
+        without `tracking` no operations. For a GPU, `scaled_dot_product_attention` is replaced by the operator that
+        runs on it."""
+        first = next(self.adapted.model.parameters(), None)
+        is_fake = tracking and first is not None and isinstance(local_tensor(first), FakeTensor)
+        written = tracker.is_written if is_fake else None
+        watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts, is_written=written)
         attention = nullcontext() if self.capability is None else replace_attention(self.capability)
-        with self._cutting(tracker), tracker if tracking else nullcontext(), attention:
+        with self._cutting(tracker), watching, tracker if tracking else nullcontext(), attention:
             yield
 
     @contextmanager

@@ -1,0 +1,71 @@
+"""Groups of experts that are alike are computed once in each pass, and the log is that of computing them all."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.memory.time.work import Work
+from moetune.memory.trace import Trace, trace
+from moetune.memory.trace.log import Log
+from moetune.memory.trace.tracker import Tracker
+from moetune.models.catalog.gpus import find_gpu
+from tests.memory.models import toy_run, write_toy
+
+CARD = find_gpu("h100")
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
+EXPERTS: dict[str, Any] = {"experts": {"layers": "all", "ids": [1, 2]}, "router": "all"}
+MIXED: dict[str, Any] = {**EXPERTS, "lora": {**LORA["lora"], "ids": [3, 4, 5]}}
+ON_HOST = {"model": {"experts_on": "host"}}
+KEEPS_ROWS = {"train": {"keep_rows": 2, "accumulate": 2}}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "routers": ("mixtral", {"router": "all"}, {}),
+    "lora": ("mixtral", LORA, {"train": {"accumulate": 2}}),
+    "lora, biases": ("gpt_oss", LORA, ON_HOST),
+    "experts": ("deepseek_v3", EXPERTS, {"train": {"accumulate": 2}}),
+    "lomo": ("qwen3_moe", EXPERTS, {"optimizer": {"name": "lomo"}}),
+    "rows kept of some": ("mixtral", LORA, KEEPS_ROWS),
+    "offloaded": ("olmoe", MIXED, {"optimizer": {"name": "adamw", "offload": True}, "train": {"accumulate": 2}}),
+    "ep": ("mixtral", LORA, {"parallel": {"fsdp": 2, "ep": 2}, "hardware": {"count": 2}}),
+}
+ON_A_PUSH = ("lora", "lora, biases", "experts", "ep")
+
+
+def work_of(log: Log) -> dict[Any, Work]:
+    """Work by part of a step, micro-step and layer."""
+    found: dict[Any, Work] = {}
+    for one in log.done:
+        key = one.part, one.step, one.micro_step, None if one.block is None else log.blocks[one.block].layer
+        found[key] = found[key] + one.work if key in found else one.work
+    return found
+
+
+@pytest.mark.parametrize("memory", ["one", "three"])
+@pytest.mark.parametrize(
+    "case", [name if name in ON_A_PUSH else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+)
+def test_the_log_is_that_of_all_groups(case: str, memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_type, adapt, sections = CASES[case]
+    model = write_toy(tmp_path, model_type, experts=16, num_hidden_layers=3)
+    monkeypatch.setattr("moetune.experts.bank.most_together", lambda *_: 1 if memory == "one" else 3)
+    is_written, written = Tracker.is_written, Counter[bool]()
+
+    def counted(tracker: Tracker, key: Any) -> bool:
+        found = is_written(tracker, key)
+        written[found] += 1
+        return found
+
+    def traced() -> Trace:
+        return trace(toy_run(model, model_type, adapt, **sections), gpu=CARD)
+
+    monkeypatch.setattr(Tracker, "is_written", counted)
+    short = traced()
+    monkeypatch.setattr(Tracker, "is_written", lambda *_: False)
+    whole = traced()
+    one, other = short.log, whole.log
+    assert one.entries == other.entries
+    assert one.blocks == other.blocks
+    assert (one.cuts, one.marks, one.sent) == (other.cuts, other.marks, other.sent)
+    assert work_of(one) == work_of(other)
+    assert written[True] > 0
