@@ -102,7 +102,6 @@ class Format(ABC):
 
     Attributes:
         name: the value of `model.base`.
-        formula: the bytes of a matrix of n weights, for reports.
         layouts: how checkpoints store it.
         quantizes_linears: whether linear layers are quantized in it; else experts only, or nothing.
         has_own_linear: whether the library that quantizes has a linear layer, which `linear` returns.
@@ -114,7 +113,6 @@ class Format(ABC):
     """
 
     name: Storage
-    formula: str
     bits: float
     layouts: ClassVar[tuple[type[Quantized], ...]] = ()
     quantizes_linears: ClassVar[bool] = True

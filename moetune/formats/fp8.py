@@ -89,7 +89,7 @@ class _Config(TypedDict):
 class Fp8(Format):
     """8-bit floats in blocks of 128 × 128; quantized and dequantized bit for bit as by transformers."""
 
-    name, formula, layouts = "fp8", "n + 4·⌈R/128⌉·⌈C/128⌉ a matrix [R, C] of n weights", (BlockFp8,)
+    name, layouts = "fp8", (BlockFp8,)
     bits, is_read_apart = 8, True
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:

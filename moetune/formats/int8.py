@@ -38,7 +38,7 @@ def dequantize_int8(data: Tensor, absmax: Tensor, dtype: torch.dtype) -> Tensor:
 class Int8(Format):
     """8 bits a weight, with a float32 scale for each row of a matrix."""
 
-    name, formula, bits = "int8", "n + 4·rows a matrix of n weights", 8
+    name, bits = "int8", 8
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         return {"data": (torch.int8, (count, *shape)), "absmax": (torch.float32, (count, shape[0]))}

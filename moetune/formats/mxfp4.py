@@ -79,7 +79,7 @@ class StoredMxfp4(Quantized):
 class Mxfp4(Format):
     """E2M1 in blocks of 32 weights, of experts only; dequantized bit for bit as by transformers."""
 
-    name, formula, layouts = "mxfp4", "17·⌈n/32⌉ a matrix of n weights", (StoredMxfp4,)
+    name, layouts = "mxfp4", (StoredMxfp4,)
     bits, quantizes_linears, into_multiple = 4.25, False, BLOCK
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:

@@ -140,10 +140,6 @@ class Nf4(Format):
     def label(self) -> str:
         return "nf4, double-quantized" if self.double_quant else "nf4"
 
-    @property
-    def formula(self) -> str:  # type: ignore[override]
-        return f"n/2 + {'⌈n/64⌉ + 4·⌈n/64/256⌉ + 4' if self.double_quant else '4·⌈n/64⌉'} a matrix of n weights"
-
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         weights = shape[0] * shape[1]
         blocks = -(-weights // BLOCK)

@@ -99,7 +99,7 @@ class StoredNvfp4(Quantized):
 class Nvfp4(Format):
     """E2M1 in blocks of 16 weights of a row; dequantized bit for bit as by ModelOpt and compressed-tensors."""
 
-    name, formula, layouts = "nvfp4", "9·R·⌈C/16⌉ + 8 a matrix [R, C]", (StoredNvfp4,)
+    name, layouts = "nvfp4", (StoredNvfp4,)
     bits, is_read_apart, into_multiple, joins_scales = 4.5, True, BLOCK, True
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:

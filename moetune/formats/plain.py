@@ -15,7 +15,7 @@ class Plain(Format):
 
     def __init__(self, name: Storage, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
-        self.formula, self.bits = f"{dtype.itemsize}·n", 8 * dtype.itemsize
+        self.bits = 8 * dtype.itemsize
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
         return {"data": (self.dtype, (count, *shape))}

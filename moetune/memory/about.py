@@ -30,7 +30,7 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
         ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
         ("attention", attention_in_words(config, run.model.plain, capability)),
         ("batch", f"{step}, checkpointing {checkpointing(run)}"),
-        *([("router gradient", _dense_gradient(run))] if train.dense_router_gradient else []),
+        *([("router gradient", "dense, through all experts")] if train.dense_router_gradient else []),
         ("optimizer", optimizers(run)),
         *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),
         ("moetune", version()),
@@ -58,34 +58,8 @@ def checkpointing(run: ResolvedRun) -> str:
         kept = f", rows of {len(run.keeps_rows)} of {counted(layers, 'layer')} kept"
         return train.checkpointing + kept * isinstance(train.keep_rows, int)
     same = [kept - {"attention"} if "rest" in kept else kept for kept in run.keeps.values()]
-    found = [f"{_WORDS[kept]} of {same.count(kept)}" for kept in _WORDS if kept in same]
-    return f"full, kept of {counted(run.structure.num_layers, 'layer')}: {', '.join(found)}"
-
-
-def _dense_gradient(run: ResolvedRun) -> str:
-    return f"dense, through all experts: {dense_gradient_cost(run):.1f} times the products of frozen experts"
-
-
-def dense_gradient_cost(run: ResolvedRun) -> float:
-    """Return the factor by which `train.dense_router_gradient` multiplies the FLOPs of frozen experts in a step, ≥ 1.
-
-        factor = (usual + added) / usual, each summed over the MoE layers
-
-    Both count products of a row with a matrix [hidden, intermediate], of equal FLOPs each. An expert has w such
-    matrices in gate_up (w = 2, or 1 without a gate) and one in down.
-
-        usual, for each token and each of its top_k experts: w + 1 in forward, w + 1 in backward for the gradient of the
-            input, and w more in backward where gate_up is computed again, because its rows are not kept
-        added, for each token and every expert of the layer: w + 1 (`experts/dense.py`)
-    """
-    usual = dense = 0
-    for layer in run.structure.moe_layers:
-        shape, w = layer.shape, 2 if layer.shape.has_gate else 1
-        matrix = shape.hidden * shape.intermediate
-        again = 0 if layer.index in run.keeps_rows else w
-        usual += matrix * layer.top_k * (2 * (w + 1) + again)
-        dense += matrix * shape.num_experts * (w + 1)
-    return (usual + dense) / usual
+    counts = [f"{_WORDS[kept]} of {same.count(kept)}" for kept in _WORDS if kept in same]
+    return f"full, kept of {counted(run.structure.num_layers, 'layer')}: {', '.join(counts)}"
 
 
 def trains(run: ResolvedRun) -> Iterator[str]:

@@ -2,9 +2,6 @@
 
 from collections.abc import Callable, Hashable
 from typing import TypeVar
-from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from moetune.adapt.build import build
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
@@ -18,12 +15,12 @@ _Value = TypeVar("_Value")
 def by_kind(run: ResolvedRun, routing: AssumedRouting, find: Callable[[int], _Value]) -> dict[int, _Value]:
     """Call `find` with the number of one rank of each group of ranks that need equal memory; return rank -> its group's
     result. Unless `routing` is `BALANCED`, ranks that hold different experts are never grouped."""
-    found: dict[Hashable, _Value] = {}
+    of_kind: dict[Hashable, _Value] = {}
     by_rank = {}
     for rank, kind in enumerate(kinds_of_ranks(run, by_expert=routing != BALANCED)):
-        if kind not in found:
-            found[kind] = find(rank)
-        by_rank[rank] = found[kind]
+        if kind not in of_kind:
+            of_kind[kind] = find(rank)
+        by_rank[rank] = of_kind[kind]
     return by_rank
 
 
@@ -51,14 +48,14 @@ def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
 def _experts_at(run: ResolvedRun, ep: int) -> Hashable:
     """Return, for each layer whose experts are divided, how many of those at index `ep` train in full, and whether each
     other one, in order, has LoRA. Only neighbours of one kind are computed together (`groups_of`)."""
-    found = []
+    layers = []
     for layer, of_ranks in run.placement.items():
         both = run.selection.experts, run.selection.lora_experts
         trained, lora = (frozenset(chosen.get(layer, ())) for chosen in both)
         if trained or lora:
             others = tuple(expert in lora for expert in of_ranks[ep] if expert not in trained)
-            found.append((len(of_ranks[ep]) - len(others), others))
-    return tuple(found)
+            layers.append((len(of_ranks[ep]) - len(others), others))
+    return tuple(layers)
 
 
 def divides_evenly(run: ResolvedRun) -> bool:
@@ -71,14 +68,6 @@ def divides_evenly(run: ResolvedRun) -> bool:
     if parallel.fsdp == 1 or parallel.engine == "deepspeed":  # which pads one flat tensor of all trained parameters
         return True
     unlike = {kind: layer for layer, kind in enumerate(kinds_of(run, 0))}  # a layer of each kind has all sizes
-    known, chosen = _KNOWN.setdefault(run.model.plain, {}), run.selection
-    key = (parallel.fsdp, run.config.model, frozenset(unlike), chosen.full, frozenset(chosen.ranks.items()))
-    if key not in known:
-        short = run.without_layers(set(range(run.structure.num_layers)) - set(unlike.values()))
-        shapes = (p.shape for p in build(short, "meta").model.parameters() if p.requires_grad)
-        known[key] = all(shape[0] % parallel.fsdp == 0 for shape in shapes if shape)
-    return known[key]
-
-
-_KNOWN: WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = WeakKeyDictionary()
-"""Plain model -> all that the shapes of the parameters of a run depend on -> what `divides_evenly` found."""
+    short = run.without_layers(set(range(run.structure.num_layers)) - set(unlike.values()))
+    shapes = (p.shape for p in build(short, "meta").model.parameters() if p.requires_grad)
+    return all(shape[0] % parallel.fsdp == 0 for shape in shapes if shape)

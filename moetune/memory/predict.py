@@ -19,7 +19,7 @@ from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.equal_ranks import by_kind
 from moetune.memory.host import host_of
 from moetune.memory.outside_allocator import outside_allocator
-from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Rows, Term
+from moetune.memory.report import GpuMemory, MemoryReport, RankMemory, Term
 from moetune.memory.terms import terms_of
 from moetune.memory.time.estimate import Duration, duration
 from moetune.memory.trace import Trace, trace
@@ -41,7 +41,7 @@ _WORDS: dict[Allocator, str] = {"default": "plain segments", "expandable": "expa
 
 @contextmanager
 def _collecting_less() -> Iterator[None]:
-    """Run Python's garbage collector less often: it takes a tenth of a prediction's time and finds little to free."""
+    """Run Python's garbage collector less often: what it frees of cycles, and when, is part of a DeepSpeed trace."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 50)
     try:
@@ -91,7 +91,6 @@ def predict(
     common = {
         "model": config.model.path,
         "about": about(run, card.capability),
-        "rows": rows_of(run),
         "gpu": None if name is None else GpuMemory(gpu if isinstance(gpu, str) else card.full_name, card.memory.value),
         "assumptions": (
             f"routing: {routing.name}" + (f", at most {routing.highest.name}" if routing.highest else ""),
@@ -120,18 +119,6 @@ def predict(
         note = f"no time estimate: a memory size does not determine a card's speed{named}"
         return replace(report, notes=(*report.notes, note))
     return report
-
-
-def rows_of(run: ResolvedRun) -> Rows | None:
-    """Return how many layers of a run keep their rows, the outputs of gate_up, and the bytes of one layer's rows:
-    tokens · top_k · columns of gate_up · bytes of the compute dtype. None for a dense model, for `checkpointing: none`,
-    which keeps all, and for several ranks, whose numbers of rows differ."""
-    train, layers = run.config.train, run.structure.moe_layers
-    if not layers or train.checkpointing == "none" or run.config.parallel.ranks > 1:
-        return None
-    tokens = train.micro_batch * train.sequence_length
-    columns = max(layer.top_k * layer.shape.intermediate * (2 if layer.shape.has_gate else 1) for layer in layers)
-    return Rows(len(layers), len(run.keeps_rows), tokens * columns * run.dtype.itemsize)
 
 
 def _by_documents(run: ResolvedRun) -> list[str]:
@@ -166,27 +153,31 @@ def _reported(
     capacity = None if common["gpu"] is None else card.memory.value - outside
     seen: dict[int, RankMemory] = {}
     ranks = []
-    for rank, one in found.items():
-        if id(one) not in seen:
-            seen[id(one)] = rank_memory(one, card, outside, allocator, largest_quantized(run), capacity)
-        ranks.append(replace(seen[id(one)], rank=rank))
+    for rank, traced in found.items():
+        if id(traced) not in seen:
+            seen[id(traced)] = rank_memory(traced, card, outside, allocator, largest_quantized(run), capacity)
+        ranks.append(replace(seen[id(traced)], rank=rank))
     fullest = found[max(ranks, key=lambda rank: rank.peak_process).rank]
     assert fullest.load is not None
     pinned = max(rank.host_bytes for rank in ranks)
     host = host_of(run.config.hardware, card, max(fullest.load.host, pinned), pinned, len(ranks))
-    common |= {"ranks": tuple(ranks), "load": fullest.load, "unknowns": (of_context(card),), "host": host}
-    report = MemoryReport(
+    assumptions = list(common.pop("assumptions"))
+    if len(ranks) > 1:
+        assumptions.append("every rank sends the other ranks as many bytes as the traced rank sends")
+    words = "not simulated" if allocator is None else f"{_WORDS[allocator]}, simulated on the trace"
+    return MemoryReport(
         **common,
+        ranks=tuple(ranks),
+        assumptions=(*assumptions, f"allocator: {words}"),
+        load=fullest.load,
+        unknowns=(of_context(card),),
+        host=host,
         moment=fullest.moment(),
         timeline=fullest.timeline(),
         phases=fullest.phases(),
         collectives=fullest.collectives,
         time=None if common["gpu"] is None else time_of(run.config, fullest, card),
     )
-    if len(ranks) > 1:
-        report = _assuming(report, "every rank sends the other ranks as many bytes as the traced rank sends")
-    words = "not simulated" if allocator is None else f"{_WORDS[allocator]}, simulated on the trace"
-    return _assuming(report, f"allocator: {words}")
 
 
 def _of_routing(
@@ -217,10 +208,6 @@ def _of_routing(
     yield Unknown("routing", max(0, peak - low), max(0, high - peak), why)
 
 
-def _assuming(report: MemoryReport, more: str) -> MemoryReport:
-    return replace(report, assumptions=(*report.assumptions, more))
-
-
 def rank_memory(
     found: Trace, card: Gpu, outside: int, allocator: Allocator | None, matrix: int, capacity: int | None
 ) -> RankMemory:
@@ -244,7 +231,7 @@ def rank_memory(
         allocated, reserved = _simulated(found, card, allocator == "expandable", matrix, capacity)
         beside = allocated - parts.total
     name = "cuBLAS workspaces; sizes rounded up to 512 bytes"
-    term = Term("transient_peak", name, f"{workspaces} workspaces", "", beside, "concepts/allocator.md")
+    term = Term("transient_peak", name, f"{workspaces} workspaces", beside, "concepts/allocator.md")
     return RankMemory(
         rank=0,
         parts=replace(parts, transient_peak=parts.transient_peak + beside),

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from moetune.memory.host import HostMemory
 from moetune.memory.phases import Phase
 from moetune.memory.time.estimate import Duration
-from moetune.memory.unknowns import ERROR, FRAGMENTATION, Span, Unknown, always, span
+from moetune.memory.unknowns import Span, Unknown, always, span
 
 PartName = Literal[
     "frozen_weights",
@@ -73,15 +73,13 @@ class Term:
     Attributes:
         part: the part of the peak in which the bytes are counted.
         name: what the tensors are, or the module and operation that made them.
-        formula: bytes as a formula; empty where a trace has none.
-        numbers: text with the values of the formula's variables, such as `B = 2, S = 4,096`, or the number of storages.
+        numbers: the number of storages, as text.
         bytes: bytes of these storages at the peak.
         page: page of the documentation that explains it, relative to `docs/`, such as `concepts/weights.md`.
     """
 
     part: PartName
     name: str
-    formula: str
     numbers: str
     bytes: int
     page: str
@@ -231,16 +229,6 @@ class GpuMemory:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Layers whose experts save gate_up's output rows for backward (`train.keep_rows`): `kept` of `layers` MoE layers.
-    The rows of one layer take `bytes`."""
-
-    layers: int
-    kept: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class MemoryReport:
     """The prediction of a run's memory and of a step's time.
 
@@ -257,7 +245,6 @@ class MemoryReport:
         notes: messages for the user, such as that no time can be estimated.
         about: (label, text) pairs that describe the run.
         time: estimated time of a step; None if the GPU's speed is unknown.
-        rows: layers that keep gate_up's rows; None where their number cannot be chosen.
         unknowns: what is not known of routing and CUDA context; what no prediction knows is in `every_unknown` only.
         phases: (phase, most live bytes of the fullest rank in it), in order.
         trainer: name of TRL's trainer that was traced; None for moetune's own steps.
@@ -277,7 +264,6 @@ class MemoryReport:
     notes: tuple[str, ...] = ()
     about: tuple[tuple[str, str], ...] = ()
     time: Duration | None = None
-    rows: Rows | None = None
     unknowns: tuple[Unknown, ...] = ()
     phases: tuple[tuple[Phase, int], ...] = ()
     trainer: str | None = None
@@ -330,7 +316,7 @@ class MemoryReport:
     @property
     def verdict(self) -> Verdict | None:
         """The worse of `card_verdict` and `host_verdict`, of those that are not None; None if both are."""
-        known = [one for one in (self.card_verdict, self.host_verdict) if one is not None]
+        known = [verdict for verdict in (self.card_verdict, self.host_verdict) if verdict is not None]
         return max(known, key=get_args(Verdict).index, default=None)
 
     @property
@@ -358,15 +344,6 @@ class MemoryReport:
         """Whether the run fits; a tight fit counts. None without a verdict."""
         return None if self.verdict is None else self.verdict != "no"
 
-    @property
-    def rows_that_fit(self) -> int | None:
-        """Lower bound of the number of MoE layers that can keep gate_up's rows while the run surely fits the GPU, those
-        that do so now included. None without a GPU, if the run does not fit, or where the number cannot be chosen."""
-        if self.rows is None or self.gpu is None or self.card_verdict == "no":
-            return None
-        each = int(self.rows.bytes * (1 + FRAGMENTATION + ERROR)) + 1
-        return min(self.rows.layers, self.rows.kept + max(0, self.least_headroom) // each)
-
     def figures(self) -> dict[str, Any]:
         """Return the JSON values by which plans and comparisons describe a run: method, verdict, and bytes."""
         return {
@@ -378,7 +355,6 @@ class MemoryReport:
             "peak_process": self.peak_process,
             "host_bytes": self.fullest.host_bytes,
             "host": None if self.host is None else self.host.to_json(),
-            "rows_that_fit": self.rows_that_fit,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -396,7 +372,7 @@ class MemoryReport:
             "required_bytes": self.required,
             "required_range": self.span.to_json(),
             "host": None if self.host is None else {**self.host.to_json(), "verdict": self.host_verdict},
-            "unknowns": [asdict(one) for one in self.every_unknown],
+            "unknowns": [asdict(unknown) for unknown in self.every_unknown],
             "assumptions": list(self.assumptions),
             "ranks": [rank.to_json() for rank in self.ranks],
             "terms": [asdict(term) for term in self.terms],
@@ -408,5 +384,4 @@ class MemoryReport:
             "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),
             "time": None if self.time is None else self.time.to_json(),
-            "keep_rows": None if self.rows is None else {**asdict(self.rows), "fit": self.rows_that_fit},
         }

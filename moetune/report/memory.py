@@ -1,4 +1,4 @@
-"""View of a `MemoryReport`: verdict, summary sentences, and tables of parts, ranks, formula terms and time."""
+"""View of a `MemoryReport`: verdict, summary sentences, and tables of parts, ranks, terms and time."""
 
 import shlex
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,7 @@ def memory_view(report: MemoryReport, tokens: int | None = None) -> View:
         tokens: the length of a training run, for which the view states the hours; None: no hours.
     """
     time = "" if report.time is None else pace(report.time, tokens)
-    lines = [*needs(report), rows(report), time]
+    lines = [*needs(report), time]
     return View(
         report.model,
         verdict(report),
@@ -62,8 +62,6 @@ def _brief(report: MemoryReport, time: str) -> list[str]:
         lines += [
             f"  {flags(change)}: then needs {gib(change.peak_process)}; {change.why}" for change in report.changes
         ]
-    else:
-        lines.append(rows(report))
     return [line for line in (*lines, *report.notes, time) if line]
 
 
@@ -90,7 +88,7 @@ def _sections(report: MemoryReport) -> Iterator[ViewSection]:
     if report.moment is not None and report.moment.largest:
         yield ViewSection("largest allocations alive at the peak", _largest(report.moment), True)
     if report.terms:
-        yield ViewSection("formula terms", _terms(report.terms), True)
+        yield ViewSection("what is alive at the peak", _terms(report.terms), True)
     load = report.load
     at_load = [f"host: {gib(load.host)}", f"GPU: {gib(load.gpu)}, and what is outside the allocator"]
     yield ViewSection("loading, before the first step", at_load, True)
@@ -205,14 +203,6 @@ def on_host(report: MemoryReport) -> str:
     return f"The host needs {from_to(span.low, span.high)} of RAM{pinned}{room}."
 
 
-def rows(report: MemoryReport) -> str:
-    """Return a sentence on how many layers could keep gate_up's outputs for a faster backward; empty if no more fit."""
-    if report.rows is None or (report.rows_that_fit or 0) <= report.rows.kept:
-        return ""
-    fit = report.rows_that_fit
-    return f"For a faster backward, {fit} of {report.rows.layers} layers can keep their rows: train.checkpointing=auto."
-
-
 def peak(report: MemoryReport) -> str:
     """Return the title of the table of parts: on which rank the peak occurs, and when."""
     whose = f" on rank {report.fullest.rank}" if len(report.ranks) > 1 else ""
@@ -289,10 +279,10 @@ def _largest(moment: Moment) -> Table:
 def _terms(terms: tuple[Term, ...]) -> Table:
     rows = []
     for term in sorted(terms, key=lambda term: PART_NAMES.index(term.part)):
-        text = "\n".join(filter(None, (term.name, term.formula, term.numbers)))
+        text = "\n".join(filter(None, (term.name, term.numbers)))
         rows.append((f"{named(term.part)}\ndocs/{term.page}", text, gib(term.bytes)))
     total = "sum", "", gib(sum(term.bytes for term in terms))
-    return Table(("part, page", "term, formula, numbers", ">bytes"), rows, [total])
+    return Table(("part, page", "term, number", ">bytes"), rows, [total])
 
 
 def alike(ranks: Iterable[RankMemory]) -> list[tuple[str, RankMemory]]:

@@ -64,4 +64,4 @@ class View:
     about: Sequence[tuple[str, str]] = ()
     sections: Sequence[ViewSection] = ()
     brief: Sequence[str] = ()
-    more: str = "--verbose: formulas, single allocations, loading, what is assumed"
+    more: str = "--verbose: what is alive, single allocations, loading, what is assumed"

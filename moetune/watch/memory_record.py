@@ -18,7 +18,7 @@ from moetune.experts.context import ReadCounts
 from moetune.files import write_whole
 from moetune.memory.allocator import WORKSPACES
 from moetune.memory.assumed_routing import BALANCED, AssumedRouting
-from moetune.memory.measurement.live import Refused, refused_by_tracker, watch_cuda
+from moetune.memory.measurement.live import Refused, watch_cuda
 from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.predict import time_of
 from moetune.memory.trace import named_modules, trace
@@ -89,7 +89,7 @@ class MemoryRecord:
             if self._rows:
                 self._tracking.close()
                 self.predicted = self._predict(BALANCED)
-                self._tracker = Tracker(self._tracker.modules, self._tracker.limit)
+                self._tracker = Tracker(self._tracker.modules)
                 self._fullest, self._steps = {}, 0
             self._rows = self.loop.micro_batch
             self._begin()
@@ -103,7 +103,7 @@ class MemoryRecord:
     def refused(self) -> Refused | None:
         """Stop measuring, and return the state of memory at the last refused allocation; None if there was none."""
         self._tracking.close()
-        return self._seen.get(self.device.index or 0) or refused_by_tracker(self._tracker)
+        return self._seen.get(self.device.index or 0)
 
     def _begin(self) -> None:
         """Reset torch's counters, or start the tracker with all tensors of the model and the optimizer."""

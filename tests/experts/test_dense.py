@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from moetune.adapt.build import Adapted
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.memory.about import dense_gradient_cost
 from moetune.memory.measurement.measure import measure as measure_run
 from moetune.memory.trace import trace
 from moetune.models.catalog import find_model, model_names
@@ -159,24 +158,19 @@ def test_it_takes_what_is_predicted(tmp_path: Path) -> None:
     assert predicted.host_peak == measured.host_bytes
 
 
-@pytest.mark.parametrize("checkpointing", ["full", "none"])
-def test_its_cost_in_products_is_what_is_said(checkpointing: str, tmp_path: Path) -> None:
-    """Of frozen experts, counted by torch."""
+def test_it_takes_three_products_of_each_expert(tmp_path: Path) -> None:
+    """Counted by torch."""
     flops = []
     for dense in (True, False):
-        train = {"dense_router_gradient": dense, "checkpointing": checkpointing}
+        train = {"dense_router_gradient": dense}
         adapted = build_toy(toy_config("mixtral"), tmp_path / str(dense), {"router": "all"}, train=train)
         adapted.model.train()
         with FlopCounterMode(depth=9, display=False) as counter:
             loss_and_gradients(adapted, token_ids())
         flops.append(counter.get_total_flops())
-    matrices = [(layer.shape, layer.top_k) for layer in adapted.structure.moe_layers]
-    shape, top_k = matrices[0]
-    each = 2 * token_ids().numel() * len(matrices) * shape.intermediate
-    extra = flops[0] - flops[1]
-    assert extra == each * shape.num_experts * (3 * shape.hidden + 1)  # ⟨dact, act⟩ too
-    usual = each * top_k * shape.hidden * (6 if checkpointing == "none" else 8)
-    assert dense_gradient_cost(adapted.run) == pytest.approx(1 + (extra - each * shape.num_experts) / usual)
+    shape = adapted.structure.moe_layers[0].shape
+    each = 2 * token_ids().numel() * len(adapted.structure.moe_layers) * shape.intermediate
+    assert flops[0] - flops[1] == each * shape.num_experts * (3 * shape.hidden + 1)  # ⟨dact, act⟩ too
 
 
 @pytest.mark.parametrize(

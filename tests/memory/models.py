@@ -1,9 +1,12 @@
 """Toy models in folders, and run files for them, for what predicts and measures memory."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moetune.config.schema import RunConfig
+from moetune.memory.trace import Trace
+from moetune.memory.trace.log import Block
 from tests.toys import toy_config
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -42,3 +45,12 @@ def toy_run(folder: Path, model_type: str, adapt: dict[str, Any], /, **sections:
     for name, section in sections.items():
         run[name] = run.get(name, {}) | section
     return RunConfig.model_validate(run)
+
+
+def blocks_of(traced: Trace) -> list[Block]:
+    """Every storage of the whole model; `born` and `died` are events, None for what outlives the trace."""
+    times = zip(traced.events.like, traced.bytes.tolist(), traced.events.born, traced.events.died, strict=True)
+    return [
+        replace(traced.log.blocks[like], bytes=size, born=int(born), died=int(died) if died <= traced.end else None)
+        for like, size, born, died in times
+    ]

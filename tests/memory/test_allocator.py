@@ -80,13 +80,6 @@ def test_too_much_ends_the_simulation(expandable: bool) -> None:
     assert result == Reserved(20 * MIB, 20 * MIB, 20 * MIB, 1, False)
 
 
-def test_the_same_trace_again_may_need_more_in_plain_segments() -> None:
-    # The second time 1.5 MiB fit best into the segment of 10, which then lacks them.
-    once = [(0, 1.5), (1, 18), (2, 10), (0, -1), (1, -1), (2, -1)]
-    assert play(*once).peak_reserved == 30 * MIB
-    assert play(*once, *once).peak_reserved == 40 * MIB
-
-
 def test_a_full_card_gets_whole_free_pages_back() -> None:
     # 1.5 MiB and 50 MiB on three pages; without the 50 MiB two of them are free. A small storage needs 2 MiB more.
     trace = [(0, 1.5), (1, 50), (1, -1), (2, 1 / 1024)]
@@ -214,40 +207,11 @@ def test_equals_the_slow_version(events: list[Event], expandable: bool) -> None:
 
 
 @given(traces(), st.booleans())
-def test_reserved_covers_allocated_covers_what_is_alive(events: list[Event], expandable: bool) -> None:
-    result = simulate(events, expandable=expandable)
-    alive: dict[int, int] = {}
-    most = 0
-    for key, nbytes in events:
-        if nbytes == -1:
-            del alive[key]
-        else:
-            alive[key] = nbytes
-        most = max(most, sum(alive.values()))
-    assert most <= result.peak_allocated <= result.peak_reserved
-
-
-@given(traces(), st.booleans())
 def test_without_a_limit_each_pool_can_be_simulated_alone(events: list[Event], expandable: bool) -> None:
     size_of = {key: nbytes for key, nbytes in events if nbytes >= 0}  # no key is used twice
     alone = [[one for one in events if low <= size_of[one[0]] <= high] for low, high in POOLS]
     reserved = sum(simulate(pool, expandable=expandable).peak_reserved for pool in alone)
     assert reserved == simulate(events, expandable=expandable).peak_reserved
-
-
-@given(st.lists(SIZES))
-def test_without_deaths_an_expandable_segment_wastes_less_than_a_page_of_each_pool(sizes: list[int]) -> None:
-    events = list(enumerate(sizes))
-    expandable = simulate(events, expandable=True)
-    assert expandable.peak_allocated == sum(map(rounded, sizes))
-    assert expandable.peak_reserved < expandable.peak_allocated + 22 * MIB
-    assert expandable.peak_reserved < simulate(events, expandable=False).peak_reserved + 22 * MIB
-
-
-@given(traces())
-def test_the_same_trace_again_needs_no_more_in_expandable_segments(events: list[Event]) -> None:
-    once = with_all_deaths(events)
-    assert simulate(once + once, expandable=True) == simulate(once, expandable=True)
 
 
 @given(traces(), st.booleans(), st.integers(0, 300 * MIB))

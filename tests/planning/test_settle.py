@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moetune.config.schema import KeptConfig
-from moetune.memory.predict import rows_of
 from moetune.memory.report import MemoryReport
 from moetune.memory.trace import Trace, trace
 from moetune.models.catalog.gpus import find_gpu
@@ -16,7 +15,6 @@ from moetune.planning.fit import surely_left
 from moetune.planning.predict import predict
 from moetune.planning.predictor import Predictor
 from moetune.planning.settle import _choices, settled, settled_on
-from moetune.report.memory import rows as sentence
 from moetune.run.keeps import Kept, kept_by_layer
 from moetune.run.resolve import ResolvedRun, resolve
 from tests.memory.models import toy_run, write_toy
@@ -78,10 +76,6 @@ def test_the_verdict_is_that_of_full(keep_rows: bool, tmp_path: Path) -> None:
     assert "kept of 8 layers" in dict(found.about)["batch"] or keep_rows
     assert at(run, None).required == full.required
     assert Predictor("24GiB").whole(run.config).required == full.required  # plans compare the least
-    assert "8 of 8 layers can keep their rows: train.checkpointing=auto" in sentence(full)
-    if keep_rows:
-        kept = at(run, f"{full.span.high + 3 * rows_of(base).bytes}B")  # type: ignore[union-attr]
-        assert kept.to_json()["keep_rows"]["kept"] >= 2
 
 
 @pytest.mark.full
@@ -130,9 +124,3 @@ def test_before_an_interruption(tmp_path: Path) -> None:
     assert settled_on(wide, torch.device("cuda"), keeps).keeps == keeps
     narrow = replace(run, config=run.config.but(hardware={"gpu": f"{full.required}B"}))
     assert settled_on(narrow, torch.device("cuda"), keeps).keeps == {}
-
-
-def test_no_number_where_none_can_be_chosen(tmp_path: Path) -> None:
-    dense = toy_run(write_toy(tmp_path, "llama"), "llama", {"also": ["norm"]}, train={"keep_rows": "auto"})
-    report = predict(dense, gpu="24GiB")
-    assert (report.rows, report.rows_that_fit, report.to_json()["keep_rows"]) == (None, None, None)

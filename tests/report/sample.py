@@ -34,16 +34,14 @@ PEAK = Parts(
 TERMS = (
     Term(
         "frozen_weights",
-        "frozen experts, NF4, double-quantized",
-        "E_frozen · 3 · h · i · (1/2 + 1/64 + 4/(64·256)) [E, h, i per layer]",
+        "frozen experts [E, h, i per layer]",
         "244 · 3 · 4096 · 14336 · 0.516",
         22_177_000_000,
         "concepts/weights.md",
     ),
-    Term("optimizer_states", "AdamW, exp_avg and exp_avg_sq", "2 · N · 2", "2 · 1.4e9 · 2",
+    Term("optimizer_states", "AdamW, exp_avg and exp_avg_sq", "2 · 1.4e9 · 2",
          5_637_144_576, "concepts/optimizers.md"),
     Term("saved_activations", "checkpointed inputs of layers",
-         "layers · micro_batch · sequence_length · h · bytes + the router's choices of every layer",
          "32 · 1 · 2048 · 4096 · 2 + 32 · 1 · 2048 · 2 · 8", 537_919_488, "concepts/activations.md"),
 )  # fmt: skip
 

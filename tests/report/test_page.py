@@ -73,7 +73,7 @@ def test_the_page_is_well_formed_alone_and_complete(make: Callable[..., MemoryRe
     assert verdict(report) in text
     assert [gib(count) for count in counts(report) if gib(count) not in text] == []
     assert all(line in text for line in (*report.assumptions, *report.notes))
-    assert all(term.formula in text and f"docs/{term.page}" in text for term in report.terms)
+    assert all(term.numbers in text and f"docs/{term.page}" in text for term in report.terms)
 
 
 @pytest.mark.parametrize("make", [sample, without_timeline])

@@ -1,6 +1,5 @@
 """Scoring for real, with random weights and tokens, for comparing with what is predicted."""
 
-import torch
 from torch import Tensor
 
 from moetune.adapt.build import build
@@ -12,12 +11,9 @@ from moetune.routing.memory import Scoring
 from moetune.run.resolve import ResolvedRun
 
 
-def measure_score(run: ResolvedRun, device: torch.device | str, sources: int = 1) -> tuple[Trace, list[list[int]]]:
-    """What was followed (on CUDA not: there are counters), and the rows of each expert, call by call."""
-    is_cuda = torch.device(device).type == "cuda"
-    watched = Watched(build(run.with_random_weights(), device))
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(device)
+def measure_score(run: ResolvedRun, sources: int = 1) -> tuple[Trace, list[list[int]]]:
+    """What was followed on a CPU, and the rows of each expert, call by call."""
+    watched = Watched(build(run.with_random_weights(), "cpu"))
     calls: list[list[int]] = []
 
     def recorded(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
@@ -25,5 +21,5 @@ def measure_score(run: ResolvedRun, device: torch.device | str, sources: int = 1
         return calls[-1]
 
     with watched.adapted.expert_context.hooks.using(count_rows=recorded):
-        log = follow(watched, watched.tracker(), Scoring(sources), tracking=not is_cuda)
+        log = follow(watched, watched.tracker(), Scoring(sources))
     return Trace.of(log, watched.adapted.ranks.axis_of), calls

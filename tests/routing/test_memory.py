@@ -39,7 +39,7 @@ def test_a_pass_takes_what_is_predicted(
     adapt = LORA if model_type == "mixtral" else {"router": "all"}
     config = toy_run(write_toy(tmp_path / "toy", model_type, num_hidden_layers=2), model_type, adapt, **sections)
     run = resolve(to_score(config), "cpu")
-    measured, calls = measure_score(run, "cpu", sources)
+    measured, calls = measure_score(run, sources)
     answers = iter(calls)
     predicted = trace_forward(run, lambda layer, ids, experts, read: next(answers), passes=Scoring(sources))
     assert parts(predicted) == parts(measured)

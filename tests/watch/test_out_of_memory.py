@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from moetune.config.load import read_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import DoesNotFit, UserError
+from moetune.memory.measurement.live import LiveStorage, Refused
+from moetune.memory.report import PartName
 from moetune.memory.trace.tracker import Tracker
 from moetune.training import loop
 from moetune.training.folder.run_folder import RunFolder
@@ -30,6 +32,42 @@ ROWS = {"micro_batch": 4, "accumulate": 2, "steps": 3, "save_every": 1, "max_gra
 HALVES = {**ROWS, "micro_batch": 2, "accumulate": 4}
 
 
+class SmallDevice(Tracker):
+    """A device of so many bytes; None: of any number."""
+
+    def __init__(self, modules: dict[torch.nn.Module, str], limit: int | None) -> None:
+        super().__init__(modules)
+        self.limit, self.taken = limit, 0
+        self.refused: Refused | None = None
+
+    def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
+        wanted = 0 if on_host else size
+        if self.limit is not None and self.taken + wanted > self.limit:  # some of it may have moved to the host
+            alive = {n: b for n, b in enumerate(self.log.blocks) if b.died is None and not b.on_host}
+            self.taken = sum(block.bytes for block in alive.values())
+            if self.taken + wanted > self.limit:
+                storages = {n: LiveStorage(b.bytes, f"{b.op} in {b.module}") for n, b in alive.items()}
+                self.refused = Refused(size, self.taken, self.limit, storages, self.block_of)
+                raise torch.OutOfMemoryError(op)
+        self.taken += wanted
+        return super().birth(size, part, op, on_host=on_host)
+
+    def death(self, number: int) -> None:
+        super().death(number)
+        block = self.log.blocks[number]
+        self.taken -= 0 if block.on_host or block.died is None else block.bytes
+
+
+def limit_to(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(record: memory_record.MemoryRecord) -> Refused | None:
+        record._tracking.close()
+        assert isinstance(record._tracker, SmallDevice)
+        return record._tracker.refused
+
+    monkeypatch.setattr(memory_record, "Tracker", lambda modules: SmallDevice(modules, limit))
+    monkeypatch.setattr(memory_record.MemoryRecord, "refused", refused)
+
+
 @pytest.fixture
 def no_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what would have fitted, which takes longer than the training."""
@@ -42,7 +80,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Limited:
     monkeypatch.setattr(memory_record, "MEASURED_STEPS", 10**9)  # so that the tracker is there in all of them
 
     def run(config: RunConfig, limit: int | None, **options: Any) -> int:
-        monkeypatch.setattr(memory_record, "Tracker", lambda modules, _=None: Tracker(modules, limit))
+        limit_to(limit, monkeypatch)
         train(config, **options)
         return json.loads((Path(str(config.output)) / "memory.json").read_text())["measured"]["peak_allocated"]
 
@@ -157,7 +195,7 @@ def test_the_command_exits_with_one(
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(small.run_file(small_model, small_data, tmp_path / "run", "router", train=ROWS)))
-    monkeypatch.setattr(memory_record, "Tracker", lambda modules, _=None: Tracker(modules, 1_500_000))
+    limit_to(1_500_000, monkeypatch)
     monkeypatch.setattr(memory_record, "predicted", lambda *_: memory_record.Predicted())
     ended = moetune("train", file, "--json")
     assert ended.code == 1

@@ -55,7 +55,7 @@ def predict_forward(
     lines = {**dict(report.about), **said}
     left_out = {"trains", "optimizer"}
     head = (*((label, lines.pop(label)) for label in said if label not in dict(report.about)), *lines.items())
-    return replace(report, rows=None, about=tuple(line for line in head if line[0] not in left_out))
+    return replace(report, about=tuple(line for line in head if line[0] not in left_out))
 
 
 def trace_forward(
@@ -78,26 +78,20 @@ def trace_forward(
             differs from layer to layer.
         passes, filled: as in `predict_forward`.
     """
-    is_even = isinstance(routing, AssumedRouting) and not routing.load
-    count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
-    with faked(run, rank, gpu, shortened=shortened and is_even) as (adapted, short, mode):
+    with faked(run, routing, rank, gpu, shortened=shortened) as (adapted, short, mode):
         watched = Watched(adapted, None if short is None else short.stack.kept, gpu)
-        with mode, adapted.expert_context.hooks.using(count_rows=count_rows):
+        with mode:
             log = follow(watched, watched.tracker(on_cpu=run.device_type == "cpu"), passes)
         traced = Trace.of(log, adapted.ranks.axis_of, short=short)
         load = load_peaks(run, traced)
         return replace(traced, load=LoadPeaks(max(load.host, filled), load.gpu))
 
 
-def follow(watched: Watched, tracker: Tracker, passes: Passes, *, tracking: bool = True) -> Log:
-    """Run forward passes under a tracker of allocations, and return its log.
-
-    The model may be on fake tensors or on a real device. Without `tracking`, only the starts and ends of layers and
-    experts are recorded.
-    """
+def follow(watched: Watched, tracker: Tracker, passes: Passes) -> Log:
+    """Run forward passes under a tracker of allocations, and return its log. Tensors may be fake or real."""
     watched.adapted.model.eval()
     watched.add_to(tracker)
-    with watched.watching(tracker, tracking), torch.no_grad():
+    with watched.watching(tracker), torch.no_grad():
         passes(watched, tracker)
     tracker.stop()
     return tracker.log

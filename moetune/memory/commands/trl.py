@@ -51,10 +51,9 @@ def predict_trl(
     if run.config.parallel.ranks > 1:
         raise UserError("TRL trains a model of one rank; set parallel: to 1 rank")
     run = run.keeping({}) if is_open(run.config.train) else run
-    options: dict[str, Any] = {"gpu": gpu, "routing": routing, "allocator": allocator}
     tracing = partial(trace_trl, trainer=trainer, more=more or {})
-    report = predict(run, tracing=tracing, **options)
-    assumptions = [one for one in report.assumptions if not one.startswith("every sequence has")]
+    report = predict(run, tracing=tracing, gpu=gpu, routing=routing, allocator=allocator)
+    assumptions = [line for line in report.assumptions if not line.startswith("every sequence has")]
     named = ("trainer", f"TRL's {trainer.upper()}" + "".join(f", {key}={value}" for key, value in (more or {}).items()))
     about = dict((named, *report.about))
     if trainer == "grpo":
@@ -63,7 +62,7 @@ def predict_trl(
     else:
         assumptions += ["rows of train.sequence_length tokens, of which the prompt has one; some are padded"]
     report = replace(report, assumptions=tuple(assumptions), about=tuple(about.items()))
-    return replace(report, trainer=trainer, time=None, rows=None)
+    return replace(report, trainer=trainer, time=None)
 
 
 def _of_generation(run: ResolvedRun, arguments: Mapping[str, Any]) -> list[str]:
@@ -97,11 +96,8 @@ def trace_trl(
 
     whole = resolve(run, "cuda")
     refuse_unpredictable(whole.config)
-    is_even = isinstance(routing, AssumedRouting) and not routing.load
-    count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
-    with faked(whole, rank, gpu, shortened=shortened and is_even) as (adapted, short, mode):
+    with faked(whole, routing, rank, gpu, shortened=shortened) as (adapted, short, mode):
         kept = None if short is None else short.stack.kept
         steps = TrlSteps(adapted, trainer, more, min(2, whole.config.train.accumulate), mode, kept, gpu)
-        with adapted.expert_context.hooks.using(count_rows=count_rows):
-            traced = steps.run(steps.tracker(), short)
+        traced = steps.run(steps.tracker(), short)
     return replace(traced, load=load_peaks(whole, traced))

@@ -65,13 +65,15 @@ def attention(
     kernel = choose_operator(capability, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:  # convert_boolean_attn_mask
-        zero, out = (torch.scalar_tensor(number, dtype=query.dtype) for number in (0.0, -torch.inf))
-        mask = torch.where(mask, zero, out)
+        zero, hidden = (torch.scalar_tensor(number, dtype=query.dtype) for number in (0.0, -torch.inf))
+        mask = torch.where(mask, zero, hidden)
     keeps = _needs_gradient(query, key, value)  # should_compute_logsumexp
+    out: Tensor
     if kernel == "cudnn":
-        return aten._scaled_dot_product_cudnn_attention(
+        out, *_ = aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
-        )[0]
+        )
+        return out
     if kernel == "flash":
         size = query.shape[-1]
         if missing := -size % 8:  # pad_last_dim<8>, post_process_flash_output
@@ -85,12 +87,14 @@ def attention(
                 last = mask.shape[-1]
                 mask = pad(mask, (0, 8 - last % 8))[..., :last]
             mask = mask.expand(*query.shape[:-1], key.shape[-2])
-        return aten._scaled_dot_product_efficient_attention(
+        out, *_ = aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
-        )[0]
-    return aten._scaled_dot_product_attention_math(
+        )
+        return out
+    out, _ = aten._scaled_dot_product_attention_math(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    )
+    return out
 
 
 # --- Choice of the operator ---------------------------------------------------------------------------------------

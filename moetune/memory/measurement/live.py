@@ -1,7 +1,7 @@
 """Contents of a device that ran out of memory: live storages, their owners, and other processes on the GPU.
 
-On a CPU, the storages are read from a `Tracker` with a memory limit. On CUDA, they are read from the caching allocator
-before it raises its error, because the operands of the failed operation are freed while the error propagates.
+The storages are read from CUDA's caching allocator before it raises its error, because the operands of the failed
+operation are freed while the error propagates.
 """
 
 import gc
@@ -21,15 +21,13 @@ from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
 from moetune.compat.torch import watch_out_of_memory
 from moetune.memory.report import PartName
-from moetune.memory.trace.tracker import Tracker
 from moetune.memory.trace.watched import labels_of
 from moetune.parallel.ranks import local_tensor
 from moetune.training.optim.optimizers import CombinedOptimizer
 
 
 class LiveStorage(NamedTuple):
-    """A live storage. `made_by` describes it, empty if unknown: on a CPU the operation and module that allocated it,
-    such as `mm.default in <module path>`; on CUDA shape and dtype of a tensor that uses it."""
+    """A live storage. `made_by` describes it, empty if unknown: shape and dtype of a tensor that uses it."""
 
     bytes: int
     made_by: str
@@ -42,9 +40,9 @@ class Refused:
     Attributes:
         wanted: bytes requested.
         allocated: bytes of all live tensors on the device.
-        available: bytes that tensors of this process could have: the tracker's limit on a CPU; on CUDA what the
-            allocator had reserved plus what was free on the GPU.
-        storages: live storages by key: on CUDA the address, on a CPU the index in `tracker.log.blocks`.
+        available: bytes that tensors of this process could have: what the allocator had reserved plus what was free on
+            the GPU.
+        storages: live storages by key: the address.
         key: returns the key of a tensor's storage; None if it has none.
     """
 
@@ -64,19 +62,6 @@ class Refused:
         """Bytes missing; the whole request if enough memory was free but fragmented."""
         over = self.reached - self.available
         return over if over > 0 else self.wanted
-
-
-def refused_by_tracker(tracker: Tracker) -> Refused | None:
-    """Return the state of a tracker when an allocation exceeded its limit; None if none did."""
-    (at, wanted), limit, log = tracker.refused, tracker.limit, tracker.log
-    if limit is None or not wanted:
-        return None
-    alive = {
-        number: LiveStorage(block.bytes, f"{block.op} in {block.module}" if block.module else block.op)
-        for number, block in enumerate(log.blocks)
-        if block.born < at and (block.died is None or block.died >= at) and not block.on_host
-    }
-    return Refused(wanted, sum(one.bytes for one in alive.values()), limit, alive, tracker.block_of)
 
 
 @cache

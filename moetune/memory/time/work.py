@@ -165,7 +165,8 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     if known is None:
         return 0
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    return known(*args, **kwargs, out_val=out) / (2 if named.get("is_causal") else 1)
+    flops: float = known(*args, **kwargs, out_val=out) / (2 if named.get("is_causal") else 1)
+    return flops
 
 
 # In-place product -> the product with the same FLOPs, which torch's registry has.

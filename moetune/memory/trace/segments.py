@@ -5,7 +5,7 @@ outputs, is run once. Later calls append its part of the log, and get outputs of
 of experts that are alike, in one pass (`ExpertHooks.is_written`).
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -123,19 +123,3 @@ def key_of(tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     if any(type(tensor) is not FakeTensor for tensor in tensors):
         return None
     return tuple((*_like(tensor), tensor.requires_grad) for tensor in tensors)
-
-
-_RETURNED: dict[Hashable, list[Any]] = {}
-"""Key of a call in `outputs` -> size, stride, dtype and device of each output, or None."""
-
-
-def outputs(key: Hashable, function: Callable[[Sequence[Tensor]], Outputs], tensors: Sequence[Tensor]) -> Outputs:
-    """Call a function of fake tensors, or return uninitialized tensors like those that its first call returned; for
-    steps that no tracker records. A `Run` (adapt/scans.py), which explains the arguments."""
-    if (of_tensors := key_of(tensors)) is None:
-        return function(tensors)
-    if (key, of_tensors) in _RETURNED:
-        return [None if one is None else _uninitialized(*one) for one in _RETURNED[key, of_tensors]]
-    made = function(tensors)
-    _RETURNED[key, of_tensors] = [None if one is None else _like(one) for one in made]
-    return made

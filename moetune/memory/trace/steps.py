@@ -1,20 +1,17 @@
 """`Steps`: run training steps under a tracker, on fake or real tensors, and make the batches for them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted
 from moetune.compat.bitsandbytes import paged
-from moetune.config.schema import RunConfig
-from moetune.experts.context import CountRows, ReadCounts
-from moetune.memory.assumed_routing import AssumedRouting
+from moetune.experts.context import ReadCounts
 from moetune.memory.time.work import Work, size_of
 from moetune.memory.trace.alike import Shortened
 from moetune.memory.trace.log import OUTSIDE
@@ -27,7 +24,6 @@ from moetune.training.optim.offload import HostUpdater
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.optim.updater import Updater
 from moetune.training.step.batch import Batch, collate, random_rows
-from moetune.training.step.loss import Chunks
 from moetune.training.step.micro_step import count_loss_tokens, held_out_loss
 from moetune.training.step.observer import StepObserver
 from moetune.training.step.router_losses import RouterWatch
@@ -40,14 +36,7 @@ STEPS = 2
 def vocabulary_of(adapted: Adapted) -> int:
     """Return the size of a model's vocabulary: the number of rows of its input embedding."""
     embeddings: Any = adapted.model.get_input_embeddings()
-    return embeddings.num_embeddings
-
-
-def evaluated_rows(config: RunConfig) -> int:
-    """Return the rows of a batch of held-out data in an evaluation; 0 if the run does not evaluate."""
-    if config.data is None or not config.data.evaluates:
-        return 0
-    return config.train.eval_micro_batch or config.train.micro_batch
+    return int(embeddings.num_embeddings)
 
 
 def batches_of(
@@ -71,26 +60,6 @@ def batches_of(
         return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
     return batch_of
-
-
-@dataclass(frozen=True)
-class Feed:
-    """Input of a step and of the evaluation that may follow it.
-
-    Attributes:
-        batch_of: makes a batch from a number of rows.
-        rows: rows of a micro-batch.
-        held_out_rows: rows of an evaluation's batch, or 0 to run no evaluation. Only a batch with more rows than a
-            micro-batch can take more memory than training.
-        chunks, held_out_chunks: division of the tokens of a micro-batch, and of an evaluation's batch, in the loss;
-            None to divide by `train.loss_memory`.
-    """
-
-    batch_of: Callable[[int], Batch]
-    rows: int
-    held_out_rows: int = 0
-    chunks: Chunks | None = None
-    held_out_chunks: Chunks | None = None
 
 
 class Phases(StepObserver):
@@ -127,8 +96,8 @@ class Steps(Watched):
     """The training steps of a model, run by the trainer's own `Stepper` and recorded by a tracker. Creates the
     optimizer and the stepper.
 
-    Call `run` once for a trace of whole steps. Under fake tensors it needs `counting`, which gives the tokens of each
-    expert.
+    Call `run` once for a trace of whole steps. Under fake tensors `ExpertHooks.count_rows` must give the tokens of each
+    expert (`faked`).
 
     Args:
         adapted: model to train; its tensors may be fake.
@@ -137,7 +106,8 @@ class Steps(Watched):
         gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
 
     Attributes:
-        feed: input of a step at the run's own sizes.
+        held_out_rows: rows of an evaluation's batch, or 0 to run no evaluation. Only a batch with more rows than a
+            micro-batch can take more memory than training.
         trained: the trainable parameters.
         watch: hooks that count expert load; `run` removes them at its end, the other methods do not.
         phases: recorder of the forward and backward phases.
@@ -151,8 +121,10 @@ class Steps(Watched):
         gpu: Gpu | None = None,
     ) -> None:
         self.config = config = adapted.run.config
-        held_out = evaluated_rows(config)
-        self.feed = Feed(batch_of, config.train.micro_batch, held_out if held_out > config.train.micro_batch else 0)
+        train, evaluates = config.train, config.data is not None and config.data.evaluates
+        self.batch_of = batch_of
+        held_out = (train.eval_micro_batch or 0) if evaluates else 0
+        self.held_out_rows = held_out if held_out > train.micro_batch else 0
         self.trained = list(adapted.trainable().values())
         self.optimizer = make_optimizer(adapted)
         self.watch, self.phases = RouterWatch(adapted), Phases()
@@ -185,36 +157,23 @@ class Steps(Watched):
         with self._following(tracker, tracking), self._noting_counts(tracker):
             for step in range(steps):
                 tracker.step = step
-                self._step(tracker, self.feed, first if first and step == 0 else micro_steps)
+                self._step(tracker, first if first and step == 0 else micro_steps)
                 self._say_whose_states(tracker)
-            self._evaluate(tracker, self.feed)
+            self._evaluate(tracker)
         self.watch.remove()
         tracker.stop()
         # A first step of fewer micro-steps takes no more than the last, in which optimizer states exist from the start.
         left_out, axis_of = self.config.train.accumulate - micro_steps, self.adapted.ranks.axis_of
         return Trace.of(tracker.log, axis_of, short=short, left_out=left_out, last_step=bool(first))
 
-    def one(self, tracker: Tracker, micro_steps: int) -> None:
-        """Run one step at the run's own sizes; record only phases, modules and layer boundaries."""
-        with self._following(tracker, False):
-            self._step(tracker, self.feed, micro_steps)
-
-    def counting(self, routing: AssumedRouting | CountRows) -> AbstractContextManager[None]:
-        """Return a context in which the number of tokens of each expert is taken from an assumption, or from a function
-        that replaces `ExpertHooks.count_rows`."""
-        count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
-        return self.adapted.expert_context.hooks.using(count_rows=count_rows)
-
     def _noting_counts(self, tracker: Tracker) -> AbstractContextManager[None]:
         """Return a context in which the tracker counts, for each count of experts' tokens, the work of reading it from
-        the GPU: with assumed tokens none is read. Nothing happens if the tracker counts no work."""
-        counter, hooks = tracker.counter, self.adapted.expert_context.hooks
-        if counter is None:
-            return nullcontext()
+        the GPU: with assumed tokens none is read."""
+        hooks = self.adapted.expert_context.hooks
         assumed = hooks.count_rows
 
         def count_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-            counter.note(Work(synchronizations=1))
+            tracker.note(Work(synchronizations=1))
             return assumed(layer, ids, num_experts, read)
 
         return hooks.using(count_rows=count_rows)
@@ -232,26 +191,20 @@ class Steps(Watched):
         for updater in self.optimizer.updaters:
             for tensor in _on_host(updater):
                 tracker.add(tensor, "gradients")
-        layer_of = self._layer_of()
         for name, parameter in self.adapted.trainable().items():
             if parameter.grad is not None:
                 gradient = local_tensor(parameter.grad)
                 tracker.add(gradient, "gradients", self.adapted.part_of(name))
-                if parameter in layer_of:
-                    tracker.belongs(gradient, layer_of[parameter])
+                if parameter in self.layer_of:
+                    tracker.belongs(gradient, self.layer_of[parameter])
                 del gradient  # this frame lives on while the step runs
         self._say_whose_states(tracker)
         with tracker.following(self.trained), self.watching(tracker, tracking):
             yield
 
-    def _layer_of(self) -> dict[nn.Parameter, int]:
-        """Return parameter -> number of its decoder layer; parameters outside of layers are left out."""
-        return {p: number for number, layer in self.layers.items() for p in layer.parameters()}
-
     def _say_whose_states(self, tracker: Tracker) -> None:
         """Set the decoder layer of optimizer states and float32 weights, and the label of the states; mark paged states
         as host memory."""
-        layer_of = self._layer_of()
         parts = {parameter: self.adapted.part_of(name) for name, parameter in self.adapted.trainable().items()}
         for updater in self.optimizer.updaters:
             for parameter, updated in updater.updates():
@@ -260,47 +213,46 @@ class Steps(Watched):
                 for tensor in (updated, *states.values(), *_on_host(updater)):
                     if isinstance(tensor, Tensor):
                         is_state = tensor is not updated and tensor is not parameter
-                        tracker.belongs(tensor, layer_of.get(parameter), label if is_state else None)
+                        tracker.belongs(tensor, self.layer_of.get(parameter), label if is_state else None)
                 if self.gpu is not None and not updater.on_host:  # on the host nothing is paged
                     for tensor in paged(updater.optimizer, updated):
                         tracker.moved_to_host(tensor, managed=True)
 
-    def _step(self, tracker: Tracker, feed: Feed, micro_steps: int) -> None:
+    def _step(self, tracker: Tracker, micro_steps: int) -> None:
         """Run the micro-steps of a step, then the update."""
         for number in range(micro_steps):
             tracker.micro_step = number
             tracker.enter("forward")
-            batch = feed.batch_of(feed.rows)
+            batch = self.batch_of(self.config.train.micro_batch)
             given = [value for value in batch.values() if torch.is_tensor(value)]
             tracker.tag(given, "saved_activations")
-            if tracker.counter is not None:  # copies of the batch to the GPU, for which the host waits
-                size = sum(map(size_of, given))
-                tracker.counter.note(Work(synchronizations=len(given), copied=size), "transfers")
+            # copies of the batch to the GPU, for which the host waits
+            tracker.note(Work(synchronizations=len(given), copied=sum(map(size_of, given))), "transfers")
             tokens, last = count_loss_tokens(batch) * micro_steps, number == micro_steps - 1
-            self._micro_step(batch, tokens, tracker, feed.chunks, last=last)
+            self._micro_step(batch, tokens, tracker, last=last)
             del batch
         tracker.enter("optimizer")
         self.stepper.finish()
-        if tracker.counter is not None:  # the host reads the gradient norm, and once more to clip
-            tracker.counter.note(Work(synchronizations=2 if self.config.train.max_grad_norm else 1))
+        # the host reads the gradient norm, and once more to clip
+        tracker.note(Work(synchronizations=2 if self.config.train.max_grad_norm else 1))
         for tensor in self.optimizer.states():  # quantization maps were created before the tracker was active
             tracker.add(tensor)
         tracker.tag(self.optimizer.states(), "optimizer_states")
 
-    def _evaluate(self, tracker: Tracker, feed: Feed) -> None:
-        """Run one batch of an evaluation, if `feed` has rows for it."""
-        if not feed.held_out_rows:
+    def _evaluate(self, tracker: Tracker) -> None:
+        """Run one batch of an evaluation, if there are rows for it."""
+        if not self.held_out_rows:
             return
         tracker.enter("evaluation")
-        batch = feed.batch_of(feed.held_out_rows)
+        batch = self.batch_of(self.held_out_rows)
         tracker.tag(filter(torch.is_tensor, batch.values()), "saved_activations")
         self.adapted.model.eval()
-        held_out_loss(self.adapted.model, batch, feed.held_out_chunks or self.adapted.run.loss_bytes())
+        held_out_loss(self.adapted.model, batch, self.adapted.run.loss_bytes())
         self.adapted.model.train()
 
-    def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker, chunks: Chunks | None, *, last: bool) -> None:
+    def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker, *, last: bool) -> None:
         self.phases.begin(tracker, passes=2 if self.stepper.measures_first else 1)
-        self.stepper.micro_step(batch, tokens, last=last, chunks=chunks)
+        self.stepper.micro_step(batch, tokens, last=last)
         tracker.tag(
             (local_tensor(p.grad) for p in self.trained if isinstance(p, DTensor) and p.grad is not None), "gradients"
         )

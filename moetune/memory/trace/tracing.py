@@ -79,14 +79,14 @@ def trace(
     steps_to_take = STEPS
     if isinstance(routing, Replayed):  # the recorded counts fit only the steps that were recorded
         steps_to_take, micro_steps, routing = routing.steps, config.train.accumulate, routing.answers()
-    is_even = micro_steps is None and isinstance(routing, AssumedRouting) and not routing.load
-    with faked(whole, rank, gpu, shortened=shortened and is_even, received=received) as (adapted, short, mode):
+    shortened = shortened and micro_steps is None
+    with faked(whole, routing, rank, gpu, shortened=shortened, received=received) as (adapted, short, mode):
         adapted.model.train()
         # DeepSpeed creates tensors here, which must be fake; torch's and bitsandbytes' optimizers read tensors' values
         makes_its_own = config.parallel.engine == "deepspeed"
         with mode if makes_its_own else nullcontext():
             steps = Steps(adapted, batches_of(adapted), None if short is None else short.stack.kept, gpu)
-        with mode, steps.counting(routing):
+        with mode:
             tracker = steps.tracker(counts=True)
             if micro_steps is not None:
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
@@ -98,15 +98,24 @@ def trace(
 
 @contextmanager
 def faked(
-    run: ResolvedRun, rank: int, gpu: Gpu | None, *, shortened: bool, received: CountReceived = received_as_sent
+    run: ResolvedRun,
+    routing: AssumedRouting | CountRows,
+    rank: int,
+    gpu: Gpu | None,
+    *,
+    shortened: bool,
+    received: CountReceived = received_as_sent,
 ) -> Iterator[tuple[Adapted, Shortened | None, QuickFakeMode]]:
     """Build a run's model on fake tensors for one rank; yield (model, shortened run, fake mode).
 
     The shortened run is None if every decoder layer runs. The mode is not active: enter it to compute.
 
     Args:
+        routing: the number of tokens that each expert receives inside the context: an assumption, or a function that
+            replaces `ExpertHooks.count_rows`.
         gpu: GPU whose compute capability the build assumes; None for a CPU.
-        shortened: leave out layers that others can stand for, if `can_be_shortened` allows it.
+        shortened: leave out layers that others can stand for, unless `routing` is a function or differs from layer to
+            layer, or a tensor grows with the number of layers (`can_be_shortened`).
         received: replaces `ExpertHooks.count_received` inside the context.
 
     Raises:
@@ -114,13 +123,15 @@ def faked(
         UserError: the model cannot be built (`build`).
     """
     mode = QuickFakeMode()
+    is_even = isinstance(routing, AssumedRouting) and not routing.load
+    count_rows = routing.count_rows if isinstance(routing, AssumedRouting) else routing
     without = () if gpu is None else run.config.hardware.without_kernels
     with using_kernels(but=without), fake_ranks(run.config.parallel, rank) as ranks:
-        short = shorten(run, ranks) if shortened and can_be_shortened(run.config) else None
+        short = shorten(run, ranks) if shortened and is_even and can_be_shortened(run.config) else None
         adapted = build_fake(run if short is None else short.run, mode, ranks, None if gpu is None else gpu.capability)
         with (
             refusing_values(run.config.model.path, run.structure.model_type),
-            adapted.expert_context.hooks.using(count_received=received),
+            adapted.expert_context.hooks.using(count_rows=count_rows, count_received=received),
             without_packages(adapted.model),
         ):
             yield adapted, short, mode

@@ -32,8 +32,7 @@ from moetune.experts.host import host_source, stays_on_host
 from moetune.memory.kernels import workspace
 from moetune.memory.phases import FORWARD_PHASES, ONCE_PHASES, Phase
 from moetune.memory.report import PartName
-from moetune.memory.time.counter import Counter
-from moetune.memory.time.work import WorkPart, tensors_in
+from moetune.memory.time.work import Done, Work, WorkPart, size_of, tensors_in, works, written_by
 from moetune.memory.trace.log import Block, Cut, Log, Mark, Sent
 from moetune.memory.trace.segments import Point, Segment, key_of
 from moetune.parallel.messages import NAMESPACES, message
@@ -71,17 +70,14 @@ class Tracker(TorchDispatchMode):
     Args:
         modules: module -> path, for the modules that reports name; an operation in a deeper module counts as part of
             the innermost of these.
-        limit: simulated size of the device in bytes, or None for no limit. An operation whose result would exceed it
-            raises `torch.OutOfMemoryError`.
         capability: compute capability of the GPU whose workspaces are added; None for a CPU, without workspaces.
         on_cpu: add what operations take inside on a CPU (`workspace.on_cpu`).
-        parts: module path -> part of a step; if given together with `capability`, work is counted by part.
+        parts: module path -> part of a step, by which work is counted; None not to count any.
 
     Attributes:
         step, micro_step: numbers from 0 that new records carry.
         phase, module: phase, and path of the module, that new storages are recorded under.
-        counter: counter of work; None if work is not counted.
-        refused: index in `log.entries` and bytes of the last allocation that exceeded the limit; (0, 0) if none did.
+        counts: whether work is counted.
     """
 
     _segments: ClassVar[dict[Hashable, Segment | None]] = {}
@@ -89,15 +85,12 @@ class Tracker(TorchDispatchMode):
     def __init__(
         self,
         modules: dict[nn.Module, str],
-        limit: int | None = None,
         *,
         capability: Capability | None = None,
         parts: Mapping[str, WorkPart] | None = None,
         on_cpu: bool = False,
     ) -> None:
         super().__init__()
-        self.limit, self.refused = limit, (0, 0)
-        self._bytes = 0  # alive on the device
         self.log = Log()
         self.step = self.micro_step = 0
         self.phase: Phase = "load"
@@ -112,9 +105,7 @@ class Tracker(TorchDispatchMode):
         self._groups: dict[Hashable, tuple[Segment, list[int]]] = {}  # of the pass over a layer's experts
         self._is_writing = False  # whether outputs of a segment are made, whose storages are in the log
         self._capability, self._on_cpu = capability, on_cpu
-        self.counter = None
-        if capability is not None and parts is not None:
-            self.counter = Counter(capability, self, parts, self.log.done)
+        self.counts, self._parts = capability is not None and parts is not None, parts or {}
 
     # --- What is alive ------------------------------------------------------------------------------------------
 
@@ -138,9 +129,7 @@ class Tracker(TorchDispatchMode):
         """Update the block of a tracked tensor from the marks on its storage (`experts/host.py`): whether it is host
         memory, and whether it is a copy of host memory, which then counts as the same part as its original."""
         block = self.log.blocks[self._alive[id(tensor.untyped_storage())]]
-        if stays_on_host(tensor):
-            self._take_off_device(block)
-            block.on_host = True
+        block.on_host = block.on_host or stays_on_host(tensor)
         self._knows_host = self._knows_host or block.on_host
         if (source := host_source(tensor)) is not None and not block.fetched:
             block.fetched = True
@@ -148,41 +137,22 @@ class Tracker(TorchDispatchMode):
                 block.part = self.log.blocks[self._alive[id(source)]].part  # counted like its original
 
     def birth(self, size: int, part: PartName, op: str, *, on_host: bool = False) -> int:
-        """Record an allocation of `size` bytes and return the number of its block; `op` is the operation, or a label.
-
-        Raises `torch.OutOfMemoryError`, and sets `refused`, if it exceeds the limit, which does not apply to host
-        memory.
-        """
-        born = len(self.log.entries)
-        if self.limit is not None and not on_host and self._bytes + size > self.limit:
-            self.refused = born, size
-            raise torch.OutOfMemoryError(f"{op or 'a tensor'} of {size:,} bytes exceeds the limit of {self.limit:,}")
-        self._bytes += 0 if on_host else size
-        block = Block(size, part, self.phase, self.module, op, born, on_host=on_host)
-        self.log.blocks.append(block)
-        self.log.entries.append(len(self.log.blocks) - 1)
-        return len(self.log.blocks) - 1
+        """Record an allocation of `size` bytes, by the operation or with the label `op`; return its block's number."""
+        number = len(self.log.blocks)
+        self.log.blocks.append(Block(size, part, self.phase, self.module, op, self.place(), on_host=on_host))
+        self.log.entries.append(number)
+        return number
 
     def death(self, number: int) -> None:
         """Record that the block with this number is freed. If it is the first operand of the sum that was recorded
         last, undo the sum's allocation instead, because autograd then adds in place."""
         if self._sum is not None and self._sum.onto == number and self.log.entries[-1] == self._sum.block:
-            self._was_in_place(self._sum)
+            self.log.entries.pop()
+            self.log.blocks.pop()
+            self._alive[self._sum.storage], self._sum = number, None
             return
-        block = self.log.blocks[number]
-        block.died = len(self.log.entries)
-        self._take_off_device(block)
+        self.log.blocks[number].died = self.place()
         self.log.entries.append(~number)
-
-    def _take_off_device(self, block: Block) -> None:
-        self._bytes -= 0 if block.on_host else block.bytes
-
-    def _was_in_place(self, added: _Sum) -> None:
-        """Record a sum as in place: remove its block from the log, and assign its storage to the first operand's."""
-        self.log.entries.pop()
-        self._take_off_device(self.log.blocks.pop())
-        self._alive[added.storage] = added.onto
-        self._sum = None
 
     @property
     def peak_bytes(self) -> int:
@@ -229,7 +199,6 @@ class Tracker(TorchDispatchMode):
         CUDA managed memory, which the driver may move to the device."""
         if (number := self.block_of(tensor)) is not None:
             block = self.log.blocks[number]
-            self._take_off_device(block)
             block.on_host, block.managed = True, managed
 
     def block_of(self, tensor: Tensor) -> int | None:
@@ -243,10 +212,6 @@ class Tracker(TorchDispatchMode):
     def is_host(self, tensor: Tensor) -> bool:
         """Return whether a tensor is tracked as host memory."""
         return self._knows_host and (number := self.block_of(tensor)) is not None and self.log.blocks[number].on_host
-
-    def trains(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is tracked as a trainable weight."""
-        return (number := self.block_of(tensor)) is not None and self.log.blocks[number].part == "trainable_weights"
 
     def saved_since(self, born: int) -> None:
         """Mark the temporary storages that are alive, and were allocated from `log.entries[born]` on, as saved
@@ -268,7 +233,8 @@ class Tracker(TorchDispatchMode):
         self._stacked = ExitStack()
         self._stacked.enter_context(noting_resizes(self.resized))
         self._stacked.enter_context(running_by(self._run))
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *exception: Any) -> None:
         self._stacked.close()
@@ -280,7 +246,7 @@ class Tracker(TorchDispatchMode):
         """Call a function of fake tensors, or write again what it allocated when it was first called (segments.py)."""
         if (of_tensors := key_of(tensors)) is None:
             return function(tensors)
-        work = None if self.counter is None else self.counter.part()
+        work = self.part() if self.counts else None
         key = (key, of_tensors, self._capability, self._on_cpu, work, self.phase)
         inputs = [self.block_of(tensor) for tensor in tensors]
         if (known := self._segments.get(key)) is not None:
@@ -352,11 +318,10 @@ class Tracker(TorchDispatchMode):
             self.read_marks(args[0])  # marked after its allocation, before this copy fills it
         elif self._knows_host and len(self.log.blocks) > born and self._on_host(args, kwargs):
             for block in self.log.blocks[born:]:
-                self._take_off_device(block)
                 block.on_host = True
-        if self.counter is not None:
-            self.counter.count(func, args, kwargs, out)
         if capability is not None:
+            if self.counts:
+                self._count(func, args, kwargs, out, capability)
             for number in reversed([*inside, *self._births(func, workspace.after(func, capability, args))]):
                 self.death(number)
             for output in workspace.HOST_OUTPUTS.get(func, ()):
@@ -374,6 +339,46 @@ class Tracker(TorchDispatchMode):
         """Return whether an operation runs on the host: all its tensor arguments are tracked as host memory."""
         numbers = [self.block_of(tensor) for tensor in tensors_in((args, *kwargs.values()))]
         return bool(numbers) and all(number is not None and self.log.blocks[number].on_host for number in numbers)
+
+    # --- Work ---------------------------------------------------------------------------------------------------
+
+    def part(self) -> WorkPart:
+        """Return the part of the step to which work counts now: `optimizer` in that phase, else that of the running
+        module."""
+        return "optimizer" if self.phase == "optimizer" else self._parts.get(self.module, "rest")
+
+    def note(self, work: Work, part: WorkPart | None = None, of: Tensor | None = None) -> None:
+        """Record work that is done now; do nothing while weights are loaded, during evaluation, or if none is counted.
+
+        Args:
+            part: the part to which the work counts; None: the part of the module that runs.
+            of: a tensor whose storage belongs to the decoder layer that the work counts for; None if unknown.
+        """
+        if self.counts and self.phase not in ("load", "evaluation"):
+            micro_step = None if self.phase in ONCE_PHASES else self.micro_step
+            block = None if of is None else self.block_of(of)
+            self.log.done.append(Done(self.place(), self.step, micro_step, part or self.part(), work, block))
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> None:
+        """Record the work that one operation, whose result is `out`, would do on a GPU.
+
+        Updates of trained weights count as `optimizer`, copies between host and GPU as `transfers`, operations on host
+        tensors as `host`, and dequantization by itself. Anything else counts as the part of the module that runs.
+        """
+        written = written_by(func, args)
+        number = None if written is None else self.block_of(written)
+        updates = number is not None and self.log.blocks[number].part == "trainable_weights"
+        part: WorkPart | None = "optimizer" if updates else None
+        if part is None and func._opname.startswith("dequantize"):
+            part = "dequantization"
+        for work, tensor in works(func, args, kwargs, out, capability):
+            on_host = tensor is not None and self.is_host(tensor)
+            if func._opname == "copy_" and on_host != self.is_host(args[1]):
+                self.note(Work(copied=size_of(args[0])), "transfers", tensor)
+            elif on_host:
+                self.note(Work(flops32=work.flops + work.flops32, bytes=work.bytes), "host", tensor)
+            else:
+                self.note(work, part, tensor)
 
     # --- When: phases and modules -------------------------------------------------------------------------------
 

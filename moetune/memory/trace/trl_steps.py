@@ -1,4 +1,4 @@
-"""`TrlSteps`: run steps of a TRL trainer under a tracker, on fake or real tensors."""
+"""`TrlSteps`: run steps of a TRL trainer under a tracker, on fake tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -43,11 +43,11 @@ class TrlSteps(Watched):
     GRPO generates completions of full length; of their tokens the first two and the last two are computed.
 
     Args:
-        adapted: model to train; its tensors may be fake.
+        adapted: model to train, of fake tensors.
         trainer: the trainer.
         more: arguments of TRL's configuration that replace those of `trl_arguments`.
         micro_steps: micro-steps of each step that run.
-        mode: the mode of fake tensors; None for real ones.
+        mode: the mode of fake tensors.
         kept: numbers, in the whole model, of the decoder layers that run; None to number the layers from 0.
         gpu: GPU whose attention kernels and workspaces are assumed; None for a CPU.
 
@@ -61,7 +61,7 @@ class TrlSteps(Watched):
         trainer: TrlTrainer,
         more: Mapping[str, Any],
         micro_steps: int,
-        mode: FakeTensorMode | None = None,
+        mode: FakeTensorMode,
         kept: Sequence[int] | None = None,
         gpu: Gpu | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class TrlSteps(Watched):
             self.completion = arguments["max_completion_length"]
             prompt = prompt_length(adapted.run.config, self.completion)
         has_reference = bool(arguments.get("beta")) if trainer == "grpo" else trainer in ("dpo", "kto")
-        with self._faking(), nullcontext() if mode is None else Answers():
+        with mode, Answers():
             self.reference = Reference(adapted) if has_reference and not self.precomputes else None
         self._folder = TemporaryDirectory()
         arguments["output_dir"] = self._folder.name
@@ -99,24 +99,17 @@ class TrlSteps(Watched):
         with self._folder, quiet(), self._refusing(ValueError), ExitStack() as stack:
             self._register()
             stack.enter_context(tracker.following([*self.adapted.trainable().values()]))
-            if self.mode is not None:
-                stack.enter_context(Answers(self.completion))
-                if self.gpu is not None:
-                    stack.enter_context(kernels_of_cuda())
+            stack.enter_context(Answers(self.completion))
+            if self.gpu is not None:
+                stack.enter_context(kernels_of_cuda())
             stack.enter_context(self.watching(tracker))
             if self.precomputes:
-                with self._faking():
+                with self.mode:
                     precompute_references(self.trainer, self.batches[0][0][0], self._given)
             run_steps(self.trainer, self.batches, self._given, self._computing, self.micro_steps)
         tracker.stop()
         left_out = self.adapted.run.config.train.accumulate - self.micro_steps
         return Trace.of(tracker.log, self.adapted.ranks.axis_of, short=short, left_out=left_out)
-
-    @contextmanager
-    def _faking(self) -> Iterator[None]:
-        """Create fake tensors within the `with` block, if there is a mode."""
-        with nullcontext() if self.mode is None else self.mode:
-            yield
 
     @contextmanager
     def _refusing(self, *errors: type[Exception], said: str = "TRL's trainer refuses this run") -> Iterator[None]:
@@ -127,11 +120,10 @@ class TrlSteps(Watched):
             raise UserError(f"{said}: {error}") from error
 
     def _given(self, tensor: Tensor) -> Tensor:
-        """Record a tensor of a batch, and return it: as a fake tensor, if there is a mode."""
-        if self.mode is not None:
-            tensor = self.mode.from_tensor(tensor)
-        self._tracker.add(tensor, "saved_activations", "batch")
-        return tensor
+        """Return a tensor of a batch as a fake tensor, and record it."""
+        fake = self.mode.from_tensor(tensor)
+        self._tracker.add(fake, "saved_activations", "batch")
+        return fake
 
     @contextmanager
     def _referencing(self) -> Iterator[None]:
@@ -177,7 +169,7 @@ class TrlSteps(Watched):
                 self._done += 1
                 tracker.enter("forward")
                 self._began = tracker.place()
-                with self._faking():
+                with self.mode:
                     yield
                 tracker.enter("optimizer")  # gradients are clipped
             case "backward":
@@ -186,7 +178,7 @@ class TrlSteps(Watched):
                 yield
                 tracker.cut(OUTSIDE, backward=True)
             case "optimizer":
-                with self._faking():
+                with self.mode:
                     yield
                 self._note_states()
 
@@ -194,10 +186,9 @@ class TrlSteps(Watched):
         """Add the weights, and the copies of the reference, to the tracker."""
         self._done = 0
         self.add_to(self._tracker)
-        self._layer_of = {p: number for number, layer in self.layers.items() for p in layer.parameters()}
         for parameter, copy in () if self.reference is None else self.reference.copies:
             self._tracker.add(copy, "trainable_weights", "copy for the reference")
-            self._tracker.belongs(copy, self._layer_of.get(parameter))
+            self._tracker.belongs(copy, self.layer_of.get(parameter))
 
     def _note_states(self) -> None:
         """Record optimizer states as such, with their decoder layers."""
@@ -207,7 +198,7 @@ class TrlSteps(Watched):
                 if isinstance(state, Tensor):
                     self._tracker.add(state)
                     self._tracker.tag([state], "optimizer_states")
-                    self._tracker.belongs(state, self._layer_of.get(parameter), parts[parameter])
+                    self._tracker.belongs(state, self.layer_of.get(parameter), parts[parameter])
 
 
 class _Generating(SelfReferencing):

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ from moetune.memory.report import (
 )
 from moetune.memory.time.work import Work, WorkPart, sums
 from moetune.memory.trace.alike import Shortened
-from moetune.memory.trace.log import Block, Log, Mark
+from moetune.memory.trace.log import Log
 from moetune.memory.trace.repeat import Events, layer_named
 from moetune.parallel.messages import Message
 
@@ -109,25 +109,6 @@ class Trace:
         """Index of the last event."""
         return len(self.events.storages) - 1
 
-    @property
-    def marks(self) -> list[Mark]:
-        """Starts of phases and modules in the whole model; `at` of a mark is the index of the first event after it."""
-        return [
-            replace(mark, at=at, module=layer_named(mark.module, number, layer))
-            for at, mark, number, layer in self.events.marks
-        ]
-
-    @property
-    def blocks(self) -> list[Block]:
-        """Each storage of the whole model, as a new `Block` whose `born` and `died` are indices of events."""
-        events, blocks = self.events, []
-        times = zip(self.bytes.tolist(), events.born.tolist(), events.died.tolist(), strict=True)
-        for storage, (size, born, died) in enumerate(times):
-            like, module = self.log.blocks[events.like[storage]], events.module(storage)
-            gone = died if died <= self.end else None
-            blocks.append(replace(like, bytes=size, module=module, born=born, died=gone))
-        return blocks
-
     @cached_property
     def _on_host(self) -> np.ndarray:
         """Whether each storage is host memory: [storages]."""
@@ -194,10 +175,6 @@ class Trace:
         tensors are only loaded."""
         phases = {mark.phase for mark in self.log.marks}
         return WORKSPACES if "backward" in phases else int(phases > {"load"} or "load" not in phases)
-
-    def most(self, part: PartName) -> int:
-        """Return the most bytes of one part of the memory that are alive on the device at once, over all steps."""
-        return int(np.max(self._alive(self._of_part(part)), initial=0))
 
     # --- Views --------------------------------------------------------------------------------------------------
 

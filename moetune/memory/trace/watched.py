@@ -10,15 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from moetune.adapt.build import Adapted
 from moetune.adapt.fake import tensors_of
-from moetune.adapt.scans import running_by
 from moetune.compat.bitsandbytes import Linear4bit
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts, QuantizedLinear
 from moetune.formats.table import format_of
 from moetune.memory.kernels.attention import replace_attention
-from moetune.memory.time.counter import work_parts
+from moetune.memory.time.work import WorkPart
 from moetune.memory.trace.log import OUTSIDE
-from moetune.memory.trace.segments import outputs
 from moetune.memory.trace.tracker import Tracker
 from moetune.models.catalog.gpus import Gpu
 from moetune.models.stack import decoder_layers
@@ -36,6 +34,7 @@ class Watched:
 
     Attributes:
         layers: number -> module, for the decoder layers that run.
+        layer_of: parameter -> number of its decoder layer, for those inside of layers.
         named: module -> path, for the modules that reports name (`named_modules`).
     """
 
@@ -51,6 +50,7 @@ class Watched:
         self.shards = shards or {}
         layers = decoder_layers(adapted.model)
         self.layers = dict(zip(range(len(layers)) if kept is None else kept, layers.values(), strict=True))
+        self.layer_of = {p: number for number, layer in self.layers.items() for p in layer.parameters()}
         self.named = named_modules(adapted)
 
     def tracker(self, *, counts: bool = False, on_cpu: bool = False) -> Tracker:
@@ -77,14 +77,14 @@ class Watched:
     @contextmanager
     def watching(self, tracker: Tracker, tracking: bool = True) -> Iterator[None]:
         """Record the model's operations, layer boundaries and expert groups in a tracker within the `with` block;
-        without `tracking` no operations. Scans of fake tensors run once for each shape. For a GPU,
-        `scaled_dot_product_attention` is replaced by the operator that runs on it."""
+        without `tracking` no operations. For a GPU, `scaled_dot_product_attention` is replaced by the operator that
+        runs on it."""
         first = next(self.adapted.model.parameters(), None)
         is_fake = tracking and first is not None and isinstance(local_tensor(first), FakeTensor)
         written = tracker.is_written if is_fake else None
         watching = self.adapted.expert_context.hooks.using(group=tracker.enter_experts, is_written=written)
         attention = nullcontext() if self.capability is None else replace_attention(self.capability)
-        with self._cutting(tracker), watching, tracker if tracking else running_by(outputs), attention:
+        with self._cutting(tracker), watching, tracker if tracking else nullcontext(), attention:
             yield
 
     @contextmanager
@@ -154,3 +154,34 @@ def named_modules(adapted: Adapted) -> dict[nn.Module, str]:
         if path and not path.startswith(experts) and path[len(layer) :].count(".") <= 1:
             named[module] = path
     return named
+
+
+_PARTS: Mapping[str, WorkPart] = {
+    "attention": "attention",
+    "experts": "experts",
+    "router": "router",
+    "shared_experts": "dense_mlp",
+    "dense_mlp": "dense_mlp",
+    "lm_head": "head_and_loss",
+}
+"""Component of a parameter -> part of a step; of a module with several components, the first decides."""
+
+
+def work_parts(adapted: Adapted, named: Mapping[nn.Module, str]) -> dict[str, WorkPart]:
+    """Return module path -> part of a step, from the kinds of parameters that each module holds (`_PARTS`).
+
+    A module that holds attention and another kind, such as a decoder layer, is `rest` (residual additions). All modules
+    inside an attention module are `attention`. The path "", for work outside all modules, is `head_and_loss`. `named`
+    maps the modules to classify to their paths.
+    """
+    components = {part.name.rpartition(".")[0]: part.component for part in adapted.run.structure.parameters}
+    components |= {layer.experts: "experts" for layer in adapted.structure.moe_layers}
+    parts: dict[str, WorkPart] = {"": "head_and_loss"}
+    head = adapted.model.get_output_embeddings()
+    for module, path in named.items():
+        inside = {component for owner, component in components.items() if f"{owner}.".startswith(f"{path}.")}
+        inside = {"lm_head"} if module is head else inside - {"norm", "other"}  # a tied head has no parameter
+        is_layer = "attention" in inside and len(inside) > 1
+        parts[path] = "rest" if is_layer else next((_PARTS[one] for one in _PARTS if one in inside), "rest")
+    of_attention = tuple(f"{path}." for path, part in parts.items() if part == "attention")
+    return {path: "attention" if path.startswith(of_attention) else part for path, part in parts.items()}

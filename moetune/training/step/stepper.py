@@ -31,7 +31,6 @@ from moetune.training.optim.values import as_float, bound_, generator_states, no
 from moetune.training.optim.zero import ZeroUpdater
 from moetune.training.step.batch import Batch
 from moetune.training.step.fused import FusedBackward
-from moetune.training.step.loss import Chunks
 from moetune.training.step.micro_step import MicroStep, micro_step
 from moetune.training.step.observer import StepObserver
 from moetune.training.step.router_bias import RouterBiases
@@ -103,7 +102,6 @@ class Stepper:
         backward: Callable[[Tensor], None] = torch.Tensor.backward,
         *,
         last: bool = True,
-        chunks: Chunks | None = None,
     ) -> MicroStep:
         """Run the forward and backward pass of a micro-batch; twice if the gradient norm must be known first.
 
@@ -111,7 +109,6 @@ class Stepper:
             total_tokens: predicted tokens of the whole step, over micro-batches and ranks.
             backward: runs the backward pass of a scalar loss; DeepSpeed's engine replaces it.
             last: whether this is the last micro-batch of its step, after which the ranks' gradients are reduced.
-            chunks: chunks of the loss; None derives them from `train.loss_memory`.
         """
         if self.engine is not None:
             backward = partial(self.engine.backward, last=last)
@@ -126,7 +123,7 @@ class Stepper:
                     raise
 
         set_gradient_sync(self._stack, self.adapted.ranks, last=last)
-        memory = chunks or self.adapted.run.loss_bytes(len(batch["input_ids"]))
+        memory = self.adapted.run.loss_bytes(len(batch["input_ids"]))
         once = partial(
             micro_step, self.adapted.model, batch, total_tokens, self.watch, self.config.train, observed, memory
         )

@@ -128,7 +128,7 @@ def test_latent_attention_has_no_float32_scores_on_a_gpu(tmp_path: Path, model_t
     scores = 2 * 4 * 256 * 256 * 4  # B · h · S · S in float32
 
     def largest(gpu: str | None) -> int:
-        return max(block.bytes for block in traced(tmp_path, model_type, gpu, packing=packing).blocks)
+        return max(block.bytes for block in traced(tmp_path, model_type, gpu, packing=packing).log.blocks)
 
     assert largest(None) >= scores  # the CPU's math kernel: what this test would find
     for gpu in ("a6000", "l40s", "h100"):
@@ -140,7 +140,7 @@ def test_packed_documents_have_no_mask_on_a_gpu(tmp_path: Path) -> None:
     mask = 2 * 250 * 250
 
     def has_mask(gpu: str | None, *, packing: bool) -> bool:
-        blocks = traced(tmp_path, "mixtral", gpu, packing=packing, length=250).blocks
+        blocks = traced(tmp_path, "mixtral", gpu, packing=packing, length=250).log.blocks
         return any(block.bytes in (mask, 2 * mask, 4 * mask) for block in blocks)
 
     assert has_mask("l40s", packing=False)

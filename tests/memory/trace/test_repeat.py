@@ -10,7 +10,7 @@ import pytest
 from moetune.memory.trace import Trace, trace
 from moetune.memory.trace.log import Block
 from moetune.models.catalog.gpus import find_gpu
-from tests.memory.models import toy_run, write_toy
+from tests.memory.models import blocks_of, toy_run, write_toy
 
 CARD = find_gpu("h100")
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
@@ -74,7 +74,9 @@ ON_A_PUSH = (
 
 
 def storages(traced: Trace) -> Counter[tuple]:
-    return Counter((b.bytes, b.part, b.phase, b.op, b.on_host, b.died is None) for b in traced.blocks if is_alike(b))
+    return Counter(
+        (b.bytes, b.part, b.phase, b.op, b.on_host, b.died is None) for b in blocks_of(traced) if is_alike(b)
+    )
 
 
 def is_alike(block: Block) -> bool:
@@ -84,8 +86,8 @@ def is_alike(block: Block) -> bool:
 
 def order(traced: Trace) -> list[tuple[int, int]]:
     """Births and deaths of all forward and backward passes on the device, in order."""
-    counts = {mark.at: mark.phase not in ("load", "optimizer") for mark in traced.marks}
-    counting, events, blocks = False, [], traced.blocks
+    counts = {at: mark.phase not in ("load", "optimizer") for at, mark, *_ in traced.events.marks}
+    counting, events, blocks = False, [], blocks_of(traced)
     for at, (storage, sign) in enumerate(zip(traced.events.storages, traced.events.signs, strict=True)):
         counting = counts.get(at, counting)
         if counting and not blocks[storage].on_host and is_alike(blocks[storage]):

@@ -1,11 +1,8 @@
 """Births and deaths, where a tracker sees something else than happens without it."""
 
-import pytest
 import torch
 from torch import Tensor
 
-from moetune.experts.host import mark_on_host
-from moetune.memory.measurement.live import refused_by_tracker
 from moetune.memory.trace.tracker import Tracker
 
 
@@ -53,22 +50,3 @@ def test_a_view_keeps_what_it_is_of() -> None:
 def test_what_python_adds_up_is_no_sum_of_autograd() -> None:
     made = added_up(["own"])
     assert ("add.Tensor", False) in made
-
-
-def test_a_limit_is_one_of_what_is_alive_on_the_device() -> None:
-    """What has died, and what is the host's, does not count."""
-    tracker = Tracker({}, limit=3 * 4096)
-    host = mark_on_host(torch.zeros(4096))
-    with tracker:
-        tracker.add(host)
-        kept = [torch.zeros(1024), torch.zeros(1024)]
-        for _ in range(5):
-            torch.zeros(1024)
-        with pytest.raises(torch.OutOfMemoryError, match=r"zeros\.default of 4,097 bytes .* 12,288"):
-            torch.zeros(4097, dtype=torch.uint8)
-        kept.append(torch.zeros(1024))
-    assert tracker.peak_bytes == 3 * 4096
-    refused = refused_by_tracker(tracker)
-    assert refused is not None
-    assert (refused.wanted, refused.allocated, refused.lacking) == (4097, 8192, 1)
-    assert sorted(refused.storages) == [tracker.block_of(one) for one in kept[:2]]
