@@ -160,7 +160,7 @@ def plan(
             trainer=None if trainer is None else InTrl(trainer, json.dumps(arguments)),  # type: ignore[arg-type]
             every=any((all_, json_, write, html, figure)),
             processes=min(4, torch.get_num_threads()),
-            show=lambda now: searching.show(now.searched, now.all, now.now, (now.best and briefly(now.best)) or ""),
+            show=lambda made, of, now, best: searching.show(made, of, now, briefly(best) if best else ""),
         )
     found = replace(found, notes=(*found.notes, *why))
     view = plan_view(found, every=all_)
@@ -175,10 +175,7 @@ def plan(
         plan_chart(found).save(figure)
         note(f"{figure} written")
     parts = (view, *(f"{file} written" for file in written))
-    fails = not found.candidates and not found.interrupted
-    answer(json_, {**found.to_json(), "files": written}, *parts, verbose=explain, fails=fails)
-    if found.interrupted:
-        raise typer.Exit(130)
+    answer(json_, {**found.to_json(), "files": written}, *parts, verbose=explain, fails=not found.candidates)
 
 
 def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[str, ...]]:

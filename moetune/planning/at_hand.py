@@ -37,15 +37,11 @@ def card_at_hand(count: int = 1) -> AtHand | None:
     """
     if not torch.cuda.is_available():
         return None
-    there = min(count, torch.cuda.device_count())
     card = find_gpu(catalog_name(torch.device("cuda", 0)))
-    found = []
-    for number in range(there):
-        free, total = torch.cuda.mem_get_info(number)
-        found.append((min(total, free + card.context_range[0]), total))
-    free, total = min(found)
+    memories = [torch.cuda.mem_get_info(number) for number in range(min(count, torch.cuda.device_count()))]
+    free, total = min((min(total, free + card.context_range[0]), total) for free, total in memories)
     name = torch.cuda.get_device_name(0)
-    several = f", the fullest of {counted(there, 'GPU')}" if there > 1 else ""
+    several = f", the fullest of {counted(len(memories), 'GPU')}" if len(memories) > 1 else ""
     words = f"the card of this machine, {name}{several}: {gib(free)} of {gib(total)} free now"
     memory = Figure(free, "free now on this machine", measured_here=True)
     return AtHand(replace(card, full_name=name, memory=memory, host=this_machine()), words)

@@ -1,7 +1,6 @@
 """`moetune doctor`: checks of this machine (packages, CUDA, GPUs, host memory) and of a run file on it."""
 
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -71,8 +70,6 @@ def examine_machine() -> Iterator[Check]:
     yield _check(allocator_here() == "expandable", "allocator settings", settings, remedy, "note")
     memory = this_machine()
     yield Check("host memory", "ok", "unknown" if memory is None else f"{gib(memory.value)} {memory.source}")
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield Check("locked memory", "ok", "no limit" if locked == resource.RLIM_INFINITY else f"limit {gib(locked)}")
     yield Check("disk", "ok", f"{gib(free_bytes(Path()))} free in {Path().absolute()}")
 
 

@@ -41,16 +41,12 @@ def plan_view(plan: Plan, *, every: bool = False) -> View:
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
     notes = [ViewSection("notes", plan.notes)] * bool(plan.notes)
-    if plan.interrupted:
-        notes.insert(0, ViewSection("interrupted", [f"{plan.ways[0]} of {plan.ways[1]} ways were searched"]))
     if not plan.candidates:
-        if plan.interrupted:
-            return View(title, f"nothing found for {card} until it was interrupted", None, sections=notes)
         verdict, *lines = missed(plan)
         return View(title, verdict, "no", lines, sections=notes)
     shown = plan.candidates if every else plan.candidates[: plan.useful]
     reasons = [f"{number}: {next_larger(one)}" for number, one in enumerate(shown, 1)]
-    more = ["--all: every way that fits"] * (plan.is_short or len(shown) < len(plan.candidates))
+    more = ["--all: every way that fits"] * (not every)
     rows = [line for number, one in enumerate(shown, 1) for line in _row(number, one, plan)]
     return View(
         title,
@@ -131,8 +127,7 @@ def next_larger(one: Candidate) -> str:
     assert larger.report is not None
     part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
     needs, left = span_in_words(larger.report), left_in_words(larger.report)
-    risk = "may run out of memory" if larger.verdict == "tight" else "would not fit"
-    return f"{larger.what} {risk}: {needs}; {left}; the largest part: {named(part)}, {gib(size)}"
+    return f"{larger.what} {larger.risk}: {needs}; {left}; the largest part: {named(part)}, {gib(size)}"
 
 
 def missed(plan: Plan) -> Iterator[str]:

@@ -242,23 +242,15 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
 
 def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
     """Yield a line for each size under `parallel:` that does not fit the model: tp must divide its key/value heads, ep
-    its experts, and be a multiple of tp; and pp is at most its layers."""
-    pp, ep, tp = run.config.parallel.pp, run.config.parallel.ep, run.config.parallel.tp
-    layers = run.structure.num_layers
+    its experts, and be a multiple of tp."""
+    ep, tp = run.config.parallel.ep, run.config.parallel.tp
     kv_heads = _kv_heads(run)
     counts = sorted({layer.shape.num_experts for layer in run.structure.moe_layers})
-    if pp > layers:
-        yield f"parallel.pp: {pp} stages and only {counted(layers, 'layer')}; set pp to {layers}"
     if any(heads % tp for heads in kv_heads):
         named, most = " and ".join(map(str, kv_heads)), gcd(*kv_heads)
         yield f"parallel.tp: {tp} ranks cannot split {named} key/value heads evenly; set tp to {_divisors(most)}"
     if ep > 1 and not counts:
         yield f"parallel.ep: {ep} ranks to divide experts over, and the model has no experts; leave ep out"
-    elif ep > 1 and ep > counts[0]:
-        yield (
-            f"parallel.ep: more ranks than experts, {ep} and {counts[0]}; set ep to {_divisors(gcd(*counts))}, "
-            "and fsdp to the rest"
-        )
     elif ep > 1 and any(count % ep for count in counts):
         named = " and ".join(str(count) for count in counts)
         yield f"parallel.ep: {ep} ranks cannot hold {named} experts evenly; set ep to {_divisors(gcd(*counts))}"
