@@ -97,13 +97,10 @@ def plan(
 
         config = read_run(what, set_)
         of = None if trainer is None else InTrl(trainer, json.dumps(arguments))  # type: ignore[arg-type]
-        with progress.status(Text(f"looking for the largest {solve}")) as status:
+        with progress.status(Text(f"looking for the largest {solve}")):
 
-            def show(value: str, report: MemoryReport | None) -> None:
-                if report is None:
-                    status.update(Text(f"{solve} {value}: predicting"))
-                else:
-                    progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
+            def show(value: str, report: MemoryReport) -> None:
+                progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
 
             here = None if solve == "hardware.gpu" else at_hand(gpu, config.hardware.gpu, config.hardware.count)
             card = here.gpu if here else gpu

@@ -170,10 +170,7 @@ def _number_per_layer(choice: ChoiceConfig, layers: Iterable[MoeLayer], where: s
     shapes = [layer.shape for layer in layers]
     fewest = min((shape.num_experts for shape in shapes), default=0)
     if isinstance(choice.budget, str):
-        raise UserError(
-            f"{where}.budget: {choice.budget} is memory, which takes predictions of the run; let moetune.within_budget "
-            "make it a number first"
-        )
+        raise UserError(f"{where}.budget: {choice.budget} is memory; let moetune.within_budget make it a number first")
     if choice.k is not None:
         if choice.k > fewest:
             raise UserError(f"{where}.k: {choice.k} is more than the {fewest} experts of a layer")

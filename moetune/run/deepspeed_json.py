@@ -108,10 +108,8 @@ def _problems(config: RunConfig) -> list[str]:
     if not parallel.reshard:
         problems.append("parallel.reshard: false is FSDP2's; set parallel.zero: 2")
     if parallel.zero == 3 and model.base in get_args(QuantizedDtype):
-        problems.append(
-            f"parallel.zero 3 and model.base {model.base}: DeepSpeed cannot shard quantized experts and linears; set "
-            "parallel.zero: 2, or use engine: fsdp2"
-        )
+        problem = "DeepSpeed cannot shard quantized experts and linears; set parallel.zero: 2, or use engine: fsdp2"
+        problems.append(f"parallel.zero 3 and model.base {model.base}: {problem}")
     if model.experts_on == "host":
         problems.append("model.experts_on: host: not tried with DeepSpeed; use engine: fsdp2")
     if model.dtype == "fp16":
@@ -120,10 +118,8 @@ def _problems(config: RunConfig) -> list[str]:
         problems.append("train.max_grad_value: DeepSpeed clips by norm only; use train.max_grad_norm")
     whole = adapt.router != "none" or adapt.experts is not None or bool(adapt.also)
     if model.dtype == "bf16" and adapt.lora is not None and whole:
-        problems.append(
-            "adapt.lora beside whole weights in bf16: DeepSpeed wants one dtype of all that trains, and low-rank "
-            "factors are float32; train one of them, set model.dtype: fp32, or use engine: fsdp2"
-        )
+        problem = "DeepSpeed wants one dtype of all that trains; set model.dtype: fp32, or use engine: fsdp2"
+        problems.append(f"adapt.lora, which is in float32, beside whole weights in bf16: {problem}")
     if adapt.lora is not None and adapt.lora.lr_ratio != 1:
         problems.append("adapt.lora.lr_ratio: DeepSpeed has one optimizer for all; set it to 1, or use engine: fsdp2")
     optimizers = dict.fromkeys(config.optimizers.values())
@@ -137,10 +133,8 @@ def _problems(config: RunConfig) -> list[str]:
     if optimizer.offload:
         problems.append("optimizer.offload: set parallel.offload: optimizer instead")
     if trains_in_bf16(config) and optimizer.master_weights != "fp32":
-        problems.append(
-            f"optimizer.master_weights {optimizer.master_weights}: DeepSpeed keeps float32 master weights of bf16; set "
-            "master_weights: fp32"
-        )
+        problem = "DeepSpeed keeps float32 master weights of bf16; set master_weights: fp32"
+        problems.append(f"optimizer.master_weights {optimizer.master_weights}: {problem}")
     if optimizer.master_weights == "stochastic" and not trains_in_bf16(config):
         problems.append("optimizer.master_weights: stochastic; set none or fp32")
     return problems

@@ -241,7 +241,7 @@ REFUSED = {
     "predict {router} --gpu l50s": "'l50s' | Did you mean 'l40s'? | 44GiB",
     "predict {router} --set train.sequence_length=0": "train.sequence_length: 0 is not valid | greater than",
     "predict {router} --set parallel.fsdp=16 --set parallel.ep=16 --set hardware.count=16": (
-        "parallel.ep: more ranks than experts, 16 and 8"
+        "parallel.ep: 16 ranks cannot hold 8 experts evenly"
     ),
     "predict {router} --set parallel.pp=2 --set hardware.count=2": (
         "parallel.pp: | pipeline stages run forward only | set parallel.pp: 1"

@@ -62,8 +62,7 @@ class RunConfig(Section):
         if self.train.accumulate > 1 and fused:
             raise ValueError(
                 f"{', '.join(fused)} with optimizer.fused_backward frees each gradient as soon as it is used, so those "
-                f"of {self.train.accumulate} micro-steps cannot be summed; set train.accumulate: 1 (and raise "
-                "train.micro_batch if there is room)"
+                "of several micro-steps cannot be summed; set train.accumulate: 1"
             )
         return self
 
@@ -72,8 +71,7 @@ class RunConfig(Section):
         """Raise `ValueError` for early stopping without held-out data."""
         if self.train.early_stopping is not None and self.data is not None and not self.data.evaluates:
             raise ValueError(
-                "train.early_stopping watches the held-out loss, and there is no held-out data; set data.eval, or "
-                "data.validation: 0.05 to hold out a part of data.train"
+                "train.early_stopping has no held-out data to watch; set data.eval, or data.validation: 0.05"
             )
         return self
 
