@@ -12,20 +12,11 @@ _GOALS = {"router": ("#0072b2", "s"), "experts": ("#d55e00", "o"), "lora": ("#00
 
 
 def plan_chart(plan: Plan) -> Chart:
-    """Return the chart of a plan: a numbered point for each candidate, their Pareto front, and the GPU's memory.
+    """Return the chart of a plan: a numbered point for each candidate, and the GPU's memory.
 
     The vertical axis is tokens/s, if estimated for all candidates; else the bytes of trainable weights on a GPU.
     """
     return Chart(plan.model, (8, 4.6), partial(_draw, plan))
-
-
-def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front of (x, y) points where a smaller x and a larger y are better, sorted by x."""
-    best: list[tuple[float, float]] = []
-    for point in sorted(set(points), key=lambda point: (point[0], -point[1])):
-        if not best or point[1] > best[-1][1]:
-            best.append(point)
-    return best
 
 
 def _draw(plan: Plan, figure: Figure) -> None:
@@ -36,21 +27,18 @@ def _draw(plan: Plan, figure: Figure) -> None:
         axes.yaxis.set_major_formatter(lambda size, _: gib(int(size)))
         axes.minorticks_off()
     axes.set_ylabel("tokens/s, estimated" if has_speed else "weights that train on a GPU")
-    points = []
     for number, candidate in enumerate(plan.candidates, 1):
         report, time = candidate.report, candidate.report.time
-        speed = time.tokens_per_second.middle if has_speed and time is not None else None
-        x, y = report.required / 2**30, report.fullest.parts.trainable_weights if speed is None else speed
-        points.append((x, y))
+        x, y = report.required / 2**30, float(report.fullest.parts.trainable_weights)
+        if has_speed and time is not None:
+            y = time.tokens_per_second.middle
         colour, marker = _GOALS[candidate.goal]
         axes.plot(x, y, marker, color=colour, markersize=9, label=candidate.goal)
         axes.annotate(str(number), (x, y), (-7, 5), textcoords="offset points", ha="right", fontweight="bold")
-    if len(best := front(points)) > 1:
-        axes.step(*zip(*best, strict=True), where="post", color=INK, linewidth=0.8, linestyle=":", zorder=0)
     card = plan.usable_bytes / 2**30
     axes.axvline(card, color=INK, linewidth=1.6, linestyle="--")
     axes.text(card, 1.01, f"{plan.gpu}: {gib(plan.usable_bytes)}", transform=axes.get_xaxis_transform(), ha="right")
-    axes.set_xlim(0.92 * min([x for x, _ in points], default=0.0), 1.02 * card)
+    axes.set_xlim(0.92 * min((one.report.required / 2**30 for one in plan.candidates), default=0.0), 1.02 * card)
     axes.margins(y=0.12)
     axes.set_xlabel("needed of a GPU, GiB")
     handles, goals = axes.get_legend_handles_labels()

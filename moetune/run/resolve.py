@@ -79,10 +79,8 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     if coefficient == "auto":
         coefficient = getattr(model.settings.get_text_config(), "router_aux_loss_coef", None) or 0.0
         if not coefficient:
-            problems.append(
-                "train.router_aux_loss: auto is the architecture's own coefficient, and the configuration of "
-                f"{structure.model_type!r} names none (router_aux_loss_coef); set a number such as 0.001"
-            )
+            missing = f"the configuration of {structure.model_type!r} has no router_aux_loss_coef"
+            problems.append(f"train.router_aux_loss: auto, and {missing}; set a number such as 0.001")
     train = resolved(ResolvedTrain, config.train, router_aux_loss=coefficient)
     config = resolved(ResolvedConfig, config, model=model.config, adapt=adapt, train=train)
     parts = parts_by_name(structure, selection)

@@ -179,29 +179,25 @@ def _float16_problems(run: ResolvedRun) -> Iterator[str]:
 
 
 def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
-    """Yield a line with the optimizer settings that do not work over several ranks with FSDP2.
+    """Yield a line for each optimizer whose settings do not work over several ranks with FSDP2.
 
     These need whole matrices where ranks hold shards, use gradients before they have been summed over ranks, or let the
     ranks' copies of a weight diverge.
     """
     if config.parallel.ranks == 1 or config.parallel.engine == "deepspeed":
         return
-    problems = []
     splits = config.parallel.fsdp * config.parallel.tp > 1
     for optimizer in dict.fromkeys(config.optimizers.values()):
-        if optimizer.fused_backward:
-            problems.append(f"{optimizer.name} with fused_backward frees gradients before they are summed over ranks")
-        if optimizer.offload:
-            problems.append(f"{optimizer.name} with offload moves gradients to the host before they are summed")
-        if optimizer.master_weights == "stochastic":
-            problems.append("master_weights: stochastic would round the ranks' copies of a weight differently")
-        if splits and optimizer.name in ("adafactor", "adalomo"):
-            problems.append(f"{optimizer.name} needs whole matrices, and parallel.fsdp and tp split them")
-    if problems:
-        yield (
-            f"optimizer: over several ranks {'; '.join(problems)}. Use adamw, adamw8bit, sgd or lion8bit with "
-            "master_weights: none or fp32"
-        )
+        reasons = {
+            "fused_backward frees gradients before they are summed": optimizer.fused_backward,
+            "offload moves gradients to the host before they are summed": optimizer.offload,
+            "master_weights: stochastic rounds the ranks' copies differently": optimizer.master_weights == "stochastic",
+            "it needs whole matrices": splits and optimizer.name in ("adafactor", "adalomo"),
+        }
+        if any(reasons.values()):
+            why = "; ".join(reason for reason, holds in reasons.items() if holds)
+            remedy = "use adamw, adamw8bit, sgd or lion8bit with master_weights: none or fp32"
+            yield f"optimizer: over several ranks {optimizer.name} does not work: {why}; {remedy}"
 
 
 # --- Ranks --------------------------------------------------------------------------------------------------------
