@@ -95,10 +95,10 @@ def _here(model: str, recipes: Iterable[str]) -> Gpu | None:
         return None
     with heavy_imports():
         import torch  # noqa: F401
-    found = at_hand(None)
-    if found is not None:
+    card = at_hand(None)
+    if card is not None:
         find_model_source(model)
-    return None if found is None else found.gpu
+    return card
 
 
 def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> str:

@@ -103,7 +103,7 @@ def plan(
                 progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
 
             here = None if solve == "hardware.gpu" else at_hand(gpu, config.hardware.gpu, config.hardware.count)
-            card = here.gpu if here else gpu
+            card = here or gpu
             solved = solve_for(
                 config, solve, Predictor(card, parse_routing(routing), trainer=of), tight=tight, show=show
             )
@@ -124,16 +124,17 @@ def plan(
         import torch
 
         from moetune.memory.assumed_routing import parse_routing
+        from moetune.planning.at_hand import in_words
         from moetune.planning.files import write_runs
         from moetune.planning.plan import plan as plan_for
         from moetune.planning.tables import briefly, plan_view
         from moetune.training.trl import InTrl
 
     here = at_hand(gpu, count=count)
-    card = gpu if here is None else here.gpu
+    card = here or gpu
     if card is None:
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB; this machine has none")
-    why: tuple[str, ...] = () if here is None else (here.words,)
+    why: tuple[str, ...] = () if here is None else (in_words(here),)
     if data is not None:
         from moetune.training.data.sources import looks_like_a_file, open_sources
 

@@ -225,9 +225,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise UserError(
-                f"--set {shown(override)}: {'.'.join(parts[: depth + 1])[:80]} holds a value, not a section"
-            )
+            where = ".".join(parts[: depth + 1])[:80]
+            raise UserError(f"--set {shown(override)}: {where} holds a value, not a section")
     node[parts[-1]] = value
     other = {"train.steps": "epochs", "train.epochs": "steps"}.get(".".join(parts))
     if other and value is not None:  # of steps and epochs, the one set last is used

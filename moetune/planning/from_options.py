@@ -43,10 +43,8 @@ def config_of(
             raise UserError(f"{run!r} is a run file, which says what trains; leave --{', --'.join(given)} out")
         return load_run_config(run, overrides), None
     if not given:
-        raise UserError(
-            f"{run!r} is a model, not a run file, so give what to train: --lora RANK, --router LAYERS or "
-            "--experts LAYERS:EXPERTS"
-        )
+        options = "--lora RANK, --router LAYERS or --experts LAYERS:EXPERTS"
+        raise UserError(f"{run!r} is a model, not a run file, so give what to train: {options}")
     adapt: dict[str, Any] = {} if router is None else {"router": router}
     if experts is not None:
         layers, _, ids = experts.partition(":")

@@ -38,16 +38,11 @@ class Miss:
     remedy: Remedy | None
     cards: tuple[str, ...]
 
-    @property
-    def trains(self) -> str:
-        """What trains as text, such as `LoRA rank 16 on attention, experts`."""
-        return dict(self.report.about)["trains"]
-
     def to_json(self) -> dict[str, Any]:
         remedy = self.remedy
         return {
             "run": self.config.model_dump(mode="json", exclude_unset=True),
-            "trains": self.trains,
+            "trains": dict(self.report.about)["trains"],
             "required_bytes": self.report.required,
             "required_range": self.report.span.to_json(),
             "headroom_bytes": self.report.headroom_bytes,

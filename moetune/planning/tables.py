@@ -139,7 +139,7 @@ def missed(plan: Plan) -> Iterator[str]:
     hint = "; --tight plans what is expected to fit" if miss.report.verdict == "tight" else ""
     yield f"nothing fits {card}{surely}: the nearest miss needs {needs}; {left}{hint}"
     train = miss.config.train
-    yield f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens"
+    yield f"nearest: {dict(miss.report.about)['trains']}, {train.micro_batch} × {train.sequence_length} tokens"
     if miss.remedy is None:
         yield "no change of the run file is known that makes it surely fit"
     else:

@@ -5,8 +5,10 @@ the tokens that carry loss, whose next token counts in the training loss (docs/c
 """
 
 import random
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from moetune.config.fields import IdsByLayer
 from moetune.config.lora_rank import rank_of
@@ -99,14 +101,8 @@ def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int
 
     `share` has each expert's fraction of the layer's routing, by expert id.
     """
-    chosen: list[int] = []
-    total = 0.0
-    for expert in ranked:
-        if total >= p:
-            break
-        chosen.append(expert)
-        total += share[expert]
-    return tuple(chosen)
+    reached = [*accumulate(share[expert] for expert in ranked)]
+    return tuple(ranked[: bisect_left(reached, p) + 1])
 
 
 def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:

@@ -33,7 +33,11 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
     yield from unsharable_optimizers(run.config)
     yield from indivisible_sizes(run)
     yield from _unsplittable_attention(run)
-    yield from _deepspeed_problems(run)
+    if run.config.parallel.engine == "deepspeed":
+        try:
+            deepspeed_json(run.config)
+        except UserError as error:
+            yield str(error)
 
 
 # --- The model ----------------------------------------------------------------------------------------------------
@@ -109,10 +113,7 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
     if (train.router_aux_loss or train.router_z_loss) and not layers:
         yield f"train.router_aux_loss / router_z_loss: {model_type!r} is a dense model without routers; set both to 0"
     if isinstance(train.keep_rows, int) and train.keep_rows > layers:
-        yield (
-            f"train.keep_rows: {train.keep_rows}, and {model_type!r} has {counted(layers, 'layer')} with experts; set "
-            f"{layers or 'none'}"
-        )
+        yield f"train.keep_rows: {train.keep_rows}, and {counted(layers, 'layer')} with experts; set {layers or 'none'}"
     yield from unknown_layers(train, run.structure)
     kept = train.checkpointing
     if isinstance(kept, KeptConfig) and kept.attention != "none" and run.config.model.attention == "eager":
@@ -240,14 +241,6 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
     alone = [name for name in sorted(selection.full) if style_of(name.rpartition(".")[0], plan) in LEFT_ALONE]
     if alone:
         yield f"parallel.tp: {alone[0]} trains, and each rank would see its own heads only; set parallel.tp: 1"
-
-
-def _deepspeed_problems(run: ResolvedRun) -> Iterator[str]:
-    if run.config.parallel.engine == "deepspeed":
-        try:
-            deepspeed_json(run.config)
-        except UserError as error:
-            yield str(error)
 
 
 # --- Training and prediction --------------------------------------------------------------------------------------

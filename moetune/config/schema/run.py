@@ -70,19 +70,15 @@ class RunConfig(Section):
     def _stops_by_held_out_loss(self) -> "RunConfig":
         """Raise `ValueError` for early stopping without held-out data."""
         if self.train.early_stopping is not None and self.data is not None and not self.data.evaluates:
-            raise ValueError(
-                "train.early_stopping has no held-out data to watch; set data.eval, or data.validation: 0.05"
-            )
+            raise ValueError("train.early_stopping needs held-out data; set data.eval, or data.validation: 0.05")
         return self
 
     @model_validator(mode="after")
     def _as_many_gpus_as_ranks(self) -> "RunConfig":
         """Raise `ValueError` if `hardware.count` is not the number of ranks."""
         if self.parallel.ranks != self.hardware.count:
-            raise ValueError(
-                f"parallel: asks for {counted(self.parallel.ranks, 'rank')} and hardware.count is "
-                f"{self.hardware.count}; set hardware.count: {self.parallel.ranks}"
-            )
+            ranks, count = self.parallel.ranks, self.hardware.count
+            raise ValueError(f"parallel: asks for {counted(ranks, 'rank')}, not {count}; set hardware.count: {ranks}")
         return self
 
     def to_yaml(self) -> str:

@@ -143,7 +143,6 @@ class TrainConfig(Section):
         says_which = self.checkpointing == "auto" or isinstance(self.checkpointing, KeptConfig)
         keeps_all = self.checkpointing == "none" and isinstance(self.keep_rows, int)
         if keeps_all or (says_which and self.keep_rows != "none"):
-            raise ValueError(
-                f"keep_rows: {self.keep_rows}, and checkpointing says which rows are kept; leave keep_rows out"
-            )
+            problem = "and checkpointing says which rows are kept; leave keep_rows out"
+            raise ValueError(f"keep_rows: {self.keep_rows}, {problem}")
         return self
