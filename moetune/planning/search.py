@@ -115,15 +115,22 @@ class Search:
             return Found(None, (*refused, (possible[-1], one_line(error))))
 
     def _best(self, strategies: Sequence[Strategy]) -> Candidate | None:
-        by_storage = [list(group) for _, group in groupby(strategies, key=lambda strategy: strategy.storage)]
-        largest = self._largest(strategies[-1])
-        if largest is None:
+        saving = strategies[-1]
+        sizes = self._sizes(saving)
+        last, reports = last_that_fits(
+            len(sizes),
+            lambda number: self.predictor.of(self._run(saving, sizes[number])),
+            self.left,
+            start=0 if saving.goal == "experts" else len(sizes) - 1,  # the highest rank often fits
+            sizes=[size.amount for size in sizes],
+        )
+        if last < 0:
             return None
-        size, report = largest
-        number, report = self._first_that_fits([group[-1] for group in by_storage], size, report)
+        by_storage = [list(group) for _, group in groupby(strategies, key=lambda strategy: strategy.storage)]
+        number, report = self._first_that_fits([group[-1] for group in by_storage], sizes[last], reports[last])
         of_storage = by_storage[number]
-        number, report = self._first_that_fits(of_storage, size, report)
-        return self._candidate(of_storage[number], size, report)
+        number, report = self._first_that_fits(of_storage, sizes[last], report)
+        return self._candidate(of_storage[number], sizes[last:], report)
 
     def _first_that_fits(
         self, strategies: Sequence[Strategy], size: Size, of_last: MemoryReport
@@ -150,23 +157,10 @@ class Search:
             larger = replace(larger, report=self.predictor.whole(larger.config))
         return replace(found, report=self.predictor.whole(found.config), next_larger=larger)
 
-    def _largest(self, strategy: Strategy) -> tuple[Size, MemoryReport] | None:
-        """Return the largest size of a strategy's runs that fits, and its report; None if even the smallest does
-        not."""
-        sizes = self._sizes(strategy)
-        last, reports = last_that_fits(
-            len(sizes),
-            lambda number: self.predictor.of(self._run(strategy, sizes[number])),
-            self.left,
-            start=0 if strategy.goal == "experts" else len(sizes) - 1,  # the highest rank often fits
-            sizes=[size.amount for size in sizes],
-        )
-        return None if last < 0 else (sizes[last], reports[last])
-
-    def _candidate(self, strategy: Strategy, size: Size, report: MemoryReport) -> Candidate:
-        """Return the candidate that trains `size`, with the largest micro-batch in `ROWS` that fits, and
-        `train.accumulate` divided by it (at least 1)."""
-        config = self._run(strategy, size)
+    def _candidate(self, strategy: Strategy, sizes: Sequence[Size], report: MemoryReport) -> Candidate:
+        """Return the candidate that trains the first of the sizes, with the largest micro-batch in `ROWS` that fits,
+        and `train.accumulate` divided by it (at least 1)."""
+        config = self._run(strategy, sizes[0])
 
         def with_rows(rows: int) -> RunConfig:
             accumulate = max(1, config.train.accumulate // rows)
@@ -184,14 +178,12 @@ class Search:
             sizes=all_rows,
             known={0: report},
         )
-        sizes = self._sizes(strategy)
-        more = next((one for one in sizes if one.amount > size.amount), None)
         larger = None
-        if more is not None:
-            larger = NextLarger(more.words, self._run(strategy, more))
+        if len(sizes) > 1:
+            larger = NextLarger(sizes[1].words, self._run(strategy, sizes[1]))
         elif last + 1 < len(configs):
             larger = NextLarger(f"micro-batch {all_rows[last + 1]}", configs[last + 1])
-        return Candidate(strategy, configs[last], reports[last], size.amount, larger)
+        return Candidate(strategy, configs[last], reports[last], sizes[0].amount, larger)
 
     def _run(self, strategy: Strategy, size: Size) -> RunConfig:
         return changed(self.start, {**strategy.settings, **size.settings})
