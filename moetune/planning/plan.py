@@ -213,8 +213,8 @@ def _searched(
     while levels:
         searches: list[list[Strategy]] = []
         for level in [of_goal.pop(0) for of_goal in levels.values()]:
-            by_layout = [list(of_layout) for _, of_layout in groupby(level, key=lambda strategy: strategy.layout)]
-            searches += [[strategy] for strategy in level] if every else by_layout
+            together = groupby(level, key=lambda strategy: strategy.order if every else strategy.layout)
+            searches += [list(group) for _, group in together]
         known, goals = known + len(searches), ", ".join(levels)
         show(made, known, goals, None)
         for result in call("best", searches):

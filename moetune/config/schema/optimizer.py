@@ -99,10 +99,8 @@ class PartOptimizers(Section):
     def _not_both_forms(cls, raw: Any) -> Any:
         """Raise `ValueError` if `optimizer:` has settings of a single optimizer, such as `lr`, beside parts."""
         if both := [key for key in raw if key in OptimizerConfig.model_fields]:
-            parts = ", ".join(PARTS)
-            raise ValueError(
-                f"is either one optimizer or one for each part ({parts}); move {', '.join(both)} under these"
-            )
+            parts, own = ", ".join(PARTS), ", ".join(both)
+            raise ValueError(f"is either one optimizer (name, lr, …) or one for each part ({parts}); move {own} there")
         return raw
 
 
