@@ -1,5 +1,6 @@
 """The command `moetune doctor`: print whether this machine can train, and how to fix what prevents it."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -29,5 +30,5 @@ def doctor(
         if check.remedy:
             shown.append(Text(f"        {check.remedy}"))
     shown.append(Text("a run can start" if is_well else "a run would fail", "bold"))
-    result = {"is_well": is_well, "checks": [check.to_json() for check in checks]}
+    result = {"is_well": is_well, "checks": [asdict(check) for check in checks]}
     cli.answer(json_, result, *shown, fails=not is_well)

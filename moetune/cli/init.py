@@ -86,26 +86,23 @@ def _here(model: str, recipes: Iterable[str]) -> Gpu | None:
         return None
     with cli.heavy_imports():
         import torch  # noqa: F401
-    found = cli.at_hand(None)
-    if found is not None:
+    card = cli.at_hand(None)
+    if card is not None:
         find_model_source(model)
-    return None if found is None else found.gpu
+    return card
 
 
 def _planned(model: str, gpu: str | Gpu, goal: Any, out: Path, tight: bool) -> str:
     """Return the text of the run file, to be written to `out`, of the best candidate of a plan for a model and a GPU.
 
     `goal` is `router`, `experts` or `lora`. With `tight`, a run will do that is expected to fit but may run out of
-    memory. Raises `UserError` if the model or the GPU is not known, or nothing fits; `typer.Exit` if the plan was
-    interrupted.
+    memory. Raises `UserError` if the model or the GPU is not known, or nothing fits.
     """
     with cli.heavy_imports():
         from moetune.planning.files import run_text
         from moetune.planning.plan import plan
 
     found = plan(model, gpu, goals=[goal], tight=tight, every=False)
-    if found.interrupted:
-        raise typer.Exit(130)
     if not found.candidates:
         surely = "" if tight else "surely "
         more = "" if tight else ", and --tight takes what is expected to fit"

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from moetune.inference.opened import Opened
     from moetune.memory.report import MemoryReport
     from moetune.models.catalog.gpus import Gpu
-    from moetune.planning.at_hand import AtHand
     from moetune.run.dtypes import DeviceType
 
 
@@ -255,7 +254,7 @@ def within_memory(config: RunConfig) -> RunConfig:
     return within_budget(config, tried)
 
 
-def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> AtHand | None:
+def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> Gpu | None:
     """Return the GPU of this machine and print it on stderr; None if there is none, or if the user named a GPU.
 
     Args:
@@ -265,12 +264,12 @@ def at_hand(gpu: str | None, named: str | None = None, count: int = 1) -> AtHand
     """
     if gpu is not None or named is not None:
         return None
-    from moetune.planning.at_hand import card_at_hand
+    from moetune.planning.at_hand import card_at_hand, in_words
 
-    found = card_at_hand(count)
-    if found is not None:
-        note(f"{found.words}; --gpu names another")
-    return found
+    card = card_at_hand(count)
+    if card is not None:
+        note(f"{in_words(card)}; --gpu names another")
+    return card
 
 
 def target(gpu: str | None, hardware: HardwareConfig | None = None) -> tuple[DeviceType, str | Gpu | None]:
@@ -283,8 +282,7 @@ def target(gpu: str | None, hardware: HardwareConfig | None = None) -> tuple[Dev
 
     process_here()
     named = None if hardware is None else hardware.gpu
-    here = at_hand(gpu, named, 1 if hardware is None else hardware.count)
-    card = here.gpu if here is not None else gpu or named
+    card = at_hand(gpu, named, 1 if hardware is None else hardware.count) or gpu or named
     return ("cpu" if card is None else "cuda"), card
 
 

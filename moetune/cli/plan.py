@@ -16,7 +16,7 @@ from moetune.report.view import View
 
 if TYPE_CHECKING:
     from moetune.memory.report import MemoryReport
-    from moetune.planning.plan import Progress
+    from moetune.planning.candidate import Candidate
     from moetune.planning.solve import Solved
 
 
@@ -74,16 +74,13 @@ def plan(
 
         config = cli.read_run(what, set_)
         of = None if trainer is None else InTrl(trainer, json.dumps(arguments))  # type: ignore[arg-type]
-        with progress.status(Text(f"looking for the largest {solve}")) as status:
+        with progress.status(Text(f"looking for the largest {solve}")):
 
-            def show(value: str, report: MemoryReport | None) -> None:
-                if report is None:
-                    status.update(Text(f"{solve} {value}: predicting"))
-                else:
-                    progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
+            def show(value: str, report: MemoryReport) -> None:
+                progress.print(f"{solve} {value}: {span_in_words(report)}", highlight=False, soft_wrap=True)
 
             here = None if solve == "hardware.gpu" else cli.at_hand(gpu, config.hardware.gpu, config.hardware.count)
-            card = here.gpu if here else gpu
+            card = here or gpu
             solved = solve_for(
                 config, solve, Predictor(card, parse_routing(routing), trainer=of), tight=tight, show=show
             )
@@ -105,16 +102,17 @@ def plan(
         import torch
 
         from moetune.memory.assumed_routing import parse_routing
+        from moetune.planning.at_hand import in_words
         from moetune.planning.files import write_runs
         from moetune.planning.plan import plan as plan_for
         from moetune.planning.tables import briefly, plan_view
         from moetune.training.trl import InTrl
 
     here = cli.at_hand(gpu, count=count)
-    card = gpu if here is None else here.gpu
+    card = here or gpu
     if card is None:
         raise UserError("plan needs a card: --gpu l40s, or a size such as --gpu 44GiB; this machine has none")
-    why: tuple[str, ...] = () if here is None else (here.words,)
+    why: tuple[str, ...] = () if here is None else (in_words(here),)
     if data is not None:
         from moetune.training.data.sources import looks_like_a_file, open_sources
 
@@ -126,13 +124,13 @@ def plan(
     printed = ""
     with progress.status(Text(head)) as status:
 
-        def show_progress(now: Progress) -> None:
+        def show_progress(made: int, of: int, now: str, best: Candidate | None) -> None:
             nonlocal printed
-            ways = f"{now.searched} of {now.all} ways"
-            status.update(Text(f"{ways}: {now.now}"))
-            if now.best is not None and printed != (best := briefly(now.best)):
-                printed = best
-                progress.print(f"{ways}: {best}", highlight=False, soft_wrap=True)
+            ways = f"{made} of {of} ways"
+            status.update(Text(f"{ways}: {now}"))
+            if best is not None and printed != (shown := briefly(best)):
+                printed = shown
+                progress.print(f"{ways}: {shown}", highlight=False, soft_wrap=True)
 
         found = plan_for(
             what,
@@ -163,10 +161,7 @@ def plan(
         plan_chart(found).save(figure)
         note(f"{figure} written")
     parts = (view, *(f"{file} written" for file in written))
-    fails = not found.candidates and not found.interrupted
-    cli.answer(json_, {**found.to_json(), "files": written}, *parts, verbose=explain, fails=fails)
-    if found.interrupted:
-        raise typer.Exit(130)
+    cli.answer(json_, {**found.to_json(), "files": written}, *parts, verbose=explain, fails=not found.candidates)
 
 
 def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[str, ...]]:

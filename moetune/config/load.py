@@ -9,7 +9,6 @@ import types
 import typing
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import islice
-from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,37 +17,17 @@ from pydantic import BaseModel, ValidationError
 
 from moetune.config.other_names import OTHER_NAMES
 from moetune.config.recipes import recipes
-from moetune.config.schema import ChoiceConfig, PartOptimizers, RunConfig, TrainConfig, data_sets, path_and_split
+from moetune.config.schema import ChoiceConfig, PartOptimizers, RunConfig, data_sets, path_and_split
 from moetune.errors import UserError, reading, shown, suggest
 from moetune.files import Ledger, expanded, names_in
 
 _MOST_BYTES = 2**16
 _MOST_VALUES = 10_000  # counted after expanding YAML aliases, which can stand for more values than fit in memory
-_DEEPEST = 50  # levels of nesting; PyYAML's time grows with the square of the depth
-_MOST_BITS = 4096  # of an integer; Python refuses to print much longer ones
 _MOST_PROBLEMS = 20
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML loader that refuses keys written twice (plain YAML keeps the last), deep nesting and huge integers."""
-
-    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
-        self._refuse_depth(self.flow_level)
-        super().fetch_flow_collection_start(TokenClass)
-
-    def add_indent(self, column: int) -> bool:
-        self._refuse_depth(len(self.indents))
-        return super().add_indent(column)
-
-    def _refuse_depth(self, depth: int) -> None:
-        if depth >= _DEEPEST:
-            raise yaml.scanner.ScannerError(None, None, f"more than {_DEEPEST} levels", self.get_mark())
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        value = int(super().construct_yaml_int(node))
-        if value.bit_length() > _MOST_BITS:
-            _refuse(f"an integer of {len(node.value):,} characters", node)
-        return value
+    """YAML loader that refuses keys written twice; plain YAML keeps the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -59,16 +38,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if not isinstance(key, Hashable):
                 continue  # super().construct_mapping refuses this key
             if (text := str(key)) in seen:
-                _refuse(f"key {shown(key)} is written twice", key_node)
+                problem = f"key {shown(key)} is written twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(text)
         return super().construct_mapping(node, deep)
-
-
-def _refuse(problem: str, node: yaml.Node) -> None:
-    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-
-
-_UniqueKeyLoader.add_constructor("tag:yaml.org,2002:int", _UniqueKeyLoader.construct_yaml_int)
 
 
 def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -110,7 +83,7 @@ def read_run_config(raw: dict[str, Any], overrides: Sequence[str], what: str) ->
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        lines = list(islice(_explain(error, raw), _MOST_PROBLEMS))
+        lines = list(islice(_explain(error), _MOST_PROBLEMS))
         if error.error_count() > len(lines):
             lines.append(f"and {error.error_count() - len(lines):,} more")
         raise UserError(f"{what}:\n" + "\n".join(f"  {line}" for line in lines)) from None
@@ -120,7 +93,7 @@ def parse(text: str, what: str) -> Any:
     """Parse YAML text of at most 64 KiB, which messages name as `what`, into Python values; empty text is None.
 
     Raises:
-        UserError: the text is not YAML, repeats a key, or exceeds the limits of size, depth or number of values.
+        UserError: the text is not YAML, repeats a key, or exceeds the limits of size or number of values.
     """
     if len(text) > _MOST_BYTES:
         raise UserError(f"{what} is too large for a run file: more than {_MOST_BYTES:,} bytes")
@@ -252,18 +225,16 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             node[part] = {}
         node = node[part]
         if not isinstance(node, dict):
-            raise UserError(
-                f"--set {shown(override)}: {'.'.join(parts[: depth + 1])[:80]} holds a value, not a section"
-            )
+            where = ".".join(parts[: depth + 1])[:80]
+            raise UserError(f"--set {shown(override)}: {where} holds a value, not a section")
     node[parts[-1]] = value
     other = {"train.steps": "epochs", "train.epochs": "steps"}.get(".".join(parts))
     if other and value is not None:  # of steps and epochs, the one set last is used
         node.pop(other, None)
 
 
-def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
-    """Yield a line for each validation problem of `raw`, the values of a run file: the key, its value, and what would
-    be valid."""
+def _explain(error: ValidationError) -> Iterable[str]:
+    """Yield a line for each validation problem of a run file: the key, its value, and what would be valid."""
     for item in error.errors():
         where = ".".join(str(part)[:80] for part in item["loc"] if part not in _UNION_TAGS)
         value = shown(item["input"])
@@ -275,8 +246,6 @@ def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
                 hint = suggest(str(item["loc"][-1]), known) or f" Known keys: {', '.join(known)}."
                 if ours is not None and ours != where:
                     hint = f" Here it is {ours}."
-                if item["loc"][-1] == "warmup_ratio":
-                    hint = f" Here it is train.warmup, a number of updates{_share_of_steps(item['input'], raw)}."
                 yield f"{where}: unknown key.{hint}"
             case "missing":
                 yield f"{where}: missing, and required"
@@ -293,19 +262,6 @@ def _explain(error: ValidationError, raw: dict[str, Any]) -> Iterable[str]:
                 yield f"{where}{where and ': '}{item['ctx']['error']}"
             case _:
                 yield f"{where}: {value} is not valid: {item['msg'][:300]}"
-
-
-def _share_of_steps(share: object, raw: dict[str, Any]) -> str:
-    """Return advice for another tool's `warmup_ratio`, the fraction `share` of the steps; empty if `raw`, a run file's
-    values, has no valid number of steps."""
-    try:
-        train = TrainConfig.model_validate({k: v for k, v in raw.get("train", {}).items() if k in ("steps", "epochs")})
-        steps = ceil(float(str(share)) * train.steps)
-    except (AttributeError, ValueError, OverflowError):
-        return ""
-    if train.epochs is not None:
-        return f": {share} of those that train --dry-run says {train.epochs:g} epochs come to"
-    return f": write warmup: {steps}, {share} of {train.steps:,}"
 
 
 _UNION_TAGS = frozenset((

@@ -1,6 +1,6 @@
 """`LoraRank`, the type of `adapt.lora.rank`: one rank, or ranks by target, by layers, or by layers of each target."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
@@ -65,14 +65,6 @@ def layers_named(ranks: int | LoraRanks) -> set[int]:
     """Return the indices of all layers that the keys of `ranks` name, at either level; empty for a single rank."""
     inside = ranks.items() if isinstance(ranks, dict) else ()
     return {layer for key, rank in inside for layer in layer_range(key) or layers_named(rank)}  # type: ignore[arg-type]
-
-
-def halved(ranks: Any) -> tuple[Any, int]:
-    """Return (the value of `adapt.lora.rank` with every rank halved and rounded down, the smallest of these ranks)."""
-    if isinstance(ranks, int):
-        return ranks // 2, ranks // 2
-    parts = {key: halved(rank) for key, rank in ranks.items()}
-    return {key: half for key, (half, _) in parts.items()}, min(least for _, least in parts.values())
 
 
 def ranks_as_text(ranks: int | LoraRanks) -> str:

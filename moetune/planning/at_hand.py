@@ -1,11 +1,11 @@
 """The machine at hand: its GPU and the memory that is free (`card_at_hand`); commands that it cannot hold."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from moetune.errors import DoesNotFit, UserError, counted
+from moetune.errors import DoesNotFit, UserError
 from moetune.memory.host import this_machine
 from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.report import MemoryReport
@@ -15,40 +15,26 @@ from moetune.report.memory import verdict
 from moetune.report.units import gib
 
 
-@dataclass(frozen=True)
-class AtHand:
-    """A GPU of this machine.
+def card_at_hand(count: int = 1) -> Gpu | None:
+    """Return the first GPU of this machine; None without CUDA.
 
-    Attributes:
-        gpu: its catalog entry, or one made for a GPU of its size, with the GPU memory (`memory`) and host memory
-            (`host`) that are free to a new process now.
-        words: name and free memory of the GPU, for the user.
-    """
-
-    gpu: Gpu
-    words: str
-
-
-def card_at_hand(count: int = 1) -> AtHand | None:
-    """Return the first GPU of this machine, with the memory that is free now; None without CUDA.
-
-    The context that this process itself has on the GPU counts as free, because the process ends before a run starts;
-    its size is taken to be the least over drivers. For a run on `count` GPUs, the free memory is the least of them.
+    It is the catalog's entry, or one made for a GPU of its size, with the GPU memory (`memory`) and host memory
+    (`host`) that are free to a new process now. The context that this process itself has on the GPU counts as free,
+    because the process ends before a run starts; its size is taken to be the least over drivers. For a run on `count`
+    GPUs, the free memory is the least of them.
     """
     if not torch.cuda.is_available():
         return None
-    there = min(count, torch.cuda.device_count())
     card = find_gpu(catalog_name(torch.device("cuda", 0)))
-    found = []
-    for number in range(there):
-        free, total = torch.cuda.mem_get_info(number)
-        found.append((min(total, free + card.context_range[0]), total))
-    free, total = min(found)
-    name = torch.cuda.get_device_name(0)
-    several = f", the fullest of {counted(there, 'GPU')}" if there > 1 else ""
-    words = f"the card of this machine, {name}{several}: {gib(free)} of {gib(total)} free now"
+    memories = [torch.cuda.mem_get_info(number) for number in range(min(count, torch.cuda.device_count()))]
+    free = min(min(total, free + card.context_range[0]) for free, total in memories)
     memory = Figure(free, "free now on this machine", measured_here=True)
-    return AtHand(replace(card, full_name=name, memory=memory, host=this_machine()), words)
+    return replace(card, full_name=torch.cuda.get_device_name(0), memory=memory, host=this_machine())
+
+
+def in_words(card: Gpu) -> str:
+    """Format the card at hand, for the user: its name and free memory."""
+    return f"the card of this machine, {card.full_name}: {gib(card.memory.value)} free now"
 
 
 def refuse_unfit(doing: str, rough: int, predict: Callable[[Gpu | None], MemoryReport]) -> None:
@@ -62,11 +48,11 @@ def refuse_unfit(doing: str, rough: int, predict: Callable[[Gpu | None], MemoryR
             `UserError`, nothing is refused.
     """
     here, host = card_at_hand(), this_machine()
-    rooms = [room.value for room in (host, None if here is None else here.gpu.memory) if room is not None]
+    rooms = [room.value for room in (host, None if here is None else here.memory) if room is not None]
     if all(2 * rough <= room for room in rooms):
         return
     try:
-        report = predict(None if here is None else here.gpu)
+        report = predict(here)
     except UserError:  # what cannot be predicted is tried
         return
     if report.fits is False:

@@ -4,11 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetune.config.schema import RunConfig
-from moetune.memory.report import MemoryReport, Verdict
+from moetune.memory.report import MemoryReport
 from moetune.planning.strategies import Goal, Strategy
-
-_WORTH = 0.02
-"""Share by which the total of another combination must be greater to be worth a search."""
 
 
 @dataclass(frozen=True)
@@ -23,21 +20,22 @@ class NextLarger:
 
     what: str
     config: RunConfig
-    report: MemoryReport | None
+    report: MemoryReport | None = None
 
     @property
-    def verdict(self) -> Verdict | None:
-        """Whether it fits: `tight` or `no`."""
-        return "no" if self.report is None else self.report.verdict
+    def risk(self) -> str:
+        """What would happen to it, in words; it is predicted."""
+        assert self.report is not None
+        return "may run out of memory" if self.report.verdict == "tight" else "would not fit"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object `beyond` of a candidate; numbers of a run that was not predicted are null."""
-        report = self.report
+        """Return the object `beyond` of a candidate; it is predicted."""
+        assert self.report is not None
         return {
             "what": self.what,
-            "required_bytes": None if report is None else report.required,
-            "required_range": None if report is None else report.span.to_json(),
-            "verdict": self.verdict,
+            "required_bytes": self.report.required,
+            "required_range": self.report.span.to_json(),
+            "verdict": self.report.verdict,
         }
 
 
@@ -92,9 +90,3 @@ class Candidate:
             "hours": None if time is None or tokens is None else time.hours(tokens).to_json(),
             "beyond": None if larger is None else larger.to_json(),
         }
-
-
-def worth(experts: int) -> int:
-    """Return the number of experts that another result must exceed to be worth a search, if `experts` are known to fit:
-    two percent more than these, rounded down, which below 50 is the same number."""
-    return int(experts * (1 + _WORTH))

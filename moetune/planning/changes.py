@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from moetune.config.lora_rank import halved
 from moetune.config.schema import OptimizerConfig, RunConfig
 from moetune.errors import UserError
 from moetune.memory.report import Change, MemoryReport, PartName
@@ -60,12 +60,9 @@ class Remedy:
         return Change(self.flags, before.required - required, required, self.report.fits is True, "; ".join(self.why))
 
 
-def on_card(report: MemoryReport) -> int:
-    """Return the bytes left free on the GPU if the run needs the most that it may; negative if that does not fit."""
-    return report.least_headroom
-
-
-def fitting(config: RunConfig, report: MemoryReport, predict: Predict, left: Left = on_card) -> Iterator[Remedy]:
+def fitting(
+    config: RunConfig, report: MemoryReport, predict: Predict, left: Left = attrgetter("least_headroom")
+) -> Iterator[Remedy]:
     """Yield each single saving with which a run surely fits its GPU and host, in the order of `savings`; if there is
     none, one combination of savings, of which all are needed.
 
@@ -74,17 +71,18 @@ def fitting(config: RunConfig, report: MemoryReport, predict: Predict, left: Lef
     Args:
         report: the prediction for `config`, which does not fit, or not surely.
         predict: returns the prediction for a changed configuration on the GPU of `report`.
-        left: returns the bytes that a predicted run leaves free; the run fits if they are not negative.
+        left: returns the bytes that a predicted run leaves free; the run fits if they are not negative. By default
+            those that are left on the GPU if the run needs the most that it may.
     """
     if report.headroom_bytes is None or report.headroom_bytes + report.required <= report.fullest.outside_allocator:
         return  # no GPU given, or a GPU that is too small for any run
     is_single = False
-    for one in savings(config):
-        if _alive(one, report) + report.fullest.parts.transient_peak < _lacking(report, left):
+    for saving in savings(config):
+        if _alive(saving, report) + report.fullest.parts.transient_peak < _lacking(report, left):
             continue  # would not fit even if these parts took no memory
-        if (found := _with(config, [one], predict)) is not None and left(found.report) >= 0 and _host_holds(found):
+        if (remedy := _with(config, [saving], predict)) is not None and left(remedy.report) >= 0:
             is_single = True
-            yield found
+            yield remedy
     if not is_single and (combined := _combined(config, report, predict, left)) is not None:
         yield combined
 
@@ -101,37 +99,38 @@ def _combined(config: RunConfig, report: MemoryReport, predict: Predict, left: L
     while left(now.report) < 0:
         least = _lacking(now.report, left) // 100
         possible = savings(changed(config, now.settings))
-        one = next((one for one in possible if one not in tried and _alive(one, now.report) > least), None)
-        if one is None:
+        saving = next(
+            (saving for saving in possible if saving not in tried and _alive(saving, now.report) > least), None
+        )
+        if saving is None:
             return None
-        tried.append(one)
-        after = _with(config, [*taken, one], predict)
-        if after is not None and after.report.required < now.report.required and _host_holds(after):
-            taken, now = [*taken, one], after
-    for one in taken[-2::-1]:
-        rest = [other for other in taken if other is not one]
+        tried.append(saving)
+        after = _with(config, [*taken, saving], predict)
+        if after is not None and after.report.required < now.report.required:
+            taken, now = [*taken, saving], after
+    for saving in taken[-2::-1]:
+        rest = [other for other in taken if other is not saving]
         if (without := _with(config, rest, predict)) is not None and left(without.report) >= 0:
             taken, now = rest, without
     return now
 
 
-def _host_holds(found: Remedy) -> bool:
-    """Return whether the host has room for what a remedy moves there; True if it is not known how much it has."""
-    return found.report.host_verdict in (None, "yes")
-
-
 def _with(config: RunConfig, chosen: Sequence[Saving], predict: Predict) -> Remedy | None:
-    """Predict a run with the chosen savings applied together; None if configuration or model do not allow them."""
-    settings = {key: value for one in chosen for key, value in one.settings.items()}
+    """Predict a run with the chosen savings applied together; None if configuration or model do not allow them, or if
+    the host is known to lack room for what they move there."""
+    settings = {key: value for saving in chosen for key, value in saving.settings.items()}
     try:
-        return Remedy(settings, tuple(one.why for one in chosen), predict(changed(config, settings)))
+        report = predict(changed(config, settings))
     except (UserError, ValueError):
         return None
+    if report.host_verdict not in (None, "yes"):
+        return None
+    return Remedy(settings, tuple(saving.why for saving in chosen), report)
 
 
-def _alive(one: Saving, report: MemoryReport) -> int:
+def _alive(saving: Saving, report: MemoryReport) -> int:
     """Return the bytes at the peak, on the fullest rank, of the parts that a saving can reduce."""
-    return sum(getattr(report.fullest.parts, part) for part in one.parts)
+    return sum(getattr(report.fullest.parts, part) for part in saving.parts)
 
 
 def _lacking(report: MemoryReport, left: Left) -> int:
@@ -192,10 +191,10 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         yield Saving(dict(smaller), "the same step in smaller micro-batches", _ACTIVATIONS)
     if (half := train.sequence_length // 2) >= _SHORTEST:
         yield Saving({"train.sequence_length": half}, "half as many tokens at once", _ACTIVATIONS)
-    rank, lowest = halved(0 if config.adapt.lora is None else config.adapt.lora.rank)
-    if lowest >= _LOWEST:
+    rank = None if config.adapt.lora is None else config.adapt.lora.rank
+    if isinstance(rank, int) and rank // 2 >= _LOWEST:
         parts: tuple[PartName, ...] = ("trainable_weights", "gradients", *_UPDATED)
-        yield Saving({"adapt.lora.rank": rank}, "LoRA factors of half the size", parts)
+        yield Saving({"adapt.lora.rank": rank // 2}, "LoRA factors of half the size", parts)
     if single and (single.name, single.master_weights) != ("sgd", "none"):
         why = "SGD without momentum keeps no states"
         yield Saving({"optimizer.name": "sgd", "optimizer.master_weights": "none"}, why, _UPDATED)

@@ -1,13 +1,12 @@
 """`moetune doctor`: checks of this machine (packages, CUDA, GPUs, host memory) and of a run file on it."""
 
 import os
-import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from packaging.requirements import Requirement
@@ -45,9 +44,6 @@ class Check:
     found: str
     remedy: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def _check(is_right: bool, name: str, found: str, remedy: str, otherwise: Outcome = "problem") -> Check:
     """Return a check that is `ok` if `is_right`, else has the outcome `otherwise` and the remedy."""
@@ -65,14 +61,10 @@ def examine_machine() -> Iterator[Check]:
     yield _check("Mock" not in library, "bitsandbytes' library", library, remedy)
     yield from _cuda()
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "none"
-    remedy = (
-        "unset PYTORCH_ALLOC_CONF, or write expandable_segments:True in it: plain segments leave holes on a full card"
-    )
+    remedy = "unset PYTORCH_ALLOC_CONF, or write expandable_segments:True in it"
     yield _check(allocator_here() == "expandable", "allocator settings", settings, remedy, "note")
     memory = this_machine()
     yield Check("host memory", "ok", "unknown" if memory is None else f"{gib(memory.value)} {memory.source}")
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield Check("locked memory", "ok", "no limit" if locked == resource.RLIM_INFINITY else f"limit {gib(locked)}")
     yield Check("disk", "ok", f"{gib(free_bytes(Path()))} free in {Path().absolute()}")
 
 
@@ -163,8 +155,5 @@ def _kernels(device: torch.device, sizes: Sizes, name: str) -> Check:
     found = [f"{operator} {why}" for operator, why in verdict.failed.items()]
     if verdict.stopped:
         found.append(f"not compared: {verdict.stopped}")
-    remedy = (
-        "torch's slower operations run in their place. Install gcc, Python's headers, and the Triton version that this "
-        "torch requires; if they are installed, please report it with the output of this command"
-    )
+    remedy = "torch's slower operations run instead; install gcc, Python's headers, and the Triton that torch requires"
     return _check(not found, name, "; ".join(found) or "agree with torch's operations", remedy, "note")

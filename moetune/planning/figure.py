@@ -4,7 +4,6 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from moetune.planning.candidate import Candidate
 from moetune.planning.plan import Plan
 from moetune.report.charts import INK, Chart
 from moetune.report.units import gib
@@ -13,20 +12,11 @@ _GOALS = {"router": ("#0072b2", "s"), "experts": ("#d55e00", "o"), "lora": ("#00
 
 
 def plan_chart(plan: Plan) -> Chart:
-    """Return the chart of a plan: a numbered point for each candidate, their Pareto front, and the GPU's memory.
+    """Return the chart of a plan: a numbered point for each candidate, and the GPU's memory.
 
     The vertical axis is tokens/s, if estimated for all candidates; else the bytes of trainable weights on a GPU.
     """
     return Chart(plan.model, (8, 4.6), partial(_draw, plan))
-
-
-def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front of (x, y) points where a smaller x and a larger y are better, sorted by x."""
-    best: list[tuple[float, float]] = []
-    for point in sorted(set(points), key=lambda point: (point[0], -point[1])):
-        if not best or point[1] > best[-1][1]:
-            best.append(point)
-    return best
 
 
 def _draw(plan: Plan, figure: Figure) -> None:
@@ -37,34 +27,21 @@ def _draw(plan: Plan, figure: Figure) -> None:
         axes.yaxis.set_major_formatter(lambda size, _: gib(int(size)))
         axes.minorticks_off()
     axes.set_ylabel("tokens/s, estimated" if has_speed else "weights that train on a GPU")
-    points, labelled = [], set[str]()
-    for number, one in enumerate(plan.candidates, 1):
-        colour, marker = _GOALS[one.goal]
-        low, high = _height(one, has_speed=has_speed)
-        x, y = one.report.required / 2**30, (low + high) / 2
-        points.append((x, y))
-        axes.errorbar(
-            x, y, yerr=[[y - low], [high - y]], color=colour, marker=marker, markersize=9, linestyle="none",
-            label=None if one.goal in labelled else one.goal,
-        )  # fmt: skip
-        labelled.add(one.goal)
+    for number, candidate in enumerate(plan.candidates, 1):
+        report, time = candidate.report, candidate.report.time
+        x, y = report.required / 2**30, float(report.fullest.parts.trainable_weights)
+        if has_speed and time is not None:
+            y = time.tokens_per_second.middle
+        colour, marker = _GOALS[candidate.goal]
+        axes.plot(x, y, marker, color=colour, markersize=9, label=candidate.goal)
         axes.annotate(str(number), (x, y), (-7, 5), textcoords="offset points", ha="right", fontweight="bold")
-    if len(best := front(points)) > 1:
-        axes.step(*zip(*best, strict=True), where="post", color=INK, linewidth=0.8, linestyle=":", zorder=0)
     card = plan.usable_bytes / 2**30
     axes.axvline(card, color=INK, linewidth=1.6, linestyle="--")
     axes.text(card, 1.01, f"{plan.gpu}: {gib(plan.usable_bytes)}", transform=axes.get_xaxis_transform(), ha="right")
-    axes.set_xlim(0.92 * min([x for x, _ in points], default=0.0), 1.02 * card)
+    axes.set_xlim(0.92 * min((one.report.required / 2**30 for one in plan.candidates), default=0.0), 1.02 * card)
     axes.margins(y=0.12)
     axes.set_xlabel("needed of a GPU, GiB")
-    if plan.candidates:
-        axes.legend(loc="upper left")
-
-
-def _height(one: Candidate, *, has_speed: bool) -> tuple[float, float]:
-    """Return a candidate's (low, high) on the vertical axis: with `has_speed` its estimated tokens/s, else the bytes of
-    its trainable weights twice."""
-    if has_speed and one.report.time is not None:
-        return one.report.time.tokens_per_second.slow, one.report.time.tokens_per_second.fast
-    size = one.report.fullest.parts.trainable_weights
-    return size, size
+    handles, goals = axes.get_legend_handles_labels()
+    if goals:
+        of_goal = dict(zip(goals, handles, strict=True))
+        axes.legend(of_goal.values(), of_goal.keys(), loc="upper left")

@@ -2,7 +2,6 @@
 
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -13,40 +12,26 @@ from moetune.planning.candidate import Candidate
 from moetune.planning.plan import Plan
 from moetune.report.units import from_to, gib
 
-_ORDER = ("model", "adapt", "optimizer", "train", "data", "parallel", "hardware", "output")
-
 
 def write_runs(plan: Plan, folder: Path) -> list[Path]:
     """Write a run file for each candidate of a plan into `folder`, created if needed; return the files in order.
 
     Raises:
-        UserError: a file of that name exists, or one cannot be written; then those that were written are removed.
+        UserError: a file of that name exists, or one cannot be written.
     """
-    files = [folder / f"{number}-{_slug(one)}.yaml" for number, one in enumerate(plan.candidates, 1)]
-    for file in files:
-        if os.path.lexists(file):
-            raise UserError(f"{str(file)!r} exists; choose another folder with --write")
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    written: list[Path] = []
+    files = []
+    for number, one in enumerate(plan.candidates, 1):
+        words = f"{number} {one.goal} {one.optimizer.split(',')[0]} {one.config.model.base}"
+        files.append(folder / f"{re.sub(r'[^a-z0-9]+', '-', words.lower())}.yaml")
+        if os.path.lexists(files[-1]):
+            raise UserError(f"{str(files[-1])!r} exists; choose another folder with --write")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, one in zip(files, plan.candidates, strict=True):
             write_whole(file, run_text(one, file), new=True)
-            written.append(file)
     except OSError as error:
-        with suppress(OSError):
-            for file in written:
-                file.unlink()
-            for path in made:
-                path.rmdir()
         raise UserError(f"{str(folder)!r} cannot be written: {error.strerror or error}") from error
     return files
-
-
-def _slug(one: Candidate) -> str:
-    """Return a file name for a candidate, without suffix: goal, optimizer and storage of the base."""
-    base = one.config.model.base
-    return re.sub(r"[^a-z0-9]+", "-", f"{one.goal} {one.optimizer.split(',')[0]} {base}".lower()).strip("-")
 
 
 def run_text(one: Candidate, file: Path) -> str:
@@ -60,15 +45,13 @@ def run_text(one: Candidate, file: Path) -> str:
     report = one.report
     span, larger = report.span, one.next_larger
     assert report.gpu is not None
-    risk = {"tight": "may run out of memory", "no": "would not fit"}
-    beyond = "" if larger is None else f"\n# {larger.what} {risk.get(str(larger.verdict), '')}."
+    beyond = "" if larger is None else f"\n# {larger.what} {larger.risk}."
     given_up = f"\n# Given up: {'; '.join(one.strategy.gives_up)}." if one.strategy.gives_up else ""
     host = f", and {gib(report.fullest.host_bytes)} of host memory" if report.fullest.host_bytes else ""
-    ordered = {key: raw[key] for key in _ORDER if key in raw}
     return (
         f"# {one.config.model.path}: {one.trains}; {one.optimizer}.\n#\n#     moetune train {file}\n#\n"
         f"# Predicted, fits: {report.verdict}. Needs {from_to(span.low, span.high)}, "
         f"{gib(span.expected)} expected, of {gib(report.gpu.usable_bytes)} of {report.gpu.name}{host}."
         f"{given_up}{beyond}\n"
-        f"{yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=100)}"
+        f"{yaml.safe_dump(raw, sort_keys=False, default_flow_style=None, width=100)}"
     )

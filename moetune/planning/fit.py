@@ -17,7 +17,6 @@ def last_that_fits(
     start: int = 0,
     *,
     sizes: Sequence[float] | None = None,
-    grows: Callable[[MemoryReport], float] | None = None,
     known: Mapping[int, MemoryReport] | None = None,
 ) -> tuple[int, dict[int, MemoryReport]]:
     """Find the last of the numbers 0 to `count` - 1 that fits, where each number needs more memory than the one before.
@@ -28,8 +27,6 @@ def last_that_fits(
         left: returns the bytes that a run leaves free, negative if it does not fit.
         start: the number to predict first.
         sizes: for each number, ascending, a size with which memory grows about linearly; None: the number itself.
-        grows: returns the bytes of a run that are about proportional to its size, from which the first step is taken;
-            None if they are not known: then the size is doubled or halved.
         known: number -> report, of those that were predicted before.
 
     Returns the number, -1 if none fits; and number -> report of all that are known, among them this number, unless
@@ -46,28 +43,20 @@ def last_that_fits(
         elif tries and tries % 4 == 0:  # where memory is far from a line, halving ends the search
             number = (fits + fails) // 2
         else:
-            number = _crossing({number: left(report) for number, report in reports.items()}, sizes, reports, grows)
+            number = _crossing({number: left(report) for number, report in reports.items()}, sizes)
         number = min(max(number, fits + 1), fails - 1)
         reports[number] = predict(number)
     return fits, reports
 
 
-def _crossing(
-    free: Mapping[int, int],
-    sizes: Sequence[float],
-    reports: Mapping[int, MemoryReport],
-    grows: Callable[[MemoryReport], float] | None,
-) -> int:
+def _crossing(free: Mapping[int, int], sizes: Sequence[float]) -> int:
     """Return the number at which a straight line through the two known headrooms nearest to zero crosses zero; with
-    only one known headroom, the line falls as `grows` says, or else the number is doubled if it fits, halved if not."""
+    only one known headroom, the number doubled if it fits, halved if not."""
     nearest, *others = sorted(free, key=lambda number: abs(free[number]))
-    slope = 0.0  # bytes that one more of the size needs
     if others:
-        slope = (free[nearest] - free[others[0]]) / (sizes[others[0]] - sizes[nearest])
-    elif grows is not None:
-        slope = grows(reports[nearest]) / sizes[nearest]
-    if slope > 0:
-        return bisect_right(sizes, sizes[nearest] + free[nearest] / slope) - 1
+        per_size = (free[nearest] - free[others[0]]) / (sizes[others[0]] - sizes[nearest])
+        if per_size > 0:
+            return bisect_right(sizes, sizes[nearest] + free[nearest] / per_size) - 1
     return 2 * nearest + 1 if free[nearest] >= 0 else nearest // 2
 
 

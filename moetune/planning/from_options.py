@@ -11,7 +11,15 @@ from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 
 
-def config_of(run: str, overrides: Sequence[str], **options: Any) -> tuple[RunConfig, dict[str, Any] | None]:
+def config_of(
+    run: str,
+    overrides: Sequence[str],
+    *,
+    router: str | None = None,
+    experts: str | None = None,
+    lora: int | None = None,
+    gpu: str | None = None,
+) -> tuple[RunConfig, dict[str, Any] | None]:
     """Read a run file, or build its content from a model and options.
 
     Returns the configuration, and the mapping of keys and values that it was built from; None if it was read.
@@ -19,54 +27,34 @@ def config_of(run: str, overrides: Sequence[str], **options: Any) -> tuple[RunCo
     Args:
         run: a path to a run file (.yaml, .yml), or a model: a catalog name, a folder or a hub id.
         overrides: `KEY=VALUE` settings from `--set`.
-        options: `router`, `experts`, `lora` and `gpu`, as on the command line; None if not given.
-
-    Raises:
-        UserError: the file cannot be read or does not validate; `router`, `experts` or `lora` is given beside a run
-            file, or none of them is given beside a model.
-    """
-    trained = {name: value for name, value in options.items() if name != "gpu" and value is not None}
-    if Path(run).suffix in (".yaml", ".yml") or (Path(run).is_file() and not trained):
-        if trained:
-            raise UserError(f"{run!r} is a run file, which says what trains; leave --{', --'.join(trained)} out")
-        return load_run_config(run, overrides), None
-    raw = _raw(run, **options)
-    return read_run_config(raw, overrides, f"the run file that {run} and its options stand for"), raw
-
-
-def _raw(
-    model: str,
-    *,
-    router: str | None = None,
-    experts: str | None = None,
-    lora: int | None = None,
-    gpu: str | None = None,
-) -> dict[str, Any]:
-    """Return the content of a run file for a model, as a mapping.
-
-    Args:
         router: layers whose routers train, such as `all` or `0-5`.
         experts: LAYERS:EXPERTS that train, such as `0-5:0,1`.
         lora: the rank of LoRA; its alpha is twice the rank.
         gpu: the value of `hardware.gpu`.
 
     Raises:
-        UserError: nothing trains, or `experts` is not of the form LAYERS:EXPERTS.
+        UserError: the file cannot be read or does not validate; `router`, `experts` or `lora` is given beside a run
+            file, or none of them is given beside a model; or `experts` is not of the form LAYERS:EXPERTS.
     """
+    trained = {"router": router, "experts": experts, "lora": lora}
+    given = [name for name, value in trained.items() if value is not None]
+    if Path(run).suffix in (".yaml", ".yml") or (Path(run).is_file() and not given):
+        if given:
+            raise UserError(f"{run!r} is a run file, which says what trains; leave --{', --'.join(given)} out")
+        return load_run_config(run, overrides), None
+    if not given:
+        options = "--lora RANK, --router LAYERS or --experts LAYERS:EXPERTS"
+        raise UserError(f"{run!r} is a model, not a run file, so give what to train: {options}")
     adapt: dict[str, Any] = {} if router is None else {"router": router}
     if experts is not None:
-        layers, colon, ids = experts.partition(":")
-        if not (layers and colon and ids):
+        layers, _, ids = experts.partition(":")
+        if not (layers and ids):
             raise UserError(f"--experts {experts!r}: write it as LAYERS:EXPERTS, for example 0-5:0,1 or all:0")
         adapt["experts"] = {"layers": layers, "ids": ids}
     if lora is not None:
         adapt["lora"] = {"rank": lora, "alpha": 2 * lora}
-    if not adapt:
-        raise UserError(
-            f"{model!r} is a model, not a run file, so give what to train: --lora RANK, --router LAYERS or "
-            "--experts LAYERS:EXPERTS"
-        )
-    return {"model": {"path": model}, "adapt": adapt, **({} if gpu is None else {"hardware": {"gpu": gpu}})}
+    raw = {"model": {"path": run}, "adapt": adapt, **({} if gpu is None else {"hardware": {"gpu": gpu}})}
+    return read_run_config(raw, overrides, f"the run file that {run} and its options stand for"), raw
 
 
 def as_yaml(raw: dict[str, Any]) -> str:

@@ -13,11 +13,11 @@ from moetune.memory.report import MemoryReport
 from moetune.models.catalog.gpus import Gpu, find_gpu, gpu_names
 from moetune.models.source import find_model_source
 from moetune.parallel.coordinates import data_ranks
-from moetune.planning.candidate import Candidate, worth
+from moetune.planning.candidate import Candidate
 from moetune.planning.changes import Remedy, changed, fitting
 from moetune.planning.search import Found, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, layouts, strategies
-from moetune.planning.workers import Workers
+from moetune.planning.workers import calling
 from moetune.training.trl import InTrl
 
 
@@ -38,16 +38,11 @@ class Miss:
     remedy: Remedy | None
     cards: tuple[str, ...]
 
-    @property
-    def trains(self) -> str:
-        """What trains as text, such as `LoRA rank 16 on attention, experts`."""
-        return dict(self.report.about)["trains"]
-
     def to_json(self) -> dict[str, Any]:
         remedy = self.remedy
         return {
             "run": self.config.model_dump(mode="json", exclude_unset=True),
-            "trains": self.trains,
+            "trains": dict(self.report.about)["trains"],
             "required_bytes": self.report.required,
             "required_range": self.report.span.to_json(),
             "headroom_bytes": self.report.headroom_bytes,
@@ -76,8 +71,7 @@ class Plan:
         notes: messages for the user: what was left out, and why.
         tokens: the number of tokens that each candidate trains on; None if it was not given.
         tight: whether tight runs are candidates too.
-        ways: (number of searches that were made, number of all); unequal if the plan was interrupted.
-        is_short: whether only the most useful run of each goal was looked for.
+        ways: number of searches that were made.
     """
 
     model: str
@@ -88,13 +82,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     tokens: int | None = None
     tight: bool = False
-    ways: tuple[int, int] = (0, 0)
-    is_short: bool = False
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the search was interrupted, so that `candidates` are those found until then."""
-        return self.ways[0] < self.ways[1]
+    ways: int = 0
 
     @property
     def useful(self) -> int:
@@ -113,25 +101,13 @@ class Plan:
             "nearest_miss": None if self.miss is None else self.miss.to_json(),
             "notes": list(self.notes),
             "tokens": self.tokens,
-            "ways": {"searched": self.ways[0], "all": self.ways[1]},
+            "ways": {"searched": self.ways, "all": self.ways},
         }
 
 
-@dataclass
-class Progress:
-    """How far a plan is; passed to a function that shows it.
-
-    Attributes:
-        all: the number of searches that have to be made; it grows where nothing fits that is fast.
-        searched: how many of them were.
-        now: what is done now, in words.
-        best: the last candidate that was found; None before the first.
-    """
-
-    all: int = 0
-    searched: int = 0
-    now: str = ""
-    best: Candidate | None = None
+Show = Callable[[int, int, str, Candidate | None], None]
+"""(searches made, all searches that have to be made, what is done now, the run that was just found) -> None. The number
+of all grows where nothing fits that is fast."""
 
 
 def plan(
@@ -149,9 +125,9 @@ def plan(
     trainer: InTrl | None = None,
     every: bool = True,
     processes: int = 1,
-    show: Callable[[Progress], None] = lambda progress: None,
+    show: Show = lambda *_: None,
 ) -> Plan:
-    """Find the largest runs of a model that surely fit a GPU. Ctrl-C ends the search: the plan has what was found.
+    """Find the largest runs of a model that surely fit a GPU.
 
     For each goal there are strategies (settings of storage, optimizer and checkpointing; strategies.py). Those that
     keep least in host memory come first, and slower ones are searched only where no faster one fits (search.py).
@@ -171,7 +147,7 @@ def plan(
         trainer: the trainer of TRL that the runs are for; None for moetune's own. No time is estimated then.
         every: whether the largest run of every strategy is searched; else only the most useful run of each goal.
         processes: the number of processes that search at the same time.
-        show: called with what is searched next, and with each candidate that was found.
+        show: called before searches begin, and after each.
 
     Raises:
         UserError: the model or the GPU is not known; the model is dense and the goal is not `lora`; or a trainer of TRL
@@ -198,45 +174,30 @@ def plan(
     }
     if not of_goals:
         raise UserError(f"{model!r} is a dense model: it has no routers and no experts; plan with --goal lora")
-    progress, candidates, is_whole = Progress(), list[Candidate](), False
-    refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
+    with calling(search, processes) as call:
+        results = [*_searched(call, of_goals, every, show)]
+        show(len(results), len(results), "predicting the speed of what fits", None)
+        fitting_runs = [result.candidate for result in results if result.candidate is not None]
+        candidates = _useful_first([*call("whole", _ranked(fitting_runs))])
     miss = None
-    with Workers(search, processes) as workers:
-        try:
-            for found in _searched(workers, of_goals, every, progress, show):
-                for strategy, reason in found.refused:
-                    refused.setdefault((strategy.goal, reason), []).append(strategy.words)
-                if found.candidate is not None:
-                    candidates.append(found.candidate)
-            candidates = _ranked(candidates)
-            progress.now = "predicting the speed of what fits"
-            show(progress)
-            for number, whole in enumerate(workers.results("whole", candidates)):
-                candidates[number] = whole
-            if not candidates:
-                show(replace(progress, now="nothing fits: looking for the nearest miss"))
-                miss = _nearest(search, of_goals)
-            is_whole = True
-        except KeyboardInterrupt:
-            candidates = [search.whole(one) if one.report.time is None else one for one in _ranked(candidates)]
-    candidates = _useful_first(candidates)
+    if not candidates:
+        show(len(results), len(results), "nothing fits: looking for the nearest miss", None)
+        miss = _nearest(search, of_goals)
     if tokens is not None:
         candidates = [_training_on(one, tokens) for one in candidates]
-    ways = (progress.searched, progress.searched if is_whole else max(progress.all, progress.searched + 1))
+    refused: dict[tuple[Goal, str], list[str]] = {}  # (goal, reason) -> strategies
+    for strategy, reason in (pair for result in results for pair in result.refused):
+        refused.setdefault((strategy.goal, reason), []).append(strategy.words)
     notes = [] if trainer is None else [f"memory is that of TRL's {trainer.trainer.upper()}"]
     notes += [f"{goal}, {'; '.join(dict.fromkeys(words))}: {why}" for (goal, why), words in refused.items()]
     notes += dict.fromkeys(note for one in candidates for note in one.report.notes)
     name = gpu if isinstance(gpu, str) else gpu.name
     usable = card.memory.value
-    return Plan(model, name, usable, tuple(candidates), miss, tuple(notes), tokens, tight, ways, not every)
+    return Plan(model, name, usable, tuple(candidates), miss, tuple(notes), tokens, tight, len(results))
 
 
 def _searched(
-    workers: Workers,
-    of_goals: dict[Goal, list[Strategy]],
-    every: bool,
-    progress: Progress,
-    show: Callable[[Progress], None],
+    call: Callable[[str, Iterable[Any]], Iterator[Found]], of_goals: dict[Goal, list[Strategy]], every: bool, show: Show
 ) -> Iterator[Found]:
     """Yield what was found for each goal, until something fits: with `every`, for each strategy of equal slowness;
     else for strategies of equal costs together, those that cost least first."""
@@ -248,21 +209,20 @@ def _searched(
         goal: [list(of_level) for _, of_level in groupby(sorted(tried, key=costs), key=costs)]
         for goal, tried in of_goals.items()
     }
+    made = known = 0
     while levels:
-        searches: list[Strategy | list[Strategy]] = []
+        searches: list[list[Strategy]] = []
         for level in [of_goal.pop(0) for of_goal in levels.values()]:
-            by_layout = [list(of_layout) for _, of_layout in groupby(level, key=lambda one: one.layout)]
-            searches += level if every else by_layout
-        progress.all += len(searches)
-        progress.now = ", ".join(levels)
-        show(progress)
-        for found in workers.results("largest" if every else "best", searches):
-            progress.searched += 1
-            if found.candidate is not None:
-                progress.best = found.candidate
-                levels.pop(found.candidate.goal, None)
-            show(progress)
-            yield found
+            together = groupby(level, key=lambda strategy: strategy.order if every else strategy.layout)
+            searches += [list(group) for _, group in together]
+        known, goals = known + len(searches), ", ".join(levels)
+        show(made, known, goals, None)
+        for result in call("best", searches):
+            made += 1
+            if result.candidate is not None:
+                levels.pop(result.candidate.goal, None)
+            show(made, known, goals, result.candidate)
+            yield result
         levels = {goal: left for goal, left in levels.items() if left}
 
 
@@ -294,8 +254,8 @@ def _ranked(found: list[Candidate]) -> list[Candidate]:
         return any(
             other.goal == one.goal
             and other.strategy.order < one.strategy.order
-            and other.strategy.costs_no_more(one.strategy)
-            and worth(other.amount) >= one.amount
+            and all(less <= more for less, more in zip(other.strategy.costs, one.strategy.costs, strict=True))
+            and int(1.02 * other.amount) >= one.amount
             and (one.goal == "experts" or other.config.train.micro_batch >= one.config.train.micro_batch)
             for other in found
         )

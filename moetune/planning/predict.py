@@ -12,7 +12,6 @@ from moetune.planning.changes import fitting
 from moetune.planning.predictor import Predictor
 from moetune.planning.settle import settled
 from moetune.run.resolve import AnyRun, resolve
-from moetune.run.validation import refuse_unpredictable
 
 
 def predict(
@@ -40,7 +39,6 @@ def predict(
         NotTraceable: the model's own code reads values of tensors, which fake tensors do not have.
     """
     run = resolve(run, "cuda")
-    refuse_unpredictable(run.config)
     if (card := gpu or run.config.hardware.gpu) is not None:
         run = settled(run, card, routing)
     report = predict_memory(run, gpu=gpu, routing=routing, allocator=allocator)

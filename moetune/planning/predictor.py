@@ -1,15 +1,17 @@
 """`Predictor`: memory predictions for many runs of one model, which share the model; reports are kept on disk."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from typing import Literal
 
+from moetune.adapt.guard import as_known
+from moetune.cache import file_of, read_cached, write_cached
 from moetune.config.schema import RunConfig
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.commands.trl import predict_trl
-from moetune.memory.predict import predict
+from moetune.memory.predict import allocator_here, predict
 from moetune.memory.report import MemoryReport
-from moetune.models.catalog.gpus import Gpu
-from moetune.planning.kept import kept
+from moetune.models.catalog.gpus import Gpu, find_gpu
 from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun, resolve
@@ -65,11 +67,28 @@ class Predictor:
         return self._kept(self.resolve(config), self.routing, simulated=True)
 
     def _kept(self, run: ResolvedRun, routing: AssumedRouting, *, simulated: bool) -> MemoryReport:
-        gpu, trainer = self.gpu, self.trainer
-
-        def traced() -> MemoryReport:
+        """Read the report of a run from disk; if it is not there, trace the run and write it."""
+        name = self.gpu or run.config.hardware.gpu
+        card = name if isinstance(name, Gpu) else find_gpu(name or "l40s")
+        known = as_known(run, None if name is None else card)  # as `predict` does
+        trainer = self.trainer
+        file = file_of(
+            {
+                "run": known.config.model_dump(mode="json", exclude={"output"}),
+                "settings": [run.model.settings.to_dict(), run.model.source.config.to_dict()],
+                "published": run.model.source.quantization.method,
+                "gpu": [self.gpu if isinstance(self.gpu, str) else None, asdict(card)],
+                "routing": asdict(routing),
+                "allocator": allocator_here("expandable"),
+                "trainer": None if trainer is None else [trainer.trainer, trainer.arguments, version("trl")],
+                "simulated": simulated,
+            }
+        )
+        report = read_cached(file, MemoryReport)
+        if report is None:
             if trainer is not None:
-                return predict_trl(run, trainer.trainer, trainer.more, gpu=gpu, routing=routing)
-            return predict(run, gpu=gpu, routing=routing, simulated=simulated)
-
-        return kept(run, gpu, routing, traced, trainer, simulated=simulated)
+                report = predict_trl(run, trainer.trainer, trainer.more, gpu=self.gpu, routing=routing)
+            else:
+                report = predict(run, gpu=self.gpu, routing=routing, simulated=simulated)
+            write_cached(file, MemoryReport, report)
+        return report

@@ -102,41 +102,6 @@ class Search:
         trains is what the very last trains; an earlier one is as useful only if it trains as much, which one prediction
         tells. Storages are tried before optimizers, because they come first in the order.
         """
-        possible, refused = self._possible(strategies)
-        if not possible:
-            return Found(None, refused)
-        try:
-            return Found(self._best(possible), refused)
-        except UserError as error:
-            return Found(None, (*refused, (possible[-1], one_line(error))))
-
-    def _best(self, strategies: Sequence[Strategy]) -> Candidate | None:
-        *earlier, saving = [list(of_storage) for _, of_storage in groupby(strategies, key=lambda one: one.storage)]
-        found = self._largest(saving[-1])
-        if found is None:
-            return None
-        size, report = found
-        chosen, strategy = saving, saving[-1]
-        for of_storage in reversed(earlier):
-            if (more := self._fitting(of_storage[-1], size)) is None:
-                break
-            chosen, strategy, report = of_storage, of_storage[-1], more
-        for better in reversed(chosen[:-1]):
-            if (more := self._fitting(better, size)) is None:
-                break
-            strategy, report = better, more
-        return self._candidate(strategy, size, report)
-
-    def largest(self, strategy: Strategy) -> Found:
-        """Find the largest run of a strategy that fits."""
-        try:
-            found = self._largest(strategy)
-        except UserError as error:
-            return Found(None, ((strategy, one_line(error)),))
-        return Found(None if found is None else self._candidate(strategy, *found))
-
-    def _possible(self, strategies: Sequence[Strategy]) -> tuple[list[Strategy], tuple[tuple[Strategy, str], ...]]:
-        """Return the strategies that the model can be trained with, and the others with the reason."""
         possible, refused = list[Strategy](), list[tuple[Strategy, str]]()
         for strategy in strategies:
             try:
@@ -144,7 +109,41 @@ class Search:
                 possible.append(strategy)
             except UserError as error:
                 refused.append((strategy, one_line(error)))
-        return possible, tuple(refused)
+        try:
+            return Found(self._best(possible) if possible else None, tuple(refused))
+        except UserError as error:
+            return Found(None, (*refused, (possible[-1], one_line(error))))
+
+    def _best(self, strategies: Sequence[Strategy]) -> Candidate | None:
+        saving = strategies[-1]
+        sizes = self._sizes(saving)
+        last, reports = last_that_fits(
+            len(sizes),
+            lambda number: self.predictor.of(self._run(saving, sizes[number])),
+            self.left,
+            start=0 if saving.goal == "experts" else len(sizes) - 1,  # the highest rank often fits
+            sizes=[size.amount for size in sizes],
+        )
+        if last < 0:
+            return None
+        by_storage = [list(group) for _, group in groupby(strategies, key=lambda strategy: strategy.storage)]
+        number, report = self._first_that_fits([group[-1] for group in by_storage], sizes[last], reports[last])
+        of_storage = by_storage[number]
+        number, report = self._first_that_fits(of_storage, sizes[last], report)
+        return self._candidate(of_storage[number], sizes[last:], report)
+
+    def _first_that_fits(
+        self, strategies: Sequence[Strategy], size: Size, of_last: MemoryReport
+    ) -> tuple[int, MemoryReport]:
+        """Return the number of the first strategy whose run of a size fits, and its report. Later ones save more
+        memory; `of_last` is the report of the last, which fits."""
+        number, report = len(strategies) - 1, of_last
+        while number:
+            earlier = self.predictor.of(self._run(strategies[number - 1], size))
+            if self.left(earlier) < 0:
+                break
+            number, report = number - 1, earlier
+        return number, report
 
     def smallest(self, strategy: Strategy) -> RunConfig:
         """Return the smallest run of a strategy: one expert of one layer on each rank that stores experts of its own,
@@ -158,59 +157,33 @@ class Search:
             larger = replace(larger, report=self.predictor.whole(larger.config))
         return replace(found, report=self.predictor.whole(found.config), next_larger=larger)
 
-    def _largest(self, strategy: Strategy) -> tuple[Size, MemoryReport] | None:
-        """Return the largest size of a strategy's runs that fits, and its report; None if even the smallest does
-        not."""
-        sizes = self._sizes(strategy)
-        last, reports = last_that_fits(
-            len(sizes),
-            lambda number: self.predictor.of(self._run(strategy, sizes[number])),
-            self.left,
-            start=0 if strategy.goal == "experts" else len(sizes) - 1,  # the highest rank often fits
-            sizes=[size.amount for size in sizes],
-            grows=_trained,
-        )
-        return None if last < 0 else (sizes[last], reports[last])
-
-    def _fitting(self, strategy: Strategy, size: Size) -> MemoryReport | None:
-        """Return the report of a strategy's run of a size; None if it does not fit."""
-        report = self.predictor.of(self._run(strategy, size))
-        return report if self.left(report) >= 0 else None
-
-    def _candidate(self, strategy: Strategy, size: Size, report: MemoryReport) -> Candidate:
-        """Return the candidate that trains `size`, with the largest micro-batch in `ROWS` that fits, and
-        `train.accumulate` divided by it (at least 1)."""
-        config = self._run(strategy, size)
+    def _candidate(self, strategy: Strategy, sizes: Sequence[Size], report: MemoryReport) -> Candidate:
+        """Return the candidate that trains the first of the sizes, with the largest micro-batch in `ROWS` that fits,
+        and `train.accumulate` divided by it (at least 1)."""
+        config = self._run(strategy, sizes[0])
 
         def with_rows(rows: int) -> RunConfig:
             accumulate = max(1, config.train.accumulate // rows)
             return changed(config, {"train.micro_batch": rows, "train.accumulate": accumulate})
 
-        all_rows = self._rows(config)
+        # Layers with a state take as long for each document whatever the size, so of such models only one row is tried.
+        has_state = layers_with_state(resolve_model(config.model).plain)
+        first = ROWS.index(config.train.micro_batch)
+        all_rows = ROWS[first : first + 1] if has_state else ROWS[first:]
         configs = [config, *map(with_rows, all_rows[1:])]
         last, reports = last_that_fits(
             len(configs),
             lambda number: self.predictor.of(configs[number]),
             self.left,
             sizes=all_rows,
-            grows=_of_rows,
             known={0: report},
         )
-        sizes = self._sizes(strategy)
-        more = next((one for one in sizes if one.amount > size.amount), None)
-        if more is not None:
-            larger = NextLarger(more.words, self._run(strategy, more), None)
+        larger = None
+        if len(sizes) > 1:
+            larger = NextLarger(sizes[1].words, self._run(strategy, sizes[1]))
         elif last + 1 < len(configs):
-            larger = NextLarger(f"micro-batch {all_rows[last + 1]}", configs[last + 1], None)
-        else:
-            larger = None
-        return Candidate(strategy, configs[last], reports[last], size.amount, larger)
-
-    def _rows(self, config: RunConfig) -> Sequence[int]:
-        """Return the sizes of a micro-batch to try. Layers with a state take as long for each document whatever the
-        size, so of a model that has such layers only one row is tried."""
-        first = ROWS.index(config.train.micro_batch)
-        return ROWS[first : first + 1] if layers_with_state(resolve_model(config.model).plain) else ROWS[first:]
+            larger = NextLarger(f"micro-batch {all_rows[last + 1]}", configs[last + 1])
+        return Candidate(strategy, configs[last], reports[last], sizes[0].amount, larger)
 
     def _run(self, strategy: Strategy, size: Size) -> RunConfig:
         return changed(self.start, {**strategy.settings, **size.settings})
@@ -234,22 +207,11 @@ class Search:
         # layers need least: their gradients are not alive together. So a layer more comes before an expert more.
         most = min(layer.shape.num_experts for layer in self.structure.moe_layers)
         sizes: list[Size] = []
-        for each in range(strategy.step, most + 1, strategy.step):
+        step = strategy.settings.get("parallel.ep", 1)  # so that all ranks train equally many and need equal memory
+        for each in range(step, most + 1, step):
             fewest = sizes[-1].amount // each + 1 if sizes else 1
             for count in range(fewest, len(layers) + 1):
                 chosen = {"adapt.experts.layers": ranges(layers[:count]), "adapt.experts.ids": ranges(range(each))}
                 words = f"{counted(count, 'layer')} × {counted(each, 'expert')}"
                 sizes.append(Size(count * each, words, chosen))
         return sizes
-
-
-def _trained(report: MemoryReport) -> int:
-    """Return the bytes of the parts that grow with what trains."""
-    parts = report.fullest.parts
-    return parts.trainable_weights + parts.master_weights + parts.optimizer_states + parts.gradients
-
-
-def _of_rows(report: MemoryReport) -> int:
-    """Return the bytes of the parts that grow with the rows of a micro-batch."""
-    parts = report.fullest.parts
-    return parts.saved_activations + parts.transient_peak

@@ -96,7 +96,7 @@ def solve(
     predictor: Predictor | None = None,
     *,
     tight: bool = False,
-    show: Callable[[str, MemoryReport | None], None] | None = None,
+    show: Callable[[str, MemoryReport], None] = lambda *_: None,
 ) -> Solved:
     """Find the largest value of a setting with which a run fits a GPU.
 
@@ -105,7 +105,7 @@ def solve(
         key: the setting, one of `KEYS`. For `hardware.gpu`, the smallest GPU that the run fits is found.
         predictor: predicts the runs, for the GPU in its `gpu`; by default for `hardware.gpu`.
         tight: whether a run fits if its expected memory does; else the most that it may need must fit.
-        show: called with a value's name before its memory is predicted, and with the name and the report after.
+        show: called with a value's name and its report, once that is predicted.
 
     Raises:
         UserError: the key is not in `KEYS`, the run file has no such setting, or no GPU is named.
@@ -117,15 +117,10 @@ def solve(
     if key == "hardware.gpu":
         predictor = replace(predictor, gpu=None)
 
-    def run_with(number: int) -> RunConfig:
-        value = axis.values[number]
-        return changed(config, {key: list(value) if isinstance(value, tuple) else value})
-
     def predict(number: int) -> MemoryReport:
-        name, tell = axis.name(axis.values[number]), show or (lambda *_: None)
-        tell(name, None)
-        report = predictor.whole(run_with(number))
-        tell(name, report)
+        value = axis.values[number]
+        report = predictor.whole(changed(config, {key: list(value) if isinstance(value, tuple) else value}))
+        show(axis.name(value), report)
         return report
 
     left = headroom if tight else surely_left

@@ -41,30 +41,15 @@ class Strategy:
         return ", ".join(key.partition(".")[2] if value is True else str(value) for key, value in chosen)
 
     @property
-    def step(self) -> int:
-        """The step between numbers of trained experts in each layer: the size of the `ep` axis, so that all ranks train
-        equally many and need equal memory."""
-        return int(self.settings.get("parallel.ep", 1))
-
-    @property
     def on_host(self) -> int:
         """How many settings move tensors to host memory."""
         return sum(is_setting_of_host(key, value) for key, value in self.settings.items())
 
     @property
-    def has_moments(self) -> bool:
-        """Whether the optimizer keeps moments; LOMO and SGD keep none."""
-        return self.settings["optimizer.name"] not in ("lomo", "sgd")
-
-    @property
     def costs(self) -> tuple[int, bool]:
         """What counts before what trains, most important first: how many settings move tensors to host memory, and
-        whether the optimizer lacks moments."""
-        return self.on_host, not self.has_moments
-
-    def costs_no_more(self, than: "Strategy") -> bool:
-        """Return whether none of the `costs` is higher than another strategy's."""
-        return all(mine <= its for mine, its in zip(self.costs, than.costs, strict=True))
+        whether the optimizer lacks moments, as LOMO and SGD do."""
+        return self.on_host, self.settings["optimizer.name"] in ("lomo", "sgd")
 
     def place(self, amount: int) -> tuple[int, ...]:
         """Return a sort key, smallest for the most useful of a goal's strategies, if `amount` trains

@@ -10,7 +10,7 @@ from moetune.planning.compare import Compared
 from moetune.planning.plan import Plan
 from moetune.planning.strategies import Goal
 from moetune.report.memory import left_in_words, span_in_words
-from moetune.report.units import between, from_to, gib, hours, named
+from moetune.report.units import between, from_to, gib, hours
 from moetune.report.view import Table, View, ViewSection
 
 
@@ -41,16 +41,12 @@ def plan_view(plan: Plan, *, every: bool = False) -> View:
     card = f"{plan.gpu} ({gib(plan.usable_bytes)})"
     title = f"{plan.model} on {card}"
     notes = [ViewSection("notes", plan.notes)] * bool(plan.notes)
-    if plan.interrupted:
-        notes.insert(0, ViewSection("interrupted", [f"{plan.ways[0]} of {plan.ways[1]} ways were searched"]))
     if not plan.candidates:
-        if plan.interrupted:
-            return View(title, f"nothing found for {card} until it was interrupted", None, sections=notes)
         verdict, *lines = missed(plan)
         return View(title, verdict, "no", lines, sections=notes)
     shown = plan.candidates if every else plan.candidates[: plan.useful]
     reasons = [f"{number}: {next_larger(one)}" for number, one in enumerate(shown, 1)]
-    more = ["--all: every way that fits"] * (plan.is_short or len(shown) < len(plan.candidates))
+    more = ["--all: every way that fits"] * (not every)
     rows = [line for number, one in enumerate(shown, 1) for line in _row(number, one, plan)]
     return View(
         title,
@@ -129,10 +125,7 @@ def next_larger(one: Candidate) -> str:
     if larger is None:
         return "nothing larger exists"
     assert larger.report is not None
-    part, size = max(larger.report.fullest.parts.items(), key=lambda item: item[1])
-    needs, left = span_in_words(larger.report), left_in_words(larger.report)
-    risk = "may run out of memory" if larger.verdict == "tight" else "would not fit"
-    return f"{larger.what} {risk}: {needs}; {left}; the largest part: {named(part)}, {gib(size)}"
+    return f"{larger.what} {larger.risk}: {span_in_words(larger.report)}; {left_in_words(larger.report)}"
 
 
 def missed(plan: Plan) -> Iterator[str]:
@@ -145,13 +138,8 @@ def missed(plan: Plan) -> Iterator[str]:
     surely = "" if plan.tight else " surely"
     hint = "; --tight plans what is expected to fit" if miss.report.verdict == "tight" else ""
     yield f"nothing fits {card}{surely}: the nearest miss needs {needs}; {left}{hint}"
-    fullest, train = miss.report.fullest, miss.config.train
-    parts = [("outside_allocator", fullest.outside_allocator), *fullest.parts.items()]
-    most, size = max(parts, key=lambda part: part[1])
-    yield (
-        f"nearest: {miss.trains}, {train.micro_batch} × {train.sequence_length} tokens; the largest part: "
-        f"{named(most)}, {gib(size)}"
-    )
+    train = miss.config.train
+    yield f"nearest: {dict(miss.report.about)['trains']}, {train.micro_batch} × {train.sequence_length} tokens"
     if miss.remedy is None:
         yield "no change of the run file is known that makes it surely fit"
     else:

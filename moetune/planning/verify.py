@@ -67,10 +67,8 @@ def verify(
     """
     run = resolve(run, device_kind(device))
     if run.config.parallel.ranks > 1:
-        raise UserError(
-            f"parallel: makes {run.config.parallel.ranks} ranks, but verify measures one process; train two steps on "
-            "them instead, and read predicted and measured bytes in memory.json of the run folder"
-        )
+        remedy = "train two steps on them, and read memory.json of the run folder"
+        raise UserError(f"parallel: makes {run.config.parallel.ranks} ranks, but verify measures one process; {remedy}")
     device = run.device(device)
     run = settled_on(checked(run, device), device)
     measured = measure(run, device, steps)

@@ -5,8 +5,10 @@ the tokens that carry loss, whose next token counts in the training loss (docs/c
 """
 
 import random
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from moetune.config.fields import IdsByLayer
 from moetune.config.lora_rank import rank_of
@@ -15,7 +17,7 @@ from moetune.config.schema import AdaptConfig, ChoiceConfig, ExpertsConfig, Lora
 from moetune.errors import UserError
 from moetune.models.moe import MoeLayer
 from moetune.models.structure import ModelStructure
-from moetune.run.scores import LayerScores, Scores, read_scores, refuse_other_model
+from moetune.run.scores import LayerScores, Scores, scores_of_model
 
 
 @dataclass(frozen=True)
@@ -34,23 +36,25 @@ class Coverage:
     random_total: float
 
 
-def choose(choice: ChoiceConfig, structure: ModelStructure, where: str, lora: LoraConfig | None = None) -> IdsByLayer:
+def choose(
+    choice: ChoiceConfig, scores: Scores, structure: ModelStructure, where: str, lora: LoraConfig | None = None
+) -> IdsByLayer:
     """Return layer index -> the ids of the experts that a `from:` block chooses, best first.
 
     Args:
         choice: the block; a budget in bytes must already have been replaced by `k` (routing/select.py).
+        scores: the scores that it names.
         where: the key of the run file, for messages.
         lora: the LoRA settings that the chosen experts train with, on which the parameters of an expert depend; None if
             they train in full precision.
 
     Raises:
-        UserError: the scores cannot be read or are of another model; a layer does not exist; the number of experts
-            comes to none, or to more than a layer has.
+        UserError: the scores of a second data set cannot be read or are of another model; a layer does not exist; the
+            number of experts comes to none, or to more than a layer has.
     """
-    scores = _scores_for(choice.from_, structure, f"{where}.from")
     background = None
     if choice.background is not None:
-        background = _scores_for(choice.background, structure, f"{where}.background")
+        background = scores_of_model(choice.background, structure, f"{where}.background")
     layers = {layer.index: layer for layer in structure.moe_layers}
     if isinstance(choice.layers, tuple):
         if missing := [index for index in choice.layers if index not in layers]:
@@ -97,14 +101,8 @@ def prefix(ranked: Sequence[int], share: Sequence[float], p: float) -> tuple[int
 
     `share` has each expert's fraction of the layer's routing, by expert id.
     """
-    chosen: list[int] = []
-    total = 0.0
-    for expert in ranked:
-        if total >= p:
-            break
-        chosen.append(expert)
-        total += share[expert]
-    return tuple(chosen)
+    reached = [*accumulate(share[expert] for expert in ranked)]
+    return tuple(ranked[: bisect_left(reached, p) + 1])
 
 
 def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
@@ -122,19 +120,22 @@ def coverage(chosen: Mapping[int, Sequence[int]], scores: Scores) -> Coverage:
     )
 
 
-def resolve_choices(adapt: AdaptConfig, structure: ModelStructure) -> tuple[ResolvedAdapt, list[str]]:
-    """Return `adapt:` with ascending ids in place of choices by scores, and a message for each choice that failed.
-
-    A choice for which `choose` raises `UserError`, for example because the scores are of another model, becomes `none`.
-    """
+def resolve_choices(
+    adapt: AdaptConfig, structure: ModelStructure
+) -> tuple[ResolvedAdapt, list[tuple[str, Scores]], list[str]]:
+    """Return `adapt:` with ascending ids in place of choices by scores; (key of the run file, scores) of each choice;
+    and a message for each that failed, for example because the scores are of another model, which becomes `none`."""
+    scored: list[tuple[str, Scores]] = []
     problems: list[str] = []
 
     def ids_of(choice: ChoiceConfig, where: str, lora: LoraConfig | None = None) -> IdsByLayer | str:
         try:
-            chosen = choose(choice, structure, where, lora)
+            scores = scores_of_model(choice.from_, structure, f"{where}.from")
+            chosen = choose(choice, scores, structure, where, lora)
         except UserError as error:
             problems.append(str(error))
             return "none"
+        scored.append((f"{where}.from", scores))
         return {index: tuple(sorted(ids)) for index, ids in chosen.items() if ids} or "none"
 
     experts, lora = adapt.experts, adapt.lora
@@ -143,20 +144,7 @@ def resolve_choices(adapt: AdaptConfig, structure: ModelStructure) -> tuple[Reso
     if lora is not None:
         ids = ids_of(lora.ids, "adapt.lora.ids", lora) if isinstance(lora.ids, ChoiceConfig) else lora.ids
         lora = resolved(ResolvedLora, lora, ids=ids)
-    return resolved(ResolvedAdapt, adapt, experts=experts, lora=lora), problems
-
-
-def scores_of(adapt: AdaptConfig) -> list[tuple[str, Scores]]:
-    """Return (key of the run file, scores) for each `from:` of `adapt:`; raise `UserError` if one cannot be read."""
-    lora = None if adapt.lora is None else adapt.lora.ids
-    choices = {"adapt.experts.from": adapt.experts, "adapt.lora.ids.from": lora}
-    return [(w, read_scores(c.from_, w)) for w, c in choices.items() if isinstance(c, ChoiceConfig)]
-
-
-def _scores_for(file: str, structure: ModelStructure, where: str) -> Scores:
-    scores = read_scores(file, where)
-    refuse_other_model(scores, structure, where)
-    return scores
+    return resolved(ResolvedAdapt, adapt, experts=experts, lora=lora), scored, problems
 
 
 def _share(rule: str, layer: LayerScores) -> list[float]:
@@ -178,10 +166,7 @@ def _number_per_layer(choice: ChoiceConfig, layers: Iterable[MoeLayer], where: s
     shapes = [layer.shape for layer in layers]
     fewest = min((shape.num_experts for shape in shapes), default=0)
     if isinstance(choice.budget, str):
-        raise UserError(
-            f"{where}.budget: {choice.budget} is memory, which takes predictions of the run; let moetune.within_budget "
-            "make it a number first"
-        )
+        raise UserError(f"{where}.budget: {choice.budget} is memory; let moetune.within_budget make it a number first")
     if choice.k is not None:
         if choice.k > fewest:
             raise UserError(f"{where}.k: {choice.k} is more than the {fewest} experts of a layer")

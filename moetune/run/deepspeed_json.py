@@ -16,33 +16,17 @@ _BUCKET = 2**26
 
 Its default of 5·10⁸ is 2 GB in float32, much compared with a few adapters.
 """
-_ELSEWHERE = {
-    "optimizer": "optimizer: of the run file says it",
-    "scheduler": "train.schedule and train.warmup say it",
-    "fp16": "DeepSpeed's loss scaling is not used; use model.dtype: bf16 or fp32",
-    "amp": "model.dtype says the precision",
-    "torch_autocast": "model.dtype says the precision",
-    "data_types": "model.dtype says the precision",
-    "prescale_gradients": "gradients are summed over ranks, which moetune sees to",
-    "gradient_predivide_factor": "gradients are summed over ranks, which moetune sees to",
-    "gradient_allreduce_op": "gradients are summed over ranks, which moetune sees to",
-    "managed_gradient_accumulation": "moetune says which micro-batch is the last of a step",
-    "tensor_parallel": "parallel: says how ranks share the work",
-    "expert_parallel": "parallel: says how ranks share the work",
-    "sequence_parallel_size": "parallel: says how ranks share the work",
-    "data_parallel_size": "parallel: says how ranks share the work",
-    "activation_checkpointing": "train.checkpointing says it",
-    "compile": "the model is not compiled",
-    "hybrid_engine": "it is for generation",
-    "zero_optimization.offload_param": "of what is frozen only model.experts_on: host is on the host",
-    "zero_optimization.zenflow": "it updates weights at other steps than the run file says",
-    "zero_optimization.zero_hpz_partition_size": "parallel: says how ranks share the work",
-    "zero_optimization.zero_quantized_weights": "it rounds weights; model.base says how they are stored",
-    "zero_optimization.zero_quantized_nontrainable_weights": "it rounds weights; model.base says how they are stored",
-    "zero_optimization.zero_quantized_gradients": "it rounds gradients",
-    "zero_optimization.compute_grad_norm": "the norm is logged, and says whether gradients are finite",
-}
-"""Key that `parallel.deepspeed` may not set -> the reason, for the message."""
+_DECIDED_ELSEWHERE = (
+    "optimizer", "scheduler", "fp16", "amp", "torch_autocast", "data_types", "prescale_gradients",
+    "gradient_predivide_factor", "gradient_allreduce_op", "managed_gradient_accumulation", "tensor_parallel",
+    "expert_parallel", "sequence_parallel_size", "data_parallel_size", "activation_checkpointing", "compile",
+    "hybrid_engine", "zero_optimization.offload_param", "zero_optimization.zenflow",
+    "zero_optimization.zero_hpz_partition_size", "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.compute_grad_norm",
+)  # fmt: skip
+"""Keys that `parallel.deepspeed` may not set: optimizer, schedule, dtypes, ranks, checkpointing and storage of weights
+are those of the run file, and moetune sums gradients and takes their norm."""
 
 
 def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
@@ -64,7 +48,8 @@ def deepspeed_json(config: RunConfig, trained: int = 0) -> dict[str, Any]:
         return _merge(bucket, decided)
     given = _read(file)
     problems = _conflicts(given, decided)
-    problems += [f"{key}: leave it out; {why}" for key, why in _ELSEWHERE.items() if _has(given, key)]
+    why = "the run file and moetune decide what it sets"
+    problems += [f"{key}: leave it out; {why}" for key in _DECIDED_ELSEWHERE if _has(given, key)]
     if problems:
         raise UserError("\n".join(f"parallel.deepspeed: {file!r} has {problem}" for problem in problems))
     return _merge(bucket, _merge(given, decided))
@@ -123,10 +108,8 @@ def _problems(config: RunConfig) -> list[str]:
     if not parallel.reshard:
         problems.append("parallel.reshard: false is FSDP2's; set parallel.zero: 2")
     if parallel.zero == 3 and model.base in get_args(QuantizedDtype):
-        problems.append(
-            f"parallel.zero 3 and model.base {model.base}: DeepSpeed cannot shard quantized experts and linears; set "
-            "parallel.zero: 2, or use engine: fsdp2"
-        )
+        problem = "DeepSpeed cannot shard quantized experts and linears; set parallel.zero: 2, or use engine: fsdp2"
+        problems.append(f"parallel.zero 3 and model.base {model.base}: {problem}")
     if model.experts_on == "host":
         problems.append("model.experts_on: host: not tried with DeepSpeed; use engine: fsdp2")
     if model.dtype == "fp16":
@@ -135,10 +118,8 @@ def _problems(config: RunConfig) -> list[str]:
         problems.append("train.max_grad_value: DeepSpeed clips by norm only; use train.max_grad_norm")
     whole = adapt.router != "none" or adapt.experts is not None or bool(adapt.also)
     if model.dtype == "bf16" and adapt.lora is not None and whole:
-        problems.append(
-            "adapt.lora beside whole weights in bf16: DeepSpeed wants one dtype of all that trains, and low-rank "
-            "factors are float32; train one of them, set model.dtype: fp32, or use engine: fsdp2"
-        )
+        problem = "DeepSpeed wants one dtype of all that trains; set model.dtype: fp32, or use engine: fsdp2"
+        problems.append(f"adapt.lora, which is in float32, beside whole weights in bf16: {problem}")
     if adapt.lora is not None and adapt.lora.lr_ratio != 1:
         problems.append("adapt.lora.lr_ratio: DeepSpeed has one optimizer for all; set it to 1, or use engine: fsdp2")
     optimizers = dict.fromkeys(config.optimizers.values())
@@ -152,10 +133,8 @@ def _problems(config: RunConfig) -> list[str]:
     if optimizer.offload:
         problems.append("optimizer.offload: set parallel.offload: optimizer instead")
     if trains_in_bf16(config) and optimizer.master_weights != "fp32":
-        problems.append(
-            f"optimizer.master_weights {optimizer.master_weights}: DeepSpeed keeps float32 master weights of bf16; set "
-            "master_weights: fp32"
-        )
+        problem = "DeepSpeed keeps float32 master weights of bf16; set master_weights: fp32"
+        problems.append(f"optimizer.master_weights {optimizer.master_weights}: {problem}")
     if optimizer.master_weights == "stochastic" and not trains_in_bf16(config):
         problems.append("optimizer.master_weights: stochastic; set none or fp32")
     return problems
@@ -182,17 +161,11 @@ def _conflicts(given: dict[str, Any], decided: dict[str, Any], section: str = ""
 
 def _has(tree: Any, key: str) -> bool:
     """Return whether nested dicts have a key such as `zero_optimization.zenflow`."""
-    for word in key.split("."):
-        if not isinstance(tree, dict) or word not in tree:
-            return False
-        tree = tree[word]
-    return True
+    first, _, rest = key.partition(".")
+    return isinstance(tree, dict) and first in tree and (not rest or _has(tree[first], rest))
 
 
 def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return both dicts merged section by section; where both have a value, that of `over`."""
-    merged = dict(under)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+    both = {key: _merge(under[key], value) for key, value in over.items() if isinstance(under.get(key), dict)}
+    return {**under, **over, **both}

@@ -52,7 +52,6 @@ def balance_experts(
     """
     trained_so_far, load_so_far = [0] * ep, [0.0] * ep
     placement: dict[int, tuple[tuple[int, ...], ...]] = {}
-    known: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}  # weights, after ranks with equal costs so far
     for layer in structure.moe_layers:
         count = layer.shape.num_experts
         weights = _trained_parameters(layer, selection)
@@ -61,10 +60,6 @@ def balance_experts(
             raise UserError(f"parallel.load: has {len(tokens)} experts for layer {layer.index}, which has {count}")
         total = sum(tokens) or 1.0
         tokens = [x / total for x in tokens]
-        is_known = not load and len(set(trained_so_far)) == 1
-        if is_known and (like := known.get(tuple(weights))) is not None:
-            placement[layer.index] = like
-            continue
         held: list[list[int]] = [[] for _ in range(ep)]
         if len(set(weights)) == len(set(tokens)) == 1:
             held = [list(range(rank * count // ep, (rank + 1) * count // ep)) for rank in range(ep)]
@@ -76,8 +71,6 @@ def balance_experts(
                 trained_so_far[rank] += weights[expert]
                 load_so_far[rank] += tokens[expert]
         placement[layer.index] = tuple(tuple(sorted(ids)) for ids in held)
-        if is_known and len(set(trained_so_far)) == 1:
-            known[tuple(weights)] = placement[layer.index]
     return placement
 
 

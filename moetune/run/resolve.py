@@ -19,7 +19,7 @@ from moetune.models.source import ModelSource, find_model_source
 from moetune.models.structure import meta_model, read_structure
 from moetune.models.tied import untied
 from moetune.run import validation
-from moetune.run.choice import resolve_choices, scores_of
+from moetune.run.choice import resolve_choices
 from moetune.run.dtypes import DTYPES, DeviceType, dtype_on, this_device
 from moetune.run.folder_files import read_expert_load
 from moetune.run.keeps import kept_by_layer
@@ -30,16 +30,6 @@ from moetune.run.resolved import ResolvedModel, ResolvedRun, raise_problems
 
 AnyRun = ResolvedRun | RunConfig | Path | str
 """A run in any accepted form: a resolved run, a `RunConfig`, or the path of a run file."""
-__all__ = [
-    "AnyRun",
-    "ResolvedModel",
-    "ResolvedRun",
-    "examine",
-    "raise_problems",
-    "resolve",
-    "resolve_model",
-    "untied_model",
-]
 
 
 def resolve(run: AnyRun, device_type: DeviceType | None = None, *, like: ResolvedRun | None = None) -> ResolvedRun:
@@ -79,8 +69,8 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     device_type = device_type or this_device()
     model, problems = _resolve_model(config.model, device_type, None if like is None else like.model)
     plain, structure = model.plain, model.structure
-    adapt, wrong = resolve_choices(config.adapt, structure)
-    selection, scored = NOTHING, [] if wrong else scores_of(config.adapt)
+    adapt, scored, wrong = resolve_choices(config.adapt, structure)
+    selection = NOTHING
     if not wrong:
         inert = [path for path in structure.lora_layers() if read_directly(plain, path)]
         selection, wrong = select(adapt, structure, inert)
@@ -89,10 +79,8 @@ def examine(run: AnyRun, device_type: DeviceType | None = None, *, like: Resolve
     if coefficient == "auto":
         coefficient = getattr(model.settings.get_text_config(), "router_aux_loss_coef", None) or 0.0
         if not coefficient:
-            problems.append(
-                "train.router_aux_loss: auto is the architecture's own coefficient, and the configuration of "
-                f"{structure.model_type!r} names none (router_aux_loss_coef); set a number such as 0.001"
-            )
+            missing = f"the configuration of {structure.model_type!r} has no router_aux_loss_coef"
+            problems.append(f"train.router_aux_loss: auto, and {missing}; set a number such as 0.001")
     train = resolved(ResolvedTrain, config.train, router_aux_loss=coefficient)
     config = resolved(ResolvedConfig, config, model=model.config, adapt=adapt, train=train)
     parts = parts_by_name(structure, selection)

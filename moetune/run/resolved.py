@@ -7,7 +7,6 @@ import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -22,12 +21,11 @@ from moetune.models.source import ModelSource
 from moetune.models.stack import decoder_layers, leave_out
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES, DeviceType
-from moetune.run.keeps import NOTHING, Kept, kept_by_layer, section_of
+from moetune.run.keeps import Kept, kept_by_layer, section_of
 from moetune.run.linears import linears_to_quantize
-from moetune.run.loss_memory import LEAST, backward_bytes
 from moetune.run.names import parts_by_name
 from moetune.run.placement import EVERYTHING, Placement
-from moetune.run.scores import Scores, refuse_other_base
+from moetune.run.scores import Scores
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
 """Value of `train.expert_memory: auto` on each kind of device (docs/concepts/expert-bank.md).
@@ -125,50 +123,10 @@ class ResolvedRun:
         asked = self.config.train.expert_memory
         return parse_size(_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
 
-    def loss_bytes(self, rows: int | None = None) -> int | None:
-        """Return the bytes of logits that the loss may hold at once; None for no limit.
-
-        `rows` is the number of rows of a micro-batch, on which `auto` depends; None for `train.micro_batch`.
-        """
-        train, layers = self.config.train, self.structure.moe_layers
-        if train.loss_memory != "auto":
-            return None if train.loss_memory == "none" else parse_size(train.loss_memory)
-        if not layers or not self._trains_in_layers:
-            return LEAST
-        tokens = (rows or train.micro_batch) * train.sequence_length // self.config.parallel.tp
-        last, width = layers[-1], self.dtype.itemsize
-        chosen = (kind.get(last.index, ()) for kind in (self.selection.experts, self.selection.lora_experts))
-        mixed = any(0 < len(ids) < last.shape.num_experts for ids in chosen)
-        updates = any(one.fused_backward or one.offload for one in self.optimizers.values())
-        # Experts of several kinds make smaller groups; trained ones are alone where gradients leave in backward.
-        alone = mixed or (updates and last.index in self.selection.experts)
-        needed = backward_bytes(
-            last,
-            tokens,
-            width,
-            at_once=0 if alone else self.expert_memory,
-            experts=last.shape.num_experts // self.config.parallel.ep,
-            dequantizes=len(self.selection.experts.get(last.index, ())) < last.shape.num_experts
-            and DTYPES.get(self.config.model.base) != self.dtype,
-            keeps=last.index in self.keeps_rows,
-            recomputed="rest" not in self.keeps.get(last.index, NOTHING),
-        )
-        return max(LEAST, needed)
-
     @property
     def keeps_rows(self) -> frozenset[int]:
         """Indices of the layers that keep the outputs of gate_up for backward."""
         return frozenset(layer for layer, kept in self.keeps.items() if "rows" in kept)
-
-    @property
-    def _trains_in_layers(self) -> bool:
-        """Whether anything in a decoder layer trains, so that gradients pass through layers."""
-        chosen, linears = self.selection, self.structure.lora_layers()
-        return (
-            bool(chosen.experts or chosen.lora_experts)
-            or any(linears[path].layer is not None for path in chosen.lora_linears)
-            or any(part.layer is not None and part.name in chosen.full for part in self.structure.parameters)
-        )
 
     @cached_property
     def quantized_linears(self) -> tuple[str, ...]:
@@ -213,9 +171,12 @@ class ResolvedRun:
     def without_layers(self, layers: Collection[int]) -> "ResolvedRun":
         """Return a copy of the run, with a meta model of its own that skips the decoder layers with these indices."""
         structure, selection = self.structure.without(layers), self.selection.without(layers, self.structure)
+        left_out = [layer for number, layer in enumerate(decoder_layers(self.model.plain).values()) if number in layers]
+        plain = copy.deepcopy(self.model.plain, {id(layer): layer for layer in left_out})  # these are not copied
+        leave_out(plain, layers)
         return replace(
             self,
-            model=replace(self.model, plain=_without_layers(self.model.plain, frozenset(layers)), structure=structure),
+            model=replace(self.model, plain=plain, structure=structure),
             selection=selection,
             parts=parts_by_name(structure, selection),
             placement={layer: held for layer, held in self.placement.items() if layer not in layers},
@@ -224,22 +185,14 @@ class ResolvedRun:
     def refuse_other_scores(self, base: str | None) -> None:
         """Raise `UserError` if experts were chosen by scores of other weights than `base`: the digest of the checkpoint
         (`Fingerprint.content`), None for random weights."""
+        model = self.config.model.path
         for where, scores in self.scored:
-            refuse_other_base(scores, self.config.model.path, base, where)
-
-
-_SHORTER: WeakKeyDictionary[PreTrainedModel, dict[frozenset[int], PreTrainedModel]] = WeakKeyDictionary()
-
-
-def _without_layers(plain: PreTrainedModel, layers: frozenset[int]) -> PreTrainedModel:
-    """Return a copy of a model that skips the decoder layers with these indices; equal calls return the same copy."""
-    shorter = _SHORTER.setdefault(plain, {})
-    if layers not in shorter:
-        left_out = [layer for number, layer in enumerate(decoder_layers(plain).values()) if number in layers]
-        model = copy.deepcopy(plain, {id(layer): layer for layer in left_out})  # these are not copied
-        leave_out(model, layers)
-        shorter[layers] = model
-    return shorter[layers]
+            if scores.base != base:
+                there, here = (f"base {digest[:12]}" if digest else "random weights" for digest in (scores.base, base))
+                raise UserError(
+                    f"{where}: the scores are of {scores.model!r} ({there}), and model.path is {model!r} ({here}); "
+                    "record them again with moetune score"
+                )
 
 
 def raise_problems(problems: Iterable[str]) -> None:

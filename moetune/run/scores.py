@@ -4,7 +4,7 @@ Shapes, for one layer: E experts, K experts per token, T tokens.
 """
 
 import json
-from collections.abc import Mapping
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,8 +120,9 @@ class Scores(BaseModel):
     layers: dict[int, LayerScores]
 
     def to_text(self) -> str:
-        """Return the scores as JSON text, each list on one line."""
-        return _lines(self.model_dump(mode="json", by_alias=True)) + "\n"
+        """Return the scores as JSON text, each list of numbers on one line."""
+        text = json.dumps(self.model_dump(mode="json", by_alias=True), indent=1)
+        return re.sub(r"\[\n[^][{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
 
 
 def read_scores(file: str | Path, where: str) -> Scores:
@@ -138,11 +139,10 @@ def read_intervals(file: Path) -> dict[int, LayerScores]:
         return {}
 
 
-def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) -> None:
-    """Raise `UserError` unless the scores have the same expert layers, with as many experts each, as the model.
-
-    `where` is the key of the run file, or the option, that names the scores, for the message.
-    """
+def scores_of_model(file: str, structure: ModelStructure, where: str) -> Scores:
+    """Read a `scores.json` file as `read_scores` does; `UserError` also unless it has the same expert layers, with as
+    many experts each, as the model."""
+    scores = read_scores(file, where)
     found = {index: layer.num_experts for index, layer in scores.layers.items()}
     expected = {layer.index: layer.shape.num_experts for layer in structure.moe_layers}
     for index in sorted(found.keys() | expected.keys()):
@@ -151,34 +151,4 @@ def refuse_other_model(scores: Scores, structure: ModelStructure, where: str) ->
                 f"{where}: the scores are of another model ({scores.model}): layer {index} has "
                 f"{found.get(index, 'no')} experts there and {expected.get(index, 'none')} here"
             )
-
-
-def refuse_other_base(scores: Scores, model: str, base: str | None, where: str) -> None:
-    """Raise `UserError` unless the scores were recorded on the weights that the run begins with.
-
-    Args:
-        model: `model.path` of the run, for the message.
-        base: digest of the checkpoint of the run (`Fingerprint.content`), compared with `scores.base`; None for random
-            weights.
-        where: the key of the run file that names the scores, for the message.
-    """
-    if scores.base != base:
-        there, here = (f"base {one[:12]}" if one else "random weights" for one in (scores.base, base))
-        raise UserError(
-            f"{where}: the scores are of {scores.model!r} ({there}), and model.path is {model!r} ({here}); record them "
-            "again with moetune score"
-        )
-
-
-def _lines(value: Any, indent: str = "") -> str:
-    """Return `value` as JSON text, with a line for each key of an object, and each list on one line.
-
-    `indent` is the indentation of the line that the text begins on.
-    """
-    if not isinstance(value, Mapping) or not value:
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            return "[" + ", ".join(_lines(item, indent) for item in value) + "]"
-        return json.dumps(value)
-    inner = f"{indent} "
-    items = ",\n".join(f"{inner}{json.dumps(str(key))}: {_lines(item, inner)}" for key, item in value.items())
-    return f"{{\n{items}\n{indent}}}"
+    return scores

@@ -33,7 +33,11 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
     yield from unsharable_optimizers(run.config)
     yield from indivisible_sizes(run)
     yield from _unsplittable_attention(run)
-    yield from _deepspeed_problems(run)
+    if run.config.parallel.engine == "deepspeed":
+        try:
+            deepspeed_json(run.config)
+        except UserError as error:
+            yield str(error)
 
 
 # --- The model ----------------------------------------------------------------------------------------------------
@@ -44,9 +48,8 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
     would keep its 4-bit format, but `double_quant` in the `model:` section differs from the checkpoint's."""
     if not published.is_read and model.weights == "pretrained":
         yield (
-            f"model.path: {model.path!r} is already quantized ({published.method}), and of such checkpoints MXFP4, "
-            "NVFP4, FP8 in blocks and 4 bits of bitsandbytes are read; give one of these, or a bf16 checkpoint of this "
-            "model"
+            f"model.path: {model.path!r} is already quantized ({published.method}), which is not read; give an MXFP4, "
+            "NVFP4, FP8 (in blocks), 4-bit bitsandbytes, or a bf16 checkpoint of this model"
         )
     kept = model.base == "auto" and published.method == "bitsandbytes" and "double_quant" in model.model_fields_set
     if kept and model.double_quant != published.double_quant:
@@ -60,19 +63,13 @@ def unsupported_attention(plain: PreTrainedModel, attention: str) -> Iterator[st
     """Yield a line if a model cannot run with the attention function `attention`."""
     if supports_attention(type(plain), attention) or (attention == "sdpa" and has_sinks(plain)):
         return
-    yield (
-        f"model.attention: {attention} is not available for model type {plain.config.model_type!r}; leave it out for "
-        "the best one available"
-    )
+    yield f"model.attention: {attention} is not available for model type {plain.config.model_type!r}; leave it out"
 
 
 def mismatched_dtypes(model: ResolvedModelConfig) -> Iterator[str]:
     """Yield a line if `model.base` is fp32 and compute has fewer bits, or is bf16 and compute is fp16."""
     if model.base == "fp32" and model.dtype != "fp32":
-        yield (
-            f"model.base: fp32 needs model.dtype: fp32; with {model.dtype} compute, which auto is on a GPU, store the "
-            "base as bf16"
-        )
+        yield f"model.base: fp32 needs model.dtype: fp32, not {model.dtype}; set that, or model.base: bf16"
     if model.base == "bf16" and model.dtype == "fp16":
         yield "model.base: bf16 does not go with model.dtype: fp16; set base: nf4 or int8, or dtype: bf16"
 
@@ -86,9 +83,7 @@ def unsupported_experts(plain: PreTrainedModel, structure: ModelStructure) -> It
             return
         inside = [name for name, _ in experts.named_parameters() if "." in name]
         if inside:
-            yield (
-                f"{layer.experts}: its activation has weights of its own ({inside[0]}); it can be counted, not trained"
-            )
+            yield f"{layer.experts}: its activation has weights ({inside[0]}); it can be counted, not trained"
             return
 
 
@@ -96,6 +91,7 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
     """Yield a line for each setting of LoRA, router losses and activation checkpointing that the model does not
     support."""
     selection, train, plain = run.selection, run.config.train, run.model.plain
+    model_type, layers = run.structure.model_type, len(run.structure.moe_layers)
     inert = [path for path in selection.lora_linears if read_directly(plain, path)]
     if inert:
         yield (
@@ -111,33 +107,19 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
         )
     if routers and run.config.parallel.engine == "deepspeed" and run.config.parallel.zero == 3:
         yield (
-            f"adapt.lora: {routers[0]} adds LoRA to its weight before it runs, and DeepSpeed's ZeRO-3 gathers the "
-            "weight while it runs; set parallel.engine: fsdp2 or parallel.zero: 2, or leave routers out of "
-            "adapt.lora.targets"
+            f"adapt.lora: {routers[0]} adds LoRA to its weight before DeepSpeed's ZeRO-3 gathers it; set "
+            "parallel.engine: fsdp2 or parallel.zero: 2, or leave routers out of adapt.lora.targets"
         )
-    if (train.router_aux_loss or train.router_z_loss) and not run.structure.moe_layers:
-        yield (
-            f"train.router_aux_loss / router_z_loss: {run.structure.model_type!r} is a dense model without routers; "
-            "set both to 0"
-        )
-    layers = len(run.structure.moe_layers)
+    if (train.router_aux_loss or train.router_z_loss) and not layers:
+        yield f"train.router_aux_loss / router_z_loss: {model_type!r} is a dense model without routers; set both to 0"
     if isinstance(train.keep_rows, int) and train.keep_rows > layers:
-        yield (
-            f"train.keep_rows: {train.keep_rows}, and {run.structure.model_type!r} has "
-            f"{counted(layers, 'layer')} with experts; set {layers or 'none'}"
-        )
+        yield f"train.keep_rows: {train.keep_rows}, and {counted(layers, 'layer')} with experts; set {layers or 'none'}"
     yield from unknown_layers(train, run.structure)
     kept = train.checkpointing
     if isinstance(kept, KeptConfig) and kept.attention != "none" and run.config.model.attention == "eager":
-        yield (
-            "train.checkpointing.attention: eager attention has no kernel whose output could be kept; leave it out, or "
-            "choose another model.attention"
-        )
+        yield "train.checkpointing.attention: eager attention has no kernel whose output could be kept; leave it out"
     if recomputes_layers(train) and not plain.supports_gradient_checkpointing:
-        yield (
-            f"train.checkpointing: {type(plain).__name__} does not support activation checkpointing; set "
-            "train.checkpointing: none"
-        )
+        yield f"train.checkpointing: {type(plain).__name__} does not support it; set train.checkpointing: none"
 
 
 def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
@@ -147,16 +129,10 @@ def dense_gradient_problems(run: ResolvedRun) -> Iterator[str]:
     if "router" not in run.trains and all(layers[path].component != "router" for path in run.selection.lora_linears):
         yield f"{option}: no router trains, and it is the routers' gradient; set adapt.router, or leave it out"
     if ep > 1:
-        yield (
-            f"{option}: every token goes through all experts in backward, and with parallel.ep: {ep} a rank holds some "
-            "of them; set parallel.ep: 1"
-        )
+        yield f"{option}: it takes all experts, and with parallel.ep: {ep} a rank holds some of them; set ep: 1"
     unknown = [layer for layer in run.structure.moe_layers if layer.index not in run.router_scores]
     if unknown:
-        yield (
-            f"{option}: the weights that {unknown[0].router} ({run.structure.model_type}) gives are neither a softmax "
-            "nor a sigmoid of its logits, so those of experts that are not chosen are not known; leave it out"
-        )
+        yield f"{option}: the weights of {unknown[0].router} are neither a softmax nor a sigmoid; leave it out"
 
 
 def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
@@ -168,10 +144,7 @@ def missing_router_biases(run: ResolvedRun, routers: int) -> Iterator[str]:
     if not routers:
         yield f"{option}: a bias is updated with its router, and no router trains; set adapt.router, or leave it out"
     elif len(run.router_biases) < routers:
-        yield (
-            f"{option}: the routers of {run.structure.model_type!r} have no correction bias that is a buffer "
-            "(e_score_correction_bias); leave it out"
-        )
+        yield f"{option}: the routers of {run.structure.model_type!r} have no correction bias (a buffer); leave it out"
 
 
 # --- Optimizers ---------------------------------------------------------------------------------------------------
@@ -203,38 +176,29 @@ def _float16_problems(run: ResolvedRun) -> Iterator[str]:
         is_safe = optimizer.master_weights != "none" or optimizer.name in ("lomo", "adalomo", "adafactor")
         if not is_safe and name.replace(".base_layer.", ".") not in in_float32:
             reported.add(optimizer)
-            yield (
-                f"model.dtype: fp16 and {optimizer.name} on {name}: set optimizer.master_weights: fp32, use lomo, "
-                "adalomo or adafactor, which compute in float32, or set model.dtype: bf16"
-            )
+            yield f"model.dtype: fp16 and {optimizer.name} on {name}: set master_weights: fp32, or model.dtype: bf16"
 
 
 def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
-    """Yield a line with the optimizer settings that do not work over several ranks with FSDP2.
+    """Yield a line for each optimizer whose settings do not work over several ranks with FSDP2.
 
     These need whole matrices where ranks hold shards, use gradients before they have been summed over ranks, or let the
     ranks' copies of a weight diverge.
     """
     if config.parallel.ranks == 1 or config.parallel.engine == "deepspeed":
         return
-    problems = []
     splits = config.parallel.fsdp * config.parallel.tp > 1
     for optimizer in dict.fromkeys(config.optimizers.values()):
-        if optimizer.fused_backward:
-            problems.append(f"{optimizer.name} with fused_backward frees gradients before they are summed over ranks")
-        if optimizer.offload:
-            problems.append(
-                f"{optimizer.name} with offload moves gradients to the host before they are summed over ranks"
-            )
-        if optimizer.master_weights == "stochastic":
-            problems.append("master_weights: stochastic would round the ranks' copies of a weight differently")
-        if splits and optimizer.name in ("adafactor", "adalomo"):
-            problems.append(f"{optimizer.name} needs whole matrices, and parallel.fsdp and tp split them")
-    if problems:
-        yield (
-            f"optimizer: over several ranks {'; '.join(problems)}. Use adamw, adamw8bit, sgd or lion8bit with "
-            "master_weights: none or fp32"
-        )
+        reasons = {
+            "fused_backward frees gradients before they are summed": optimizer.fused_backward,
+            "offload moves gradients to the host before they are summed": optimizer.offload,
+            "master_weights: stochastic rounds the ranks' copies differently": optimizer.master_weights == "stochastic",
+            "it needs whole matrices": splits and optimizer.name in ("adafactor", "adalomo"),
+        }
+        if any(reasons.values()):
+            why = "; ".join(reason for reason, holds in reasons.items() if holds)
+            remedy = "use adamw, adamw8bit, sgd or lion8bit with master_weights: none or fp32"
+            yield f"optimizer: over several ranks {optimizer.name} does not work: {why}; {remedy}"
 
 
 # --- Ranks --------------------------------------------------------------------------------------------------------
@@ -242,31 +206,20 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
 
 def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
     """Yield a line for each size under `parallel:` that does not fit the model: tp must divide its key/value heads, ep
-    its experts, and be a multiple of tp; and pp is at most its layers."""
-    pp, ep, tp = run.config.parallel.pp, run.config.parallel.ep, run.config.parallel.tp
-    layers = run.structure.num_layers
+    its experts, and be a multiple of tp."""
+    ep, tp = run.config.parallel.ep, run.config.parallel.tp
     kv_heads = _kv_heads(run)
     counts = sorted({layer.shape.num_experts for layer in run.structure.moe_layers})
-    if pp > layers:
-        yield f"parallel.pp: {pp} stages and only {counted(layers, 'layer')}; set pp to {layers}"
     if any(heads % tp for heads in kv_heads):
         named, most = " and ".join(map(str, kv_heads)), gcd(*kv_heads)
         yield f"parallel.tp: {tp} ranks cannot split {named} key/value heads evenly; set tp to {_divisors(most)}"
     if ep > 1 and not counts:
         yield f"parallel.ep: {ep} ranks to divide experts over, and the model has no experts; leave ep out"
-    elif ep > 1 and ep > counts[0]:
-        yield (
-            f"parallel.ep: more ranks than experts, {ep} and {counts[0]}; set ep to {_divisors(gcd(*counts))}, "
-            "and fsdp to the rest"
-        )
     elif ep > 1 and any(count % ep for count in counts):
         named = " and ".join(str(count) for count in counts)
         yield f"parallel.ep: {ep} ranks cannot hold {named} experts evenly; set ep to {_divisors(gcd(*counts))}"
     if ep > 1 and ep % tp:
-        yield (
-            f"parallel.ep: {ep} is no multiple of tp {tp}; the ranks that split a matrix send their experts separate "
-            "tokens, so set ep to a multiple of tp, or to 1"
-        )
+        yield f"parallel.ep: {ep} is no multiple of tp {tp}; set ep to a multiple of tp, or to 1"
 
 
 def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
@@ -280,28 +233,14 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
     quantized = run.quantized_linears if FORMATS[run.config.model.base].quantizes_linears else ()
     for path in structure.linears("attention"):
         if style_of(path, plan) not in SPLIT:
-            yield (
-                f"parallel.tp: transformers has no way to split {path} of model type {structure.model_type!r} in "
-                "training; set parallel.tp: 1"
-            )
+            yield f"parallel.tp: transformers has no way to split {path} in training; set parallel.tp: 1"
             return
         if path in quantized:
-            yield (
-                f"parallel.tp: {path} is quantized (model.base), and quantized matrices cannot be split; set "
-                "parallel.tp: 1, or model.base to the precision of compute"
-            )
+            yield f"parallel.tp: {path} is quantized (model.base), and quantized matrices cannot be split; set tp: 1"
             return
     alone = [name for name in sorted(selection.full) if style_of(name.rpartition(".")[0], plan) in LEFT_ALONE]
     if alone:
         yield f"parallel.tp: {alone[0]} trains, and each rank would see its own heads only; set parallel.tp: 1"
-
-
-def _deepspeed_problems(run: ResolvedRun) -> Iterator[str]:
-    if run.config.parallel.engine == "deepspeed":
-        try:
-            deepspeed_json(run.config)
-        except UserError as error:
-            yield str(error)
 
 
 # --- Training and prediction --------------------------------------------------------------------------------------
@@ -311,25 +250,13 @@ def untrainable_settings(config: RunConfig) -> Iterator[str]:
     """Yield a line for each setting with which a run can be neither trained nor predicted, whatever the model."""
     parallel = config.parallel
     if parallel.pp > 1:
-        yield (
-            "parallel.pp: transformers' pipeline stages run forward only, so nothing can train in them; set "
-            "parallel.pp: 1 and a higher parallel.fsdp"
-        )
+        yield "parallel.pp: transformers' pipeline stages run forward only; set parallel.pp: 1 and a higher fsdp"
     if parallel.engine == "fsdp2" and parallel.offload != "none":
-        yield (
-            f"parallel.offload: {parallel.offload} goes with engine: deepspeed; set that, or leave parallel: out and "
-            "set optimizer.offload"
-        )
+        yield f"parallel.offload: {parallel.offload} goes with engine: deepspeed; set that, or optimizer.offload"
     if config.train.on_oom != "error" and parallel.ranks > 1:
-        yield (
-            "train.on_oom: halve_micro_batch is for one GPU: memory runs out on one rank, and the others would wait "
-            "for it; set train.on_oom: error and a lower train.micro_batch"
-        )
+        yield "train.on_oom: halve_micro_batch is for one GPU; set train.on_oom: error and a lower train.micro_batch"
     if config.train.on_oom != "error" and any(optimizer.fused_backward for optimizer in config.optimizers.values()):
-        yield (
-            "train.on_oom: halve_micro_batch takes a step again, and optimizer.fused_backward has updated weights in "
-            "it already; set train.on_oom: error and a lower train.micro_batch"
-        )
+        yield "train.on_oom: halve_micro_batch, but optimizer.fused_backward has updated weights already; set error"
 
 
 def unpredictable_settings(config: RunConfig) -> Iterator[str]:
@@ -340,10 +267,7 @@ def unpredictable_settings(config: RunConfig) -> Iterator[str]:
     """
     yield from untrainable_settings(config)
     if config.parallel.engine == "deepspeed" and config.parallel.offload != "none":
-        yield (
-            f"parallel.offload: {config.parallel.offload} can be trained, not predicted or verified; to predict the "
-            "rest of the run, set parallel.offload: none"
-        )
+        yield "parallel.offload: optimizer can be trained, not predicted or verified; set none to predict the rest"
 
 
 def refuse_unpredictable(config: RunConfig) -> None:
@@ -372,10 +296,7 @@ def missing_packages(config: RunConfig, device_type: DeviceType) -> Iterator[str
     if device_type != "cuda":
         yield "model.attention: flash_attention_2 needs a CUDA GPU; set model.attention: sdpa"
     elif not is_flash_attn_2_available():
-        yield (
-            "model.attention: flash_attention_2 needs the package flash-attn, which is not installed; install it, or "
-            "set model.attention: sdpa, which runs torch's own flash attention"
-        )
+        yield "model.attention: flash_attention_2 needs the package flash-attn, which is not installed; set sdpa"
 
 
 def _divisors(number: int) -> str:

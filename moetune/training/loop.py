@@ -22,6 +22,7 @@ from moetune.adapt.build import Adapted
 from moetune.errors import DoesNotFit, UserError
 from moetune.parallel.ranks import local_tensor
 from moetune.run.keeps import Kept
+from moetune.run.loss_memory import loss_bytes
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
 from moetune.training.folder import checkpoint, trainer_state
@@ -286,7 +287,7 @@ class Loop:
         """
         self.where.step, self.where.phase = self.step, "evaluation"
         model, train, rows = self.adapted.model.eval(), self.config.train, self.data.eval
-        memory = self.adapted.run.loss_bytes(self.micro_batch)
+        memory = loss_bytes(self.adapted.run, self.micro_batch)
         assert rows is not None
         batches = share(range(len(rows)), train.eval_micro_batch or train.micro_batch, self.ranks)
         loader = DataLoader(rows, batch_sampler=[batch.rows for batch in batches], collate_fn=list)

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "one optimizer and one for a part": (
         ["optimizer.experts.lr=0.1"],
-        ["optimizer: is either one optimizer (name, lr, …) or one for each part", "under the parts"],
+        ["optimizer: is either one optimizer (name, lr, …) or one for each part", "move lr, name there"],
     ),
     "a fused backward that shall accumulate": (
         ["optimizer.name=lomo", "train.accumulate=2"],

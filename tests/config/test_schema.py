@@ -37,7 +37,7 @@ def test_a_change_of_ids_replaces_a_choice() -> None:
 
 def test_rows_are_kept_of_some_layers_or_of_all() -> None:
     raw: dict[str, Any] = {"model": {"path": "x"}, "adapt": {}, "train": {"checkpointing": "none", "keep_rows": 4}}
-    with pytest.raises(ValidationError, match=r"keep_rows: 4, .* set checkpointing: experts_only"):
+    with pytest.raises(ValidationError, match=r"keep_rows: 4, .* leave keep_rows out"):
         RunConfig.model_validate(raw)
     raw["train"]["keep_rows"] = "none"
     assert RunConfig.model_validate(raw).train.keep_rows == "none"
@@ -46,10 +46,7 @@ def test_rows_are_kept_of_some_layers_or_of_all() -> None:
 @pytest.mark.parametrize(
     ("train", "said"),
     [
-        (
-            {"checkpointing": "auto", "keep_rows": 2},
-            "auto chooses the layers that keep their rows; leave keep_rows out",
-        ),
+        ({"checkpointing": "auto", "keep_rows": 2}, "checkpointing says which rows are kept; leave keep_rows out"),
         ({"checkpointing": {"rest": "0-3"}, "keep_rows": "auto"}, "leave keep_rows out"),
         ({"checkpointing": {"rows": "3-0"}}, "runs backwards"),
         ({"checkpointing": {"row": 3}}, "Extra inputs"),

@@ -33,21 +33,16 @@ def test_a_machine_that_is_well(moetune: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "a run can start" in moetune("doctor").out
 
 
-def test_what_is_missing_or_of_another_version(moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_and_a_card_that_are_not_there(moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.metadata, "requires", lambda name: ["numpy<1", "no-such-package>=3"])
-    ended = moetune("doctor", "--json")
-    assert ended.code == 1
-    found = outcomes(ended)
-    assert (found["numpy"]["outcome"], found["numpy"]["remedy"]) == ("problem", "pip install 'numpy<1'")
-    assert found["no-such-package"]["found"] == "not installed"
-
-
-def test_a_card_that_is_not_found(moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ended = moetune("doctor", "--json")
     assert ended.code == 1
-    assert outcomes(ended)["CUDA"]["found"] == "torch is built for CUDA 13.0 and finds no GPU"
+    checks = outcomes(ended)
+    assert (checks["numpy"]["outcome"], checks["numpy"]["remedy"]) == ("problem", "pip install 'numpy<1'")
+    assert checks["no-such-package"]["found"] == "not installed"
+    assert checks["CUDA"]["found"] == "torch is built for CUDA 13.0 and finds no GPU"
 
 
 def test_a_kernel_that_differs_is_no_problem(moetune: Run, monkeypatch: pytest.MonkeyPatch) -> None:

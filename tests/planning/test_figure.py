@@ -11,7 +11,7 @@ from moetune.errors import UserError
 from moetune.memory.report import Parts
 from moetune.memory.time.estimate import Duration, Range
 from moetune.planning.candidate import Candidate
-from moetune.planning.figure import front, plan_chart
+from moetune.planning.figure import plan_chart
 from moetune.planning.plan import Miss, Plan
 from moetune.planning.strategies import Strategy
 from moetune.planning.tables import plan_view
@@ -33,11 +33,6 @@ def made(trained: dict[str, int], time: Duration | None = None) -> Plan:
 
 
 TRAINED = {"router": 2**21, "experts": 2**32, "lora": 2**29}
-
-
-def test_the_front_is_what_nothing_beats() -> None:
-    assert front([(3, 5), (1, 1), (2, 4), (2, 2), (4, 4), (3, 5)]) == [(1, 1), (2, 4), (3, 5)]
-    assert front([]) == []
 
 
 @pytest.mark.parametrize("time", [None, Duration(1000, 1e12, 1e14, Range(1, 2), {}, {}, True)])
@@ -67,6 +62,5 @@ def test_the_picture(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"plan{suffix}"
     plan_chart(made(TRAINED)).save(file)
     assert file.stat().st_size > 5_000
-    plan_chart(made({})).save(file)
     with pytest.raises(UserError, match=r"a figure is \.png or \.svg"):
         plan_chart(made(TRAINED)).save(tmp_path / "plan.pdf")

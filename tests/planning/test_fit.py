@@ -20,15 +20,12 @@ def test_the_last_that_fits_is_found_wherever_it_is(shape: str) -> None:
 
         def predicted(number: int, room: int = room, asked: list[int] = asked) -> Any:
             asked.append(number)
-            return SimpleNamespace(
-                headroom_bytes=room - heights[shape](number), host=None, needs=heights[shape](number)
-            )
+            return SimpleNamespace(headroom_bytes=room - heights[shape](number), host=None)
 
         fits = [number for number in range(count) if heights[shape](number) <= room]
         known = {number: predicted(number) for number in draw.sample(range(count), min(count, draw.randrange(3)))}
         asked.clear()
-        grows = draw.choice([None, lambda report: report.needs, lambda report: 10 * report.needs])
-        last, reports = last_that_fits(count, predicted, headroom, draw.randrange(count), known=known, grows=grows)
+        last, reports = last_that_fits(count, predicted, headroom, draw.randrange(count), known=known)
         assert last == (fits[-1] if fits else -1)
         assert last + 1 == count or last + 1 in reports
         assert last < 0 or last in reports
@@ -37,14 +34,14 @@ def test_the_last_that_fits_is_found_wherever_it_is(shape: str) -> None:
 
 
 def test_a_line_takes_four_predictions() -> None:
-    """Memory is a straight line, and the parts that grow are known of the first run."""
+    """Memory is a straight line."""
     for room in range(40, 1040, 37):
         asked: list[int] = []
 
         def predicted(number: int, room: int = room, asked: list[int] = asked) -> Any:
             asked.append(number)
-            return SimpleNamespace(headroom_bytes=room - 40 - 10 * number, host=None, grown=10 * (number + 1))
+            return SimpleNamespace(headroom_bytes=room - 40 - 10 * number, host=None)
 
-        last, _ = last_that_fits(200, predicted, headroom, grows=lambda report: report.grown)
+        last, _ = last_that_fits(200, predicted, headroom)
         assert last == min((room - 40) // 10, 199)
         assert len(asked) <= 4

@@ -19,7 +19,6 @@ def test_offload_needs_room_on_the_host(
     room: int | None, is_named: bool, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remedy, "this_machine", lambda: None if room is None else Figure(room, "there"))
-    monkeypatch.setattr(remedy, "_largest", lambda *_: iter(()))
     run = resolve(small.run_config(small_model, tmp_path / "data.jsonl", tmp_path / "out", "experts"), "cuda")
     found = remedy.remedies(run, find_gpu("l40s"), 2**16)
     on_host = [key for one in found for key, value in one.settings.items() if is_setting_of_host(key, value)]

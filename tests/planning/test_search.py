@@ -2,7 +2,7 @@
 
 import random
 from functools import cache
-from itertools import groupby, pairwise, product
+from itertools import groupby, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,20 +11,12 @@ import pytest
 
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.memory.report import MemoryReport
 from moetune.models.structure import ModelStructure
-from moetune.planning.candidate import Candidate
 from moetune.planning.predictor import Predictor
-from moetune.planning.search import RANKS, ROWS, Search
+from moetune.planning.search import ROWS, Search
 from moetune.planning.strategies import GOALS, Goal, Strategy, strategies
 from moetune.run import validation
 from tests.thinned import thinned
-
-MODELS: dict[Goal, tuple[str, ...]] = {
-    "experts": ("mixtral-8x7b", "phi-3.5-moe", "olmoe-1b-7b"),
-    "lora": ("mixtral-8x7b", "olmoe-1b-7b", "granite-3.1-3b-a800m", "deepseek-v2-lite", "llama-3-8b"),
-    "router": ("mixtral-8x22b", "olmoe-1b-7b", "granite-3.1-3b-a800m", "deepseek-v2-lite"),
-}
 
 
 def search_of(model: str | Path, gpu: str, length: int = 64) -> Search:
@@ -49,6 +41,9 @@ class Arithmetic(Predictor):
         self.usable, self.asked = usable, set[str]()
         self.each, self.a_layer = draw.uniform(1, 100), draw.uniform(0, 30)
         self.a_row, self.beside = draw.uniform(0, 200), draw.uniform(0, 500)
+
+    def resolve(self, config: RunConfig) -> Any:
+        return None
 
     def of(self, config: RunConfig) -> Any:
         self.asked.add(config.model_dump_json())
@@ -96,9 +91,8 @@ def exhaustive(search: Search, tried: list[Strategy]) -> tuple[int, int, int] | 
 
 
 @pytest.mark.parametrize(("goal", "model"), [("experts", "mixtral-8x7b"), ("lora", "mixtral-8x7b")])
-def test_the_best_run_is_what_exhaustive_search_finds(goal: Goal, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_run_is_what_exhaustive_search_finds(goal: Goal, model: str) -> None:
     draw = random.Random(0)
-    monkeypatch.setattr(Search, "_possible", lambda search, tried: (tried, ()))
     for _ in range(4):
         for tried in of_equal_costs(goal, model):
             search = search_of(model, "44GiB")
@@ -143,89 +137,30 @@ def test_what_a_model_cannot_have_is_refused_by_strategy(small_model: Path, monk
     assert {(strategy.settings["model.base"], reason) for strategy, reason in found.refused} == {
         ("bf16", "no bf16 today")
     }
-    assert search.largest(there[0]).refused == ((there[0], "no bf16 today"),)
 
 
 # --- Against traces -------------------------------------------------------------------------------------------------
 
 
-def check(search: Search, candidate: Candidate | None, tried: list[Strategy]) -> None:
-    """What is found surely fits, and the next larger run does not."""
-    if candidate is None:
-        assert search.predictor.whole(search.smallest(tried[-1])).verdict != "yes"
-        return
-    whole = search.whole(candidate)
-    assert whole.report.verdict == "yes"
-    if whole.next_larger is not None:
-        assert whole.next_larger.verdict in ("tight", "no")
-
-
-def question(number: int) -> tuple[Search, list[Strategy]]:
-    """Draw strategies of equal costs for a model, a card, a number of them and a length."""
-    draw = random.Random(number)
-    goal = draw.choice(tuple(MODELS))
-    model, gpu = draw.choice(MODELS[goal]), draw.choice(("24GiB", "44GiB", "80GiB"))
-    search, count = search_of(model, gpu, draw.choice((512, 1024, 2048, 4096))), draw.choice((1, 1, 1, 1, 2))
-    there = [list(some) for _, some in groupby(
-        strategies(goal, search.structure, count), key=lambda one: (one.slowness, one.costs, one.layout)
-    )]  # fmt: skip
-    return search, draw.choice(there)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", range(30))
-def test_a_drawn_question(number: int) -> None:
-    search, tried = question(number)
-    check(search, search.best(tried).candidate, tried)
-
-
-@pytest.mark.parametrize("goal", thinned(MODELS, always=("experts",)))
+@pytest.mark.parametrize("goal", thinned(GOALS, always=("experts",)))
 def test_a_small_question(goal: Goal, small_model: Path) -> None:
-    """On a card that has little more than the smallest run needs."""
+    """On a card that has little more than the smallest run needs: what is found surely fits, and the next larger run
+    does not."""
     roomy = search_of(small_model, "44GiB")
     strategy = next(strategies(goal, roomy.structure, 1))
     least = roomy.predictor.of(roomy.smallest(strategy)).span.high
     search = search_of(small_model, f"{least + (1 << 20)}B")
-    found = search.largest(strategy).candidate
-    assert found is not None
-    assert found.next_larger is not None
-    check(search, found, [strategy])
-
-
-def test_each_goal_is_answered_by_few_traces(
-    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By at most a dozen each, and by none if it is asked again."""
-    monkeypatch.setenv("MOETUNE_CACHE", str(tmp_path))
-    asked: list[RunConfig] = []
-    from moetune.planning import predictor
-
-    predict = predictor.predict
-
-    def counted(run: Any, **options: Any) -> MemoryReport:
-        asked.append(run.config)
-        return predict(run, **options)
-
-    monkeypatch.setattr(predictor, "predict", counted)
-    for goal in GOALS:
-        search = search_of(small_model, "600MiB")
-        tried = [one for one in strategies(goal, search.structure, 1) if not (one.slowness or one.on_host)]
-        tried = [one for one in tried if one.has_moments]
-        asked.clear()
-        first = search.best(tried)
-        assert 0 < len(asked) <= 12
-        asked.clear()
-        assert search_of(small_model, "600MiB").best(tried) == first
-        assert not asked
+    candidate = search.best([strategy]).candidate
+    assert candidate is not None
+    whole = search.whole(candidate)
+    assert whole.report.verdict == "yes"
+    assert whole.next_larger is not None
+    assert whole.next_larger.to_json()["verdict"] in ("tight", "no")
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_strategy_is_tried_that_so_many_cards_refuse(count: int, small_model: Path) -> None:
     search = search_of(small_model, "44GiB")
-    for goal in MODELS:
+    for goal in GOALS:
         for strategy in strategies(goal, search.structure, count):
             assert not [*validation.unsharable_optimizers(search.smallest(strategy))], strategy.words
-
-
-def test_ranks_and_rows_double() -> None:
-    assert all(larger == 2 * size for sizes in (RANKS, ROWS) for size, larger in pairwise(sizes))

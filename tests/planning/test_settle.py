@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from moetune.config.schema import KeptConfig
 from moetune.memory.report import MemoryReport
-from moetune.memory.trace import Trace, trace
+from moetune.memory.trace import trace
 from moetune.models.catalog.gpus import find_gpu
 from moetune.planning.fit import surely_left
 from moetune.planning.predict import predict
 from moetune.planning.predictor import Predictor
 from moetune.planning.settle import _choices, settled, settled_on
-from moetune.run.keeps import Kept, kept_by_layer
+from moetune.run.keeps import Keepable, Kept
 from moetune.run.resolve import ResolvedRun, resolve
 from tests.memory.models import toy_run, write_toy
 
@@ -82,34 +81,24 @@ def test_the_verdict_is_that_of_full(keep_rows: bool, tmp_path: Path) -> None:
 def test_a_step_repeats_less_and_its_run_file_says_it_all(tmp_path: Path) -> None:
     run, card = auto(tmp_path, "mixtral", 8), find_gpu("l40s")
     keeps: dict[int, Kept] = {
-        2: frozenset(("attention",)),
-        4: frozenset(("attention", "rows")),
-        5: frozenset(("rest",)),
-    }
+        2: frozenset(("attention",)), 4: frozenset(("attention", "rows")), 5: frozenset(("rest",)),
+    }  # fmt: skip
     some = run.keeping(keeps)
-    assert isinstance(some.config.train.checkpointing, KeptConfig)
-    assert kept_by_layer(some.config.train, run.structure) == some.keeps == keeps
     again = resolve(type(run.config).model_validate(some.config.model_dump(mode="json")), "cuda", like=run)
-    assert again.keeps == keeps
+    assert again.keeps == some.keeps == keeps
 
-    def traced(one: ResolvedRun) -> Trace:
-        return trace(one, gpu=card)
+    def flops(keeps: dict[int, Kept], part: str) -> float:
+        return trace(run.keeping(keeps), gpu=card).work[part].flops
 
-    every = range(8)
-    full, attention = traced(run.keeping({})), traced(run.keeping(dict.fromkeys(every, frozenset(("attention",)))))
-    forward = full.work["attention"].flops - attention.work["attention"].flops
-    assert attention.work["experts"] == full.work["experts"]
-    assert 0 < forward < full.work["attention"].flops / 3
-    everything = traced(run.keeping(dict.fromkeys(every, frozenset(("rest", "rows")))))
-    none = traced(resolve(run.config.but(train={"checkpointing": "none"}), "cuda", like=run))
-    assert everything.work["experts"] == none.work["experts"]
-    assert everything.work["attention"].flops >= none.work["attention"].flops  # here gradients reach the first layer
-    mixed = traced(some)
-    less = full.work["attention"].flops - mixed.work["attention"].flops
-    linears = full.work["attention"].flops - everything.work["attention"].flops - forward
-    assert less == pytest.approx(forward * 3 / 8 + linears / 8)
-    rows = full.work["experts"].flops - none.work["experts"].flops
-    assert full.work["experts"].flops - mixed.work["experts"].flops == pytest.approx(rows / 8)
+    def of_all(*kept: Keepable) -> dict[int, Kept]:
+        return dict.fromkeys(range(8), frozenset(kept))
+
+    forward = flops({}, "attention") - flops(of_all("attention"), "attention")
+    linears = flops(of_all("attention"), "attention") - flops(of_all("rest", "rows"), "attention")
+    assert flops({}, "attention") - flops(keeps, "attention") == pytest.approx(forward * 3 / 8 + linears / 8)
+    rows = flops({}, "experts") - flops(of_all("rest", "rows"), "experts")
+    assert flops({}, "experts") - flops(keeps, "experts") == pytest.approx(rows / 8)
+    assert forward > 0 < rows
 
 
 def test_before_an_interruption(tmp_path: Path) -> None:

@@ -5,15 +5,12 @@ from typing import Any
 
 import pytest
 
-from moetune.config.load import load_run_config
-from moetune.config.recipes import recipes
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.planning.predict import predict
 from moetune.planning.predictor import Predictor
 from moetune.planning.solve import axis_of, solve
 from moetune.run.resolve import resolve
-from tests.cli.test_commands import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +32,7 @@ def test_micro_batch(small_model: Path, predictor: Predictor) -> None:
     run, shown = config(small_model, "560MiB"), []
     solved = solve(run, "train.micro_batch", predictor, show=lambda *one: shown.append(one))
     assert solved.report is not None
-    names = [name for name, report in shown if report is None]
-    assert [name for name, report in shown if report is not None] == names
-    assert {str(solved.value), str(solved.next_value)} <= {*names}
+    assert {str(solved.value), str(solved.next_value)} <= {name for name, _ in shown}
     assert solved.next_report is not None
     assert solved.value > 1
     assert solved.next_value == solved.value + 1
@@ -73,19 +68,3 @@ def test_what_cannot_be_solved_for_is_refused_by_name(small_model: Path, predict
         solve(config(small_model, "44GiB"), "adapt.lora.rank", predictor)
     with pytest.raises(UserError, match="needs a card"):
         solve(config(small_model, "44GiB", hardware={}), "train.micro_batch", predictor)
-
-
-HYBRID = ("nemotron", "qwen3-next", "qwen3.5", "qwen3.6")
-"""Each try is a trace of minutes."""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in recipes() if not name.startswith(("tiny", *HYBRID))])
-def test_the_most_rows_of_a_recipe(name: str) -> None:
-    config = load_run_config(ROOT / "configs" / f"{name}.yaml")
-    solved = solve(config, "train.micro_batch", Predictor())
-    assert solved.report is not None
-    assert solved.value >= config.train.micro_batch
-    assert (solved.report.method, solved.report.verdict) == ("trace", "yes")
-    assert solved.next_report is not None
-    assert solved.next_report.verdict != "yes"

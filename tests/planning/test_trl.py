@@ -13,7 +13,6 @@ from moetune.memory.assumed_routing import BALANCED
 from moetune.memory.commands.trl import predict_trl
 from moetune.planning import predictor
 from moetune.planning.plan import plan
-from moetune.planning.solve import solve
 from moetune.training.trl import InTrl
 from tests.training.test_trl import ADAPT, a_run, write_toy
 
@@ -41,17 +40,6 @@ def test_a_predictor_of_a_trainer_predicts_it(toy: Path, monkeypatch: pytest.Mon
     assert dict(report.about)["trainer"] == "TRL's ORPO, beta=0.2"
     assert of_orpo.of(run) == report
     assert len(asked) == 1
-
-
-@pytest.mark.full
-def test_the_largest_micro_batch_of_a_trainer_is_found(toy: Path) -> None:
-    run = a_run(toy, ADAPT["lora"], optimizer={"name": "adamw"}, train={"accumulate": 1})
-    most = predict_trl(run.but(train={"micro_batch": 3}), "dpo", gpu="1GiB", routing=BALANCED).span.high
-    of_dpo = predictor.Predictor(f"{most}B", BALANCED, trainer=InTrl("dpo"))
-    solved = solve(run, "train.micro_batch", of_dpo)
-    assert solved.value == 3
-    assert solved.next_report is not None
-    assert solved.next_report.trainer == "dpo"
 
 
 def test_a_plan_for_several_cards_is_refused_for_a_trainer() -> None:

@@ -1,9 +1,7 @@
-"""The rules by which scores choose experts: by hand, and those that ESFT's authors published."""
+"""The rules by which scores choose experts, by hand."""
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,9 @@ from moetune.config.schema import AdaptConfig, ChoiceConfig, LoraConfig, RunConf
 from moetune.errors import UserError
 from moetune.models.selection import select
 from moetune.models.structure import ModelStructure, meta_model, read_structure
-from moetune.run.choice import choose, coverage, prefix, rank, resolve_choices
+from moetune.run.choice import choose, coverage, resolve_choices
 from moetune.run.resolve import examine, raise_problems, resolve
-from moetune.run.scores import read_scores
+from moetune.run.scores import read_scores, scores_of_model
 from tests import small
 from tests.resolved import build
 from tests.routing.made import write_scores
@@ -25,8 +23,6 @@ from tests.toys import EXPERTS, LAYERS, toy_config
 TOKENS = {0: [5, 40, 5, 20, 10, 10, 5, 5], 1: [30, 0, 0, 0, 25, 25, 10, 10]} | {
     layer: [10] * EXPERTS for layer in range(2, LAYERS)
 }
-ESFT = os.environ.get("ESFT_RESULTS")
-"""The folder `results` of a clone of deepseek-ai/ESFT."""
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +45,8 @@ def choice(file: Path, **settings: Any) -> ChoiceConfig:
 
 
 def chosen(file: Path, structure: ModelStructure, **settings: Any) -> dict[int, tuple[int, ...]]:
-    return choose(choice(file, **settings), structure, "adapt.experts")
-
-
-@pytest.mark.skipif(ESFT is None, reason="ESFT_RESULTS names no clone of deepseek-ai/ESFT")
-@pytest.mark.parametrize("task", ["intent", "law", "summary", "translation"])
-def test_the_published_scores_give_the_published_experts(task: str) -> None:
-    """Token scores, p = 0.2, every layer of every task."""
-    scores, experts = (
-        json.loads(Path(str(ESFT), *path).read_text(encoding="utf-8"))[key]
-        for key, path in (
-            ("token_scores", ("expert_scores", task, "summary.json")),
-            ("experts", ("expert_configs", f"{task}.json")),
-        )
-    )
-    assert len(scores) == len(experts) == 26
-    for layer, of_layer in scores.items():
-        share = [of_layer[str(expert)] for expert in range(64)]
-        ranked = sorted(range(64), key=lambda expert: (-share[expert], expert))
-        assert list(prefix(ranked, share, 0.2)) == experts[layer]
+    scores = scores_of_model(str(file), structure, "adapt.experts.from")
+    return choose(choice(file, **settings), scores, structure, "adapt.experts")
 
 
 @pytest.mark.parametrize(
@@ -195,8 +174,3 @@ def resolve_ids(adapt: AdaptConfig, structure: ModelStructure) -> Any:
     selection, problems = select(resolve_choices(adapt, structure)[0], structure)
     raise_problems(problems)
     return selection.experts
-
-
-def test_equals_are_ranked_by_number(file: Path) -> None:
-    scores = read_scores(file, "it")
-    assert rank(choice(file, k=1), 2, scores, None) == tuple(range(EXPERTS))

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from moetune.adapt.build import build
-from moetune.config.schema import RunConfig
+from moetune.config.schema import PARTS, RunConfig
 from moetune.errors import UserError
 from moetune.models.source import find_model_source
 from moetune.models.structure import meta_model, read_structure
@@ -106,22 +106,10 @@ def test_auto_has_one_rule(device: Any, dtype: str, small_model: Path) -> None:
 
 def test_optimizers_are_those_of_the_parts_that_train(small_model: Path) -> None:
     assert resolve(config_of(small_model), "cuda").optimizers.keys() == {"router"}
-    assert resolve(config_of(small_model, EVERYTHING), "cuda").optimizers.keys() == {
-        "router",
-        "experts",
-        "lora",
-        "other",
-    }
+    assert resolve(config_of(small_model, EVERYTHING), "cuda").optimizers.keys() == {*PARTS}
     both = {"router": {"name": "sgd"}, "lora": {"name": "adamw"}}
     adapt = {"router": "0", "lora": EVERYTHING["lora"]}
     assert resolve(config_of(small_model, adapt, optimizer=both), "cuda").optimizers["router"].name == "sgd"
-
-
-def test_experts_are_placed(small_model: Path) -> None:
-    run = resolve(config_of(small_model, parallel={"fsdp": 2, "ep": 2}, hardware={"count": 2}), "cuda")
-    assert run.placement == dict.fromkeys((0, 1), ((0, 1), (2, 3)))
-    assert run.placed_at(1).held(0, 4) == (2, 3)
-    assert resolve(config_of(small_model), "cuda").placed_at(0).held(0, 4) == (0, 1, 2, 3)
 
 
 def test_a_base_is_kept_as_it_is_published_unless_another_is_asked_for() -> None:

@@ -29,12 +29,7 @@ def test_every_problem_is_told_at_once(small_model: Path) -> None:
     with pytest.raises(UserError) as error:
         resolve(config, "cuda")
     problems = str(error.value).splitlines()
-    beginnings = (
-        "model.base: fp32",
-        "adapt.router: layer 9",
-        "optimizer: over several ranks adafactor",
-        "parallel.ep: 3",
-    )
+    beginnings = ("model.base: fp32", "adapt.router: layer 9", "optimizer: over several ranks ada", "parallel.ep: 3")
     assert len(problems) == len(beginnings)
     assert all(any(problem.startswith(beginning) for problem in problems) for beginning in beginnings)
     assert list(examine(config, "cuda").problems) == problems
@@ -51,18 +46,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": {"router": {}, "lora": {}}},
         r"optimizer\.lora: adapt: chooses nothing of that part",
     ),
-    "more stages than layers": (
-        {"parallel": {"pp": 3}, "hardware": {"count": 3}},
-        r"parallel\.pp: 3 stages and only 2",
-    ),
-    "heads that do not divide": ({"parallel": {"tp": 3}, "hardware": {"count": 3}}, r"parallel\.tp: 3 ranks cannot"),
     "packed attention that shall be split": (
         {"parallel": {"tp": 2}, "hardware": {"count": 2}},
         r"parallel\.tp: .*q_proj is quantized",
-    ),
-    "a load that is not there": (
-        {"parallel": {"fsdp": 2, "ep": 2, "load": "missing.json"}, "hardware": {"count": 2}},
-        r"parallel\.load 'missing\.json'",
     ),
     "rows of more layers than there are": ({"train": {"keep_rows": 3}}, r"train\.keep_rows: 3, .* set 2"),
     "layers that there are not": (
@@ -73,17 +59,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"checkpointing": {"attention": "all"}}, "model": {"attention": "eager"}},
         r"train\.checkpointing\.attention: eager attention has no kernel",
     ),
-    "deepspeed and its own": (
-        {"parallel": {"engine": "deepspeed", "fsdp": 2, "zero": 3}, "hardware": {"count": 2}},
-        r"parallel\.engine: deepspeed and parallel\.zero 3",
-    ),
     "weights that are gathered too late": (
         {
             "adapt": {"lora": {"rank": 2, "alpha": 4, "targets": ["router"]}},
             "parallel": {"engine": "deepspeed", "fsdp": 2, "zero": 3},
             "hardware": {"count": 2},
         },
-        r"adapt\.lora: model\.layers\.0\.mlp\.gate adds LoRA to its weight.*parallel\.zero: 2",
+        r"(?s)adapt\.lora: .*gate adds LoRA to its weight.*parallel\.zero: 2.*deepspeed and parallel\.zero 3",
     ),
 }
 

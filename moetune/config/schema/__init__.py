@@ -10,27 +10,3 @@ from moetune.config.schema.optimizer import PARTS, OptimizerConfig, OptimizerNam
 from moetune.config.schema.parallel import HardwareConfig, ParallelConfig
 from moetune.config.schema.run import RunConfig
 from moetune.config.schema.train import EarlyStoppingConfig, KeptConfig, TrainConfig
-
-__all__ = [
-    "PARTS",
-    "AdaptConfig",
-    "ChoiceConfig",
-    "DataConfig",
-    "EarlyStoppingConfig",
-    "ExpertsConfig",
-    "HardwareConfig",
-    "KeptConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "OptimizerName",
-    "ParallelConfig",
-    "Part",
-    "PartOptimizers",
-    "QuantizedDtype",
-    "RunConfig",
-    "Storage",
-    "TrainConfig",
-    "data_sets",
-    "path_and_split",
-]

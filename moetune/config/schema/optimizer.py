@@ -76,10 +76,8 @@ class OptimizerConfig(Section):
             if key not in own and getattr(self, key) is not None:
                 raise ValueError(f"{self.name} has no {key}; leave it out")
         if self.offload and (self.fused_backward or self.master_weights == "stochastic" or self.name == "lomo"):
-            raise ValueError(
-                "offload updates float32 weights on the host after the backward pass, and gradients leave the GPU as "
-                "they come; leave fused_backward, master_weights: stochastic and lomo out"
-            )
+            wrong = "fused_backward, master_weights: stochastic and lomo"
+            raise ValueError(f"offload updates weights on the host, after the backward pass; leave {wrong} out")
         if self.betas is not None and len(self.betas) != len(own["betas"]):
             raise ValueError(f"{self.name} has {len(own['betas'])} betas, not {len(self.betas)}")
         return self
@@ -101,10 +99,8 @@ class PartOptimizers(Section):
     def _not_both_forms(cls, raw: Any) -> Any:
         """Raise `ValueError` if `optimizer:` has settings of a single optimizer, such as `lr`, beside parts."""
         if both := [key for key in raw if key in OptimizerConfig.model_fields]:
-            raise ValueError(
-                f"is either one optimizer (name, lr, …) or one for each part ({', '.join(PARTS)}); move "
-                f"{', '.join(both)} under the parts"
-            )
+            parts, own = ", ".join(PARTS), ", ".join(both)
+            raise ValueError(f"is either one optimizer (name, lr, …) or one for each part ({parts}); move {own} there")
         return raw
 
 

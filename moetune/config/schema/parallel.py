@@ -53,10 +53,7 @@ class ParallelConfig(Section):
             raise ValueError("deepspeed: has settings of another engine; set engine: deepspeed, or leave it out")
         sharing = self.replicate * self.fsdp * self.tp
         if sharing % self.ep:
-            raise ValueError(
-                f"ep {self.ep} does not divide the {sharing} ranks that replicate {self.replicate}, fsdp {self.fsdp} "
-                f"and tp {self.tp} make; ep regroups those ranks, it adds none"
-            )
+            raise ValueError(f"ep {self.ep} does not divide replicate · fsdp · tp = {sharing} ranks, which it regroups")
         return self
 
 

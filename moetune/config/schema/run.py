@@ -62,8 +62,7 @@ class RunConfig(Section):
         if self.train.accumulate > 1 and fused:
             raise ValueError(
                 f"{', '.join(fused)} with optimizer.fused_backward frees each gradient as soon as it is used, so those "
-                f"of {self.train.accumulate} micro-steps cannot be summed; set train.accumulate: 1 (and raise "
-                "train.micro_batch if there is room)"
+                "of several micro-steps cannot be summed; set train.accumulate: 1"
             )
         return self
 
@@ -71,20 +70,15 @@ class RunConfig(Section):
     def _stops_by_held_out_loss(self) -> "RunConfig":
         """Raise `ValueError` for early stopping without held-out data."""
         if self.train.early_stopping is not None and self.data is not None and not self.data.evaluates:
-            raise ValueError(
-                "train.early_stopping watches the held-out loss, and there is no held-out data; set data.eval, or "
-                "data.validation: 0.05 to hold out a part of data.train"
-            )
+            raise ValueError("train.early_stopping needs held-out data; set data.eval, or data.validation: 0.05")
         return self
 
     @model_validator(mode="after")
     def _as_many_gpus_as_ranks(self) -> "RunConfig":
         """Raise `ValueError` if `hardware.count` is not the number of ranks."""
         if self.parallel.ranks != self.hardware.count:
-            raise ValueError(
-                f"parallel: asks for {counted(self.parallel.ranks, 'rank')} and hardware.count is "
-                f"{self.hardware.count}; set hardware.count: {self.parallel.ranks}"
-            )
+            ranks, count = self.parallel.ranks, self.hardware.count
+            raise ValueError(f"parallel: asks for {counted(ranks, 'rank')}, not {count}; set hardware.count: {ranks}")
         return self
 
     def to_yaml(self) -> str:

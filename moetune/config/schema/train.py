@@ -140,15 +140,9 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _rows_kept_once(self) -> "TrainConfig":
         """Raise `ValueError` if `keep_rows` is set although `checkpointing` says which layers keep their rows."""
-        if self.checkpointing == "none" and isinstance(self.keep_rows, int):
-            raise ValueError(
-                f"keep_rows: {self.keep_rows}, and checkpointing: none keeps the rows of all layers; leave keep_rows "
-                "out, or set checkpointing: experts_only"
-            )
-        if self.keep_rows != "none" and (self.checkpointing == "auto" or isinstance(self.checkpointing, KeptConfig)):
-            which = "auto chooses" if self.checkpointing == "auto" else "rows: names"
-            raise ValueError(
-                f"keep_rows: {self.keep_rows}, and checkpointing: {which} the layers that keep their rows; leave "
-                "keep_rows out"
-            )
+        says_which = self.checkpointing == "auto" or isinstance(self.checkpointing, KeptConfig)
+        keeps_all = self.checkpointing == "none" and isinstance(self.keep_rows, int)
+        if keeps_all or (says_which and self.keep_rows != "none"):
+            problem = "and checkpointing says which rows are kept; leave keep_rows out"
+            raise ValueError(f"keep_rows: {self.keep_rows}, {problem}")
         return self

@@ -20,6 +20,7 @@ from moetune.memory.trace.views import Trace
 from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.ranks import local_tensor
+from moetune.run.loss_memory import loss_bytes
 from moetune.training.optim.offload import HostUpdater
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.optim.updater import Updater
@@ -247,7 +248,7 @@ class Steps(Watched):
         batch = self.batch_of(self.held_out_rows)
         tracker.tag(filter(torch.is_tensor, batch.values()), "saved_activations")
         self.adapted.model.eval()
-        held_out_loss(self.adapted.model, batch, self.adapted.run.loss_bytes())
+        held_out_loss(self.adapted.model, batch, loss_bytes(self.adapted.run))
         self.adapted.model.train()
 
     def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker, *, last: bool) -> None:

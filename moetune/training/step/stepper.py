@@ -26,6 +26,7 @@ from moetune.experts.host import on_device
 from moetune.models.stack import below_head
 from moetune.parallel.distribute import set_gradient_sync
 from moetune.parallel.ranks import local_tensor
+from moetune.run.loss_memory import loss_bytes
 from moetune.training.optim.optimizers import CombinedOptimizer
 from moetune.training.optim.values import as_float, bound_, generator_states, norm_of, set_generator_states
 from moetune.training.optim.zero import ZeroUpdater
@@ -123,7 +124,7 @@ class Stepper:
                     raise
 
         set_gradient_sync(self._stack, self.adapted.ranks, last=last)
-        memory = self.adapted.run.loss_bytes(len(batch["input_ids"]))
+        memory = loss_bytes(self.adapted.run, len(batch["input_ids"]))
         once = partial(
             micro_step, self.adapted.model, batch, total_tokens, self.watch, self.config.train, observed, memory
         )
