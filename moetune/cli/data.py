@@ -21,8 +21,8 @@ def data(
         from moetune.report.page import write_page
         from moetune.training.preview import preview
 
-    found = preview(config, records)
-    view = data_view(found.name, found.to_json())
+    name, found = preview(config, records)
+    view = data_view(name, found)
     if html is not None:
         write_page(view, html)
-    answer(json_, found.to_json(), view)
+    answer(json_, found, view)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
+from moetune.training.step.router_losses import add_load
 
 
 class RouterBiases:
@@ -30,11 +31,7 @@ class RouterBiases:
 
     def count(self, load: Mapping[int, Tensor]) -> None:
         """Add the expert load of a micro-step on this rank: layer index -> tokens that each expert received [E]."""
-        for layer in self._biases:
-            if layer in self._load:
-                self._load[layer] += load[layer]
-            else:
-                self._load[layer] = load[layer].clone()
+        add_load(self._load, {layer: load[layer] for layer in self._biases})
 
     @torch.no_grad()
     def update(self) -> None:

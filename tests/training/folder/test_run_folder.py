@@ -9,7 +9,7 @@ import pytest
 from moetune.config.load import load_run_config
 from moetune.errors import UserError
 from moetune.training.folder.run_folder import RunFolder
-from tests.training.folder.test_run_writer import config, started
+from tests.training.folder.test_run_writer import INPUTS, config, started
 
 
 def test_a_home_folder_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_a_line_cut_short_is_dropped(tmp_path: Path) -> None:
     folder.append_metrics({"step": 4, "loss": 0.25})
     folder.metrics_file.write_bytes(folder.metrics_file.read_bytes()[:-9])
     assert [line["step"] for line in folder.metrics()] == [1, 2, 3]
-    folder.create(config(), folder.checkpoints_path / "step-3", overwrite=False)
+    folder.create(config(), folder.checkpoints_path / "step-3", False, None, INPUTS)
     folder.append_metrics({"step": 4})
     assert [json.loads(line)["step"] for line in folder.metrics_file.read_text().splitlines()] == [1, 2, 3, 4]
 
@@ -53,12 +53,12 @@ def test_a_run_goes_on_without_metrics_that_were_moved_away(tmp_path: Path) -> N
     assert folder.metrics() == []
     for step in (4, 5):
         checkpoint = folder.check(config(), "auto", overwrite=False)
-        folder.create(config(), checkpoint, overwrite=False)
+        folder.create(config(), checkpoint, False, None, INPUTS)
         folder.append_metrics({"step": step})
         assert [line["step"] for line in folder.metrics()] == list(range(4, step + 1))
         with folder.new_checkpoint(step, keep=9):
             pass
-    folder.create(config(), folder.checkpoints_path / "step-2", overwrite=False)
+    folder.create(config(), folder.checkpoints_path / "step-2", False, None, INPUTS)
     assert folder.metrics_file.read_bytes() == b""
 
 

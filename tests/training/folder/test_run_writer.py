@@ -23,6 +23,8 @@ from moetune.training.folder.run_folder import step_of
 from moetune.training.folder.run_writer import RunWriter
 from moetune.training.same_run import Inputs
 
+INPUTS = Inputs("0" * 32, {}, {}, {})
+
 
 def config(**train: Any) -> RunConfig:
     return RunConfig.model_validate(
@@ -33,7 +35,7 @@ def config(**train: Any) -> RunConfig:
 def started(path: Path, steps: int = 0) -> RunWriter:
     """A run folder with metrics of `steps` steps and a checkpoint after each."""
     folder = RunWriter(path)
-    folder.create(config(), None, overwrite=False)
+    folder.create(config(), None, False, None, INPUTS)
     for step in range(1, steps + 1):
         folder.append_metrics({"step": step, "loss": 1 / step})
         with folder.new_checkpoint(step, keep=steps) as aside:
@@ -122,7 +124,7 @@ def test_overwrite_removes_what_moetune_wrote_and_nothing_else(tmp_path: Path) -
     (elsewhere / "kept").write_text("mine")
     (folder.path / "delta").symlink_to(elsewhere)
     assert folder.check(config(), "never", overwrite=True) is None
-    folder.create(config(), None, overwrite=True)
+    folder.create(config(), None, True, None, INPUTS)
     there = sorted(listing(folder.path))
     assert there == [".moetune", "checkpoints", "delta", "metrics.jsonl", "notes.txt", "run.yaml"]
     assert (elsewhere / "kept").read_text() == "mine"
@@ -148,7 +150,7 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
     folder = started(tmp_path / "run", steps=1)
     leave_aside(folder.checkpoints_path / "step-2")
     assert folder.check(config(), "auto", overwrite=False) == folder.checkpoints_path / "step-1"
-    folder.create(config(), folder.checkpoints_path / "step-1", overwrite=False)
+    folder.create(config(), folder.checkpoints_path / "step-1", False, None, INPUTS)
     assert [path.name for path in folder.checkpoints_path.iterdir()] == ["step-1"]
 
 
@@ -205,14 +207,14 @@ def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path: Path) -> Non
     assert folder.check(config(), "auto", overwrite=False) == newest
     with pytest.raises(UserError, match=r"train\.expert_memory: .* before, '1MiB' now"):
         folder.check(config(expert_memory="1MiB"), "auto", overwrite=False)
-    folder.create(config(), newest, overwrite=False)  # spells all keys out, and the checkpoint does not
+    folder.create(config(), newest, False, None, INPUTS)  # spells all keys out, and the checkpoint does not
     assert folder.newest_whole() == newest
 
 
 def test_resume_of_a_checkpoint_undoes_what_came_after(tmp_path: Path) -> None:
     folder = started(tmp_path / "run", steps=4)
     checkpoint = folder.check(config(), str(folder.checkpoints_path / "step-2"), overwrite=False)
-    folder.create(config(), checkpoint, overwrite=False)
+    folder.create(config(), checkpoint, False, None, INPUTS)
     assert names(folder) == ["step-1", "step-2"]
     assert [line["step"] for line in folder.metrics()] == [1, 2]
 
@@ -290,7 +292,7 @@ def test_overwrite_leaves_what_is_not_the_runs(tmp_path: Path) -> None:
     assert RunWriter(folder.path).check(config(), "never", overwrite=True) is None
     again = RunWriter(folder.path)
     again.check(config(), "never", overwrite=True)
-    again.create(config(), None, overwrite=True)
+    again.create(config(), None, True, None, INPUTS)
     after = listing(folder.path)
     assert {name: after[name] for name in before} == before
     assert names(again) == []
@@ -344,7 +346,7 @@ def test_a_run_of_an_earlier_version_goes_on_and_is_not_replaced(tmp_path: Path)
             RunWriter(folder.path).check(config(), "never", overwrite)
     again, first = RunWriter(folder.path), folder.checkpoints_path / "step-1"
     assert again.check(config(), str(first), overwrite=False) == first
-    again.create(config(), first, overwrite=False)
+    again.create(config(), first, False, None, INPUTS)
     assert names(again) == ["step-1"]
     RunWriter(folder.path).check(config(), "never", overwrite=True)
     assert (folder.path / "notes.txt").read_bytes() == b"notes.txt"
