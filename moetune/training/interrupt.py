@@ -7,8 +7,6 @@ import time
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from moetune.parallel.ranks import Ranks
 
 _SAME = 1.0
@@ -31,19 +29,16 @@ class Signals:
 
     `received` returns the first signal. A second one, more than `_SAME` seconds later, goes to the handler from before
     the `with`. Outside of the main thread, where Python allows no signal handlers, nothing is recorded.
-
-    Args:
-        device: the device of the tensor that `received` sums over the ranks.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._number, self._at = 0, 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
-            self._before = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -55,13 +50,7 @@ class Signals:
 
         Every rank must call this.
         """
-        if self._ranks.is_single:
-            return self._number
-        found = torch.zeros(2, device=self._device)
-        if self._number:
-            found[int(self._number == signal.SIGTERM)] = 1
-        by_keyboard, by_term = self._ranks.total(found).tolist()
-        return signal.SIGTERM if by_term else signal.SIGINT if by_keyboard else 0
+        return max(self._ranks.gather(self._number))  # SIGTERM has the larger number
 
     def _note(self, number: int, frame: Any) -> None:
         """Record the first signal; pass a later one to the handler from before the `with`."""

@@ -84,7 +84,7 @@ class Loop:
             self._restore_weights(resume)
         self.optimizer = make_optimizer(adapted)
         self.stepper = Stepper(adapted, self.optimizer, RouterWatch(adapted), self.where)
-        self.reporters = Reporters(self.config, folder.path) if self.ranks.is_first else None
+        self.reporters: Reporters | None = None
         self.checkpoint_bytes = 0
 
     def train(self) -> None:
@@ -105,8 +105,8 @@ class Loop:
                 checkpoint.read_optimizer(resume, self.adapted, self.optimizer)
         self.adapted.model.train()
         self.watcher.begin(self)
-        if self.reporters is not None:
-            self.reporters.begin()
+        if ranks.is_first:
+            self.reporters = Reporters(self.config, self.folder.path)
         if self.data.eval is not None and resume is None:
             self._evaluate(0.0)
         if resume is not None:
@@ -114,7 +114,7 @@ class Loop:
                 trainer_state.read_generators(resume, ranks.data_index, self.device)
         interval = Interval()  # its clock starts here
 
-        with Signals(ranks, self.device) as signals:
+        with Signals(ranks) as signals:
             an_epoch = -(-len(share(range(len(rows)), train.micro_batch, ranks)) // train.accumulate)
             for epoch in count(self.step // an_epoch):
                 # The micro-batches of this rank in this epoch, in seeded order; each step takes `accumulate` of them.
@@ -350,11 +350,10 @@ class Loop:
             )
 
     def _restore_weights(self, folder: Path) -> None:
-        """Restore weights, step, tokens, micro-batch, expert load and the first loss from a checkpoint folder."""
+        """Restore weights, step, tokens, micro-batch and expert load from a checkpoint folder."""
         with refusing_damage(folder):
             checkpoint.read_trained(folder, self.adapted)
-            losses = (line["loss"] for line in self.folder.metrics() if line.get("loss") is not None)
-            self.warnings.begin(next(losses, None))
+            self.warnings.begin()
             self.held_out = self.folder.held_out()
             self.total_load.update(trainer_state.read_total_load(folder, self.adapted))
             self.step, self.micro_batch, self.tokens = trainer_state.read_state(folder)

@@ -144,7 +144,7 @@ class Interval:
             "peak_allocated": torch.cuda.max_memory_allocated(norm.device) if norm.is_cuda else None,
             "expert_load": load_summary(by_layer),
             "routing": by_layer,
-            **warnings.about_step(loss, updated, load, _on_host(total_load)),
+            **warnings.about_step(updated, load, _on_host(total_load)),
         }
 
 

@@ -15,14 +15,13 @@ from rich.console import Console
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
 from moetune.adapt.guard import checked, note_dropped
-from moetune.adapt.start_from.start import Start, open_start
+from moetune.adapt.start_from.start import open_start
 from moetune.adapt.weights.base import noting_base, refuse_changed_base
 from moetune.adapt.weights.quantized_base import check_quantized_base
 from moetune.compat.deepspeed import keep_quiet
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
-from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.deepspeed import require_deepspeed
@@ -130,7 +129,7 @@ def train(
             data, tokenizer = data_of(run.config, run.model.source, run.model.settings, began)
         raise_problems(dict.fromkeys(problems))
         # A resumed run does not read `adapt.start_from`, which may have been deleted since.
-        start = _start(plain, overwrite) if checkpoint is None else None
+        start = open_start(plain) if checkpoint is None else None
         counts = count_trainable(plain)
         if run.config.train.epochs is not None:
             steps = ceil(run.config.train.epochs * steps_an_epoch(len(data.train), run.config))
@@ -235,22 +234,6 @@ def _without_weights(run: ResolvedRun) -> Adapted:
     if pretrained:
         check_quantized_base(run)
     return build(run, "meta")
-
-
-def _start(plain: Adapted, overwrite: bool) -> Start | None:
-    """Open and check `adapt.start_from`, without loading weights; None if the run file has none.
-
-    With `overwrite`, which empties the run folder, raise `UserError` if `adapt.start_from` is inside that folder.
-    """
-    config = plain.run.config
-    if config.adapt.start_from is not None and overwrite:
-        start, output = (expanded(path).resolve() for path in (config.adapt.start_from, str(config.output)))
-        if output in (start, *start.parents):
-            raise UserError(
-                f"adapt.start_from: {config.adapt.start_from!r} is in output {config.output!r}, which --overwrite "
-                "empties; choose another output"
-            )
-    return open_start(plain)
 
 
 def _summary(config: RunConfig, counts: dict[str, int], sets: Datasets) -> list[str]:

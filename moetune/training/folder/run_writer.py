@@ -94,7 +94,7 @@ class RunWriter(RunFolder):
         refuse_in_checkpoint(self.path)
         if self.ranks.is_first:
             self._check_writable()
-        self._take_lock(create=False)
+            self._lock.take(f"output {str(self.path)!r}", create=False)
         self._seen, self._ledger = self._names(), Ledger(self.path)
         # A run that was killed before it wrote its run file leaves an empty folder of checkpoints and the ledger.
         if set(self._seen) - {self.checkpoints_path.name, Ledger.NAME}:
@@ -196,21 +196,17 @@ class RunWriter(RunFolder):
             UserError: another process holds the lock, or has written to the folder since `check`; or the folder cannot
                 be made.
         """
+        if not self.ranks.is_first:
+            return
         with self._writing():
-            if self.ranks.is_first:
-                self.path.mkdir(parents=True, exist_ok=True)
-        self._take_lock(create=True)
-        if self.ranks.is_first and self._seen is not None and self._seen != self._names():
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._lock.take(f"output {str(self.path)!r}", create=True)
+        if self._seen is not None and self._seen != self._names():
             raise UserError(f"output {str(self.path)!r}: another run wrote there meanwhile; start again")
 
     def close(self) -> None:
         """Release the lock, if it is held."""
         self._lock.close()
-
-    def _take_lock(self, *, create: bool) -> None:
-        """Take the lock on the first rank; without `create`, only if there is a lock file."""
-        if self.ranks.is_first:
-            self._lock.take(f"output {str(self.path)!r}", create=create)
 
     def create(
         self,
@@ -292,7 +288,6 @@ class RunWriter(RunFolder):
         """Write `base.json`: the base's name and fingerprint (SHA-256 of each file), with a seal."""
         if self.ranks.is_first:
             with self._writing():
-                self._ledger.add("run", BASE_FILE)
                 write_whole(self.path / BASE_FILE, sealed(base.to_json()))
 
     def write_if_possible(self, name: str, text: str) -> None:
@@ -306,15 +301,9 @@ class RunWriter(RunFolder):
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Append a line to `metrics.jsonl`, on the first rank; raise `UserError` if the file cannot be written."""
-        if not self.ranks.is_first:
-            return
-        try:
-            with self.metrics_file.open("a", encoding="utf-8") as file:
+        if self.ranks.is_first:
+            with self._writing(), self.metrics_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise UserError(
-                f"{str(self.metrics_file)!r} cannot be written: {error.strerror}; then continue with --resume auto"
-            ) from error
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -358,15 +347,10 @@ class RunWriter(RunFolder):
             if free > needed and reason is None:
                 raise
             last = [checkpoint.name for checkpoint in self.checkpoints()][-1:] or ["none yet"]
-            why = f"a checkpoint cannot be written to {str(self.checkpoints_path)!r}: {reason}"
-            remedy = "remove the cause"
-            if free <= needed:
-                why = (
-                    f"the disk of {str(self.path)!r} is full: a checkpoint needs {needed:,} bytes and {free:,} are free"
-                )
-                remedy = "free some space"
             raise UserError(
-                f"step {step}: {why}. The last complete one is {last[0]}; {remedy} and continue with --resume auto"
+                f"step {step}: a checkpoint cannot be written to {str(self.checkpoints_path)!r}: "
+                f"{reason or 'no space'}; it needs {needed:,} bytes and {free:,} are free. The last complete one is "
+                f"{last[0]}; free some space, or remove another cause, and continue with --resume auto"
             ) from error
         if first:
             sync(self.checkpoints_path)

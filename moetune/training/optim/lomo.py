@@ -81,16 +81,6 @@ class AdaLomo(ScalingOptimizer):
         defaults = {"lr": lr, "weight_decay": weight_decay, "decay_rate": decay_rate, "threshold": threshold}
         super().__init__(params, defaults | {"eps": eps})
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load copies of states as `torch.optim.Optimizer` does, but in float32 instead of the weights' dtype."""
-        super().load_state_dict(state_dict)
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
-
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
         state = self.state[parameter]
         is_vector = parameter.dim() < 2
