@@ -1,4 +1,4 @@
-"""What befalls a run from outside: kills at random moments, damaged files, a disk that fills up.
+"""What befalls a run from outside: damaged files, and a disk that fills up (for kills see test_resume.py and fuzz/).
 
 After each of them the run either ends as if nothing had happened, bit for bit, or says what is damaged.
 """
@@ -6,12 +6,9 @@ After each of them the run either ends as if nothing had happened, bit for bit, 
 import ctypes
 import json
 import os
-import random
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,78 +28,10 @@ from tests.training.test_resume import (
     elsewhere,
     in_process,
     outcome,
-    trained,
-    work,
     work_alone,
 )
 
 pytestmark = pytest.mark.slow
-
-SEED, KILLS = 0, 30
-TRAIN = {"steps": 8, "log_every": 2, "eval_every": 4, "save_every": 1, "keep_checkpoints": 2, "warmup": 2}
-
-
-@pytest.fixture(scope="module")
-def never_killed(noisy_model: Path, small_data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run file that has been trained to its end in one go; a checkpoint after every step."""
-    return trained(noisy_model, small_data, tmp_path_factory.mktemp("reference"), TRAIN)
-
-
-def asides(output: Path) -> list[Path]:
-    return list(output.glob("checkpoints/.step-*"))
-
-
-def wait_until_within_a_checkpoint(output: Path, nth: int, is_running: Callable[[], bool]) -> None:
-    """Returns while the `nth` folder that is being written, or removed, is there; or when the process has ended."""
-    for _ in range(nth):
-        while is_running() and asides(output):
-            time.sleep(0.0005)
-        while is_running() and not asides(output):
-            time.sleep(0.0005)
-
-
-def killed(run: dict[str, Any], draw: random.Random, seconds: float) -> bool:
-    """Trains on in a process, killed at a random moment: of its time, or of its writing. False: it came to its end."""
-    process = processes.Process(target=work, args=(run, "auto", None))
-    process.start()
-    if draw.random() < 0.5:
-        nth, after = draw.randint(1, 4), draw.uniform(0, 0.01)
-        print(f"killed {after:.4f} s after it was seen writing checkpoint {nth}")
-        wait_until_within_a_checkpoint(Path(run["output"]), nth, process.is_alive)
-    else:
-        after = draw.uniform(0, 0.9) * seconds
-        print(f"killed after {after:.3f} s")
-    process.join(after)
-    process.kill()
-    process.join()
-    assert process.exitcode in (0, -9)
-    return process.exitcode != 0
-
-
-@pytest.mark.full  # on a push, test_resume.py kills at moments that are named
-def test_killed_at_random_moments(never_killed: dict[str, Any], tmp_path: Path) -> None:
-    """Many kills: a run is killed and resumed until it reaches its end, then the next one begins."""
-    draw, run = random.Random(SEED), elsewhere(never_killed, tmp_path / "run-0")
-    begun = time.perf_counter()
-    in_process(elsewhere(never_killed, tmp_path / "timed"))
-    seconds = time.perf_counter() - begun
-    kills, ended, halfway, resumed = 0, 0, 0, 0
-    print(f"seed {SEED}; a run takes {seconds:.2f} s")  # shown if the test fails
-    while kills < KILLS:
-        resumed += bool(RunFolder(Path(run["output"])).checkpoints())
-        if killed(run, draw, seconds):
-            kills += 1
-            halfway += bool(asides(Path(run["output"])))
-            continue
-        assert_same(run, never_killed)
-        ended += 1
-        run = elsewhere(never_killed, tmp_path / f"run-{ended}")
-    in_process(run, resume="auto")
-    assert_same(run, never_killed)
-    print(f"{kills} kills, {halfway} of them within a checkpoint; {resumed} resumed; {ended + 1} runs ended well")
-    assert halfway >= KILLS // 10
-    assert resumed >= KILLS // 3
-
 
 # --- damage ---
 
@@ -234,21 +163,6 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
             assert_same(run, finished.file)
 
 
-@pytest.mark.parametrize("how", thinned(DAMAGE, len(DAMAGE), ("flip", "empty")))
-def test_a_run_at_its_end_reports_the_losses_it_had(how: str, finished: Finished, tmp_path: Path) -> None:
-    path = finished.copy(tmp_path)
-    undamaged = train(RunConfig.model_validate(elsewhere(finished.file, path)), resume="auto")
-    DAMAGE[how](path / "metrics.jsonl")
-    again = RunConfig.model_validate(elsewhere(finished.file, path))
-    if how in ("flip", "cut"):
-        with pytest.raises(UserError, match=r"metrics\.jsonl"):
-            train(again, resume="auto")
-    else:  # it says nothing of earlier losses
-        without = {"eval_loss_before": None, "eval_loss_after": None}
-        assert asdict(train(again, resume="auto")) == asdict(undamaged) | without
-    assert undamaged.eval_loss_before is not None
-
-
 # --- a full disk ---
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
@@ -332,34 +246,28 @@ def told_by(run: dict[str, Any], tmp_path: Path, room: int) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.98])
-def test_a_disk_that_fills_up_within_a_checkpoint(share: float, with_room: dict[str, Any], tmp_path: Path) -> None:
-    """Room for three checkpoints and a `share` of the fourth."""
+def test_a_disk_that_fills_up_within_a_checkpoint(with_room: dict[str, Any], tmp_path: Path) -> None:
+    """Room for three checkpoints and half of the fourth."""
     checkpoint = pages(Path(with_room["output"]) / "checkpoints" / "step-4")
-    told = told_by(with_room, tmp_path, 3 * checkpoint + 11 * PAGE + int(share * checkpoint))
-    print(told["error"])
-    if share:
-        assert "step 4: the disk of" in told["error"]
-        assert "The last complete one is step-3; free some space and continue with --resume auto" in told["error"]
-        needed = int(told["error"].split("needs ")[1].split(" bytes")[0].replace(",", ""))
-        assert checkpoint - 40 * PAGE < needed < checkpoint + 2**20 + 40 * PAGE
-    else:
-        assert "free some space" in told["error"]
+    told = told_by(with_room, tmp_path, 3 * checkpoint + 11 * PAGE + checkpoint // 2)
+    assert "step 4: a checkpoint cannot be written" in told["error"]
+    assert "The last complete one is step-3; free some space" in told["error"]
+    needed = int(told["error"].split("needs ")[1].split(" bytes")[0].replace(",", ""))
+    assert checkpoint - 40 * PAGE < needed < checkpoint + 2**20 + 40 * PAGE
     assert told["newest"] == "step-3"
     assert not [name for name in told["left"] if "/.step" in name or "step-4" in name]
     assert told["after"] is None
     assert_same(elsewhere(with_room, tmp_path / "kept" / "run"), with_room)
 
 
-def test_a_disk_too_small_for_two_checkpoints_is_refused_at_the_start(
+def test_a_disk_too_small_for_two_checkpoints_is_refused_after_the_first_step(
     with_room: dict[str, Any], tmp_path: Path
 ) -> None:
     checkpoint = pages(Path(with_room["output"]) / "checkpoints" / "step-4")
     told = told_by(with_room, tmp_path, int(1.8 * checkpoint))
     assert "checkpoints need" in told["error"]
     assert "bytes there and" in told["error"]
-    assert told["left"] == ["ballast"]
+    assert not [name for name in told["left"] if "step-" in name]
     assert told["after"] is None
     assert_same(elsewhere(with_room, tmp_path / "kept" / "run"), with_room)
     assert len(outcome(with_room)[0]) == 5

@@ -22,18 +22,13 @@ from moetune.adapt.build import build as build_resolved
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.models.source import find_model_source
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedRun
 from moetune.training import interrupt, loop, run
-from moetune.training.data.load import Datasets, data_of
 from moetune.training.folder.checkpoint import parts_of
-from moetune.training.folder.manifest import write_manifest
 from moetune.training.folder.run_writer import RunWriter
 from moetune.training.interrupt import Interrupted
 from moetune.training.loop import Loop
-from moetune.training.metrics import Interval
-from moetune.training.order import shuffled
 from moetune.training.step.stepper import Stepper
 from moetune.watch.ending import ending
 from moetune.watch.memory_record import MemoryRecord
@@ -171,16 +166,6 @@ def test_clipping_acts(small_model: Path, small_data: Path, tmp_path: Path) -> N
     assert norms[0.0] == norms[1e9] == norms[0.01] > 0.1  # logged as it was before
     assert moved[0.0] == moved[1e9] == pytest.approx(0.5 * norms[0.0], rel=1e-4)
     assert moved[0.01] == pytest.approx(0.5 * 0.01, rel=1e-3)
-
-
-@pytest.mark.full
-def test_seeds(noisy_model: Path, small_data: Path, tmp_path: Path) -> None:
-    def lines(seed: int, name: str) -> list[dict[str, Any]]:
-        return trained(small.run_config(noisy_model, small_data, tmp_path / name, "lora", train={"seed": seed}))
-
-    first = lines(1, "first")
-    assert lines(1, "again") == first
-    assert [line["loss"] for line in lines(2, "other")] != [line["loss"] for line in first]
 
 
 def test_the_seed_orders_the_data(small_model: Path, small_data: Path, tmp_path: Path) -> None:
@@ -357,39 +342,6 @@ def test_weights_that_the_last_update_broke_are_not_kept(
     assert len(list((tmp_path / "run/checkpoints").glob("*"))) == steps - 1
 
 
-def data_of_run(config: RunConfig) -> Datasets:
-    source = find_model_source(config.model.path)
-    return data_of(config, source, source.config)[0]
-
-
-@pytest.mark.full
-def test_a_checkpoint_does_not_grow_with_the_steps(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    settings = {"steps": 6, "save_every": 1, "keep_checkpoints": 9}
-    result = train(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
-    sizes = [len(file.read_bytes()) for file in (tmp_path / "run").rglob("trainer_state.json")]
-    assert len(sizes) == 6
-    assert max(sizes) - min(sizes) <= 2  # of digits
-    data = data_of_run(load_run_config(tmp_path / "run/run.yaml"))
-    second = [len(data.train[row]["input_ids"]) for row in shuffled(len(data.train), 0, 1)[:8]]
-    assert result.train_tokens == data.counts.tokens + sum(second)  # an epoch of four steps, and two
-
-
-def test_tokens_that_a_checkpoint_does_not_say_are_not_made_up(
-    small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Those of transformers' Trainer have zero, and of some versions nothing."""
-    settings = {"steps": 1, "save_every": 1, "keep_checkpoints": 9}
-    train(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
-    file = tmp_path / "run/checkpoints/step-1/trainer_state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_input_tokens_seen": 0}))
-    write_manifest(file.parent, 1)
-    longer = small.run_config(small_model, small_data, tmp_path / "run", train=settings | {"steps": 2})
-    result = train(longer, resume="auto")
-    assert "step-1 does not say how many tokens" in "".join(capsys.readouterr())
-    data = data_of_run(longer)
-    assert result.train_tokens == sum(len(data.train[row]["input_ids"]) for row in shuffled(len(data.train), 0, 0)[4:8])
-
-
 def test_a_path_trains(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     raw = small.run_file(small_model, small_data, tmp_path / "run", train={"steps": 1})
     file = tmp_path / "run.yaml"
@@ -477,16 +429,6 @@ def test_early_stopping_keeps_and_exports_the_best(
     shutil.rmtree(tmp_path / "run/checkpoints" / f"step-{last}")
     assert train(config, resume="auto").steps == last  # what follows the best runs again, and ends as before
     assert small.metrics_without_times(tmp_path / "run") == lines
-
-
-def test_the_first_evaluation_does_not_count_as_training_time(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    happened: list[str] = []
-    monkeypatch.setattr(loop, "Interval", lambda: (happened.append("clock starts"), Interval())[1])
-    monkeypatch.setattr(Loop, "_evaluate", lambda *_: happened.append("evaluated"))
-    train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 1}, data={"validation": 0.2}))
-    assert happened[:2] == ["evaluated", "clock starts"]
 
 
 def test_a_held_out_loss_that_is_not_finite_is_null_and_never_the_best(

@@ -46,14 +46,13 @@ def contend(run: dict[str, Any], how: dict[str, Any], start: Any, told: Any) -> 
         told.put((str(error), run["train"]["seed"]))
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("how", [{}, {"resume": "auto"}, {"overwrite": True}], ids=["never", "auto", "overwrite"])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("how", [{}, {"overwrite": True}], ids=["never", "overwrite"])
 def test_of_two_that_race_one_trains(how: dict[str, Any], run: dict[str, Any], tmp_path: Path) -> None:
     output = run["output"] if how else str(tmp_path / "new")
     start, told = processes.Barrier(2), processes.Queue()
-    seeds = (run["train"].get("seed", 0), 0 if "resume" in how else 1)
-    runs = [run | {"output": output, "train": run["train"] | {"seed": seed}} for seed in seeds]
-    racers = [processes.Process(target=contend, args=(one, how, start, told)) for one in runs]
+    runs = [run | {"output": output, "train": run["train"] | {"seed": seed}} for seed in (0, 1)]
+    racers = [processes.Process(target=contend, args=(racing, how, start, told)) for racing in runs]
     for racer in racers:
         racer.start()
     ends = [told.get(timeout=60) for _ in racers]
@@ -63,46 +62,25 @@ def test_of_two_that_race_one_trains(how: dict[str, Any], run: dict[str, Any], t
     refused = [end for end, _ in ends if end != "done"]
     assert all("is being written by" in end or "meanwhile" in end or "holds a run" in end for end in refused)
     assert trained
-    if not how:
-        assert len(refused) == 1
+    assert how or len(refused) == 1
     folder = RunFolder(Path(output))
-    assert not (folder.path / ".lock").exists()
-    kept = yaml.safe_load((folder.path / "run.yaml").read_text())
-    assert kept["train"]["seed"] in trained
+    kept = yaml.safe_load((folder.path / "run.yaml").read_text())["train"]["seed"]
+    assert kept in trained
     for checkpoint in folder.checkpoints():
         assert damage(checkpoint) is None
-        assert yaml.safe_load((checkpoint / "run.yaml").read_text())["train"]["seed"] == kept["train"]["seed"]
+        assert yaml.safe_load((checkpoint / "run.yaml").read_text())["train"]["seed"] == kept
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("how", [{"overwrite": True}, {"resume": "auto"}, {"resume": "PATH"}, {"dry_run": True}])
-def test_a_run_that_goes_on_is_left_alone(how: dict[str, Any], run: dict[str, Any]) -> None:
+def test_a_live_run_is_left_alone_and_read(run: dict[str, Any], tmp_path: Path) -> None:
+    """A dry run too is told; exports go on beside it."""
     live = RunWriter(Path(run["output"]))
     live.lock()
-    if "dry_run" in how:
-        how = how | {"resume": "auto"}
-    if how.get("resume") == "PATH":
-        how = {"resume": str(live.checkpoints()[-1])}
-    with pytest.raises(UserError, match=r"output '.*run' is being written by process \d+ on .+; wait for it to end"):
-        train(RunConfig.model_validate(run), **how)
-    live.close()
-    train(RunConfig.model_validate(run), resume="auto")
-
-
-def test_readers_work_beside_a_live_run(run: dict[str, Any], tmp_path: Path) -> None:
-    """And what is being read is not removed as an old checkpoint."""
-    live, reader = RunWriter(Path(run["output"])), RunFolder(Path(run["output"]))
-    live.lock()
+    for how in ({"overwrite": True}, {"resume": "auto", "dry_run": True}):
+        with pytest.raises(
+            UserError, match=r"output '.*run' is being written by process \d+ on .+; wait for it to end"
+        ):
+            train(RunConfig.model_validate(run), **how)
     assert export(run["output"], "delta", tmp_path / "out").step == 2
-    assert reader.newest_whole(hold=True) is not None
-    for step in (3, 4):
-        with live.new_checkpoint(step, keep=1):
-            pass
-    assert [path.name for path in live.checkpoints()] == ["step-2", "step-4"]
-    del reader
-    with live.new_checkpoint(5, keep=1):
-        pass
-    assert [path.name for path in live.checkpoints()] == ["step-5"]
     live.close()
 
 

@@ -161,30 +161,11 @@ def never_killed(noisy_model: Path, small_data: Path, tmp_path_factory: pytest.T
     return trained(noisy_model, small_data, tmp_path_factory.mktemp("reference"), TRAIN)
 
 
-@pytest.mark.full
-def test_the_reference_draws_random_numbers_and_learns(never_killed: dict[str, Any]) -> None:
-    lines, tensors, _ = outcome(never_killed)
-    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
-    assert sorted(losses) == [2, 3, 4, 6, 8]  # every second step, and where a checkpoint is
-    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 4, 8]
-    assert losses[8] < losses[2]
-    assert all(tensor.any() for tensor in tensors.values())
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("moment", thinned(MOMENTS, 3, ("within the first checkpoint",)))
 def test_killed_and_resumed(moment: str, never_killed: dict[str, Any], tmp_path: Path) -> None:
     run = elsewhere(never_killed, tmp_path / "run")
     in_process(run, moment=MOMENTS[moment])
-    in_process(run, resume="auto")
-    assert_same(run, never_killed)
-
-
-@pytest.mark.full
-def test_killed_again_and_again(never_killed: dict[str, Any], tmp_path: Path) -> None:
-    run = elsewhere(never_killed, tmp_path / "run")
-    for micro_step in (8, 2, 6):
-        in_process(run, resume="auto", moment=("moetune.training.step.stepper.micro_step", micro_step, "before"))
     in_process(run, resume="auto")
     assert_same(run, never_killed)
 
@@ -293,20 +274,6 @@ def test_a_resumed_run_may_keep_other_rows(small_model: Path, small_data: Path, 
     lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("straight", "resumed")]
     losses = [[json.loads(line).get("loss") for line in of_run] for of_run in lines]
     assert losses[0] == losses[1]
-
-
-@pytest.mark.full
-def test_more_steps_and_other_intervals(never_killed: dict[str, Any], tmp_path: Path) -> None:
-    """A finished run goes on when `train.steps` is raised, at the intervals of the new run file."""
-    run = elsewhere(never_killed, tmp_path / "run")
-    in_process(run)
-    more = {"steps": 11, "log_every": 1, "eval_every": 5, "save_every": 10}
-    run["train"] = run["train"] | more
-    in_process(run, resume="auto")
-    lines = small.read_metrics(tmp_path / "run")
-    assert [line["step"] for line in lines if "loss" in line] == [2, 3, 4, 6, 8, 9, 10, 11]
-    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 4, 8, 10, 11]
-    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["train"]["steps"] == 11
 
 
 class Mkdir:

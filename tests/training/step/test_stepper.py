@@ -160,20 +160,6 @@ def test_a_gradient_may_be_bounded_element_by_element(small_model: Path) -> None
     assert all(torch.equal(weight, results[1][key]) for key, weight in results[0].items())
 
 
-def test_the_bound_is_of_the_sum_over_micro_steps(small_model: Path) -> None:
-    """With offload too, where `train.on_oom` has made two micro-steps of the one that the run file sets."""
-    results = []
-    for offload in (False, True):
-        run = Run(run_config(small_model, {"name": "sgd", "offload": offload}, max_grad_value=1e-4))
-        tokens = sum(int(count_loss_tokens(batch)) for batch in run.batches)
-        for number, batch in enumerate(run.batches):
-            run.stepper.micro_step(batch, tokens, last=number == 1)
-        run.stepper.finish()
-        results.append(run.weights())
-    for key, weight in results[0].items():
-        torch.testing.assert_close(results[1][key], weight, rtol=0, atol=1e-6, msg=key)
-
-
 def test_an_empty_shard_has_nothing_to_bound() -> None:
     bound_(torch.empty(0, 4), 1.0)
 
