@@ -303,7 +303,8 @@ class Loop:
         self._refuse_broken()
         train = self.config.train
         best = None if train.early_stopping is None else best_step(self.held_out)
-        with self.folder.new_checkpoint(self.step, train.keep_checkpoints, self.checkpoint_bytes, best) as aside:
+        needed = self.checkpoint_bytes + 2**20  # 1 MiB for the other files
+        with self.folder.new_checkpoint(self.step, train.keep_checkpoints, needed, best) as aside:
             checkpoint.write(aside, self.adapted, self.optimizer, self.step)
             if self.ranks.coordinates.tp == 0:  # the other tp ranks have the same random numbers
                 trainer_state.write_generators(aside, self.ranks.data_index, self.device)
@@ -326,7 +327,7 @@ class Loop:
                 / ranks.copies(parameter, of_expert=parameter in of_experts)
                 for parameter, weight, states in saved
             )
-        self.checkpoint_bytes = math.ceil(sum(ranks.gather(mine))) + 2**20  # 1 MiB for the other files
+        self.checkpoint_bytes = math.ceil(sum(ranks.gather(mine)))
         self.folder.refuse_full_disk(self.checkpoint_bytes * (2 if self.resume is None else 1))
 
     @torch.no_grad()
