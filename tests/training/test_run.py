@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from moetune.errors import UserError
 from moetune.training.preview import preview
@@ -26,21 +25,6 @@ def test_a_loss_that_is_no_number(small_model: Path, small_data: Path, tmp_path:
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     reached = int(newest.name.removeprefix("step-"))
     assert len(small.read_metrics(tmp_path / "run")) == reached  # the step that went wrong is not saved
-
-
-def test_router_losses_of_a_dense_model(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    folder = small.write_model(tmp_path / "dense")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    for weights in folder.glob("*.safetensors"):
-        weights.unlink()
-    LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes)).save_pretrained(folder)
-    config = small.run_config(
-        folder, small_data, tmp_path / "run", adapt={"router": "none", "also": ["norm"]}, train={"router_aux_loss": 0.1}
-    )
-    with pytest.raises(UserError, match=r"'llama' is a dense model without routers; set both to 0"):
-        train(config)
-    assert not (tmp_path / "run").exists()
-    train(small.run_config(folder, small_data, tmp_path / "run", adapt={"router": "none", "also": ["norm"]}))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(small_data: Path, tmp_path: Path) -> None:
