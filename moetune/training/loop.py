@@ -27,7 +27,7 @@ from moetune.training.folder import checkpoint, trainer_state
 from moetune.training.folder.run_folder import best_step, is_stopped
 from moetune.training.folder.run_writer import RunWriter
 from moetune.training.folder.trainer_state import refusing_damage
-from moetune.training.interrupt import Interrupted, Signals
+from moetune.training.interrupt import Interrupted, recorded_signals
 from moetune.training.metrics import Interval, Pace, Sums
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.optim.schedule import rate_factor
@@ -107,14 +107,14 @@ class Loop:
         self.watcher.begin(self)
         if ranks.is_first:
             self.reporters = Reporters(self.config, self.folder.path)
-        if self.data.eval is not None and resume is None:
-            self._evaluate(0.0)
         if resume is not None:
             with refusing_damage(resume):
                 trainer_state.read_generators(resume, ranks.data_index, self.device)
+        elif self.data.eval is not None:
+            self._evaluate(0.0)
         interval = Interval()  # its clock starts here
 
-        with Signals(ranks) as signals:
+        with recorded_signals(ranks) as received:
             an_epoch = -(-len(share(range(len(rows)), train.micro_batch, ranks)) // train.accumulate)
             for epoch in count(self.step // an_epoch):
                 # The micro-batches of this rank in this epoch, in seeded order; each step takes `accumulate` of them.
@@ -141,7 +141,7 @@ class Loop:
                     self.watcher.step_ends()
 
                     # After the step: metrics, held-out loss, checkpoint.
-                    ends, signal = self.step == train.steps, signals.received()
+                    ends, signal = self.step == train.steps, received()
                     saves = ends or bool(signal) or self.step % train.save_every == 0
                     evaluates = self.data.eval is not None and (ends or self.step % train.eval_every == 0)
                     so_far = epoch + (min(first + train.accumulate, len(left)) + len(mine) - len(left)) / len(mine)

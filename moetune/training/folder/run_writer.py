@@ -93,7 +93,8 @@ class RunWriter(RunFolder):
             raise UserError("--resume and --overwrite exclude each other")
         refuse_in_checkpoint(self.path)
         if self.ranks.is_first:
-            self._check_writable()
+            with self._writing(), TemporaryFile(dir=nearest_existing(self.path)):
+                pass
             self._lock.take(f"output {str(self.path)!r}", create=False)
         self._seen, self._ledger = self._names(), Ledger(self.path)
         # A run that was killed before it wrote its run file leaves an empty folder of checkpoints and the ledger.
@@ -125,18 +126,6 @@ class RunWriter(RunFolder):
             self.metrics_until(checkpoint)
         self._refuse_foreign(0 if checkpoint is None else step_of(checkpoint))
         return checkpoint
-
-    def _check_writable(self) -> None:
-        """Raise `UserError` unless a file can be made in the run folder, or in its nearest parent that exists."""
-        where = self.path
-        try:
-            where = nearest_existing(self.path)
-            with TemporaryFile(dir=where):
-                pass
-        except OSError as error:
-            raise UserError(
-                f"output {str(self.path)!r} cannot be written: {error.strerror} ({where}); choose another output"
-            ) from None
 
     def _chosen(self, resume: str) -> Path:
         """Return the folder that `--resume PATH` names; `UserError` if the checkpoint is damaged or of another run."""

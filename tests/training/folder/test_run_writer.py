@@ -106,7 +106,7 @@ def test_what_a_run_has_lost_is_named(tmp_path: Path, lost: str) -> None:
 )
 def test_an_unwritable_output(tmp_path: Path, output: str, reason: str) -> None:
     (tmp_path / "file").write_text("a file")
-    with pytest.raises(UserError, match=rf"cannot be written: {reason} .*choose another output"):
+    with pytest.raises(UserError, match=f"cannot be written: {reason}"):
         RunWriter(tmp_path / output).check(config(), "never", overwrite=False)
 
 
