@@ -43,11 +43,6 @@ def test_problems_of_every_kind_are_reported_together(small_model: Path, tmp_pat
     assert all(part in str(error.value) for part in ("tensorboard", "adapt.router", "missing.jsonl"))
 
 
-def test_float32_bases_count_and_train_on_a_cpu(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    result = train(small.run_config(small_model, small_data, tmp_path / "run", model={"base": "fp32"}))
-    assert result.steps == 3
-
-
 @pytest.mark.parametrize(
     ("section", "message"),
     [

@@ -249,6 +249,18 @@ def test_a_lock_that_is_not_ours_is_left_as_it_is(text: bytes, is_link: bool, tm
     assert (output / ".lock").is_symlink() == is_link
 
 
+def test_a_run_that_another_began_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    second = RunWriter(tmp_path / "run")
+    second.check(config(), "never", overwrite=False)
+    first = started(tmp_path / "run")
+    first.lock()
+    with pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on"):
+        second.lock()
+    first.close()
+    with pytest.raises(UserError, match="another run wrote there meanwhile; start again"):
+        second.lock()
+
+
 REFUSALS = {errno.ENOSPC: "No space left", errno.EDQUOT: "quota", errno.EIO: "Input/output", errno.EROFS: "Read-only"}
 
 

@@ -203,15 +203,6 @@ def test_per_layer_it_is_the_mean_of_each_layers(small_model: Path) -> None:
     assert watch.losses(routed, per_layer=True)[0].item() == pytest.approx(sum(alone) / len(alone), rel=1e-6)
 
 
-def test_off_it_keeps_nothing(small_model: Path) -> None:
-    adapted, batch = built(small_model), collate(ROWS, PAD)
-    watch = RouterWatch(adapted)
-    with watch.recording(batch["attention_mask"], logits=False) as routed:
-        token_loss(adapted.model, batch)
-    assert routed.logits == {}
-    assert all(load.grad_fn is None for load in routed.load.values())
-
-
 def test_gemma_4_gives_logits_not_probabilities(tmp_path: Path) -> None:
     adapted = build_toy(toy_config("gemma4_text"), tmp_path, {"router": "all"}, model={"base": "fp32", "dtype": "fp32"})
     layer = adapted.structure.moe_layers[0]
