@@ -126,7 +126,7 @@ class Interval:
         seconds = time.perf_counter() - self.since
         load = {layer: ranks.total_over_data(tokens) for layer, tokens in self.sums.load.items()}
         add_load(total_load, load)
-        load = _on_host(load)
+        load = {layer: tokens.cpu() for layer, tokens in load.items()}
         by_layer = load_by_layer(load)
         router_loss = self.sums.router_loss
         if router_loss is not None:
@@ -144,7 +144,7 @@ class Interval:
             "peak_allocated": torch.cuda.max_memory_allocated(norm.device) if norm.is_cuda else None,
             "expert_load": load_summary(by_layer),
             "routing": by_layer,
-            **warnings.about_step(updated, load, _on_host(total_load)),
+            **warnings.about_step(updated, load, {layer: tokens.cpu() for layer, tokens in total_load.items()}),
         }
 
 
@@ -179,11 +179,3 @@ def load_by_layer(load: Mapping[int, Tensor]) -> dict[str, dict[str, Any]]:
         }
         for layer, tokens in load.items()
     }
-
-
-def _on_host(load: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Copy expert load to the host, in a single transfer for all layers."""
-    if not load:
-        return {}
-    split = torch.cat(list(load.values())).cpu().split([len(tokens) for tokens in load.values()])
-    return dict(zip(load, split, strict=True))

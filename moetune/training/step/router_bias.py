@@ -39,12 +39,8 @@ class RouterBiases:
 
         Every rank must call this.
         """
-        if not self._load:
-            return
-        totals = self._ranks.total_over_data(torch.cat(list(self._load.values())))
-        sizes = [len(load) for load in self._load.values()]
-        for layer, load_E in zip(self._load, totals.split(sizes), strict=True):
-            bias = self._biases[layer]
+        for layer, load_E in self._load.items():
+            bias, load_E = self._biases[layer], self._ranks.total_over_data(load_E)
             bias += self._rate * torch.sign(load_E.mean() - load_E).view_as(bias)
         self.forget()
 
