@@ -145,7 +145,7 @@ def train(
             step, _, tokens = read_state(checkpoint)
             return TrainResult(output, step, counts, tokens, *_held_out(folder))
 
-        # Build the model. Check model, inputs, checkpoint, kernels and free disk space.
+        # Build the model. Check model, inputs and kernels.
         if checkpoint is not None:
             folder.base()  # raises if base.json is damaged, before the weights are read
         run = checked(run, device, ranks, say)
