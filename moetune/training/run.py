@@ -173,6 +173,8 @@ def train(
             _refuse_other_base(folder, config, base, say)
         for note in start.load(adapted, base) if start is not None else ():
             say(f"{config.adapt.start_from}: {note}")
+        # Before any forward pass: under FSDP2 gathered weights are then in the place of those that train.
+        warnings = RunWarnings(adapted, counts["total"], console)
         if packing:
             rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
             refuse_leaky_packing(adapted.model, rows, config.train.sequence_length)
@@ -180,7 +182,6 @@ def train(
         # From here on files are written to the run folder.
         folder.lock()
         folder.create(config, checkpoint, overwrite, base, inputs)
-        warnings = RunWarnings(adapted, counts["total"], console)
         warnings.about_data(data)
         if checkpoint is not None:
             for reason in folder.damaged:
