@@ -264,24 +264,23 @@ def settle(path: Path) -> None:
         sync(item)
 
 
-def lock(path: Path, mode: str, *, shared: bool = False) -> IO[bytes] | None:
+def lock(path: Path, mode: str) -> IO[bytes] | None:
     """Open a file and lock it with flock until it is closed; return None if another process holds the lock.
 
     flock excludes processes of this machine on a local disk, and of all machines on NFS (Linux 2.6.12 and later).
 
     Args:
-        mode: `"rb"` reads; `"r+b"` reads and writes; `"a+b"` also creates the file if it does not exist.
-        shared: take a lock that several processes may hold at the same time.
+        mode: `"r+b"` reads and writes; `"a+b"` also creates the file if it does not exist.
 
     Raises:
         OSError: the file cannot be opened, or is a symbolic link; or its file system has no locks.
     """
     while True:
-        flags = os.O_RDONLY if mode == "rb" else os.O_RDWR | (os.O_CREAT if mode == "a+b" else 0)
+        flags = os.O_RDWR | (os.O_CREAT if mode == "a+b" else 0)
         # O_NOFOLLOW: refuse a link; O_NONBLOCK: do not wait for the other end of a named pipe
         file: IO[bytes] = os.fdopen(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), mode.replace("a", "r"))
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                 return file
         except BlockingIOError:

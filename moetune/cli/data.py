@@ -21,8 +21,8 @@ def data(
         from moetune.report.page import write_page
         from moetune.training.preview import preview
 
-    previewed = preview(config, records)
-    view = data_view(previewed.name, previewed.to_json())
+        name, previewed = preview(config, records)
+    view = data_view(name, previewed)
     if html is not None:
         write_page(view, html)
-    cli.answer(json_, previewed.to_json(), view)
+    cli.answer(json_, previewed, view)

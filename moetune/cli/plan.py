@@ -175,7 +175,8 @@ def _tokens_of(data: str, model: str, length: int) -> tuple[int | None, tuple[st
 
     run = {"model": {"path": model}, "adapt": {}, "train": {"sequence_length": length}, "data": {"train": data}}
     try:
-        return preview(read_run_config(run, (), f"a run on {data}")).counts.tokens, ()
+        _, found = preview(read_run_config(run, (), f"a run on {data}"))
+        return found["train"]["tokens"], ()
     except UserError as error:
         return None, (f"no hours for {data!r}, whose tokens could not be counted ({one_line(error)}); give --tokens",)
 

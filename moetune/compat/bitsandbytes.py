@@ -117,19 +117,11 @@ def update(optimizer: Any) -> None:
         optimizer.step()
 
 
-def load_paged(optimizer: Any, state: dict[str, Any]) -> None:
-    """Load `optimizer.state_dict()` of a paged optimizer, with large states in paged memory again.
-
-    bitsandbytes' own `load_state_dict` would put them into ordinary GPU memory.
-    """
-    optimizer.load_state_dict(state, move_to_device=False)
+def page(optimizer: Any) -> None:
+    """Move the large states of a paged optimizer, which were read from a checkpoint, into paged memory."""
     for parameter, values in optimizer.state.items():
         for key, value in values.items():
-            if not isinstance(value, Tensor):
-                continue
             if parameter.is_cuda and key in _PAGED and value.numel() >= SMALLEST_PAGED:
                 paged = get_paged(*value.shape, dtype=value.dtype, device=parameter.device)
                 optimizer.page_mng.paged_tensors.append(paged)
                 values[key] = paged.copy_(value)
-            else:
-                values[key] = value.to(parameter.device)

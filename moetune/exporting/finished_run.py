@@ -73,7 +73,7 @@ def open_run(path: Path) -> FinishedRun:
     config = read_own_config(path)
     folder = RunFolder(path)
     path = folder.path
-    checkpoint = folder.newest_whole(best=config.train.early_stopping is not None, hold=True)
+    checkpoint = folder.newest_whole(best=config.train.early_stopping is not None)
     if checkpoint is None:
         raise UserError(f"the run in {str(path)!r} has no checkpoint yet; train.save_every says when one is written")
     base = folder.base() if config.model.weights == "pretrained" else None
@@ -123,18 +123,13 @@ def refuse_changed_model(folder: RunFolder, model: ResolvedModel) -> list[str]:
     """Compare the configuration and tokenizer now in `model.path` with those that the run recorded.
 
     Returns:
-        Notes about changes that do little or no harm; empty if the run recorded nothing.
+        Notes about changes that do little or no harm.
 
     Raises:
         UserError: the configuration or the tokenizer is that of another model.
     """
-    noted = folder.inputs()
-    if noted is None:
-        return []
     where = f"the run in {str(folder.path)!r} is of another model"
-    notes = noted.refuse_other_model(*beside_weights(model.source.local_folder()), where)
-    requantized = noted.requantized(model)
-    return notes if requantized is None else [*notes, requantized]
+    return folder.inputs().refuse_other_model(*beside_weights(model.source.local_folder()), where)
 
 
 @torch.no_grad()

@@ -4,10 +4,9 @@ import os
 import signal
 import threading
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-
-import torch
 
 from moetune.parallel.ranks import Ranks
 
@@ -26,47 +25,28 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
-class Signals:
-    """Context manager that records SIGINT and SIGTERM instead of letting them end the process.
+@contextmanager
+def recorded_signals(ranks: Ranks) -> Iterator[Callable[[], int]]:
+    """Record SIGINT and SIGTERM in the `with` block instead of letting them end the process.
 
-    `received` returns the first signal. A second one, more than `_SAME` seconds later, goes to the handler from before
-    the `with`. Outside of the main thread, where Python allows no signal handlers, nothing is recorded.
-
-    Args:
-        device: the device of the tensor that `received` sums over the ranks.
+    Yields a function, which every rank must call together: it returns the number of the first signal that any rank
+    received, 0 for none; if ranks received both, SIGTERM. A second signal, more than `_SAME` seconds later, goes to the
+    handler from before. Outside of the main thread, where Python allows no signal handlers, nothing is recorded.
     """
+    first, since, before = 0, 0.0, dict[int, Any]()
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
-        self._number, self._at = 0, 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def received(self) -> int:
-        """Return the number of the signal that any rank received, 0 for none; if there were both, SIGTERM.
-
-        Every rank must call this.
-        """
-        if self._ranks.is_single:
-            return self._number
-        found = torch.zeros(2, device=self._device)
-        if self._number:
-            found[int(self._number == signal.SIGTERM)] = 1
-        by_keyboard, by_term = self._ranks.total(found).tolist()
-        return signal.SIGTERM if by_term else signal.SIGINT if by_keyboard else 0
-
-    def _note(self, number: int, frame: Any) -> None:
-        """Record the first signal; pass a later one to the handler from before the `with`."""
-        if not self._number:
-            self._number, self._at = number, time.monotonic()
-        elif time.monotonic() - self._at > _SAME:
-            signal.signal(number, self._before[number])
+    def note(number: int, frame: Any) -> None:
+        nonlocal first, since
+        if not first:
+            first, since = number, time.monotonic()
+        elif time.monotonic() - since > _SAME:
+            signal.signal(number, before[number])
             os.kill(os.getpid(), number)
+
+    if threading.current_thread() is threading.main_thread():
+        before.update((number, signal.signal(number, note)) for number in (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield lambda: max(ranks.gather(first))  # SIGTERM has the larger number
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

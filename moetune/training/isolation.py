@@ -12,8 +12,9 @@ The code of a model does not show this reliably, so the model is run, on rows of
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -92,14 +93,8 @@ def _without_experts(model: nn.Module) -> Iterator[None]:
     Only `forward` is replaced, not the module: FSDP2 links its modules in the first forward pass, and one missing then
     would become a separate root, which holds its gradient buffers until the end of the backward pass.
     """
-    experts = [module for module in model.modules() if isinstance(module, ExpertBank) or is_experts(module)]
-    before = [vars(module).get("forward") for module in experts]
-    for module in experts:
-        vars(module)["forward"] = _scaled
-    try:
+    with ExitStack() as replaced:
+        for module in model.modules():
+            if isinstance(module, ExpertBank) or is_experts(module):
+                replaced.enter_context(patch.object(module, "forward", _scaled))
         yield
-    finally:
-        for module, forward in zip(experts, before, strict=True):
-            del vars(module)["forward"]
-            if forward is not None:
-                vars(module)["forward"] = forward

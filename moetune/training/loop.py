@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import set_seed
 
 from moetune.adapt.attention import document_inputs
@@ -29,12 +28,12 @@ from moetune.training.folder import checkpoint, trainer_state
 from moetune.training.folder.run_folder import best_step, is_stopped
 from moetune.training.folder.run_writer import RunWriter
 from moetune.training.folder.trainer_state import refusing_damage
-from moetune.training.interrupt import Interrupted, Signals
+from moetune.training.interrupt import Interrupted, recorded_signals
 from moetune.training.metrics import Interval, Pace, Sums
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.optim.schedule import rate_factor
 from moetune.training.optim.values import as_float, generator_states, set_generator_states
-from moetune.training.order import MicroBatch, share, shuffled
+from moetune.training.order import share, shuffled
 from moetune.training.reporters import Reporters
 from moetune.training.run_warnings import RunWarnings, refuse_broken_weights
 from moetune.training.step.batch import Batch, Row, collate, uncounted
@@ -86,7 +85,8 @@ class Loop:
             self._restore_weights(resume)
         self.optimizer = make_optimizer(adapted)
         self.stepper = Stepper(adapted, self.optimizer, RouterWatch(adapted), self.where)
-        self.reporters = Reporters(self.config, folder.path) if self.ranks.is_first else None
+        self.reporters: Reporters | None = None
+        self.checkpoint_bytes = 0
 
     def train(self) -> None:
         """Run the remaining steps up to `train.steps`, and save a checkpoint after the last.
@@ -106,27 +106,24 @@ class Loop:
                 checkpoint.read_optimizer(resume, self.adapted, self.optimizer)
         self.adapted.model.train()
         self.watcher.begin(self)
-        if self.reporters is not None:
-            self.reporters.begin()
-        if self.data.eval is not None and resume is None:
+        if ranks.is_first:
+            self.reporters = Reporters(self.config, self.folder.path)
+        if resume is not None:
+            with refusing_damage(resume):
+                trainer_state.read_generators(resume, ranks.data_index, self.device)
+        elif self.data.eval is not None:
             self._evaluate(0.0)
         interval = Interval()  # its clock starts here
 
-        with Signals(ranks, self.device) as signals:
+        with recorded_signals(ranks) as received:
             an_epoch = -(-len(share(range(len(rows)), train.micro_batch, ranks)) // train.accumulate)
             for epoch in count(self.step // an_epoch):
                 # The micro-batches of this rank in this epoch, in seeded order; each step takes `accumulate` of them.
                 mine = share(shuffled(len(rows), train.seed, epoch), train.micro_batch, ranks)
                 left = mine[self.step % an_epoch * train.accumulate :]
-                if resume is not None and len(left) == len(mine):
-                    self._restore_generators(resume)
-                    resume = None
-                loader = iter(DataLoader(rows, batch_sampler=[batch.rows for batch in left], collate_fn=list))
-                if resume is not None:  # within an epoch: after `iter(DataLoader)`, which draws a random number
-                    self._restore_generators(resume)
-                    resume = None
                 for first in range(0, len(left), train.accumulate):
-                    batches = [(next(loader), batch) for batch in left[first : first + train.accumulate]]
+                    taken = left[first : first + train.accumulate]
+                    batches = [([rows[index] for index in batch.rows], batch.counts) for batch in taken]
 
                     # One step: forward and backward of each micro-batch; reduce and clip the gradients; update.
                     factor = rate_factor(train, self.step)
@@ -139,11 +136,13 @@ class Loop:
                         reduced = self.stepper.reduce_and_clip()
                     self.stepper.update(reduced)
                     self.step += 1
+                    if not self.checkpoint_bytes:
+                        self._refuse_full_disk()
                     interval.add(sums, reduced)
                     self.watcher.step_ends()
 
                     # After the step: metrics, held-out loss, checkpoint.
-                    ends, signal = self.step == train.steps, signals.received()
+                    ends, signal = self.step == train.steps, received()
                     saves = ends or bool(signal) or self.step % train.save_every == 0
                     evaluates = self.data.eval is not None and (ends or self.step % train.eval_every == 0)
                     so_far = epoch + (min(first + train.accumulate, len(left)) + len(mine) - len(left)) / len(mine)
@@ -180,10 +179,10 @@ class Loop:
 
     # --- A step -----------------------------------------------------------------------------------------------------
 
-    def _micro_steps(self, batches: Sequence[tuple[list[Row], MicroBatch]]) -> Sums:
+    def _micro_steps(self, batches: Sequence[tuple[list[Row], bool]]) -> Sums:
         """Run forward and backward of all micro-batches of a step, and return this rank's sums over them.
 
-        `batches` has (rows, their `MicroBatch`) for each micro-batch. When memory runs out and `train.on_oom` allows
+        `batches` has (rows, `MicroBatch.counts`) for each micro-batch. When memory runs out and `train.on_oom` allows
         it, the whole step is repeated with a smaller micro-batch and the same random numbers.
         """
         drawn = generator_states(self.device)
@@ -200,18 +199,15 @@ class Loop:
             self.watcher.step_begins()
             set_generator_states(drawn, self.device)
 
-    def _attempt(self, batches: Sequence[tuple[list[Row], MicroBatch]]) -> Sums:
+    def _attempt(self, batches: Sequence[tuple[list[Row], bool]]) -> Sums:
         """Do the work of `_micro_steps` once, `self.micro_batch` rows at a time; raise `torch.OutOfMemoryError` if
         memory runs out."""
         predicted = sum(
-            int((np.asarray(row["labels"])[1:] != IGNORED).sum())
-            for rows, batch in batches
-            if batch.counts
-            for row in rows
+            int((np.asarray(row["labels"])[1:] != IGNORED).sum()) for rows, counts in batches if counts for row in rows
         )
         tokens = self.ranks.total_over_data(torch.tensor(predicted, device=self.device))
         size, sums = self.micro_batch, Sums()
-        parts = [(rows[at : at + size], batch.counts) for rows, batch in batches for at in range(0, len(rows), size)]
+        parts = [(rows[at : at + size], counts) for rows, counts in batches for at in range(0, len(rows), size)]
         for number, (rows, counts) in enumerate(parts):
             self.where.step, self.where.micro_step, self.where.phase = self.step + 1, number, "forward"
             batch = self._batch(rows, counts)
@@ -237,9 +233,9 @@ class Loop:
             raise error
         self.micro_batch = size // next(n for n in range(2, size + 1) if size % n == 0)
         train = self.smaller_run().config.train
-        found = {"phase": where.phase, "micro_step": where.micro_step}
+        place = {"phase": where.phase, "micro_step": where.micro_step}
         smaller = {"micro_batch": train.micro_batch, "accumulate": train.accumulate}
-        self.folder.append_metrics({"step": where.step, "out_of_memory": found, **smaller})
+        self.folder.append_metrics({"step": where.step, "out_of_memory": place, **smaller})
         self._say(
             f"step {where.step}: out of memory in {where.phase}, micro-step {where.micro_step}; the step is run again "
             f"with train.micro_batch {train.micro_batch}, train.accumulate {train.accumulate}"
@@ -290,10 +286,10 @@ class Loop:
         memory = loss_bytes(self.adapted.run, self.micro_batch)
         assert rows is not None
         batches = share(range(len(rows)), train.eval_micro_batch or train.micro_batch, self.ranks)
-        loader = DataLoader(rows, batch_sampler=[batch.rows for batch in batches], collate_fn=list)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for some, batch in zip(loader, batches, strict=True):
-            loss, predicted = held_out_loss(model, self._on_device(self._batch(some, batch.counts)), memory)
+        for batch in batches:
+            inputs = self._batch([rows[index] for index in batch.rows], batch.counts)
+            loss, predicted = held_out_loss(model, self._on_device(inputs), memory)
             sums += torch.stack([loss.double(), predicted.double()])
         model.train()
         total, tokens = self.ranks.total_over_data(sums).tolist()
@@ -306,17 +302,34 @@ class Loop:
     def _save(self) -> None:
         """Write a checkpoint; raise `UserError` if a trained weight is not finite."""
         self._refuse_broken()
-        optimizer, trained = self.optimizer, self.adapted.trainable().values()
-        # bytes: the tensors, and 1 MiB for the other files
-        needed = sum(x.nbytes for x in (*trained, *optimizer.states(), *optimizer.masters())) + 2**20
         train = self.config.train
         best = None if train.early_stopping is None else best_step(self.held_out)
+        needed = self.checkpoint_bytes + 2**20  # 1 MiB for the other files
         with self.folder.new_checkpoint(self.step, train.keep_checkpoints, needed, best) as aside:
-            checkpoint.write(aside, self.adapted, optimizer, self.step)
+            checkpoint.write(aside, self.adapted, self.optimizer, self.step)
             if self.ranks.coordinates.tp == 0:  # the other tp ranks have the same random numbers
                 trainer_state.write_generators(aside, self.ranks.data_index, self.device)
             if self.ranks.is_first:
                 trainer_state.write_state(aside, self.step, self.micro_batch, self.tokens, self.total_load)
+
+    def _refuse_full_disk(self) -> None:
+        """Note how many bytes a checkpoint takes, now that the optimizer has its states; raise `UserError` if the disk
+        has too little room. Every rank must call this.
+
+        An old checkpoint is removed only when the new one is complete, so a new run needs room for two.
+        """
+        ranks, optimizer, of_experts = self.ranks, self.optimizer, set(self.adapted.of_experts())
+        if self.stepper.engine is not None:  # DeepSpeed's states are divided over the ranks, and are not by parameter
+            mine = float(sum(state.nbytes for state in (*optimizer.states(), *optimizer.masters())))
+        else:
+            saved = chain.from_iterable(updater.saved() for updater in optimizer.updaters)
+            mine = sum(
+                sum(value.nbytes for value in (weight, *states.values()) if isinstance(value, Tensor))
+                / ranks.copies(parameter, of_expert=parameter in of_experts)
+                for parameter, weight, states in saved
+            )
+        self.checkpoint_bytes = math.ceil(sum(ranks.gather(mine)))
+        self.folder.refuse_full_disk(self.checkpoint_bytes * (2 if self.resume is None else 1))
 
     @torch.no_grad()
     def _refuse_broken(self) -> None:
@@ -324,11 +337,11 @@ class Loop:
 
         Gradients would show this only in the next step, when the checkpoint is already written.
         """
-        held = {name: local_tensor(weight) for name, weight in self.adapted.trainable().items()}
-        held |= {f"a float32 copy of a weight ({number})": copy for number, copy in enumerate(self.optimizer.masters())}
-        held = {name: weight for name, weight in held.items() if weight.numel()}
-        largest = [torch.linalg.vector_norm(weight, math.inf) for weight in held.values()]
-        mine = [name for name, value in zip(held, largest, strict=True) if not math.isfinite(as_float(value))]
+        weights = {name: local_tensor(weight) for name, weight in self.adapted.trainable().items()}
+        weights |= {f"a float32 copy of a weight ({n})": copy for n, copy in enumerate(self.optimizer.masters())}
+        weights = {name: weight for name, weight in weights.items() if weight.numel()}
+        largest = [torch.linalg.vector_norm(weight, math.inf) for weight in weights.values()]
+        mine = [name for name, value in zip(weights, largest, strict=True) if not math.isfinite(as_float(value))]
         broken = [name for of_rank in self.ranks.gather(mine) for name in of_rank]
         if broken:
             last = [f"the last good one is {folder}" for folder in self.folder.checkpoints()][-1:]
@@ -339,24 +352,13 @@ class Loop:
             )
 
     def _restore_weights(self, folder: Path) -> None:
-        """Restore weights, step, tokens, micro-batch, expert load and the first loss from a checkpoint folder."""
+        """Restore weights, step, tokens, micro-batch and expert load from a checkpoint folder."""
         with refusing_damage(folder):
             checkpoint.read_trained(folder, self.adapted)
-            losses = (line["loss"] for line in self.folder.metrics() if line.get("loss") is not None)
-            self.warnings.begin(next(losses, None))
+            self.warnings.begin()
             self.held_out = self.folder.held_out()
             self.total_load.update(trainer_state.read_total_load(folder, self.adapted))
-            self.step, micro_batch, self.tokens = trainer_state.read_state(folder)
-            self.micro_batch = micro_batch or self.micro_batch
-        if not self.tokens:
-            self.warnings.say(
-                "tokens",
-                f"{folder.name} does not say how many tokens it was trained on, so train_tokens counts from there on",
-            )
-
-    def _restore_generators(self, folder: Path) -> None:
-        with refusing_damage(folder):
-            trainer_state.read_generators(folder, self.ranks.data_index, self.device)
+            self.step, self.micro_batch, self.tokens = trainer_state.read_state(folder)
 
 
 class Watcher:

@@ -15,6 +15,7 @@ from torch import Tensor
 from moetune.parallel.ranks import Ranks
 from moetune.training.run_warnings import RunWarnings, entropy
 from moetune.training.step.micro_step import MicroStep
+from moetune.training.step.router_losses import add_load
 from moetune.training.step.stepper import Reduced
 
 
@@ -125,7 +126,8 @@ class Interval:
         seconds = time.perf_counter() - self.since
         load = {layer: ranks.total_over_data(tokens) for layer, tokens in self.sums.load.items()}
         add_load(total_load, load)
-        load = _on_host(load)
+        load = {layer: tokens.cpu() for layer, tokens in load.items()}
+        by_layer = load_by_layer(load)
         router_loss = self.sums.router_loss
         if router_loss is not None:
             router_loss = ranks.total_over_data(router_loss) / self.updates
@@ -140,32 +142,25 @@ class Interval:
             "tokens_per_second": round(self.sums.positions * ranks.data_size / seconds, 1),
             **pace.metrics(self.timed_updates, seconds, left),
             "peak_allocated": torch.cuda.max_memory_allocated(norm.device) if norm.is_cuda else None,
-            "expert_load": load_summary(load),
-            "routing": load_by_layer(load),
-            **warnings.about_step(loss, updated, load, _on_host(total_load)),
+            "expert_load": load_summary(by_layer),
+            "routing": by_layer,
+            **warnings.about_step(updated, load, {layer: tokens.cpu() for layer, tokens in total_load.items()}),
         }
 
 
-def add_load(sums: dict[int, Tensor], more: Mapping[int, Tensor]) -> None:
-    """Add the expert load `more` to `sums` in place; layers that `sums` lacks get a copy."""
-    for layer, tensor in more.items():
-        sums[layer] = sums[layer] + tensor if layer in sums else tensor.clone()
-
-
-def load_summary(load: Mapping[int, Tensor]) -> dict[str, float]:
-    """Summarize expert load; an empty dict if there is no load.
+def load_summary(by_layer: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Summarize what `load_by_layer` returned; an empty dict if there is no load.
 
     Returns:
         `max_over_mean`: largest over mean load, in the layer where it is highest: from 1 (balanced) to E / K.
         `layer`: the index of that layer.
         `unused`: the number of experts, in all layers, that received no token.
     """
-    if not load:
+    if not by_layer:
         return {}
-    imbalance = {layer: (tokens.max() / tokens.mean()).item() for layer, tokens in load.items()}
-    worst = max(imbalance, key=imbalance.__getitem__)
-    unused = sum(int((tokens == 0).sum()) for tokens in load.values())
-    return {"max_over_mean": round(imbalance[worst], 4), "layer": worst, "unused": unused}
+    worst = max(by_layer, key=lambda layer: by_layer[layer]["max_over_mean"])
+    unused = sum(layer["tokens"].count(0) for layer in by_layer.values())
+    return {"max_over_mean": by_layer[worst]["max_over_mean"], "layer": int(worst), "unused": unused}
 
 
 def load_by_layer(load: Mapping[int, Tensor]) -> dict[str, dict[str, Any]]:
@@ -184,11 +179,3 @@ def load_by_layer(load: Mapping[int, Tensor]) -> dict[str, dict[str, Any]]:
         }
         for layer, tokens in load.items()
     }
-
-
-def _on_host(load: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Copy expert load to the host, in a single transfer for all layers."""
-    if not load:
-        return {}
-    split = torch.cat(list(load.values())).cpu().split([len(tokens) for tokens in load.values()])
-    return dict(zip(load, split, strict=True))

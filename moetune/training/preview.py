@@ -1,7 +1,6 @@
 """Preview of a run's data: the first documents token by token, statistics, and the steps of an epoch."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -24,50 +23,13 @@ SHOWN_TOKENS = 400
 """Maximum number of tokens of a document that the preview shows."""
 
 
-@dataclass(frozen=True)
-class Preview:
-    """The data of a run, as `moetune data` shows it.
-
-    Attributes:
-        name: the model's name.
-        first: for each of some training documents its first tokens, as (text of the token, whether it has a loss).
-        counts: statistics of the training data.
-        held_out: statistics of the held-out data; None if the run does not evaluate.
-        stops: the tokens at which the model's generation ends.
-        notes: sentences for the user, from `notes`.
-        sequences_a_step: rows of an optimizer step, over all ranks.
-        steps_an_epoch: optimizer steps in which every sequence is seen once.
-    """
-
-    name: str
-    sequence_length: int
-    first: list[list[tuple[str, bool]]]
-    counts: DataCounts
-    held_out: DataCounts | None
-    stops: frozenset[str]
-    notes: list[str]
-    sequences_a_step: int
-    steps_an_epoch: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that `moetune data --json` prints."""
-        parts = {"train": self.counts, "eval": self.held_out}
-        return {
-            "schema": 1,
-            **{name: None if counts is None else counts_json(counts, self.stops) for name, counts in parts.items()},
-            "sequence_length": self.sequence_length,
-            "sequences_a_step": self.sequences_a_step,
-            "steps_an_epoch": self.steps_an_epoch,
-            "stop_tokens": sorted(self.stops),
-            "notes": self.notes,
-            "first": self.first,
-        }
-
-
-def preview(config: RunConfig, records: int = 3) -> Preview:
-    """Read and tokenize a run's data as training does; keep the first tokens of `records` documents to show.
+def preview(config: RunConfig, records: int = 3) -> tuple[str, dict[str, Any]]:
+    """Read and tokenize a run's data as training does; return the model's name, and what `moetune data --json` prints.
 
     If there is a run in the output folder, a chat template that reads the clock writes the date of this run.
+
+    Args:
+        records: number of training documents of which the first tokens are shown, as (text, whether it has a loss).
 
     Raises:
         UserError: the run file has no `data:` section, or the data cannot be used.
@@ -77,22 +39,17 @@ def preview(config: RunConfig, records: int = 3) -> Preview:
     source = find_model_source(config.model.path)
     began = None if config.output is None else RunFolder(Path(config.output)).clock()
     data, tokenizer = data_of(config, source, source.config, began)
-    return Preview(
-        name=source.name,
-        sequence_length=config.train.sequence_length,
-        first=_first(data, tokenizer, records),
-        counts=data.counts,
-        held_out=data.eval_counts,
-        stops=data.stops,
-        notes=notes(data),
-        sequences_a_step=sequences_a_step(config),
-        steps_an_epoch=steps_an_epoch(data.counts.sequences, config),
-    )
-
-
-def sequences_a_step(config: RunConfig) -> int:
-    """Return the number of rows of an optimizer step, over all ranks."""
-    return config.train.micro_batch * config.train.accumulate * data_ranks(config.parallel)
+    return source.name, {
+        "schema": 1,
+        "train": _counts_json(data.counts, data.stops),
+        "eval": None if data.eval_counts is None else _counts_json(data.eval_counts, data.stops),
+        "sequence_length": config.train.sequence_length,
+        "sequences_a_step": config.train.micro_batch * config.train.accumulate * data_ranks(config.parallel),
+        "steps_an_epoch": steps_an_epoch(data.counts.sequences, config),
+        "stop_tokens": sorted(data.stops),
+        "notes": notes(data),
+        "first": _first(data, tokenizer, records),
+    }
 
 
 def steps_an_epoch(sequences: int, config: RunConfig) -> int:
@@ -100,14 +57,6 @@ def steps_an_epoch(sequences: int, config: RunConfig) -> int:
     rows."""
     micro_batches = ceil(ceil(sequences / config.train.micro_batch) / data_ranks(config.parallel))
     return ceil(micro_batches / config.train.accumulate)
-
-
-def histogram(counts: DataCounts) -> list[tuple[int, int, int]]:
-    """Return (shortest length, longest length, number of documents) for up to `BINS` bins of equal width, in tokens."""
-    longest = int(counts.lengths.max())
-    width = ceil((longest + 1) / min(BINS, longest))
-    found = np.bincount(counts.lengths // width)
-    return [(index * width, (index + 1) * width - 1, int(count)) for index, count in enumerate(found)]
 
 
 def notes(data: Datasets) -> list[str]:
@@ -127,18 +76,28 @@ def notes(data: Datasets) -> list[str]:
     return [*lines, *data.counts.unread, *held_out]
 
 
-def counts_json(counts: DataCounts, stops: Collection[str]) -> dict[str, Any]:
-    """Return the statistics as a JSON object; `lengths` becomes minimum, median, maximum and a histogram, `ends` an
-    object of tokens and numbers of turns (`turn_ends`)."""
-    lengths = counts.lengths
-    summary = {
-        "shortest": int(lengths.min()),
-        "median": float(np.median(lengths)),
-        "longest": int(lengths.max()),
-        "histogram": histogram(counts),
+def _counts_json(counts: DataCounts, stops: Collection[str]) -> dict[str, Any]:
+    """Return the statistics as a JSON object; `ends` is token -> number of turns that end with it (`turn_ends`).
+
+    `lengths` has minimum, median, maximum and a histogram: (shortest, longest, number of documents) for up to `BINS`
+    bins of equal width, in tokens.
+    """
+    longest = int(counts.lengths.max())
+    width = ceil((longest + 1) / min(BINS, longest))
+    bins = enumerate(np.bincount(counts.lengths // width))
+    return {
+        "documents": len(counts.lengths),
+        **vars(counts),
+        "chats": dict(counts.chats),
+        "ends": turn_ends(counts.ends, stops),
+        "settings": dict(counts.settings),
+        "lengths": {
+            "shortest": int(counts.lengths.min()),
+            "median": float(np.median(counts.lengths)),
+            "longest": longest,
+            "histogram": [(index * width, (index + 1) * width - 1, int(count)) for index, count in bins],
+        },
     }
-    found = {"chats": dict(counts.chats), "ends": turn_ends(counts.ends, stops), "settings": dict(counts.settings)}
-    return {"documents": len(lengths), **vars(counts), **found, "lengths": summary}
 
 
 def _first(data: Datasets, tokenizer: PreTrainedTokenizerBase, records: int) -> list[list[tuple[str, bool]]]:

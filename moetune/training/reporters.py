@@ -23,24 +23,21 @@ def check_reporters(names: tuple[str, ...]) -> None:
 
 
 class Reporters:
-    """The trackers of `train.report_to`; made on the first rank only.
+    """The trackers of `train.report_to`, which get the model's path and the `train:` settings; on the first rank only.
 
     Args:
         output: the run folder; trackers that write files get its subfolder `runs`.
     """
 
     def __init__(self, config: RunConfig, output: Path) -> None:
-        self.config, self.trackers = config, list[GeneralTracker]()
+        self.trackers = list[GeneralTracker]()
         if config.train.report_to:
             PartialState()  # accelerate's logging raises an error without this object
         for name in config.train.report_to:
             kind = LOGGER_TYPE_TO_CLASS[name]
             place = {"logging_dir": str(output / "runs")} if kind.requires_logging_directory else {}
             self.trackers.append(kind(os.environ.get("WANDB_PROJECT") or "moetune", **place))
-
-    def begin(self) -> None:
-        """Start the trackers and send them the model's path and the `train:` settings."""
-        settings = {"model": self.config.model.path} | self.config.train.model_dump(mode="json")
+        settings = {"model": config.model.path} | config.train.model_dump(mode="json")
         for tracker in self.trackers:
             tracker.start()
             tracker.store_init_configuration(

@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -16,21 +15,20 @@ from rich.console import Console
 from moetune.adapt.build import Adapted, build
 from moetune.adapt.count import count_trainable
 from moetune.adapt.guard import checked, note_dropped
-from moetune.adapt.start_from.start import Start, open_start
+from moetune.adapt.start_from.start import open_start
 from moetune.adapt.weights.base import noting_base, refuse_changed_base
 from moetune.adapt.weights.quantized_base import check_quantized_base
 from moetune.compat.deepspeed import keep_quiet
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
-from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.deepspeed import require_deepspeed
-from moetune.parallel.ranks import Ranks, local_tensor
+from moetune.parallel.ranks import Ranks
 from moetune.run import validation
 from moetune.run.deepspeed_json import deepspeed_json
-from moetune.run.keeps import Kept, is_open, kept_by_layer
+from moetune.run.keeps import is_open, kept_by_layer
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.training.data.load import Datasets, data_of, pad_token_id
 from moetune.training.folder.run_folder import (
@@ -42,16 +40,14 @@ from moetune.training.folder.run_folder import (
     step_of,
 )
 from moetune.training.folder.run_writer import RunWriter
-from moetune.training.folder.trainer_state import check_checkpoint, read_state
+from moetune.training.folder.trainer_state import read_state
 from moetune.training.isolation import refuse_leaky_packing
 from moetune.training.loop import Loop, Watcher
-from moetune.training.optim.saved import saved_bytes
 from moetune.training.optim.values import generator_states
 from moetune.training.preview import notes, steps_an_epoch
 from moetune.training.reporters import check_reporters
 from moetune.training.run_warnings import RunWarnings
 from moetune.training.same_run import Inputs
-from moetune.training.step.router_losses import refuse_silent_routers
 
 MANY_EPOCHS = 10
 """With more epochs than this, `train` prints a warning that the length may be a mistake."""
@@ -117,20 +113,23 @@ def train(
 
     now = ranks.gather(datetime.now())[0]  # one time for all, of which templates write the date
     with closing(RunWriter(Path(output), ranks)) as folder:
-        # Check run file, run folder, start and data, and report all problems at once. A resumed run does not read
-        # `adapt.start_from`, which may have been deleted since.
-        checkpoint, (plain, start), _, _, (data, tokenizer) = _all_of(
-            lambda: folder.check(run.config, resume, overwrite),
-            lambda: _without_weights(run, overwrite, reads_start=resume == "never"),
-            lambda: check_reporters(run.config.train.report_to),
-            lambda: require_deepspeed() if run.config.parallel.engine == "deepspeed" else None,
-            lambda: data_of(
-                run.config,
-                run.model.source,
-                run.model.settings,
-                (None if resume == "never" else folder.clock()) or now,
-            ),
-        )
+        # Check run folder, run file, trackers, DeepSpeed and data, and report all problems at once.
+        problems: list[str] = []
+        with _noted_in(problems):
+            checkpoint = folder.check(run.config, resume, overwrite)
+        with _noted_in(problems):
+            plain = _without_weights(run)
+        with _noted_in(problems):
+            check_reporters(run.config.train.report_to)
+        with _noted_in(problems):
+            if run.config.parallel.engine == "deepspeed":
+                require_deepspeed()
+        with _noted_in(problems):
+            began = (None if resume == "never" else folder.clock()) or now
+            data, tokenizer = data_of(run.config, run.model.source, run.model.settings, began)
+        raise_problems(dict.fromkeys(problems))
+        # A resumed run does not read `adapt.start_from`, which may have been deleted since.
+        start = open_start(plain) if checkpoint is None else None
         counts = count_trainable(plain)
         if run.config.train.epochs is not None:
             steps = ceil(run.config.train.epochs * steps_an_epoch(len(data.train), run.config))
@@ -138,8 +137,6 @@ def train(
         config, packing = run.config, run.config.data is not None and run.config.data.packing
         for line in _summary(config, counts, data):
             say(line)
-        if checkpoint is None and resume != "never":
-            start = _start(plain, overwrite)
         if dry_run:
             return TrainResult(output, 0, counts, 0, None, None)
         if checkpoint is not None and (more := _way_to_go_on(folder, checkpoint, config)) is not None:
@@ -148,13 +145,14 @@ def train(
             step, _, tokens = read_state(checkpoint)
             return TrainResult(output, step, counts, tokens, *_held_out(folder))
 
-        # Build the model. Check model, inputs, checkpoint, kernels and free disk space.
+        # Build the model. Check model, inputs and kernels.
         if checkpoint is not None:
-            check_checkpoint(checkpoint)
             folder.base()  # raises if base.json is damaged, before the weights are read
         run = checked(run, device, ranks, say)
         if is_open(run.config.train):
-            before = None if checkpoint is None else _kept_before(run, folder)
+            before = None  # what layers saved for backward before the interruption, which gives the same numbers again
+            if checkpoint is not None:
+                before = kept_by_layer(load_run_config(folder.path / RUN_FILE).train, run.structure)
             if not ranks.is_single and before is None:
                 say("note: what fits is not known before the ranks start, so layers keep nothing more than their input")
             run = watcher.settled(run, before) if ranks.is_single else run.keeping(before or {})
@@ -175,24 +173,21 @@ def train(
             _refuse_other_base(folder, config, base, say)
         for note in start.load(adapted, base) if start is not None else ():
             say(f"{config.adapt.start_from}: {note}")
-        # An old checkpoint is removed only when the new one is complete, so a new run needs room for two.
-        folder.refuse_full_disk(_checkpoint_bytes(adapted) * (2 if checkpoint is None else 1))
+        # Before any forward pass: under FSDP2 gathered weights are then in the place of those that train.
+        warnings = RunWarnings(adapted, counts["total"], console)
         if packing:
             rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
             refuse_leaky_packing(adapted.model, rows, config.train.sequence_length)
-        if config.train.router_aux_loss or config.train.router_z_loss:
-            refuse_silent_routers(adapted)
 
         # From here on files are written to the run folder.
         folder.lock()
         folder.create(config, checkpoint, overwrite, base, inputs)
-        warnings = RunWarnings(adapted, counts["total"], console)
         warnings.about_data(data)
         if checkpoint is not None:
             for reason in folder.damaged:
                 say(f"skipping damaged {reason}")
             say(f"resuming from {checkpoint}")
-            if folder.has_lost_losses(checkpoint):
+            if not folder.metrics():
                 say(f"{METRICS_FILE} is gone or was moved away: the run goes on without its earlier losses")
         loop, failed = None, None
         try:
@@ -206,35 +201,27 @@ def train(
             if failed is None:
                 watcher.end()
         if failed is not None:
-            found = watcher.out_of_memory(run, loop)
+            explained = watcher.out_of_memory(run, loop)
             watcher.end()
-            if found is None:
+            if explained is None:
                 raise failed
-            folder.write_if_possible(OUT_OF_MEMORY_FILE, json.dumps(found.found, indent=2) + "\n")
-            raise found
+            folder.write_if_possible(OUT_OF_MEMORY_FILE, json.dumps(explained.found, indent=2) + "\n")
+            raise explained
         assert loop is not None
         warnings.at_end(loop.total_load)
         return TrainResult(output, loop.step, counts, loop.tokens, *_held_out(folder))
 
 
-def _all_of(*checks: Callable[[], Any]) -> list[Any]:
-    """Call all checks and return their results; raise one `UserError` with the messages of all that raised one."""
-    results, problems = [], []
-    for check in checks:
-        try:
-            results.append(check())
-        except UserError as error:
-            problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(dict.fromkeys(problems)))
-    return results
+@contextmanager
+def _noted_in(problems: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        problems.append(str(error))
 
 
-def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) -> tuple[Adapted, Start | None]:
-    """Raise `UserError` with all problems of the run file, or return the adapted model on the meta device.
-
-    The second result is the opened `adapt.start_from`; None if `reads_start` is false or the run file has none.
-    """
+def _without_weights(run: ResolvedRun) -> Adapted:
+    """Raise `UserError` with all problems of the run file, or return the adapted model on the meta device."""
     pretrained, source = run.config.model.weights == "pretrained", run.model.source
     no_weights = [f"model {source.name!r} has no weights to load; use model.weights=random"]
     raise_problems(
@@ -247,24 +234,7 @@ def _without_weights(run: ResolvedRun, overwrite: bool, *, reads_start: bool) ->
     )
     if pretrained:
         check_quantized_base(run)
-    plain = build(run, "meta")
-    return plain, _start(plain, overwrite) if reads_start else None
-
-
-def _start(plain: Adapted, overwrite: bool) -> Start | None:
-    """Open and check `adapt.start_from`, without loading weights; None if the run file has none.
-
-    With `overwrite`, which empties the run folder, raise `UserError` if `adapt.start_from` is inside that folder.
-    """
-    config = plain.run.config
-    if config.adapt.start_from is not None and overwrite:
-        start, output = (expanded(path).resolve() for path in (config.adapt.start_from, str(config.output)))
-        if output in (start, *start.parents):
-            raise UserError(
-                f"adapt.start_from: {config.adapt.start_from!r} is in output {config.output!r}, which --overwrite "
-                "empties; choose another output"
-            )
-    return open_start(plain)
+    return build(run, "meta")
 
 
 def _summary(config: RunConfig, counts: dict[str, int], sets: Datasets) -> list[str]:
@@ -290,15 +260,6 @@ def _summary(config: RunConfig, counts: dict[str, int], sets: Datasets) -> list[
     return lines
 
 
-def _kept_before(run: ResolvedRun, folder: RunWriter) -> dict[int, Kept]:
-    """Return decoder layer -> what it saved for backward before the interruption, as `run.yaml` in the folder says.
-
-    A resumed run with `auto` settings saves the same again where that fits, so that the resumed steps give the same
-    numbers. Layers that saved only their input are left out.
-    """
-    return kept_by_layer(load_run_config(folder.path / RUN_FILE).train, run.structure)
-
-
 def _complete(run: ResolvedRun, folder: RunWriter, say: Callable[[str], None]) -> None:
     """Finish the folder of a run that was killed after its last step: write a missing `base.json`, remove temporary
     files."""
@@ -318,17 +279,13 @@ def _inputs(
     """Return the inputs of the run (data, tokenizer, configuration), to be recorded in `inputs.json`.
 
     With a `checkpoint` to resume from, compare them with those that it recorded. Print a note for each harmless change;
-    raise `UserError` if the training data, the model's configuration, its tokenizer or the values of its quantized
-    weights have changed.
+    raise `UserError` if the training data, the model's configuration or its tokenizer have changed.
     """
     inputs = Inputs.of(data, run.model.source.local_folder())
-    before = None if checkpoint is None else folder.inputs(checkpoint)
-    if before is None:
+    if checkpoint is None:
         return inputs
-    where = f"the run in {str(folder.path)!r}"
-    if (because := before.requantized(run.model)) is not None:
-        raise UserError(f"{where} cannot be resumed: {because}. Start a new run in another output")
-    for note in before.refuse_others(inputs, where):
+    before = folder.inputs(checkpoint)
+    for note in before.refuse_others(inputs, f"the run in {str(folder.path)!r}"):
         say(note)
     return replace(inputs, run=before.run)
 
@@ -361,21 +318,10 @@ def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None)
         "the version of torch": torch.__version__,
         "what random weights were drawn": hashlib.sha256(drawn).hexdigest(),
     }
-    for rank, its in enumerate(ranks.gather(mine)):
-        for what, value in its.items():
+    for rank, of_rank in enumerate(ranks.gather(mine)):
+        for what, value in of_rank.items():
             if value != mine[what]:
                 raise UserError(f"{what} differs between rank {ranks.rank} and rank {rank}; give all ranks the same")
-
-
-def _checkpoint_bytes(adapted: Adapted) -> int:
-    """Return the bytes of a checkpoint: trained weights, float32 copies and optimizer states, summed over all ranks."""
-    optimizers, ranks, experts = adapted.run.optimizers, adapted.ranks, set(adapted.of_experts())
-    mine = sum(
-        saved_bytes(optimizers[adapted.part_of(name)], tuple(local_tensor(p).shape), p.itemsize)
-        / ranks.copies(p, of_expert=p in experts)
-        for name, p in adapted.trainable().items()
-    )
-    return ceil(sum(ranks.gather(mine)))
 
 
 def _way_to_go_on(folder: RunWriter, checkpoint: Path, config: RunConfig) -> str | None:

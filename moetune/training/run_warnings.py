@@ -18,7 +18,6 @@ from moetune.training.data.load import Datasets
 _SAMPLED = 64  # elements of each parameter that are compared to see whether it has changed
 _TOO_FEW = 0.5
 """If less than this share of the 16-bit weights has changed in a run, most of its updates were lost to rounding."""
-_EQUAL = 1e-5  # relative tolerance within which a loss counts as ln V, V the size of the vocabulary
 _ENOUGH = 32
 """The load of a layer is checked from this mean number of tokens per expert on."""
 _COLLAPSED = 1.1
@@ -34,9 +33,6 @@ class RunWarnings:
     Args:
         adapted: the model in training, with its weights; the constructor records samples of them, like `begin`.
         trained: number of parameters that train, on all ranks together.
-
-    Attributes:
-        first_loss: the loss in the first line of metrics of the run; None before.
     """
 
     def __init__(self, adapted: Adapted, trained: int, console: Console) -> None:
@@ -46,13 +42,8 @@ class RunWarnings:
         self._of_data: list[str] = []
         self.begin()
 
-    def begin(self, first_loss: float | None = None) -> None:
-        """Record samples of the current weights and the first loss of the run, with which later ones are compared.
-
-        Args:
-            first_loss: the first loss of a resumed run; None to take the loss of the next line of metrics.
-        """
-        self.first_loss = first_loss
+    def begin(self) -> None:
+        """Record samples of the current weights, with which later ones are compared."""
         self._begun = self._known = self._sample()
 
     def say(self, kind: str, text: str, about: object = None) -> None:
@@ -98,15 +89,12 @@ class RunWarnings:
             )
         self._of_data = list(self._kinds)
 
-    def about_step(
-        self, loss: float | None, updated: bool, load: dict[int, Tensor], received: dict[int, Tensor]
-    ) -> dict[str, object]:
+    def about_step(self, updated: bool, load: dict[int, Tensor], received: dict[int, Tensor]) -> dict[str, object]:
         """Check the steps since the last line of metrics, print warnings, and return entries for the next line.
 
         A run that was interrupted and resumed gets the same entries.
 
         Args:
-            loss: mean loss of these steps; None if all were skipped.
             updated: whether weights should have changed in these steps.
             load: expert load of these steps, layer index -> tokens [E], on the host.
             received: expert load since the run began, on the host.
@@ -117,16 +105,6 @@ class RunWarnings:
             `notices`: the kinds of the warnings that apply.
         """
         self._kinds = list(self._of_data)
-        size = self.adapted.run.model.settings.get_text_config().vocab_size
-        if self.first_loss is None:
-            self.first_loss = loss
-        first = self.first_loss
-        if loss is not None and first is not None and _is_ln(loss, size) and not _is_ln(first, size):
-            self.say(
-                "equal logits",
-                f"the loss is ln {size}: every token is as likely as any other. Weights were destroyed, most likely by "
-                "the learning rate; lower optimizer.lr and start a new run",
-            )
         self._about_collapse({layer: tokens for layer, tokens in load.items() if _is_enough(tokens)})
         idle = _idle_experts(self.adapted.run, received)
         if all(map(_is_enough, received.values())):
@@ -164,7 +142,7 @@ class RunWarnings:
         nearest."""
         parts = {self.adapted.part_of(name) for name, p in self.adapted.trainable().items() if p.itemsize == 2}
         optimizers = {part: self.adapted.run.optimizers[part] for part in parts}
-        return {part for part, one in optimizers.items() if one.master_weights == "none" and not one.offload}
+        return {part for part, by in optimizers.items() if by.master_weights == "none" and not by.offload}
 
     def _about_idle(self, idle: dict[tuple[int, int], int]) -> None:
         """Warn of idle experts, given as (layer, expert) -> number of trained parameters."""
@@ -211,11 +189,6 @@ def entropy(tokens_E: Tensor) -> float:
     return float(-torch.special.xlogy(share, share).sum())
 
 
-def _is_ln(loss: float, size: int) -> bool:
-    """Return whether a loss is ln `size`, the loss of a model for which all tokens are equally likely."""
-    return abs(loss - math.log(size)) <= _EQUAL * math.log(size)
-
-
 def _is_enough(tokens_E: Tensor) -> bool:
     return tokens_E.mean().item() >= _ENOUGH
 
@@ -235,8 +208,9 @@ def refuse_broken_weights(model: nn.Module) -> None:
     """Raise `UserError` with the name of the first tensor on this rank that is not finite, quantization scales too."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         state = getattr(tensor, "quant_state", None)
-        for one in (tensor, getattr(state, "absmax", None), getattr(getattr(state, "state2", None), "absmax", None)):
-            if one is not None and one.is_floating_point() and not bool(local_tensor(one).isfinite().all()):
+        scales = getattr(state, "absmax", None), getattr(getattr(state, "state2", None), "absmax", None)
+        for values in (tensor, *scales):
+            if values is not None and values.is_floating_point() and not local_tensor(values).isfinite().all():
                 raise UserError(
                     f"{name} of the base holds values that are not finite (NaN, infinity): it cannot be "
                     "trained; the checkpoint of model.path is damaged, or was made in another precision"

@@ -2,27 +2,21 @@
 
 import hashlib
 import secrets
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow.compute as pc
-from pydantic import ValidationError
 
-from moetune.config.load import parse
+from moetune.config.load import parse, read_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, first_of, reading
 from moetune.json_files import read_json
-from moetune.models.hub.fingerprint import digest, headers
+from moetune.models.hub.fingerprint import digest
 from moetune.models.hub.snapshot import small_files
 from moetune.parallel.coordinates import data_ranks
-from moetune.run.dtypes import DTYPES
-from moetune.run.resolved import ResolvedModel
-from moetune.tensor_files import NAMES
 from moetune.training.data.chats.stop_tokens import turn_ends
 from moetune.training.data.documents import values
 from moetune.training.data.load import Datasets
@@ -38,11 +32,6 @@ FREE_ON_EXPORT = FREE_ON_RESUME | {"model.path", "model.weights"}
 CONFIG_FILE = "config.json"
 _SAYS_NOTHING = {"_name_or_path", "transformers_version"}
 """Keys of a config.json whose values do not change the model."""
-QUANTIZATION = 2
-"""Revision of how weights are quantized while they are read; counted up whenever a checkpoint gives other values.
-
-1: weights are rounded to the compute dtype before; 2: they are quantized from the checkpoint's own dtype.
-"""
 _MAKES_TOKENS = ("tokenizer.json", "*.model", "vocab.*", "merges.txt", "*.tiktoken")
 """Files of a tokenizer that determine the tokens of a text; patterns of names."""
 
@@ -57,7 +46,6 @@ class Inputs:
         config: contents of the base's config.json; empty if unknown.
         files: relative path -> hexadecimal SHA-256 of the other small files beside the base's weights: those of the
             tokenizer, chat templates, generation settings, licenses; empty if unknown.
-        quantization: revision (`QUANTIZATION`) of how weights were quantized when the run began; 1 in files without it.
         ends: token -> number of turns of the training data that end with it, "" for none; empty without chats.
         clock: the time that the chat template writes, of the run's beginning (ISO 8601, local time); None if it writes
             none.
@@ -67,7 +55,6 @@ class Inputs:
     data: dict[str, str]
     config: dict[str, Any]
     files: dict[str, str]
-    quantization: int = 1
     ends: dict[str, int] = field(default_factory=dict)
     clock: str | None = None
 
@@ -80,7 +67,7 @@ class Inputs:
         }
         ends = turn_ends(data.counts.ends, data.stops)
         clock = None if data.clock is None else data.clock.isoformat()
-        return cls(secrets.token_hex(16), tokens, *beside_weights(base), QUANTIZATION, ends, clock)
+        return cls(secrets.token_hex(16), tokens, *beside_weights(base), ends, clock)
 
     def refuse_others(self, now: "Inputs", where: str) -> list[str]:
         """Compare the inputs with which a run began with those that it would be resumed with, `now`.
@@ -105,26 +92,6 @@ class Inputs:
             )
         return notes
 
-    def requantized(self, model: ResolvedModel) -> str | None:
-        """Return why frozen weights would now be quantized to other values than when the run began, or None.
-
-        Revision 1 (`QUANTIZATION`) rounded weights to the compute dtype before. That gave other values only if the
-        checkpoint is published unquantized, and most of its tensors have another dtype than the compute dtype.
-        """
-        source, base = model.source, DTYPES.get(model.config.base)
-        if self.quantization == QUANTIZATION or base == model.dtype or model.config.weights == "random":
-            return None
-        folder = source.local_folder()
-        if source.quantized_base is not None or source.quantization.method or folder is None:
-            return None
-        dtypes = Counter(header.split()[0] for header in headers(folder).values())
-        if dtypes.most_common(1)[0][0] == NAMES[model.dtype]:
-            return None
-        return (
-            f"an earlier version rounded the weights of {model.config.path!r} to {model.config.dtype} before it "
-            "quantized them; this one quantizes them as they are, to slightly other values"
-        )
-
     def refuse_other_model(
         self, config: dict[str, Any], files: dict[str, str], where: str, harm: Sequence[str] = ()
     ) -> list[str]:
@@ -146,8 +113,8 @@ class Inputs:
         changed, lines = self._changed(files), list(harm)
         for key in _differing(self.config, config) if self.config and config else ():
             if key not in _SAYS_NOTHING:
-                pair = (repr(one.get(key, "not there"))[:80] for one in (config, self.config))
-                lines.append("{} of the base: {} is {}, and was {}".format(CONFIG_FILE, key, *pair))
+                now, before = (repr(of.get(key, "not there"))[:80] for of in (config, self.config))
+                lines.append(f"{CONFIG_FILE} of the base: {key} is {now}, and was {before}")
         beside = "beside the base's weights has changed since the run began"
         makes_tokens = [name for name in changed if any(Path(name).match(pattern) for pattern in _MAKES_TOKENS)]
         lines += [f"{name} {beside}, and gives other tokens" for name in makes_tokens]
@@ -204,7 +171,7 @@ def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[
     Raises:
         UserError: a run file cannot be read.
     """
-    old, new = _settings(before), _settings(now)
+    old, new = (_settings(run if isinstance(run, RunConfig) else _recorded(run)) for run in (before, now))
     return first_of(
         [
             f"{key}: {old.get(key)!r} before, {new.get(key)!r} now"
@@ -214,26 +181,20 @@ def changed_settings(before: RunConfig | Path, now: RunConfig | Path, free: set[
     )
 
 
-def _settings(run: RunConfig | Path) -> dict[str, Any]:
-    """Return a configuration, or that of a run file with its defaults, as a flat dict `{"train.steps": 9, …}`.
+def _recorded(run_file: Path) -> RunConfig:
+    what = repr(str(run_file))
+    with reading(what):
+        return read_run_config(parse(run_file.read_text(encoding="utf-8"), what), (), what)
 
-    `train.accumulate` is multiplied by the number of ranks that see different data. A run file that this version does
-    not accept is returned as it is written, without defaults.
 
-    Raises:
-        UserError: the run file cannot be read.
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Return a configuration as a flat dict `{"train.steps": 9, …}`.
+
+    `train.accumulate` is multiplied by the number of ranks that see different data: more ranks with fewer
+    micro-batches each take the same step.
     """
-    config = run if isinstance(run, RunConfig) else None
-    if isinstance(run, Path):
-        with reading(repr(str(run))):
-            text = run.read_text(encoding="utf-8")
-        tree = parse(text, repr(str(run)))
-        with suppress(ValidationError):  # from an earlier version, and not valid now: compare its keys
-            config = RunConfig.model_validate(tree)
-    if config is not None:
-        tree = config.model_dump(mode="json")
-        # More ranks with fewer micro-batches each take the same step.
-        tree["train"]["accumulate, over all ranks"] = tree["train"].pop("accumulate") * data_ranks(config.parallel)
+    tree = config.model_dump(mode="json")
+    tree["train"]["accumulate, over all ranks"] = tree["train"].pop("accumulate") * data_ranks(config.parallel)
     return _flat(tree)
 
 

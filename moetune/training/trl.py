@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from moetune.adapt.build import Adapted
 from moetune.adapt.reference import Reference
 from moetune.compat.trl import SelfReferencing
-from moetune.config.schema import OptimizerConfig, RunConfig, TrainConfig
+from moetune.config.schema import RunConfig, TrainConfig
 from moetune.errors import UserError, suggest
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
 
@@ -47,29 +47,6 @@ _OPTIMIZERS = {
 """Optimizer of a run file -> its name in transformers, whose Trainer makes it."""
 _THIRD_BETA = 0.9999
 """The third beta that transformers' Trainer gives AdEMAMix."""
-
-REASONS = {
-    "bf16": "the model computes in `model.dtype`; autocast would keep 16-bit copies of float32 weights, and make "
-    "float32 copies of outputs",
-    "fp16": "as `bf16`",
-    "gradient_checkpointing": "`train.checkpointing` has set it, in moetune's kind, which keeps the routers' choices",
-    "router_aux_loss_coef": "`train.router_aux_loss`, 0 by default; TRL's is the architecture's own, whose loss "
-    "holds 8 bytes for every layer, token, expert and choice",
-    "precompute_ref_log_probs": "the reference runs once, before the first step: no step has a reference pass, and "
-    "nothing is copied",
-    "optim": "`optimizer.name`; TRL's is AdamW with float32 states",
-    "save_strategy": "a checkpoint would hold the quantized model; `moetune.export` writes what others read",
-    "max_length": "`train.sequence_length`, to which memory is predicted",
-    "per_device_train_batch_size": "`train.micro_batch`; of pairs, so DPO and ORPO run twice as many rows",
-    "gradient_accumulation_steps": "`train.accumulate`",
-    "num_generations": "8 as in TRL, or the largest number below that divides the completions of a step, "
-    "`train.micro_batch` · `train.accumulate`",
-    "max_completion_length": "512 as in TRL, or half of `train.sequence_length` where that is less; memory is "
-    "predicted for prompts that fill the rest",
-    "generation_kwargs": "with `use_cache`: a model that is built to train keeps no keys and values, unless its "
-    "generation_config.json says so, and would compute all earlier tokens for each new one",
-}
-"""Arguments of `trl_arguments` that keep memory down or the model whole -> why. The others repeat the run file."""
 
 
 def trl_model(adapted: Adapted) -> SelfReferencing:
@@ -119,7 +96,7 @@ def trl_arguments(run: AnyRun, trainer: TrlTrainer) -> dict[str, Any]:
     """Return the arguments of a TRL configuration, such as `DPOConfig`, with which a run trains as its run file says.
 
     They are those of the run file that TRL has, and those whose defaults in TRL would waste memory or break a quantized
-    model (`REASONS`). What a run file does not have, such as `beta`, is left to TRL.
+    model (docs/guides/preferences.md says why). What a run file does not have, such as `beta`, is left to TRL.
 
     Args:
         run: a resolved run, the values of a run file, or its path.
@@ -183,40 +160,39 @@ def _refuse_what_trl_lacks(run: ResolvedRun) -> None:
     """Raise one `UserError` that names all settings that change what is learned and that TRL would ignore."""
     train, lora, usual = run.config.train, run.config.adapt.lora, TrainConfig()
     keys = ("max_grad_value", "on_nonfinite", "router_z_loss", "router_aux_scope", "router_bias_rate")
-    found = [f"train.{key}: {value}" for key in keys if (value := getattr(train, key)) != getattr(usual, key)]
+    ignored = [f"train.{key}: {value}" for key in keys if (value := getattr(train, key)) != getattr(usual, key)]
     if lora is not None and lora.lr_ratio != 1:
-        found.append(f"adapt.lora.lr_ratio: {lora.lr_ratio:g}")
+        ignored.append(f"adapt.lora.lr_ratio: {lora.lr_ratio:g}")
     if run.config.model.dtype == "fp16":
-        found.append("the loss scale of model.dtype: fp16")
-    third = [beta for one in set(run.optimizers.values()) for beta in (one.betas or ())[2:] if beta != _THIRD_BETA]
-    found += [f"the third of optimizer.betas, {beta:g}" for beta in third]
-    if found:
-        raise UserError(f"TRL's trainers would ignore {', '.join(found)}; leave that out, or train with moetune train")
+        ignored.append("the loss scale of model.dtype: fp16")
+    thirds = {beta for optimizer in run.optimizers.values() for beta in (optimizer.betas or ())[2:]}
+    ignored += [f"the third of optimizer.betas, {beta:g}" for beta in thirds if beta != _THIRD_BETA]
+    if ignored:
+        raise UserError(
+            f"TRL's trainers would ignore {', '.join(ignored)}; leave that out, or train with moetune train"
+        )
 
 
 def _optimizer_arguments(run: ResolvedRun) -> dict[str, Any]:
     """Return the arguments of the run's optimizer; raise `UserError` if transformers' Trainer has none like it."""
-    several = set(run.optimizers.values())
-    if len(several) != 1:
+    optimizer, *others = set(run.optimizers.values())
+    if others:
         raise UserError("TRL's trainers have one optimizer; give optimizer: one name, for all parts")
-    (one,) = several
-    plain = one.but(fused_backward=False, offload=False, master_weights="none", momentum=one.momentum and 0.0)
-    if one.name not in _OPTIMIZERS or one != plain:
+    momentum = optimizer.momentum and 0.0
+    plain = optimizer.but(fused_backward=False, offload=False, master_weights="none", momentum=momentum)
+    if optimizer.name not in _OPTIMIZERS or optimizer != plain:
+        named = [optimizer.name, *(key for key, value in optimizer if value != getattr(plain, key))]
         raise UserError(
-            f"TRL's trainers have no optimizer like {_named(one, plain)}; use one of {', '.join(_OPTIMIZERS)}, without "
-            "fused_backward, offload, master_weights and momentum"
+            f"TRL's trainers have no optimizer like {' with '.join(named)}; use one of {', '.join(_OPTIMIZERS)}, "
+            "without fused_backward, offload, master_weights and momentum"
         )
-    arguments: dict[str, Any] = {
-        "optim": _OPTIMIZERS[one.name],
-        "learning_rate": one.lr,
-        "weight_decay": one.weight_decay,
+    betas = optimizer.betas or (None, None)
+    arguments = {
+        "optim": _OPTIMIZERS[optimizer.name],
+        "learning_rate": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": betas[0],
+        "adam_beta2": betas[1],
+        "adam_epsilon": optimizer.eps,
     }
-    if one.betas is not None:
-        arguments |= {"adam_beta1": one.betas[0], "adam_beta2": one.betas[1]}
-    if one.eps is not None:
-        arguments["adam_epsilon"] = one.eps
-    return arguments
-
-
-def _named(one: OptimizerConfig, plain: OptimizerConfig) -> str:
-    return " with ".join([one.name, *(key for key, value in one if value != getattr(plain, key))])
+    return {name: value for name, value in arguments.items() if value is not None}

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a sequence too short": (["train.sequence_length=4"], ["tokens do not fit train.sequence_length 4", "raise"]),
     "output below a file": (["output=data.jsonl/run"], ["output 'data.jsonl/run' cannot be written: Not a directory"]),
-    "output in /proc": (["output=/proc/run"], ["output '/proc/run' cannot be written: ", "choose another output"]),
+    "output in /proc": (["output=/proc/run"], ["output '/proc/run' cannot be written: "]),
     "output exists": (["output=foreign"], ["output 'foreign' exists and is not a run folder; choose another output"]),
     "unknown model": (["model.path=mixtral-8x7"], ["model 'mixtral-8x7'", "Did you mean 'mixtral-8x7b'?"]),
     "a model without weights": (["model.path=no-weights"], ["only safetensors checkpoints are read"]),

@@ -10,15 +10,20 @@ import pytest
 
 pytest.importorskip("trl.trainer.dpo_trainer")  # loggers of what it imports keep the stdout that they find
 
-from moetune.training.trl import REASONS
+from moetune.config.schema import RunConfig
+from moetune.run.resolve import resolve
+from moetune.training.trl import TRAINERS, trl_arguments
 from tests.docs.test_commands import ROOT
 
 PAGE = (ROOT / "docs/guides/preferences.md").read_text(encoding="utf-8")
 
 
-def test_every_reason_is_given() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE, re.MULTILINE))
-    assert rows == REASONS
+def test_the_table_is_of_arguments_that_are_given() -> None:
+    rows = set(re.findall(r"^\| `(\w+)` \| .* \|$", PAGE, re.MULTILINE))
+    run = {"model": {"path": "tiny-mixtral"}, "adapt": {"router": "all"}}
+    given = [trl_arguments(resolve(RunConfig.model_validate(run), "cpu"), trainer).keys() for trainer in TRAINERS]
+    assert len(rows) > 10
+    assert rows <= set().union(*given)
 
 
 @pytest.mark.full

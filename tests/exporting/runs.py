@@ -15,6 +15,7 @@ from moetune.models.hub.fingerprint import Base, take_fingerprint
 from moetune.tensor_files import weight_files
 from moetune.training.folder.checkpoint import TRAINED_FILE, parts_of
 from moetune.training.folder.run_writer import RunWriter
+from moetune.training.same_run import Inputs
 from tests.reference import run_config
 from tests.resolved import build
 from tests.toys import toy_model
@@ -79,7 +80,7 @@ def write_run(
     adapted = build(config, "cpu")
     adapted.model.eval()
     folder = RunWriter(path)
-    folder.create(config, None, overwrite=False, base=Base(base.name, take_fingerprint(base)))
+    folder.create(config, None, False, Base(base.name, take_fingerprint(base)), Inputs("0" * 32, {}, {}, {}))
     generator = torch.Generator().manual_seed(4)
     for step in steps:
         with torch.no_grad():

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -22,23 +21,18 @@ from moetune.adapt.build import build as build_resolved
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.models.source import find_model_source
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedRun
 from moetune.training import interrupt, loop, run
-from moetune.training.data.load import Datasets, data_of
 from moetune.training.folder.checkpoint import parts_of
-from moetune.training.folder.manifest import write_manifest
 from moetune.training.folder.run_writer import RunWriter
 from moetune.training.interrupt import Interrupted
 from moetune.training.loop import Loop
-from moetune.training.metrics import Interval
-from moetune.training.order import shuffled
 from moetune.training.step.stepper import Stepper
 from moetune.watch.ending import ending
 from moetune.watch.memory_record import MemoryRecord
 from tests import small
-from tests.resolved import build, train, verify
+from tests.resolved import build, train
 from tests.thinned import thinned
 
 KEYS = [
@@ -127,15 +121,6 @@ def test_evaluation_does_not_depend_on_its_batches(small_model: Path, small_data
         assert after == pytest.approx(losses[0][1], rel=1e-6)
 
 
-def test_evaluation_is_the_mean_over_tokens(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    """The training loss of one step over all the data is the same number: no dropout, and nothing trained yet."""
-    settings = {"steps": 1, "micro_batch": 14, "accumulate": 1}
-    lines = trained(
-        small.run_config(small_model, small_data, tmp_path / "run", train=settings, data={"eval": str(small_data)})
-    )
-    assert lines[0]["eval_loss"] == pytest.approx(lines[1]["loss"], rel=1e-6)
-
-
 SCHEDULES = {
     "constant": lambda step: 1.0,
     "linear": lambda step: (10 - step) / 8,
@@ -171,16 +156,6 @@ def test_clipping_acts(small_model: Path, small_data: Path, tmp_path: Path) -> N
     assert norms[0.0] == norms[1e9] == norms[0.01] > 0.1  # logged as it was before
     assert moved[0.0] == moved[1e9] == pytest.approx(0.5 * norms[0.0], rel=1e-4)
     assert moved[0.01] == pytest.approx(0.5 * 0.01, rel=1e-3)
-
-
-@pytest.mark.full
-def test_seeds(noisy_model: Path, small_data: Path, tmp_path: Path) -> None:
-    def lines(seed: int, name: str) -> list[dict[str, Any]]:
-        return trained(small.run_config(noisy_model, small_data, tmp_path / name, "lora", train={"seed": seed}))
-
-    first = lines(1, "first")
-    assert lines(1, "again") == first
-    assert [line["loss"] for line in lines(2, "other")] != [line["loss"] for line in first]
 
 
 def test_the_seed_orders_the_data(small_model: Path, small_data: Path, tmp_path: Path) -> None:
@@ -357,39 +332,6 @@ def test_weights_that_the_last_update_broke_are_not_kept(
     assert len(list((tmp_path / "run/checkpoints").glob("*"))) == steps - 1
 
 
-def data_of_run(config: RunConfig) -> Datasets:
-    source = find_model_source(config.model.path)
-    return data_of(config, source, source.config)[0]
-
-
-@pytest.mark.full
-def test_a_checkpoint_does_not_grow_with_the_steps(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    settings = {"steps": 6, "save_every": 1, "keep_checkpoints": 9}
-    result = train(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
-    sizes = [len(file.read_bytes()) for file in (tmp_path / "run").rglob("trainer_state.json")]
-    assert len(sizes) == 6
-    assert max(sizes) - min(sizes) <= 2  # of digits
-    data = data_of_run(load_run_config(tmp_path / "run/run.yaml"))
-    second = [len(data.train[row]["input_ids"]) for row in shuffled(len(data.train), 0, 1)[:8]]
-    assert result.train_tokens == data.counts.tokens + sum(second)  # an epoch of four steps, and two
-
-
-def test_tokens_that_a_checkpoint_does_not_say_are_not_made_up(
-    small_model: Path, small_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Those of transformers' Trainer have zero, and of some versions nothing."""
-    settings = {"steps": 1, "save_every": 1, "keep_checkpoints": 9}
-    train(small.run_config(small_model, small_data, tmp_path / "run", train=settings))
-    file = tmp_path / "run/checkpoints/step-1/trainer_state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_input_tokens_seen": 0}))
-    write_manifest(file.parent, 1)
-    longer = small.run_config(small_model, small_data, tmp_path / "run", train=settings | {"steps": 2})
-    result = train(longer, resume="auto")
-    assert "step-1 does not say how many tokens" in "".join(capsys.readouterr())
-    data = data_of_run(longer)
-    assert result.train_tokens == sum(len(data.train[row]["input_ids"]) for row in shuffled(len(data.train), 0, 0)[4:8])
-
-
 def test_a_path_trains(small_model: Path, small_data: Path, tmp_path: Path) -> None:
     raw = small.run_file(small_model, small_data, tmp_path / "run", train={"steps": 1})
     file = tmp_path / "run.yaml"
@@ -422,15 +364,6 @@ def test_what_is_known_of_the_length_is_said(small_model: Path, small_data: Path
         "length: 50 steps of 4 an epoch, 12.5 epochs",
         "warning: every example is seen 12 times; train.steps=4 would be once",
     ]
-
-
-@pytest.mark.full
-def test_dropout_and_noise_are_predicted(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    lora = {"rank": 4, "alpha": 8, "targets": ["attention"], "dropout": 0.2, "lr_ratio": 4.0}
-    train = {"sequence_length": 40, "neftune_alpha": 5.0}
-    config = small.run_config(small_model, small_data, tmp_path / "run", adapt={"lora": lora}, train=train)
-    outcome = verify(config, steps=2)
-    assert outcome.measured["peak_allocated"] == outcome.predicted["peak_allocated"]
 
 
 @pytest.mark.parametrize(("lr", "low", "high"), [(1e-2, 0.5, 1.0), (2e-5, 0.001, 0.4)])
@@ -479,16 +412,6 @@ def test_early_stopping_keeps_and_exports_the_best(
     assert small.metrics_without_times(tmp_path / "run") == lines
 
 
-def test_the_first_evaluation_does_not_count_as_training_time(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    happened: list[str] = []
-    monkeypatch.setattr(loop, "Interval", lambda: (happened.append("clock starts"), Interval())[1])
-    monkeypatch.setattr(Loop, "_evaluate", lambda *_: happened.append("evaluated"))
-    train(small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 1}, data={"validation": 0.2}))
-    assert happened[:2] == ["evaluated", "clock starts"]
-
-
 def test_a_held_out_loss_that_is_not_finite_is_null_and_never_the_best(
     small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,8 +427,3 @@ def test_a_held_out_loss_that_is_not_finite_is_null_and_never_the_best(
     assert "best held-out loss 1.0000, at step 0" in ending(tmp_path / "run")
     assert [path.name for path in RunWriter(tmp_path / "run").checkpoints()] == ["step-2", "step-4"]
     assert train(config, resume="auto").steps == 4
-
-
-def test_early_stopping_needs_held_out_data(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match=r"data\.validation"):
-        small.run_config(small_model, small_data, tmp_path / "run", train={"early_stopping": {}})

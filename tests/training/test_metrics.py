@@ -13,12 +13,13 @@ from tests.resolved import train
 
 def test_a_layer_in_numbers() -> None:
     load = {2: torch.tensor([30.0, 10.0, 0.0, 0.0]), 5: torch.tensor([10.0, 10.0, 10.0, 10.0])}
-    assert load_summary(load) == {"max_over_mean": 3.0, "layer": 2, "unused": 2}
     entropy = round(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)), 4)
-    assert load_by_layer(load) == {
+    by_layer = load_by_layer(load)
+    assert by_layer == {
         "2": {"tokens": [30, 10, 0, 0], "entropy": entropy, "max_over_mean": 3.0},
         "5": {"tokens": [10, 10, 10, 10], "entropy": round(math.log(4), 4), "max_over_mean": 1.0},
     }
+    assert load_summary(by_layer) == {"max_over_mean": 3.0, "layer": 2, "unused": 2}
     assert load_summary({}) == {}
 
 

@@ -4,14 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from moetune.errors import UserError
-from moetune.training.folder.manifest import write_manifest
 from moetune.training.preview import preview
-from moetune.training.step import router_losses
 from tests import small
 from tests.resolved import train
 
@@ -32,49 +27,6 @@ def test_a_loss_that_is_no_number(small_model: Path, small_data: Path, tmp_path:
     assert len(small.read_metrics(tmp_path / "run")) == reached  # the step that went wrong is not saved
 
 
-def test_router_losses_of_a_dense_model(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    folder = small.write_model(tmp_path / "dense")
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    for weights in folder.glob("*.safetensors"):
-        weights.unlink()
-    LlamaForCausalLM(LlamaConfig(vocab_size=2048, **sizes)).save_pretrained(folder)
-    config = small.run_config(
-        folder, small_data, tmp_path / "run", adapt={"router": "none", "also": ["norm"]}, train={"router_aux_loss": 0.1}
-    )
-    with pytest.raises(UserError, match=r"'llama' is a dense model without routers; set both to 0"):
-        train(config)
-    assert not (tmp_path / "run").exists()
-    train(small.run_config(folder, small_data, tmp_path / "run", adapt={"router": "none", "also": ["norm"]}))
-
-
-def test_a_router_that_keeps_its_logits(
-    small_model: Path, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(router_losses, "find_logits", lambda output, num_experts: None)
-    with pytest.raises(UserError, match="router of layer 0"):
-        train(small.run_config(small_model, small_data, tmp_path / "run", train={"router_z_loss": 0.1}))
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_checkpoint_of_another_precision(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    config = small.run_config(small_model, small_data, tmp_path / "run", train={"steps": 4, "save_every": 2})
-    train(config)
-    file = tmp_path / "run" / "checkpoints" / "step-4" / "trained.safetensors"
-    save_file({name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}, file)
-    write_manifest(file.parent, 4)
-    raised = config.model_copy(update={"train": config.train.model_copy(update={"steps": 6})})
-    with pytest.raises(UserError, match="holds other trained tensors"):
-        train(raised, resume="auto")
-
-
-def test_a_run_is_not_continued_in_another_precision(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    train(small.run_config(small_model, small_data, tmp_path / "run"))
-    assert "dtype: fp32" in (tmp_path / "run" / "run.yaml").read_text()
-    other = small.run_config(small_model, small_data, tmp_path / "run", model={"dtype": "bf16"})
-    with pytest.raises(UserError, match=r"model\.dtype: 'fp32' before, 'bf16' now"):
-        train(other, resume="auto")
-
-
 def test_a_tokenizer_with_more_tokens_than_the_model(small_data: Path, tmp_path: Path) -> None:
     folder = small.write_model(tmp_path / "model", vocab_size=300)
     config = small.run_config(folder, small_data, tmp_path / "run")
@@ -89,11 +41,6 @@ def test_problems_of_every_kind_are_reported_together(small_model: Path, tmp_pat
     with pytest.raises(UserError) as error:
         train(small.RunConfig.model_validate(run))
     assert all(part in str(error.value) for part in ("tensorboard", "adapt.router", "missing.jsonl"))
-
-
-def test_float32_bases_count_and_train_on_a_cpu(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    result = train(small.run_config(small_model, small_data, tmp_path / "run", model={"base": "fp32"}))
-    assert result.steps == 3
 
 
 @pytest.mark.parametrize(

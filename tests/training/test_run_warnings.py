@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -55,18 +54,6 @@ def test_a_warmup_that_has_not_begun_is_none(small_model: Path, small_data: Path
     assert said(capsys) == []
 
 
-@pytest.mark.parametrize(("first", "says"), [(1.0, True), (0.0, False)])
-def test_equal_logits(first: float, says: bool, small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    """Of weights that were destroyed: not of a model that knew nothing before the first step."""
-    run, said = small.run_config(small_model, small_data, tmp_path / "run"), io.StringIO()
-    notices = RunWarnings(build(run, "cpu"), 1, Console(file=said, width=500))
-    size = math.log(notices.adapted.run.model.settings.vocab_size)
-    for loss in (size + first, size):
-        noted = notices.about_step(loss, False, {}, {})["notices"]
-    assert ("equal logits" in noted) is says
-    assert ("every token is as likely as any other" in said.getvalue()) is says
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_documents_longer_than_the_model_has_positions(packing: bool, tmp_path: Path, capsys: Err) -> None:
     model = small.write_model(tmp_path / "model", max_position_embeddings=16)
@@ -114,10 +101,10 @@ def layers(*load: list[int]) -> dict[int, Tensor]:
 
 def test_experts_without_tokens_are_named_once(watched: tuple[RunWarnings, io.StringIO]) -> None:
     notices, said = watched
-    line = notices.about_step(1.0, True, {}, layers([10, 10, 0, 0], [5, 5, 5, 5]))
+    line = notices.about_step(True, {}, layers([10, 10, 0, 0], [5, 5, 5, 5]))
     assert line["idle_experts"] == 1
     assert "no token has reached" not in said.getvalue()  # too early to tell
-    notices.about_step(1.0, True, {}, layers([100, 100, 0, 0], [50, 50, 50, 50]))
+    notices.about_step(True, {}, layers([100, 100, 0, 0], [50, 50, 50, 50]))
     each = notices.adapted.structure.moe_layers[0].shape.parameters_per_expert
     share = f"{100 * each / notices.trained:.1f} % of the trained parameters"
     assert f"no token has reached 1 expert to be trained (layer:expert 0:2): {share}" in said.getvalue()
@@ -129,7 +116,7 @@ def test_a_collapse_is_said_of_its_layer(watched: tuple[RunWarnings, io.StringIO
     notices, said = watched
     for load in ([[60, 40, 60, 40], [60, 40, 60, 40]], [[100, 1, 100, 1], [40, 50, 50, 50]]):
         assert "collapsed" not in said.getvalue()
-        line = notices.about_step(1.0, False, layers(*load), {})
+        line = notices.about_step(False, layers(*load), {})
     assert said.getvalue().count("collapsed") == 1
     assert "routing of layer 0 has collapsed: of 4 experts 2.1 are in use" in said.getvalue()
     assert line["notices"] == ["collapsed routers"]

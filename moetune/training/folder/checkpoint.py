@@ -255,26 +255,14 @@ def read_part(folder: Path, name: str, kind: Callable[..., T]) -> T:
     return read_json(folder / name, kind, what, "resume from an earlier one with --resume PATH")
 
 
-def check(folder: Path) -> None:
-    """Check that a checkpoint's tensor files can be opened, that `optimizer.json` is valid and trained weights finite.
-
-    Raises:
-        UserError: `optimizer.json` is damaged, or a weight is not finite.
-        Exception: any, from the reader of a damaged file; `trainer_state.refusing_damage` turns it into a `UserError`.
-    """
-    read_part(folder, OPTIMIZER_FILE, _Optimizer)
-    for path in (folder, folder / OPTIMIZER_FOLDER):
-        if path.is_dir():
-            _reader(path).read_metadata()
-    refuse_not_finite(read_header(folder / TRAINED_FILE))
-
-
 def read_trained(folder: Path, adapted: Adapted) -> None:
     """Copy the trained weights and router biases from a checkpoint folder into the model; every rank must call this.
 
     Raises:
-        UserError: the checkpoint has tensors of other names, shapes or dtypes than the model trains.
+        UserError: the checkpoint has tensors of other names, shapes or dtypes than the model trains, or one that is not
+            finite.
     """
+    refuse_not_finite(read_header(folder / TRAINED_FILE))
     parts = [part for all_ in parts_of(adapted).values() for part in all_]
     stored: dict[str, Any] = dict(_reader(folder).read_metadata().state_dict_metadata)
     tensors = {part.name: part.of(local_tensor(part.parameter).detach()) for part in parts} | adapted.router_biases()

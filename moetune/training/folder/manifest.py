@@ -29,10 +29,8 @@ def write_manifest(folder: Path, step: int, metrics: Path | None = None) -> None
 
     `metrics` is the run's `metrics.jsonl`, of which the manifest has size and digest as they are now.
     """
-    about: dict[str, Any] = {"step": step, "files": {}} | ({} if metrics is None else {"metrics": _file(metrics)})
-    for file in files_in(folder):
-        if file.name != MANIFEST:
-            about["files"][str(file.relative_to(folder))] = _file(file)
+    files = {str(file.relative_to(folder)): _file(file) for file in files_in(folder) if file.name != MANIFEST}
+    about: dict[str, Any] = {"step": step, "files": files} | ({} if metrics is None else {"metrics": _file(metrics)})
     (folder / MANIFEST).write_text(sealed(about), encoding="utf-8")
 
 
@@ -57,14 +55,6 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
-def sealed_files(folder: Path) -> set[str]:
-    """Return the relative paths of a manifest and of the files it lists; an empty set if it is missing or damaged."""
-    try:
-        return {*read_sealed(folder / MANIFEST, _Manifest)["files"], MANIFEST}
-    except UserError:
-        return set()
-
-
 def damage(folder: Path) -> str | None:
     """Check every byte of a checkpoint folder against its manifest; return what is wrong, or None if nothing is.
 
@@ -73,8 +63,7 @@ def damage(folder: Path) -> str | None:
     if not (folder / MANIFEST).exists():
         return f"{MANIFEST} is missing"
     try:
-        manifest = read_sealed(folder / MANIFEST, _Manifest, MANIFEST)
-        return _damage(folder, manifest)
+        return _damage(folder, read_sealed(folder / MANIFEST, _Manifest, MANIFEST))
     except UserError as error:
         return str(error)
     except Exception as error:  # such as a listed name that no file can have, or a file without read permission

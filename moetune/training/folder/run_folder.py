@@ -14,18 +14,16 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import IO
 
 from moetune.config.schema import EarlyStoppingConfig
 from moetune.errors import UserError, reading
-from moetune.files import expanded, lock
+from moetune.files import expanded
 from moetune.json_files import read_sealed
 from moetune.models.hub.fingerprint import Base
 from moetune.run.folder_files import MetricsLine, parse_metrics
-from moetune.training.folder.manifest import MANIFEST, begins_with, damage
+from moetune.training.folder.manifest import begins_with, damage
 from moetune.training.same_run import FREE_ON_EXPORT, Inputs, changed_settings
 
 RUN_FILE, BASE_FILE, INPUTS_FILE, MEMORY_FILE = "run.yaml", "base.json", "inputs.json", "memory.json"
@@ -45,7 +43,6 @@ class RunFolder:
         self.metrics_file = self.path / METRICS_FILE
         self.checkpoints_path = self.path / "checkpoints"
         self.damaged: list[str] = []
-        self._held: IO[bytes] | None = None
 
     def checkpoints(self) -> list[Path]:
         """Return the folders of the complete checkpoints, oldest first; they may be damaged."""
@@ -60,13 +57,11 @@ class RunFolder:
         first = best_step({step: held_out[step] for step in there if step in held_out})
         return sorted(there.values(), key=lambda path: step_of(path) != first)
 
-    def newest_whole(self, *, best: bool = False, hold: bool = False) -> Path | None:
+    def newest_whole(self, *, best: bool = False) -> Path | None:
         """Return the folder of the newest undamaged checkpoint; None if there is no checkpoint at all.
 
         Args:
             best: prefer the checkpoint with the lowest held-out loss to newer ones.
-            hold: lock the checkpoint, so that a run that is writing here does not delete it while this object exists;
-                has no effect on a file system without locks.
 
         Raises:
             UserError: all checkpoints are damaged; the one found is of another run or has other settings than
@@ -75,16 +70,13 @@ class RunFolder:
         self.damaged = []
         there = self.checkpoints()
         for checkpoint in self.by_preference(best=best):
-            if hold:
-                with suppress(OSError):  # the checkpoint was removed meanwhile, or the file system has no locks
-                    self._held = lock(checkpoint / MANIFEST, "rb", shared=True)
             reason = damage(checkpoint)
             if reason is None:
                 self.refuse_foreign_checkpoint(checkpoint)
                 return checkpoint
             self.damaged.append(f"{checkpoint}: {reason}")
             if there != self.checkpoints():  # a run is writing here: look again
-                return self.newest_whole(best=best, hold=hold)
+                return self.newest_whole(best=best)
         if self.damaged:
             raise UserError(
                 f"no checkpoint of the run in {str(self.path)!r} is undamaged:\n  "
@@ -96,16 +88,12 @@ class RunFolder:
     def refuse_foreign_checkpoint(self, checkpoint: Path) -> None:
         """Raise `UserError` if an undamaged checkpoint is of another run, or has other settings than `run.yaml` now.
 
-        Settings in `FREE_ON_EXPORT`, such as `output` and `train.steps`, may differ. An `inputs.json` that only the
-        checkpoint has is an error too.
+        Settings in `FREE_ON_EXPORT`, such as `output` and `train.steps`, may differ.
         """
-        its, mine = self.inputs(checkpoint), self.inputs()
-        if its is not None and mine is None:
-            raise UserError(f"{str(self.path / INPUTS_FILE)!r} is missing; copy it back from {str(checkpoint)!r}")
-        if its is not None and mine is not None and its.run != mine.run:
+        if self.inputs(checkpoint).run != self.inputs().run:
             raise UserError(f"checkpoint {str(checkpoint)!r} is of another run than {str(self.path)!r}; move it away")
         before, now = checkpoint / RUN_FILE, self.path / RUN_FILE
-        if before.is_file() and now.is_file() and (changed := changed_settings(before, now, FREE_ON_EXPORT)):
+        if changed := changed_settings(before, now, FREE_ON_EXPORT):
             raise UserError(
                 f"{str(now)!r} was changed after {checkpoint.name} was written:\n  "
                 + "\n  ".join(changed)
@@ -122,20 +110,17 @@ class RunFolder:
         )
         return read_sealed(file, Base, what, remedy) if os.path.lexists(file) else None
 
-    def inputs(self, checkpoint: Path | None = None) -> Inputs | None:
-        """Return the inputs that `inputs.json` records, in the run folder or, if given, in the folder `checkpoint`;
-        None if there is no such file.
+    def inputs(self, checkpoint: Path | None = None) -> Inputs:
+        """Return the inputs that `inputs.json` records, in the run folder or, if given, in the folder `checkpoint`.
 
         Raises:
-            UserError: the file is damaged.
+            UserError: the file is missing or damaged.
         """
-        file = (checkpoint or self.path) / INPUTS_FILE
-        return read_sealed(file, Inputs, remedy="copy it back from a checkpoint") if os.path.lexists(file) else None
+        return read_sealed((checkpoint or self.path) / INPUTS_FILE, Inputs, remedy="copy it back from a checkpoint")
 
     def clock(self) -> datetime | None:
-        """Return the time at which the run began, if its chat template writes it into the data; else None."""
-        inputs = self.inputs()
-        if inputs is None or inputs.clock is None:
+        """Return the time at which the run began, if there is a run whose chat template writes it into the data."""
+        if not os.path.lexists(self.path / INPUTS_FILE) or (inputs := self.inputs()).clock is None:
             return None
         with reading(f"clock in {str(self.path / INPUTS_FILE)!r}", "copy the file back from a checkpoint"):
             return datetime.fromisoformat(inputs.clock)
@@ -147,23 +132,20 @@ class RunFolder:
             UserError: a line is not what a run writes (`parse_metrics`), or was changed after the newest checkpoint was
                 written.
         """
-        there = self.checkpoints()
-        text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
-        try:
-            for checkpoint in there[-1:]:
-                self.metrics_until(checkpoint, text)
-        except UserError:
-            if there == self.checkpoints():
-                raise
-            return self.metrics()  # a run is writing here: look again
-        return parse_metrics(text, self.metrics_file)
+        for checkpoint in self.checkpoints()[-1:]:
+            self.metrics_until(checkpoint)
+        return parse_metrics(self._metrics_text(), self.metrics_file)
 
-    def metrics_until(self, checkpoint: Path, text: bytes) -> bytes:
-        """Return the beginning of `metrics.jsonl`, of the content `text`, that had been written when a checkpoint was.
+    def _metrics_text(self) -> bytes:
+        return self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
+
+    def metrics_until(self, checkpoint: Path) -> bytes:
+        """Return the beginning of `metrics.jsonl` that had been written when a checkpoint was.
 
         It is empty if the file was moved away or emptied since, or begins with a later step. Raises `UserError` if it
         was changed.
         """
+        text = self._metrics_text()
         if (beginning := begins_with(text, checkpoint)) is not None:
             return beginning
         first = parse_metrics(b"".join(text.partition(b"\n")[:2]), self.metrics_file)
@@ -174,15 +156,10 @@ class RunFolder:
             "the run then goes on without its earlier losses"
         )
 
-    def has_lost_losses(self, checkpoint: Path) -> bool:
-        """Return whether `metrics.jsonl` lacks the lines that it had when a checkpoint was written."""
-        text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
-        return begins_with(text, checkpoint) is None
-
     def held_out(self) -> dict[int, float]:
         """Return step -> held-out loss of the evaluations after the first update, as in the metrics; NaN for null."""
-        found = {line["step"]: line["eval_loss"] for line in self.metrics() if line["step"] and "eval_loss" in line}
-        return {step: math.nan if loss is None else loss for step, loss in found.items()}
+        losses = {line["step"]: line["eval_loss"] for line in self.metrics() if line["step"] and "eval_loss" in line}
+        return {step: math.nan if loss is None else loss for step, loss in losses.items()}
 
 
 def best_step(held_out: Mapping[int, float]) -> int | None:

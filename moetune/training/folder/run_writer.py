@@ -28,7 +28,7 @@ from moetune.files import (
     expanded,
     foreign_in,
     free_bytes,
-    lock,
+    names_in,
     nearest_existing,
     refuse_existing,
     refuse_in_checkpoint,
@@ -40,7 +40,7 @@ from moetune.files import (
 from moetune.json_files import sealed
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
-from moetune.training.folder.manifest import MANIFEST, damage, files_in, sealed_files, write_manifest
+from moetune.training.folder.manifest import damage, files_in, write_manifest
 from moetune.training.folder.run_folder import (
     BASE_FILE,
     INPUTS_FILE,
@@ -93,62 +93,39 @@ class RunWriter(RunFolder):
             raise UserError("--resume and --overwrite exclude each other")
         refuse_in_checkpoint(self.path)
         if self.ranks.is_first:
-            self._check_writable()
-        self._take_lock(create=False)
+            with self._writing(), TemporaryFile(dir=nearest_existing(self.path)):
+                pass
+            self._lock.take(f"output {str(self.path)!r}", create=False)
         self._seen, self._ledger = self._names(), Ledger(self.path)
-        is_marked = self._ledger.kind == "run"
-        is_run = self._is_run() or (overwrite and is_marked)
-        if self._is_occupied():
-            if not is_run:
-                if is_marked and (self.path / RUN_FILE).is_file():
-                    raise UserError(
-                        f"output {str(self.path)!r} holds a run whose folder of checkpoints is gone: copy it back, "
-                        "start again with --overwrite, or choose another output"
-                    )
-                if is_marked and (checkpoints := self.checkpoints()):
-                    raise UserError(
-                        f"output {str(self.path)!r} has checkpoints and no {RUN_FILE}: copy it back from "
-                        f"{str(checkpoints[-1])!r}, or choose another output"
-                    )
-                raise UserError(f"output {str(self.path)!r} exists and is not a run folder; choose another output")
-            if resume == "never":
-                if not overwrite:
-                    refuse_existing_run(self.path)
-                if not is_marked:
-                    raise UserError(
-                        f"output {str(self.path)!r} holds a run without {Ledger.NAME}, the list of what moetune wrote: "
-                        "it is of an earlier version, or was copied without that file. Continue it with --resume auto, "
-                        "which notes it, or choose another output"
-                    )
+        # A run that was killed before it wrote its run file leaves an empty folder of checkpoints and the ledger.
+        if set(self._seen) - {self.checkpoints_path.name, Ledger.NAME}:
+            if self._ledger.kind != "run":
+                raise UserError(
+                    f"output {str(self.path)!r} exists and is not a run folder; choose another output (a copy of a run "
+                    f"needs its {Ledger.NAME} too)"
+                )
+            lost = [part.name for part in (self.path / RUN_FILE, self.checkpoints_path) if not part.exists()]
+            if lost and not overwrite:
+                raise UserError(
+                    f"output {str(self.path)!r} holds a run without {' and '.join(lost)}: copy it back, start again "
+                    "with --overwrite, or choose another output"
+                )
+            if resume == "never" and not overwrite:
+                refuse_existing_run(self.path)
         checkpoint = None
         if resume != "never":
             checkpoint = self.newest_whole() if resume == "auto" else self._chosen(resume)
-            if is_run and (changed := changed_settings(self.path / RUN_FILE, config, FREE_ON_RESUME)):
+            run_file = self.path / RUN_FILE
+            if run_file.exists() and (changed := changed_settings(run_file, config, FREE_ON_RESUME)):
                 raise UserError(
                     f"the run in {str(self.path)!r} cannot be resumed with another run file:\n  "
                     + "\n  ".join(changed)
                     + "\nSet these back, or choose another output"
                 )
         if checkpoint is not None:
-            self._metrics_until(checkpoint)
+            self.metrics_until(checkpoint)
         self._refuse_foreign(0 if checkpoint is None else step_of(checkpoint))
         return checkpoint
-
-    def _metrics_until(self, checkpoint: Path) -> bytes:
-        text = self.metrics_file.read_bytes() if self.metrics_file.is_file() else b""
-        return self.metrics_until(checkpoint, text)
-
-    def _check_writable(self) -> None:
-        """Raise `UserError` unless a file can be made in the run folder, or in its nearest parent that exists."""
-        where = self.path
-        try:
-            where = nearest_existing(self.path)
-            with TemporaryFile(dir=where):
-                pass
-        except OSError as error:
-            raise UserError(
-                f"output {str(self.path)!r} cannot be written: {error.strerror} ({where}); choose another output"
-            ) from None
 
     def _chosen(self, resume: str) -> Path:
         """Return the folder that `--resume PATH` names; `UserError` if the checkpoint is damaged or of another run."""
@@ -176,51 +153,23 @@ class RunWriter(RunFolder):
     # --- Whose is what is there? --------------------------------------------------------------------------------------
 
     def _names(self) -> list[str]:
-        """Return the sorted names of files and checkpoints, without lock and temporary files."""
-        runs = self.path.iterdir() if self.path.is_dir() else ()
-        names = (item.name for item in (*runs, *self.checkpoints()))
+        """Return the sorted names in the folder and its folder of checkpoints, without lock and temporary files."""
+        names = names_in(self.path) + names_in(self.checkpoints_path)
         return sorted(name for name in names if name != WriterLock.NAME and not ASIDE.fullmatch(name))
-
-    def _is_occupied(self) -> bool:
-        """Return whether the folder has contents, other than those that a run leaves if it is killed before it writes
-        its run file."""
-        first = {self.checkpoints_path.name, WriterLock.NAME, Ledger.NAME}
-        return self.path.exists() and (
-            any(item.name not in first and not ASIDE.fullmatch(item.name) for item in self.path.iterdir())
-            or (self.checkpoints_path.exists() and any(self.checkpoints_path.iterdir()))
-        )
-
-    def _is_run(self) -> bool:
-        """Return whether there is a run: run file, checkpoints folder, and a ledger or else a valid `inputs.json`."""
-        if not (self.path / RUN_FILE).is_file() or not self.checkpoints_path.is_dir():
-            return False
-        try:
-            return self._ledger.kind == "run" or (self._ledger.kind is None and self.inputs() is not None)
-        except UserError:
-            return False
-
-    def _ours(self) -> set[str]:
-        """Return the relative paths that moetune has written: those in the ledger.
-
-        For a run without a ledger they are the usual files of a run, and the files in its checkpoints' manifests.
-        """
-        if self._ledger.kind is not None or not self._is_run():
-            return self._ledger.paths
-        sealed = {f"checkpoints/{folder.name}/{name}" for folder in self.checkpoints() for name in sealed_files(folder)}
-        return {*_FILES, *sealed}
 
     def _foreign(self, checkpoint: Path) -> Path | None:
         """Return the path of a file in a checkpoint's folder that moetune has not written; None if there is none."""
         prefix = f"checkpoints/{checkpoint.name}/"
-        return foreign_in(checkpoint, {path.removeprefix(prefix) for path in self._ours() if path.startswith(prefix)})
+        ours = {path.removeprefix(prefix) for path in self._ledger.paths if path.startswith(prefix)}
+        return foreign_in(checkpoint, ours)
 
     def _refuse_foreign(self, step: int) -> None:
         """Raise `UserError` if a run from `step` on would write to an existing path that moetune has not written."""
-        ours = self._ours()
-        foreign = [self.path / name for name in _FILES if name not in ours and os.path.lexists(self.path / name)]
+        files = [self.path / name for name in _FILES if name not in self._ledger.paths]
+        foreign = [file for file in files if os.path.lexists(file)]
         foreign += [folder for folder in self._asides() if not is_ours(folder)]
         later = [checkpoint for checkpoint in self.checkpoints() if step_of(checkpoint) > step]
-        foreign += [found for checkpoint in later if (found := self._foreign(checkpoint))]
+        foreign += [file for checkpoint in later if (file := self._foreign(checkpoint))]
         if foreign:
             raise UserError(
                 f"output {str(self.path)!r}: {str(foreign[0])!r} already exists and was not written by this "
@@ -236,29 +185,25 @@ class RunWriter(RunFolder):
             UserError: another process holds the lock, or has written to the folder since `check`; or the folder cannot
                 be made.
         """
+        if not self.ranks.is_first:
+            return
         with self._writing():
-            if self.ranks.is_first:
-                self.path.mkdir(parents=True, exist_ok=True)
-        self._take_lock(create=True)
-        if self.ranks.is_first and self._seen is not None and self._seen != self._names():
+            self.path.mkdir(parents=True, exist_ok=True)
+        self._lock.take(f"output {str(self.path)!r}", create=True)
+        if self._seen is not None and self._seen != self._names():
             raise UserError(f"output {str(self.path)!r}: another run wrote there meanwhile; start again")
 
     def close(self) -> None:
         """Release the lock, if it is held."""
         self._lock.close()
 
-    def _take_lock(self, *, create: bool) -> None:
-        """Take the lock on the first rank; without `create`, only if there is a lock file."""
-        if self.ranks.is_first:
-            self._lock.take(f"output {str(self.path)!r}", create=create)
-
     def create(
         self,
         config: RunConfig,
         checkpoint: Path | None,
         overwrite: bool,
-        base: Base | None = None,
-        inputs: Inputs | None = None,
+        base: Base | None,
+        inputs: Inputs,
     ) -> None:
         """Write run file, `base.json` and `inputs.json`; begin or restore `metrics.jsonl`. Every rank must call this.
 
@@ -268,7 +213,7 @@ class RunWriter(RunFolder):
             config: the resolved configuration, written as `run.yaml`.
             checkpoint: the folder of the checkpoint to continue from; None for a new run.
             overwrite: whether to delete the other files of the run that is replaced.
-            base, inputs: contents of `base.json` and `inputs.json`; without a value the file is not written.
+            base, inputs: contents of `base.json`, which is not written if it is None, and of `inputs.json`.
 
         Raises:
             UserError: the run would replace a file that moetune has not written, or the folder cannot be written.
@@ -278,7 +223,7 @@ class RunWriter(RunFolder):
             step = 0 if checkpoint is None else step_of(checkpoint)
             with self._writing():
                 self.checkpoints_path.mkdir(parents=True, exist_ok=True)
-                self._own(*_FILES)
+                self._ledger.add("run", *_FILES)
                 self._refuse_foreign(step)
                 self.remove_leftovers()
                 for later in self.checkpoints():
@@ -287,20 +232,17 @@ class RunWriter(RunFolder):
                 if overwrite:  # replaces the run file last, so that a kill before leaves a run
                     for name in sorted(path for path in self._ledger.paths if "/" not in path and path != RUN_FILE):
                         (self.path / name).unlink(missing_ok=True)
-                self._write(RUN_FILE, config.to_yaml())
+                write_whole(self.path / RUN_FILE, config.to_yaml())
                 if base is not None:
                     self.write_base(base)
-                if inputs is not None:
-                    self._write(INPUTS_FILE, sealed(asdict(inputs)))
-                self._write(METRICS_FILE, b"" if checkpoint is None else self._metrics_until(checkpoint))
+                write_whole(self.path / INPUTS_FILE, sealed(asdict(inputs)))
+                write_whole(self.metrics_file, b"" if checkpoint is None else self.metrics_until(checkpoint))
         self.ranks.barrier()
 
     def remove_leftovers(self) -> None:
         """Delete the temporary files, and the half-written and half-deleted checkpoints, of a killed run, on the first
         rank."""
-        if not self.ranks.is_first:
-            return
-        for folder in self._asides():
+        for folder in self._asides() if self.ranks.is_first else ():
             sweep(out_of(folder))
 
     def _asides(self) -> list[Path]:
@@ -318,16 +260,9 @@ class RunWriter(RunFolder):
         self._ledger = Ledger(self.path)
         if name not in self._ledger.paths:
             refuse_taken(self.path / name)
-        if self._is_run():
+        if self._ledger.kind == "run":
             with self._writing():
-                self._own(name)
-
-    def _own(self, *names: str) -> None:
-        """Add relative paths to the ledger; if the run has no ledger yet, begin it with the files of `_ours`."""
-        self._ledger.add("run", *names, *(self._ours() - self._ledger.paths))
-
-    def _write(self, name: str, text: str | bytes) -> None:
-        write_whole(self.path / name, text)
+                self._ledger.add("run", name)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -342,8 +277,7 @@ class RunWriter(RunFolder):
         """Write `base.json`: the base's name and fingerprint (SHA-256 of each file), with a seal."""
         if self.ranks.is_first:
             with self._writing():
-                self._own(BASE_FILE)
-                self._write(BASE_FILE, sealed(base.to_json()))
+                write_whole(self.path / BASE_FILE, sealed(base.to_json()))
 
     def write_if_possible(self, name: str, text: str) -> None:
         """Write `text` into the file `name` of the run folder, on the first rank; training does not need the file.
@@ -352,19 +286,13 @@ class RunWriter(RunFolder):
         """
         if self.ranks.is_first:
             with suppress(OSError):
-                self._write(name, text)
+                write_whole(self.path / name, text)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Append a line to `metrics.jsonl`, on the first rank; raise `UserError` if the file cannot be written."""
-        if not self.ranks.is_first:
-            return
-        try:
-            with self.metrics_file.open("a", encoding="utf-8") as file:
+        if self.ranks.is_first:
+            with self._writing(), self.metrics_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise UserError(
-                f"{str(self.metrics_file)!r} cannot be written: {error.strerror}; then continue with --resume auto"
-            ) from error
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -373,8 +301,7 @@ class RunWriter(RunFolder):
         """Context manager: yield a temporary folder in which each rank writes its part; then make it a checkpoint.
 
         Every rank must enter it. After the body the first rank adds copies of the run's files and the manifest, renames
-        the folder to `step-N`, and deletes old checkpoints, except those that are being read (`RunFolder.newest_whole`)
-        or hold a file of the user.
+        the folder to `step-N`, and deletes old checkpoints, except those that hold a file of the user.
 
         Args:
             keep: number of checkpoints to keep, this one included.
@@ -397,36 +324,29 @@ class RunWriter(RunFolder):
                 self.ranks.barrier()
                 if first:
                     for name in (RUN_FILE, INPUTS_FILE):
-                        if name != INPUTS_FILE or (self.path / name).is_file():
-                            shutil.copyfile(self.path / name, new / name)
+                        shutil.copyfile(self.path / name, new / name)
                     sync(self.metrics_file)
                     write_manifest(new, step, self.metrics_file)
                     refuse_existing(final)
-                    self._own(*(f"checkpoints/{final.name}/{file.relative_to(new)}" for file in files_in(new)))
+                    files = (f"checkpoints/{final.name}/{file.relative_to(new)}" for file in files_in(new))
+                    self._ledger.add("run", *files)
                     publish(final)
         except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
             free, reason = free_bytes(self.path), refused(error)
             if free > needed and reason is None:
                 raise
             last = [checkpoint.name for checkpoint in self.checkpoints()][-1:] or ["none yet"]
-            why = f"a checkpoint cannot be written to {str(self.checkpoints_path)!r}: {reason}"
-            remedy = "remove the cause"
-            if free <= needed:
-                why = (
-                    f"the disk of {str(self.path)!r} is full: a checkpoint needs {needed:,} bytes and {free:,} are free"
-                )
-                remedy = "free some space"
             raise UserError(
-                f"step {step}: {why}. The last complete one is {last[0]}; {remedy} and continue with --resume auto"
+                f"step {step}: a checkpoint cannot be written to {str(self.checkpoints_path)!r}: "
+                f"{reason or 'no space'}; it needs {needed:,} bytes and {free:,} are free. The last complete one is "
+                f"{last[0]}; free some space, or remove another cause, and continue with --resume auto"
             ) from error
         if first:
             sync(self.checkpoints_path)
             for old in [checkpoint for checkpoint in self.checkpoints()[:-keep] if step_of(checkpoint) != best]:
-                with suppress(OSError):  # a checkpoint that is locked by a reader is deleted after a later step
-                    manifest = None if self._foreign(old) else lock(old / MANIFEST, "r+b")
-                    if manifest is not None:
-                        with manifest:
-                            self._discard(old)
+                with suppress(OSError):
+                    if not self._foreign(old):
+                        self._discard(old)
 
     def _discard(self, checkpoint: Path) -> None:
         """Rename a checkpoint, then delete it, so that a kill leaves no half checkpoint under its name."""

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Required
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,10 +23,10 @@ LOAD_FILE = "expert_load.json"
 """Layer index -> list of the E numbers of tokens that each expert has received since the run began."""
 
 
-class _State(TypedDict, total=False):
-    global_step: Required[Amount]
-    train_batch_size: Amount | None
-    num_input_tokens_seen: Amount | None
+class _State(TypedDict):
+    global_step: Amount
+    train_batch_size: Amount
+    num_input_tokens_seen: Amount
 
 
 def write_generators(folder: Path, data_index: int, device: torch.device) -> None:
@@ -42,7 +41,8 @@ def write_generators(folder: Path, data_index: int, device: torch.device) -> Non
 
 
 def read_generators(folder: Path, data_index: int, device: torch.device) -> None:
-    """Restore the states that `write_generators` wrote; without a file for this `data_index` they stay as they are."""
+    """Restore the states that `write_generators` wrote; without a file for this `data_index`, as with other ranks, they
+    stay as they are."""
     file = folder / "generators" / f"{data_index}.safetensors"
     if file.is_file():
         states = load_file(file)
@@ -62,8 +62,8 @@ def write_state(folder: Path, step: int, micro_batch: int, tokens: int, load: Ma
     (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
 
 
-def read_state(folder: Path) -> tuple[int, int | None, int]:
-    """Return the step, the rows per micro-batch (None if not recorded) and the tokens trained on (0 if not recorded).
+def read_state(folder: Path) -> tuple[int, int, int]:
+    """Return the step, the rows per micro-batch and the tokens trained on.
 
     Raises:
         UserError: `trainer_state.json` is damaged.
@@ -72,7 +72,7 @@ def read_state(folder: Path) -> tuple[int, int | None, int]:
     state = checkpoint.read_part(folder, STATE_FILE, _State)
     if state["global_step"] != step_of(folder):
         raise ValueError(f"{STATE_FILE} is of step {state['global_step']}")
-    return state["global_step"], state.get("train_batch_size"), state.get("num_input_tokens_seen") or 0
+    return state["global_step"], state["train_batch_size"], state["num_input_tokens_seen"]
 
 
 def read_total_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
@@ -88,19 +88,6 @@ def read_total_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
     if any(load_of.shape != (sizes.get(layer),) for layer, load_of in load.items()):
         raise ValueError(f"{LOAD_FILE} is of a model with other experts")
     return load
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Raise `UserError` if a file of a checkpoint cannot be read, or does not hold what it should.
-
-    This finds files that were already wrong when the manifest was made. Trained weights are read whole and must be
-    finite; of optimizer states only the headers are read.
-    """
-    with refusing_damage(folder):
-        for file in sorted(folder.glob("generators/*")):
-            load_file(file)
-        read_state(folder)
-        checkpoint.check(folder)
 
 
 @contextmanager

@@ -20,10 +20,16 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**22  # weights that are copied to float32 at a time; a copy has 16 MiB
+_DECAY = 0.8  # at step t the decay of the average v is 1 - t^-0.8
+_THRESHOLD = 1.0  # d, the largest RMS of û before û is scaled down
+_LEAST_SQUARE, _LEAST_WEIGHT = 1e-30, 1e-3  # a number added to g²; ε, the smallest RMS(w) that is used
 
 
 class ScalingOptimizer(torch.optim.Optimizer, ABC):
     """Base class of optimizers whose `step` multiplies the gradients by a scale, in float32."""
+
+    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None, *, scale: float = 1.0) -> None:  # type: ignore[override]
@@ -44,9 +50,6 @@ class ScalingOptimizer(torch.optim.Optimizer, ABC):
 class Lomo(ScalingOptimizer):
     """Gradient descent with weight decay, stateless. With float32 weights it equals `torch.optim.SGD` bit for bit."""
 
-    def __init__(self, params: Any, lr: float, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
         for where in _blocks(parameter):
             weight, step = parameter[where].float(), grad[where].float()
@@ -62,34 +65,7 @@ class AdaLomo(ScalingOptimizer):
 
     A tensor with more than two dimensions is a stack of matrices, each updated on its own. The state of a matrix [R, C]
     is R + C float32 numbers, that of a vector one float32 number per element.
-
-    Args:
-        decay_rate: at step t, the decay of the average v is 1 - t^-decay_rate.
-        threshold: d in the module's formulas, the largest RMS of û before û is scaled down.
-        eps: a number added to g²; and ε in the formulas, the smallest RMS(w) that is used.
     """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float,
-        weight_decay: float = 0.0,
-        decay_rate: float = 0.8,
-        threshold: float = 1.0,
-        eps: tuple[float, float] = (1e-30, 1e-3),
-    ) -> None:
-        defaults = {"lr": lr, "weight_decay": weight_decay, "decay_rate": decay_rate, "threshold": threshold}
-        super().__init__(params, defaults | {"eps": eps})
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load copies of states as `torch.optim.Optimizer` does, but in float32 instead of the weights' dtype."""
-        super().load_state_dict(state_dict)
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for name, value in state_dict["state"].get(number, {}).items():
-                if isinstance(value, Tensor):
-                    self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
 
     def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any], scale: float) -> None:
         state = self.state[parameter]
@@ -101,11 +77,10 @@ class AdaLomo(ScalingOptimizer):
             for name, shape in shapes.items():
                 state[name] = parameter.new_zeros(shape, dtype=torch.float32)
         state["step"] += 1
-        keep = 1 - state["step"] ** -group["decay_rate"]
-        floor, rate = group["eps"][0], self._rate(group, state["step"])
+        keep, rate = 1 - state["step"] ** -_DECAY, self._rate(group, state["step"])
         if is_vector:
             gradient = grad.float() * scale
-            state["square"].mul_(keep).add_(gradient.square().add_(floor), alpha=1 - keep)
+            state["square"].mul_(keep).add_(gradient.square().add_(_LEAST_SQUARE), alpha=1 - keep)
             by_element = state["square"].rsqrt()
             _descend(parameter, lambda where: gradient[where] * by_element[where], rate, group)
             return
@@ -120,7 +95,7 @@ class AdaLomo(ScalingOptimizer):
             rows.mul_(keep)
             columns.mul_(keep)
             for where in _blocks(weight):
-                square = (gradient[where].float() * scale).square_().add_(floor)
+                square = (gradient[where].float() * scale).square_().add_(_LEAST_SQUARE)
                 rows[where].add_(square.mean(-1), alpha=1 - keep)
                 columns.add_(square.sum(-2), alpha=(1 - keep) / len(weight))
                 del square  # freed before the next step allocates as much
@@ -158,13 +133,13 @@ def _descend(weight: Tensor, update: Callable[[slice], Tensor], rate: float, gro
     Args:
         update: returns û of some rows of the weight, as a new float32 tensor; called twice for each block.
         rate: η of the module's formulas.
-        group: the parameter group, with `eps`, `threshold` and `weight_decay`.
+        group: the parameter group, with `weight_decay`.
     """
     blocks = list(_blocks(weight))
     of_update = torch.stack([update(where).square_().sum() for where in blocks]).sum()
     of_weight = torch.stack([weight[where].float().square().sum() for where in blocks]).sum()
-    lr = rate * (of_weight / weight.numel()).sqrt_().clamp_(min=group["eps"][1])
-    step = lr / ((of_update / weight.numel()).sqrt_() / group["threshold"]).clamp_(min=1.0)
+    lr = rate * (of_weight / weight.numel()).sqrt_().clamp_(min=_LEAST_WEIGHT)
+    step = lr / ((of_update / weight.numel()).sqrt_() / _THRESHOLD).clamp_(min=1.0)
     for where in blocks:
         new = weight[where].float()  # of float32 weights no copy, but a view
         if group["weight_decay"]:

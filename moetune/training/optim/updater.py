@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from moetune.compat.bitsandbytes import load_paged, update
+from moetune.compat.bitsandbytes import page, update
 from moetune.parallel.ranks import local_tensor
 from moetune.training.optim.lomo import ScalingOptimizer
 
@@ -121,21 +121,15 @@ class Updater:
 
         The weights themselves are restored by `checkpoint.read_trained`.
         """
-        owners = {updated: parameter for parameter, updated in self.updates()}
-        groups = self.optimizer.state_dict()["param_groups"]
-        ordered = [updated for group in self.optimizer.param_groups for updated in group["params"]]
-        by_number = {}
-        for number, updated in enumerate(ordered):
-            values = dict(states[owners[updated]])
-            if owners[updated] in self.copies and self.masters == "fp32":
+        for parameter, updated in self.updates():
+            values = dict(states[parameter])
+            if parameter in self.copies and self.masters == "fp32":
                 updated.copy_(values.pop("master"))
-            if values:
-                by_number[number] = values
-        saved: dict[str, Any] = {"state": by_number, "param_groups": groups}
+            if values:  # not `load_state_dict`, which converts some states to the dtype of the weights
+                on_device = {name: x.to(updated.device) if torch.is_tensor(x) else x for name, x in values.items()}
+                self.optimizer.state[updated] = on_device
         if getattr(self.optimizer, "is_paged", False):
-            load_paged(self.optimizer, saved)
-        else:
-            self.optimizer.load_state_dict(saved)
+            page(self.optimizer)
 
 
 def shard_of(parameter: nn.Parameter) -> nn.Parameter:

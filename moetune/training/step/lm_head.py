@@ -9,29 +9,13 @@ Shapes: B sequences of S tokens, H hidden size, V vocabulary size, n tokens of a
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from moetune.models.stack import below_head
-
-
-class LMHeadSizes(Protocol):
-    """Sizes of an LM head, from which `Chunks.of` computes the chunks of the loss.
-
-    `vocabulary`: logits per token; `width`: bytes of a logit; `row_bytes`: bytes per token of all tensors [n, V].
-    """
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def row_bytes(self) -> int: ...
 
 
 class LMHead:

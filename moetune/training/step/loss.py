@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-from moetune.training.step.lm_head import LMHead, LMHeadSizes
+from moetune.training.step.lm_head import LMHead
 
 IGNORED = -100
 """The label of a token that has no loss."""
@@ -49,7 +49,7 @@ class Chunks:
     block: int
 
     @classmethod
-    def of(cls, memory: int | None, head: LMHeadSizes, tokens: int) -> "Chunks":
+    def of(cls, memory: int | None, head: LMHead, tokens: int) -> "Chunks":
         """Divide `tokens` tokens into the largest chunks whose logits fit in `memory` bytes (None: a single chunk)."""
         size = chunk_tokens(memory, head.vocabulary, head.width, head.row_bytes, tokens)
         return cls(tokens, size, size if head.width == 4 else min(size, block_tokens(memory, head.vocabulary)))

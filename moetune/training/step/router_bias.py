@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moetune.adapt.build import Adapted
+from moetune.training.step.router_losses import add_load
 
 
 class RouterBiases:
@@ -30,11 +31,7 @@ class RouterBiases:
 
     def count(self, load: Mapping[int, Tensor]) -> None:
         """Add the expert load of a micro-step on this rank: layer index -> tokens that each expert received [E]."""
-        for layer in self._biases:
-            if layer in self._load:
-                self._load[layer] += load[layer]
-            else:
-                self._load[layer] = load[layer].clone()
+        add_load(self._load, {layer: load[layer] for layer in self._biases})
 
     @torch.no_grad()
     def update(self) -> None:
@@ -42,12 +39,8 @@ class RouterBiases:
 
         Every rank must call this.
         """
-        if not self._load:
-            return
-        totals = self._ranks.total_over_data(torch.cat(list(self._load.values())))
-        sizes = [len(load) for load in self._load.values()]
-        for layer, load_E in zip(self._load, totals.split(sizes), strict=True):
-            bias = self._biases[layer]
+        for layer, load_E in self._load.items():
+            bias, load_E = self._biases[layer], self._ranks.total_over_data(load_E)
             bias += self._rate * torch.sign(load_E.mean() - load_E).view_as(bias)
         self.forget()
 

@@ -12,7 +12,7 @@ the same effect here. With `per_layer` it is mean_l(E · Σ_e f_e · P_e), which
 for every architecture whose routers return their logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,20 +58,19 @@ class RouterWatch:
 
     def _watch(self, model: nn.Module, layer: MoeLayer) -> None:
         def saw_logits(module: nn.Module, args: Any, output: Any) -> None:
-            if self._current is not None and self._keep_logits:
-                logits = find_logits(output, layer.shape.num_experts)
-                if logits is not None:
-                    self._current.logits[layer.index] = logits
+            if self._current is None or not self._keep_logits:
+                return
+            if (logits := find_logits(output, layer.shape.num_experts)) is not None:
+                self._current.logits[layer.index] = logits
 
         def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._current is not None:
                 _, ids, weights = (value.detach() for value in (*args, *kwargs.values()))
                 self._current.load[layer.index] = _tokens(ids, weights, layer.shape.num_experts, self._current.mask)
 
+        router = logits_module(model, layer.router, layer.shape.num_experts)
         bank = model.get_submodule(layer.experts)
-        self._hooks.append(
-            logits_module(model, layer.router, layer.shape.num_experts).register_forward_hook(saw_logits)
-        )
+        self._hooks.append(router.register_forward_hook(saw_logits))
         self._hooks.append(bank.register_forward_pre_hook(saw_choice, with_kwargs=True))
 
     def remove(self) -> None:
@@ -129,6 +128,12 @@ class RouterWatch:
         return torch.stack(balance).mean(), torch.stack(z).mean()
 
 
+def add_load(sums: dict[int, Tensor], more: Mapping[int, Tensor]) -> None:
+    """Add the expert load `more`, layer index -> tokens [E], to `sums` in place; new layers get a copy."""
+    for layer, tensor in more.items():
+        sums[layer] = sums[layer] + tensor if layer in sums else tensor.clone()
+
+
 def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor | None) -> Tensor:
     """Return how many tokens chose each expert, float [num_experts], from the chosen ids and their routing weights.
 
@@ -140,15 +145,3 @@ def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor |
     counts_TK = chosen_TK.bool() if mask is None else torch.logical_and(chosen_TK, mask.flatten()[:, None])
     counts = torch.zeros(num_experts, device=ids_TK.device)
     return counts.index_add_(0, ids_TK.flatten(), counts_TK.flatten().to(counts.dtype))
-
-
-def refuse_silent_routers(adapted: Adapted) -> None:
-    """Raise `UserError` if a router returns no logits, which the router losses need; the model is run on two tokens."""
-    watch = RouterWatch(adapted)
-    ids = torch.zeros(1, 2, dtype=torch.long, device=adapted.model.device)
-    was_training = adapted.model.training
-    with torch.no_grad(), watch.recording(None, logits=True) as routed:
-        adapted.model.eval()(input_ids=ids, use_cache=False)
-    adapted.model.train(was_training)
-    watch.losses(routed)
-    watch.remove()

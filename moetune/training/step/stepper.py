@@ -12,7 +12,7 @@ at all; a fused step without a norm has already updated the parameters that the 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -209,22 +209,14 @@ class Stepper:
             for updater in self.optimizer.on_host():
                 updater.bound(bound)
         norms = [] if freed is None else [freed]
-        norms += [norm / self._scale for norm in self._norms(left)]
+        by_copies: dict[int, list[Tensor]] = {}  # a gradient that n ranks have counts 1/n of its square on each
+        for parameter, gradient in left.items():
+            copies = self.adapted.ranks.copies(parameter, of_expert=parameter in self._of_experts)
+            by_copies.setdefault(copies, []).append(local_tensor(gradient))
+        norms += [norm_of(parts) / math.sqrt(copies) / self._scale for copies, parts in by_copies.items()]
         of_host = [n for u in self.optimizer.on_host() if (n := u.norm()) is not None]
         norms += [on_device(norm_of(of_host), self.adapted.model.device) / self._scale] if of_host else []
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
-
-    def _norms(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
-        """Return this rank's shares of the 2-norm of `gradients`, parameter -> reduced gradient, as scalars.
-
-        Their squares, summed over all ranks, give the squared norm of all gradients, each counted once: the same
-        gradient on n ranks counts 1/n of its square on each. There is one share for each n that occurs.
-        """
-        by_copies: dict[int, list[Tensor]] = {}
-        for parameter, gradient in gradients.items():
-            copies = self.adapted.ranks.copies(parameter, of_expert=parameter in self._of_experts)
-            by_copies.setdefault(copies, []).append(local_tensor(gradient))
-        return [norm_of(parts) / math.sqrt(copies) for copies, parts in by_copies.items()]
 
     def _over_ranks(self, norm: Tensor | None, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of all ranks' gradients and the sum of their losses, with a single all-reduce.
@@ -252,8 +244,9 @@ class Stepper:
         trained = reversed([*self.adapted.trainable().items()])
         if self.engine is not None:
             return [name for name, p in trained if not self.engine.gradient(p).isfinite().all()]
-        there = gradients | {u.parameters[0]: u.gradient for u in self.optimizer.on_host() if u.norm() is not None}
-        mine = [name for name, p in trained if p in there and not local_tensor(there[p]).isfinite().all()]
+        of_host = {u.parameters[0]: u.gradient for u in self.optimizer.on_host() if u.norm() is not None}
+        known = gradients | of_host
+        mine = [name for name, p in trained if p in known and not local_tensor(known[p]).isfinite().all()]
         return list(dict.fromkeys(chain.from_iterable(self.adapted.ranks.gather(mine))))
 
     def _refuse(self, broken: list[str]) -> None:
@@ -301,5 +294,5 @@ def _wait_for_autograd(value: Tensor) -> None:
     134), and a step that is repeated finds less free memory. Each device has one thread, which runs a backward pass
     after another; so this runs one that allocates nothing.
     """
-    one = value.detach().requires_grad_()
-    torch.autograd.grad(one.view_as(one), one, value)
+    leaf = value.detach().requires_grad_()
+    torch.autograd.grad(leaf.view_as(leaf), leaf, value)

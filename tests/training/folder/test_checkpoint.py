@@ -1,7 +1,6 @@
 """What trains and its optimizer come back from disk exactly, whatever optimizer it is, and the run goes on."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -218,33 +217,6 @@ def test_names_and_files(small_model: Path, tmp_path: Path) -> None:
     assert said["numbers"].keys() == places
 
 
-def test_an_optimizer_without_states_has_no_folder(small_model: Path, tmp_path: Path) -> None:
-    run = Run(config_of(small_model, "router", "lomo"), 1)
-    run.steps(1, 2)
-    folder = run.write(tmp_path / "checkpoint")
-    assert sorted(file.name for file in folder.iterdir()) == ["optimizer.json", "trained.safetensors"]
-
-
-def test_a_checkpoint_before_the_first_step(small_model: Path, tmp_path: Path) -> None:
-    config = config_of(small_model, "lora", "adamw")
-    run, other = Run(config, 1), Run(config, 2)
-    other.read(run.write(tmp_path / "checkpoint"))
-    assert_equal(other.values(), run.values())
-
-
-def test_the_loss_scale_comes_back(small_model: Path, tmp_path: Path) -> None:
-    run = small.run_file(small_model, Path("-"), Path("-"), "router", train={"accumulate": 1, "sequence_length": 16})
-    run["model"]["dtype"], run["optimizer"] = "fp16", {"name": "lomo", "lr": 0.1}
-    config = small.RunConfig.model_validate(run)
-    first, second = Run(config, 1), Run(config, 2)
-    assert first.stepper.loss_scale is not None
-    first.stepper.loss_scale.value = 512.0
-    first.steps(1, 2)
-    second.read(first.write(tmp_path / "checkpoint"))
-    assert second.stepper.loss_scale == first.stepper.loss_scale
-    assert (first.stepper.loss_scale.value, first.stepper.loss_scale.good_steps) == (512.0, 2)
-
-
 @pytest.mark.parametrize("adapt", ["experts", "lora"])
 def test_a_checkpoint_of_other_parts_is_refused_and_changes_nothing(
     adapt: str, small_model: Path, tmp_path: Path
@@ -264,16 +236,6 @@ def test_several_files(small_model: Path, tmp_path: Path, monkeypatch: pytest.Mo
     files = [*(folder / "optimizer").iterdir()]
     assert len(files) > 4
     assert all(file.suffix == ".safetensors" for file in files)
-
-
-def test_nothing_is_said(small_model: Path, tmp_path: Path) -> None:
-    """torch would remark, at every checkpoint, that one process is one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        config = config_of(small_model, "router", "adamw")
-        run = Run(config, 1)
-        run.steps(1, 1)
-        Run(config, 2).read(run.write(tmp_path / "checkpoint"))
 
 
 def test_ctrl_c_while_writing_is_ctrl_c(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,25 +3,22 @@
 import errno
 import json
 import os
-import shutil
 from pathlib import Path
 from traceback import StackSummary
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 
 from moetune.atomic import aside_of
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
-from moetune.training.folder import run_writer
-from moetune.training.folder.manifest import write_manifest
-from moetune.training.folder.run_folder import step_of
 from moetune.training.folder.run_writer import RunWriter
 from moetune.training.same_run import Inputs
+
+INPUTS = Inputs("0" * 32, {}, {}, {})
 
 
 def config(**train: Any) -> RunConfig:
@@ -33,7 +30,7 @@ def config(**train: Any) -> RunConfig:
 def started(path: Path, steps: int = 0) -> RunWriter:
     """A run folder with metrics of `steps` steps and a checkpoint after each."""
     folder = RunWriter(path)
-    folder.create(config(), None, overwrite=False)
+    folder.create(config(), None, False, None, INPUTS)
     for step in range(1, steps + 1):
         folder.append_metrics({"step": step, "loss": 1 / step})
         with folder.new_checkpoint(step, keep=steps) as aside:
@@ -54,33 +51,22 @@ def listing(path: Path) -> dict[str, bytes | None]:
     return {str(item.relative_to(path)): item.read_bytes() if item.is_file() else None for item in path.rglob("*")}
 
 
+def plant(path: Path, names: list[str]) -> dict[str, bytes]:
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(name.encode())
+    return {name: name.encode() for name in names}
+
+
 def names(folder: RunWriter) -> list[str]:
     return [path.name for path in folder.checkpoints()]
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
 def test_check_writes_nothing(tmp_path: Path, resume: str) -> None:
-    assert RunWriter(tmp_path / "deep" / "run").check(config(), resume, overwrite=False) is None
+    for path in (tmp_path, tmp_path / "deep" / "run"):
+        assert RunWriter(path).check(config(), resume, overwrite=False) is None
     assert listing(tmp_path) == {}
-
-
-def test_the_resolved_run_file_reads_back_equal(tmp_path: Path) -> None:
-    folder = started(tmp_path / "run")
-    assert RunConfig.model_validate(yaml.safe_load((folder.path / "run.yaml").read_text())) == config()
-
-
-def test_an_empty_folder_will_do(tmp_path: Path) -> None:
-    assert RunWriter(tmp_path).check(config(), "never", overwrite=False) is None
-
-
-def test_only_the_first_rank_tries_whether_it_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Path] = []
-    stock = run_writer.TemporaryFile
-    monkeypatch.setattr(run_writer, "TemporaryFile", lambda dir: (made.append(dir), stock(dir=dir))[1])
-    for is_first in (True, False):
-        folder = RunWriter(tmp_path, SimpleNamespace(is_first=is_first))  # type: ignore[arg-type]
-        folder.check(config(), "never", overwrite=False)
-        assert len(made) == 1
 
 
 def test_a_run_is_neither_continued_nor_replaced_unasked(tmp_path: Path) -> None:
@@ -91,41 +77,27 @@ def test_a_run_is_neither_continued_nor_replaced_unasked(tmp_path: Path) -> None
         folder.check(config(), "auto", overwrite=True)
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize(
-    "foreign", [["thesis.tex"], ["run.yaml"], ["run.yaml", "metrics.jsonl"], ["checkpoints/best.pt"], [".hidden"]]
-)
-def test_a_foreign_folder_is_refused(tmp_path: Path, foreign: list[str], overwrite: bool) -> None:
+OTHER_RUN = ["run.yaml", "metrics.jsonl", "delta/delta.safetensors", "checkpoints/step-3/model.safetensors"]
+
+
+@pytest.mark.parametrize("foreign", [["thesis.tex"], ["run.yaml"], ["checkpoints/best.pt"], [".hidden"], OTHER_RUN])
+def test_a_foreign_folder_is_refused(tmp_path: Path, foreign: list[str]) -> None:
     """A run file alone is foreign too: `moetune init` leaves one in a folder full of other things."""
-    for name in foreign:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("model: {}")
+    plant(tmp_path, foreign)
     before = listing(tmp_path)
-    with pytest.raises(UserError, match="exists and is not a run folder; choose another output"):
-        RunWriter(tmp_path).check(config(), "never", overwrite)
+    for resume, overwrite in (("never", False), ("never", True), ("auto", False)):
+        with pytest.raises(UserError, match=r"exists and is not a run folder; choose another output \(a copy of a run"):
+            RunWriter(tmp_path).check(config(), resume, overwrite)
     assert listing(tmp_path) == before
 
 
-def test_a_run_without_its_folder_of_checkpoints_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", ["run.yaml", "checkpoints"])
+def test_what_a_run_has_lost_is_named(tmp_path: Path, lost: str) -> None:
     folder = started(tmp_path / "run", steps=1)
-    shutil.rmtree(folder.checkpoints_path)
-    with pytest.raises(UserError, match="folder of checkpoints is gone: copy it back, start again with --overwrite"):
+    (folder.path / lost).rename(tmp_path / "lost")
+    with pytest.raises(UserError, match=f"holds a run without {lost}: copy it back, start again with --overwrite"):
         RunWriter(folder.path).check(config(), "auto", overwrite=False)
     assert RunWriter(folder.path).check(config(), "never", overwrite=True) is None
-
-
-def test_overwrite_removes_what_moetune_wrote_and_nothing_else(tmp_path: Path) -> None:
-    folder = started(tmp_path / "run", steps=2)
-    (folder.path / "notes.txt").write_text("mine")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "kept").write_text("mine")
-    (folder.path / "delta").symlink_to(elsewhere)
-    assert folder.check(config(), "never", overwrite=True) is None
-    folder.create(config(), None, overwrite=True)
-    there = sorted(listing(folder.path))
-    assert there == [".moetune", "checkpoints", "delta", "metrics.jsonl", "notes.txt", "run.yaml"]
-    assert (elsewhere / "kept").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -134,31 +106,16 @@ def test_overwrite_removes_what_moetune_wrote_and_nothing_else(tmp_path: Path) -
 )
 def test_an_unwritable_output(tmp_path: Path, output: str, reason: str) -> None:
     (tmp_path / "file").write_text("a file")
-    with pytest.raises(UserError, match=rf"cannot be written: {reason} .*choose another output"):
+    with pytest.raises(UserError, match=f"cannot be written: {reason}"):
         RunWriter(tmp_path / output).check(config(), "never", overwrite=False)
-
-
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
-def test_an_output_on_a_read_only_file_system() -> None:
-    with pytest.raises(UserError, match=r"output '/proc/run' cannot be written: .* \(/proc\)"):
-        RunWriter(Path("/proc/run")).check(config(), "never", overwrite=False)
 
 
 def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
     folder = started(tmp_path / "run", steps=1)
     leave_aside(folder.checkpoints_path / "step-2")
     assert folder.check(config(), "auto", overwrite=False) == folder.checkpoints_path / "step-1"
-    folder.create(config(), folder.checkpoints_path / "step-1", overwrite=False)
+    folder.create(config(), folder.checkpoints_path / "step-1", False, None, INPUTS)
     assert [path.name for path in folder.checkpoints_path.iterdir()] == ["step-1"]
-
-
-def test_only_the_first_rank_removes_leftovers(tmp_path: Path) -> None:
-    folder = started(tmp_path / "run")
-    leftover = leave_aside(folder.checkpoints_path / "step-1")
-    RunWriter(folder.path, SimpleNamespace(is_first=False)).remove_leftovers()  # type: ignore[arg-type]
-    assert leftover.exists()
-    RunWriter(folder.path).remove_leftovers()
-    assert not leftover.exists()
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -193,42 +150,11 @@ def test_a_checkpoint_may_be_named_by_another_way(tmp_path: Path) -> None:
         assert found == folder.checkpoints_path / "step-1"
 
 
-def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path: Path) -> None:
-    folder = started(tmp_path / "run", steps=2)
-    for file in folder.path.rglob("run.yaml"):
-        old = yaml.safe_load(file.read_text())
-        del old["train"]["expert_memory"], old["adapt"]["start_from"]
-        file.write_text(yaml.safe_dump(old))
-    for checkpoint in folder.checkpoints():
-        write_manifest(checkpoint, step_of(checkpoint))
-    newest = folder.checkpoints_path / "step-2"
-    assert folder.check(config(), "auto", overwrite=False) == newest
-    with pytest.raises(UserError, match=r"train\.expert_memory: .* before, '1MiB' now"):
-        folder.check(config(expert_memory="1MiB"), "auto", overwrite=False)
-    folder.create(config(), newest, overwrite=False)  # spells all keys out, and the checkpoint does not
-    assert folder.newest_whole() == newest
-
-
-def test_resume_of_a_checkpoint_undoes_what_came_after(tmp_path: Path) -> None:
-    folder = started(tmp_path / "run", steps=4)
-    checkpoint = folder.check(config(), str(folder.checkpoints_path / "step-2"), overwrite=False)
-    folder.create(config(), checkpoint, overwrite=False)
-    assert names(folder) == ["step-1", "step-2"]
-    assert [line["step"] for line in folder.metrics()] == [1, 2]
-
-
-def test_a_lost_run_file_is_named(tmp_path: Path) -> None:
-    folder = started(tmp_path / "run", steps=1)
-    (folder.path / "run.yaml").unlink()
-    with pytest.raises(UserError, match=r"has checkpoints and no run\.yaml: copy it back from '.*step-1'"):
-        folder.check(config(), "auto", overwrite=False)
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_disk_without_room_for_a_line(tmp_path: Path) -> None:
     folder = started(tmp_path / "run")
     folder.metrics_file = Path("/dev/full")
-    with pytest.raises(UserError, match=r"cannot be written: No space left on device; then continue with --resume"):
+    with pytest.raises(UserError, match="cannot be written: No space left on device"):
         folder.append_metrics({"step": 1})
 
 
@@ -239,12 +165,11 @@ def test_another_run_file_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError) as raised:
         folder.check(other, "auto", overwrite=False)
-    message = str(raised.value)
-    assert "cannot be resumed with another run file" in message
-    assert "train.seed: 0 before, 3 now" in message
-    assert "train.micro_batch: 1 before, 2 now" in message
-    assert "adapt.also: [] before, ['norm'] now" in message
-    assert "Set these back" in message
+    for said in (
+        "cannot be resumed with another run file", "train.seed: 0 before, 3 now", "train.micro_batch: 1 before, 2 now",
+        "adapt.also: [] before, ['norm'] now", "Set these back",
+    ):  # fmt: skip
+        assert said in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -262,14 +187,6 @@ def test_what_may_change_on_resume(tmp_path: Path, free: dict[str, Any]) -> None
     assert folder.check(changed, "auto", overwrite=False) == folder.checkpoints_path / "step-1"
 
 
-@pytest.mark.parametrize("text", ["{", "\xff"])
-def test_a_broken_run_file_in_the_folder(tmp_path: Path, text: str) -> None:
-    folder = started(tmp_path / "run", steps=1)
-    (folder.path / "run.yaml").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=r"run.yaml.* (cannot be read|is not valid YAML)"):
-        folder.check(config(), "auto", overwrite=False)
-
-
 FOREIGN = [
     "notes.txt", "runs/other/events.out.tfevents.1.host.1.0", "delta/delta.safetensors", "adapter/mine.bin",
     "report.html", "drift.json", ".run.yaml.swp", "checkpoints/my.pt", "checkpoints/best/my.pt",
@@ -277,34 +194,17 @@ FOREIGN = [
 """What a user may keep in a run folder, under names that moetune uses too."""
 
 
-def plant(path: Path, names: list[str]) -> dict[str, bytes]:
-    for name in names:
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(name.encode())
-    return {name: name.encode() for name in names}
-
-
 def test_overwrite_leaves_what_is_not_the_runs(tmp_path: Path) -> None:
     folder = started(tmp_path / "run", steps=2)
     before = plant(folder.path, FOREIGN)
+    (folder.path / "linked").symlink_to(tmp_path)
     assert RunWriter(folder.path).check(config(), "never", overwrite=True) is None
     again = RunWriter(folder.path)
     again.check(config(), "never", overwrite=True)
-    again.create(config(), None, overwrite=True)
+    again.create(config(), None, True, None, INPUTS)
     after = listing(folder.path)
     assert {name: after[name] for name in before} == before
     assert names(again) == []
-
-
-def test_a_folder_of_ones_own_is_no_run_whatever_its_names(tmp_path: Path) -> None:
-    """With `output: .` beside a run file and checkpoints of one's own."""
-    plant(tmp_path, ["run.yaml", "metrics.jsonl", *FOREIGN, "checkpoints/step-3/model.safetensors"])
-    before = listing(tmp_path)
-    for resume, overwrite in (("never", False), ("never", True), ("auto", False)):
-        with pytest.raises(UserError, match="exists and is not a run folder; choose another") as raised:
-            RunWriter(tmp_path).check(config(), resume, overwrite)
-        assert "--overwrite" not in str(raised.value)
-    assert listing(tmp_path) == before
 
 
 @pytest.mark.parametrize(
@@ -330,26 +230,6 @@ def test_a_checkpoint_that_holds_something_else_is_kept(tmp_path: Path) -> None:
     assert names(folder) == ["step-1", "step-3"]
 
 
-def test_a_run_of_an_earlier_version_goes_on_and_is_not_replaced(tmp_path: Path) -> None:
-    """It has no list of what moetune wrote; its seals say which checkpoints are its own."""
-    folder = RunWriter(tmp_path / "run")
-    folder.create(config(), None, overwrite=False, inputs=Inputs("0" * 32, {}, {}, {}))
-    for step in (1, 2):
-        with folder.new_checkpoint(step, keep=2) as aside:
-            (aside / "weights").write_text(str(step))
-    (folder.path / ".moetune").unlink()
-    plant(folder.path, ["notes.txt"])
-    for overwrite in (False, True):
-        with pytest.raises(UserError, match=r"without \.moetune.*--resume auto"):
-            RunWriter(folder.path).check(config(), "never", overwrite)
-    again, first = RunWriter(folder.path), folder.checkpoints_path / "step-1"
-    assert again.check(config(), str(first), overwrite=False) == first
-    again.create(config(), first, overwrite=False)
-    assert names(again) == ["step-1"]
-    RunWriter(folder.path).check(config(), "never", overwrite=True)
-    assert (folder.path / "notes.txt").read_bytes() == b"notes.txt"
-
-
 @pytest.mark.parametrize("text", [b"mine", b"", b"{}"])
 @pytest.mark.parametrize("is_link", [True, False])
 def test_a_lock_that_is_not_ours_is_left_as_it_is(text: bytes, is_link: bool, tmp_path: Path) -> None:
@@ -369,6 +249,18 @@ def test_a_lock_that_is_not_ours_is_left_as_it_is(text: bytes, is_link: bool, tm
     assert (output / ".lock").is_symlink() == is_link
 
 
+def test_a_run_that_another_began_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    second = RunWriter(tmp_path / "run")
+    second.check(config(), "never", overwrite=False)
+    first = started(tmp_path / "run")
+    first.lock()
+    with pytest.raises(UserError, match=rf"is being written by process {os.getpid()} on"):
+        second.lock()
+    first.close()
+    with pytest.raises(UserError, match="another run wrote there meanwhile; start again"):
+        second.lock()
+
+
 REFUSALS = {errno.ENOSPC: "No space left", errno.EDQUOT: "quota", errno.EIO: "Input/output", errno.EROFS: "Read-only"}
 
 
@@ -378,16 +270,14 @@ def test_what_the_system_refuses_is_said(number: int, tmp_path: Path, monkeypatc
     folder = started(tmp_path / "run", steps=1)
     folder.lock()
     refusal = OSError(number, os.strerror(number), "file")
+    said = rf"step 2: .*{folder.checkpoints_path}.*{REFUSALS[number]}.* The last complete one is step-1"
     for error in (
         refusal,
         SafetensorError(f"I/O error: x (os error {number})"),
         CheckpointException("x", {0: (refusal, StackSummary())}),
     ):
-        with pytest.raises(UserError, match=REFUSALS[number]) as raised, folder.new_checkpoint(2, keep=2):
+        with pytest.raises(UserError, match=said), folder.new_checkpoint(2, keep=2):
             raise error
-        assert "step 2" in str(raised.value)
-        assert str(folder.checkpoints_path) in str(raised.value)
-        assert "The last complete one is step-1" in str(raised.value)
     assert sorted(os.listdir(folder.checkpoints_path)) == ["step-1"]
 
     def refused(*args: Any, **how: Any) -> None:
@@ -417,7 +307,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path: Path, monkeypatc
     folder = started(tmp_path / "run", steps=2)
     before = listing(folder.checkpoints_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
-    message = r"needs 5,000 bytes and 100 are free. The last complete one is step-2"
+    message = r"needs 5,000 bytes and 100 are free. The last complete one is step-2; free some space"
     with pytest.raises(UserError, match=message), folder.new_checkpoint(8, 3, 5000) as aside:
         raise OSError(plant(aside, ["half"]) and errno.ENOSPC, "No space left on device")
     assert listing(folder.checkpoints_path) == before

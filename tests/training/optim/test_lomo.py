@@ -95,18 +95,6 @@ def test_adafactor_is_torchs(lr: float) -> None:
     torch.testing.assert_close([p.detach() for p in ours], [p.detach() for p in torchs], rtol=1e-5, atol=1e-5)
 
 
-def test_state_of_adalomo_is_rows_and_columns() -> None:
-    matrix, _, vector = parameters(torch.bfloat16)
-    optimizer = AdaLomo([matrix, vector], 0.05)
-    step(optimizer, [matrix, vector])
-    held = {name: value for name, value in optimizer.state[matrix].items() if isinstance(value, torch.Tensor)}
-    assert {name: (value.dtype, len(value)) for name, value in held.items()} == {
-        "rows": (torch.float32, 64),
-        "columns": (torch.float32, 80),
-    }
-    assert optimizer.state[vector]["square"].shape == (7,)
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

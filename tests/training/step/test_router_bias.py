@@ -12,9 +12,6 @@ from torch import Tensor
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError
 from moetune.exporting.export import export
-from moetune.inference.opened import open_model
-from moetune.memory.measurement.measure import measure
-from moetune.memory.trace import trace
 from moetune.models.catalog import find_model
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import resolve
@@ -140,17 +137,6 @@ def test_they_stay_unless_it_is_asked_for(base: Path, small_data: Path, tmp_path
     assert not biases(tmp_path / "run/checkpoints/step-1/trained.safetensors")
 
 
-def test_a_run_is_opened_with_them(base: Path, small_data: Path, tmp_path: Path) -> None:
-    """In float32, whatever the model computes in."""
-    train(run_config(base, small_data, tmp_path / "run"))
-    trained, before = biases(tmp_path / "run/checkpoints/step-4/trained.safetensors"), tensors_of(base)
-    assert trained
-    opened = open_model(str(tmp_path / "run"), device="cpu", dtype="bf16").model
-    for name, bias in trained.items():
-        assert opened.get_buffer(name).equal(bias), name
-        assert not bias.equal(before[name]), name
-
-
 def test_ranks_update_by_the_load_of_all(base: Path, small_data: Path) -> None:
     config = run_config(base, small_data, Path("unused"), accumulate=1)
     two = small.run_config(
@@ -165,13 +151,6 @@ def test_ranks_update_by_the_load_of_all(base: Path, small_data: Path) -> None:
 def taken(config: RunConfig) -> dict[str, Tensor]:
     found = steps.take(config, Ranks.join(config.parallel, "cpu"), 3, 4).weights
     return {name: tensor for name, tensor in found.items() if name.endswith("e_score_correction_bias")}
-
-
-def test_they_take_what_is_predicted(base: Path, small_data: Path) -> None:
-    run = resolve(run_config(base, small_data, Path("unused"), sequence_length=16, accumulate=1), "cpu")
-    measured = measure(run, "cpu", steps=2)
-    traced = trace(run, measured.routing)
-    assert traced.parts(traced.peak).total == measured.peak_allocated
 
 
 def test_sixteen_bits_do_not_round_updates_away(base: Path, small_data: Path) -> None:

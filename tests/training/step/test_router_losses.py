@@ -20,7 +20,7 @@ from moetune.training.step.micro_step import micro_step, token_loss
 from moetune.training.step.router_losses import RouterWatch
 from tests import small
 from tests.reference import build_toy, plain_model, plain_weights, run_config
-from tests.resolved import build, train
+from tests.resolved import build
 from tests.toys import toy_config
 
 PAD = 3
@@ -75,29 +75,6 @@ def test_losses_and_load_are_those_of_the_formulas(small_model: Path) -> None:
     assert small.TOP_K < balance.item() < small.EXPERTS
 
 
-def test_padding_has_no_part(small_model: Path) -> None:
-    adapted = built(small_model)
-    alone = watched(adapted, collate(ROWS[:1], PAD))
-    batch = {name: tensor[:1] for name, tensor in collate(ROWS, PAD).items()}
-    assert batch["input_ids"].shape[1] > len(ROWS[0]["input_ids"])
-    padded = watched(adapted, batch)
-    torch.testing.assert_close(padded, alone, rtol=1e-5, atol=0)
-    all_of_it = watched(adapted, {name: tensor for name, tensor in batch.items() if name != "attention_mask"})
-    assert abs(all_of_it[1] - alone[1]) > 1e-3  # that padding would have been seen
-
-
-def test_balance_is_k_when_routing_is_uniform(small_model: Path) -> None:
-    adapted = built(small_model)
-    watch = RouterWatch(adapted)
-    routed = router_losses.Routed()
-    for layer in range(small.LAYERS):
-        routed.logits[layer] = torch.zeros(small.EXPERTS, small.EXPERTS)
-        routed.load[layer] = torch.full((small.EXPERTS,), 2.0)
-    balance, z = watch.losses(routed)
-    assert balance.item() == pytest.approx(small.TOP_K)
-    assert z.item() == pytest.approx(math.log(small.EXPERTS) ** 2)
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize(("key", "which"), [("router_aux_loss", 0), ("router_z_loss", 1)])
@@ -119,44 +96,10 @@ def test_a_loss_adds_its_own_gradient(key: str, which: int, checkpointing: str, 
         torch.testing.assert_close(added, 0.5 * 0.5 * gradient, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("adapt", small.ADAPT)
-def test_checkpointing_changes_neither_loss_nor_gradient(adapt: str, small_model: Path) -> None:
-    settings = {"router_aux_loss": 0.3, "router_z_loss": 0.2}
-    config = small.run_config(small_model, Path(), Path(), adapt, train=settings)
-    results = []
-    for checkpointing in ("none", "full"):
-        adapted = built(small_model, adapt, checkpointing=checkpointing, **settings)
-        done = micro_step(adapted.model, collate(ROWS, PAD), 19, RouterWatch(adapted), config.train)
-        results.append(
-            (done.loss, done.router_loss, done.load, {name: p.grad for name, p in adapted.trainable().items()})
-        )
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-7)
-
-
 def test_a_router_without_logits_is_refused(small_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_losses, "find_logits", lambda output, num_experts: None)
     with pytest.raises(UserError, match=r"router of layer 0 \(model.layers.0.mlp.gate\) returns no logits; set both"):
         watched(built(small_model), collate(ROWS, PAD))
-
-
-@pytest.mark.full
-def test_training_with_a_loss_lowers_what_it_measures(small_model: Path, small_data: Path, tmp_path: Path) -> None:
-    def trained(name: str, **losses: Any) -> list[dict[str, Any]]:
-        settings = {"steps": 16, "save_every": 99, "accumulate": 1, "micro_batch": 8, **losses}
-        train(small.run_config(small_model, small_data, tmp_path / name, train=settings))
-        return small.read_metrics(tmp_path / name)
-
-    def imbalance(lines: list[dict[str, Any]]) -> float:
-        return sum(line["expert_load"]["max_over_mean"] for line in lines[-4:]) / 4
-
-    plain = trained("plain")
-    assert imbalance(trained("balanced", router_aux_loss=0.5, router_aux_scope="layer")) < imbalance(plain) - 0.1
-    with_z = trained("z", router_z_loss=1.0)
-    assert with_z[0]["loss"] == plain[0]["loss"]  # the token loss alone, so that it compares with the held-out one
-    assert all(line["router_loss"] is None for line in plain)
-    z = [line["router_loss"] for line in with_z]
-    assert z[0] > 1
-    assert z[-1] < 0.7 * z[0]
 
 
 def test_padding_of_packed_sequences_does_not_count(small_model: Path) -> None:
@@ -258,15 +201,6 @@ def test_per_layer_it_is_the_mean_of_each_layers(small_model: Path) -> None:
         for logits in routed.logits.values()
     ]
     assert watch.losses(routed, per_layer=True)[0].item() == pytest.approx(sum(alone) / len(alone), rel=1e-6)
-
-
-def test_off_it_keeps_nothing(small_model: Path) -> None:
-    adapted, batch = built(small_model), collate(ROWS, PAD)
-    watch = RouterWatch(adapted)
-    with watch.recording(batch["attention_mask"], logits=False) as routed:
-        token_loss(adapted.model, batch)
-    assert routed.logits == {}
-    assert all(load.grad_fn is None for load in routed.load.values())
 
 
 def test_gemma_4_gives_logits_not_probabilities(tmp_path: Path) -> None:

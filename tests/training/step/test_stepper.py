@@ -14,7 +14,6 @@ from moetune.config.schema import OptimizerName
 from moetune.errors import UserError
 from moetune.memory.trace import Steps, Trace, batches_of, vocabulary_of
 from moetune.memory.trace.tracker import Tracker
-from moetune.run.resolve import resolve
 from moetune.training.optim.loss_scale import LossScale
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.optim.values import bound_
@@ -132,20 +131,6 @@ def test_parts_have_optimizers_of_their_own(small_model: Path) -> None:
             assert torch.equal(mixed.weights()[name], alone.weights()[name]), name
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        ({"experts": {"name": "lomo"}}, "optimizer.router is missing"),
-        ({part: {} for part in ("router", "experts", "lora", "other")}, "optimizer.other: adapt: chooses nothing"),
-    ],
-)
-def test_parts_and_optimizers_must_match(optimizer: Any, message: str, small_model: Path) -> None:
-    config = run_config(small_model, optimizer)
-    adapt = config.adapt.model_copy(update={"also": ()})
-    with pytest.raises(UserError, match=message):
-        resolve(config.model_copy(update={"adapt": adapt}), "cuda")
-
-
 def test_a_gradient_may_be_bounded_element_by_element(small_model: Path) -> None:
     results = []
     for name in ("sgd", "lomo"):
@@ -158,20 +143,6 @@ def test_a_gradient_may_be_bounded_element_by_element(small_model: Path) -> None
             assert moved <= 0.3 * 1e-3 * 1.001, key
             assert moved or "lora_A" in key or "_A" in key  # its B is zero at first
     assert all(torch.equal(weight, results[1][key]) for key, weight in results[0].items())
-
-
-def test_the_bound_is_of_the_sum_over_micro_steps(small_model: Path) -> None:
-    """With offload too, where `train.on_oom` has made two micro-steps of the one that the run file sets."""
-    results = []
-    for offload in (False, True):
-        run = Run(run_config(small_model, {"name": "sgd", "offload": offload}, max_grad_value=1e-4))
-        tokens = sum(int(count_loss_tokens(batch)) for batch in run.batches)
-        for number, batch in enumerate(run.batches):
-            run.stepper.micro_step(batch, tokens, last=number == 1)
-        run.stepper.finish()
-        results.append(run.weights())
-    for key, weight in results[0].items():
-        torch.testing.assert_close(results[1][key], weight, rtol=0, atol=1e-6, msg=key)
 
 
 def test_an_empty_shard_has_nothing_to_bound() -> None:
@@ -280,17 +251,6 @@ def test_fused_gradients_are_one_matrix(name: str, clip: float, checkpointing: s
     assert most_gradients(plain) >= 4 * EXPERT  # two experts of two layers
 
 
-def test_lomo_holds_nothing_beside_its_weights(expert_run: Any) -> None:
-    """Between steps as after loading; at the peak one matrix of gradients and what an update unpacks."""
-    traced, _left = tracked(expert_run({"name": "lomo"}))
-    parts = traced.parts(traced.end)
-    assert parts.optimizer_states == parts.master_weights == parts.gradients == 0
-    adamw, _left = tracked(expert_run({"name": "adamw", "fused_backward": True}))
-    parts = adamw.parts(adamw.end)
-    assert parts.gradients == 0
-    assert parts.optimizer_states == pytest.approx(2 * 4 * EXPERT, rel=1e-3)
-
-
 # --- float16 ----------------------------------------------------------------------------------------------------------
 
 
@@ -370,14 +330,6 @@ def test_an_update_on_the_host_is_the_same_update(name: str, cut: tuple[float, i
     assert runs[1].norms == pytest.approx(runs[0].norms, rel=1e-5)
     for key, weight in runs[0].weights().items():
         torch.testing.assert_close(runs[1].weights()[key], weight, rtol=0, atol=2e-4)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_the_host_keeps_float32_weights(dtype: str, small_model: Path) -> None:
-    """So its losses in 16 bits are those of float32, as with master weights."""
-    reference = Run(run_config(small_model, {"name": "adamw"})).steps(3)
-    run = Run(run_config(small_model, {"name": "adamw", "offload": True}, dtype))
-    assert run.steps(3) == pytest.approx(reference, rel=1e-2)
 
 
 def test_a_broken_gradient_on_the_host_is_named_and_dropped(small_model: Path) -> None:

@@ -55,7 +55,7 @@ def test_data_train_and_export_warn_where_generation_would_go_on(
     warning = "[INST] ends 4 turns of the assistant, and is not in the model's eos_token_id (</s>)"
 
     def found() -> Any:
-        return preview(config).to_json()
+        return preview(config)[1]
 
     assert found()["train"]["ends"] == {"[INST]": 4}
     assert any(warning in note for note in found()["notes"])

@@ -223,9 +223,9 @@ def test_date_and_arguments_of_a_run_are_used_by_every_command(
     assert begins(rows_of(opened)[0][0]["input_ids"], at_first)
     assert begins(rows_of(opened, str(data))[0][0]["input_ids"], at_first)
     assert evaluate(opened).date == first
-    shown = preview(config)
-    assert at_first in "".join(token for token, _ in shown.first[0])
-    assert any(first in note for note in shown.notes)
+    _, shown = preview(config)
+    assert at_first in "".join(token for token, _ in shown["first"][0])
+    assert any(first in note for note in shown["notes"])
     began = RunFolder(tmp_path / "out").clock()
     sources, _ = read_sources(resolve(config, "cpu"), [str(data)], 10, began)
     assert begins(sources[0].rows[0]["input_ids"], at_first)
