@@ -43,8 +43,7 @@ from moetune.training.data.files.opening import (
     opened,
     type_of,
 )
-from moetune.training.data.files.source import Note, Row, Source
-from moetune.training.data.files.splits import choose_split
+from moetune.training.data.files.source import Note, Row, Source, choose_split
 from moetune.training.data.files.tables import arrow_batches, dataset_batches, parquet_batches, table_rows
 
 READABLE = (*TEXT_ENDINGS, *RECORD_ENDINGS)
@@ -139,9 +138,9 @@ def _folder_sources(
         return [_saved_source(name, folder, split, held_out, note)]
     if entries := llama_factory.entries(folder):
         return [
-            replace(source, rows=entry.converted(source.rows))
-            for entry in llama_factory.chosen(name, entries, split, note)
-            for source in open_sources(str(Path(name, entry.file or "")), held_out=held_out, note=note)
+            replace(source, rows=llama_factory.converted(entry, source.rows))
+            for entry in llama_factory.chosen(name, folder, entries, split, note)
+            for source in open_sources(str(Path(name, entry["file_name"])), held_out=held_out, note=note)
         ]
     files = files_of_split(name, folder, config, split, held_out, note)
     return [_file_source(str(Path(name, file.relative_to(folder))), file, None, held_out, note) for file in files]

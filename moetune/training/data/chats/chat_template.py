@@ -213,9 +213,7 @@ class ChatTemplate:
             turns.append((index + 1, after, layout, spans))
         spans = turns.pop()[3] if full.startswith(turns[-1][1]) else None
         turns.append((len(messages), full, None, spans))
-        return [
-            _Cut(end, layout or self._layout(text, end, marks, tools), spans) for end, text, layout, spans in turns
-        ]
+        return [_Cut(end, layout or self._layout(text, end, marks, tools), spans) for end, text, layout, spans in turns]
 
     def _continued(
         self, before: str, after: str, index: int, marks: tuple[Messages, list[Text]], tools: Tools

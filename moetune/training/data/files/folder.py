@@ -24,8 +24,7 @@ from huggingface_hub import metadata_load
 
 from moetune.errors import UserError, first_of, reading, shown
 from moetune.training.data.files.opening import RECORD_ENDINGS, TEXT_ENDINGS, type_of
-from moetune.training.data.files.source import Note
-from moetune.training.data.files.splits import choose_split
+from moetune.training.data.files.source import Note, choose_split
 
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5}).*")
 _HARMLESS = {"data_files", "data_dir", "default", "description", "version", "features", "drop_labels", "drop_metadata"}
