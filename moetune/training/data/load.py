@@ -3,8 +3,7 @@
 import json
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -21,12 +20,11 @@ from moetune.errors import UserError, first_of, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import ModelSource, find_model_source
-from moetune.training.data.chats.chat_template import Marking
 from moetune.training.data.chats.stop_tokens import stop_tokens
 from moetune.training.data.chats.template_arguments import fix_template
 from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
-from moetune.training.data.records import Reading, read_documents
+from moetune.training.data.records import Reading, Tally, read_documents
 from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
 from moetune.training.data.tokenizer_files import load_tokenizer
 from moetune.training.step.loss import IGNORED
@@ -36,19 +34,13 @@ _PATIENCE = 10.0  # seconds until progress is reported first
 _MOST_GROWTH = 1000  # factor by which a tokenizer may lengthen a text; common rules replace a space by 3 bytes
 
 
-@dataclass(frozen=True)
-class DataCounts:
+@dataclass(kw_only=True)
+class DataCounts(Tally):
     """Statistics of the training or the held-out data.
 
     Attributes:
         lengths: number of tokens of each document, int32 [documents].
         records: number of records that the documents come from.
-        dropped: number of documents left out because they are too long.
-        cut: number of documents that were truncated because they are too long.
-        unended: number of cut documents that end before the completion, or the assistant's first message, does.
-        chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
-        ends: control tokens at the end of a turn of the assistant -> number of turns.
-        settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
         sequences: number of rows.
         tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
         loss_tokens: tokens that are predicted.
@@ -58,12 +50,6 @@ class DataCounts:
 
     lengths: np.ndarray
     records: int
-    dropped: int
-    cut: int
-    unended: int
-    chats: Mapping[Marking, int]
-    ends: Mapping[tuple[str, ...], int]
-    settings: Mapping[str, int]
     sequences: int
     tokens: int
     loss_tokens: int
@@ -142,10 +128,8 @@ def load_data(
     if data.evaluates and not len(held_out.documents):
         raise UserError("data.eval: the weights leave no record; raise them")
     length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
-    rows, counts = _laid(training, documents, length, padding)
-    held_rows, held_counts = _laid(held_out, documents, length, padding) if data.evaluates else (None, None)
-    counts = replace(counts, unread=tuple(unread[0]))
-    held_counts = held_counts and replace(held_counts, unread=tuple(unread[1]))
+    rows, counts = _laid(training, documents, length, padding, unread[0])
+    held_rows, held_counts = _laid(held_out, documents, length, padding, unread[1]) if data.evaluates else (None, None)
     return Datasets(rows, held_rows, counts, held_counts, clock=clock)
 
 
@@ -257,12 +241,7 @@ def _joined(parts: Sequence[Reading]) -> Reading:
     return Reading(
         np.concatenate([np.arange(0), *(part.documents for part in parts)]),
         np.concatenate([np.arange(0), *(part.records for part in parts)]),
-        dropped=sum(part.dropped for part in parts),
-        cut=sum(part.cut for part in parts),
-        unended=sum(part.unended for part in parts),
-        chats=sum((part.chats for part in parts), Counter()),
-        ends=sum((part.ends for part in parts), Counter()),
-        settings=sum((part.settings for part in parts), Counter()),
+        sum((part.tally for part in parts), Tally()),
     )
 
 
@@ -298,32 +277,29 @@ def _taken(read: Reading, at: np.ndarray) -> Reading:
     return replace(read, documents=read.documents[at], records=read.records[at])
 
 
-def _laid(read: Reading, documents: Documents, length: int, padding: int | None) -> tuple[datasets.Dataset, DataCounts]:
+def _laid(
+    read: Reading, documents: Documents, length: int, padding: int | None, unread: Sequence[str]
+) -> tuple[datasets.Dataset, DataCounts]:
     """Lay documents out in sequences of at most `length` tokens; return the rows and their statistics.
 
     Args:
         padding: id of the padding token of packed sequences; None puts each document in sequences of its own.
+        unread: a sentence for each way in which the data sets hold more than is read.
     """
     chosen = Chosen(documents, read.documents)
     rows = separate(chosen, length) if padding is None else packed(chosen, length, padding)
-    there = sum(map(len, values(rows, "input_ids")))
-    tokens = there if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
-    starts = int((read.documents == read.records).sum())
-    counts = DataCounts(
+    places = sum(map(len, values(rows, "input_ids")))
+    tokens = places if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
+    return rows, DataCounts(
+        **vars(read.tally),
         lengths=documents.lengths[read.documents],
-        records=starts,
-        dropped=read.dropped,
-        cut=read.cut,
-        unended=read.unended,
-        chats=read.chats,
-        ends=read.ends,
-        settings=read.settings,
+        records=int((read.documents == read.records).sum()),
         sequences=len(rows),
         tokens=tokens,
         loss_tokens=sum(int((part != IGNORED).sum()) for part in values(rows, "labels")),
-        padding=there - tokens,
+        padding=places - tokens,
+        unread=tuple(unread),
     )
-    return rows, counts
 
 
 def refuse_unknown_tokens(

@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import shlex
 from pathlib import Path
 
 import pyarrow as pa
@@ -239,18 +238,6 @@ def test_alike_problems_are_one_with_a_count_for_either_data_set(tmp_path):
     assert message(unlike, make_tokenizer()).count("\n") == 1
     lines = message(file, make_tokenizer()).splitlines()
     assert (len(lines), lines[-1]) == (22, "  and 3 more")
-
-
-def test_names_of_others_get_a_conversion_that_works(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "qa.jsonl", *({"query": f"why {row}?", "response": "so"} for row in range(5)))
-    lines = message("qa.jsonl", make_tokenizer()).splitlines()
-    assert len(lines) == 3
-    command = lines[2].removeprefix("  to convert: ")
-    program, flag, code = shlex.split(command)
-    assert (program, flag) == ("python", "-c")
-    exec(code, {})
-    assert len(load("converted.jsonl", make_tokenizer(), 512, packing=False).train) == 5
 
 
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is an instruction"}
