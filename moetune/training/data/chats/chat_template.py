@@ -13,7 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError, one_line, time_limit
-from moetune.training.data.chats.marks import REASONING, Layout, Messages, Text, marked, missing_word, unmarked_from
+from moetune.training.data.chats.marks import (
+    REASONING,
+    Layout,
+    Messages,
+    Text,
+    marked,
+    missing_word,
+    tried,
+    unmarked_from,
+)
 from moetune.training.data.chats.template_arguments import reads
 from moetune.training.data.chats.thinking import Thinking, placed
 from moetune.training.data.chats.tool_calls import fitted, refuse_lost_parameters
@@ -299,12 +308,8 @@ class ChatTemplate:
 
     def _tried(self, messages: Messages, tools: Tools) -> str | None:
         """Return the chat as the template writes it; None if the template fails."""
-        try:
-            return self._render(messages, tools)[0]
-        except UserError:  # the time limit
-            raise
-        except Exception:
-            return None
+        rendered = tried(lambda chat: self._render(chat, tools), messages)
+        return None if rendered is None else rendered[0]
 
 
 def _instead(written: str, only: str, mark: str) -> str:

@@ -1,16 +1,31 @@
 """Marks around the texts of a chat: they show where a chat template writes each message, and which texts it drops."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from moetune.errors import UserError
+
+T = TypeVar("T")
 Messages = list[dict[str, Any]]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of one key, the reasoning of a message; transformers fills the others from the one that is given."""
 _MARK = re.compile(r"qx(\d+)([be])xq", re.IGNORECASE)
 _OPENING = re.compile(r"\s*(?:<think>\s*)?")  # a template that looks for reasoning drops what is before the tag
-_OF_CALLS = ("name", "arguments", "parameters")
+
+
+def tried(render: Callable[[Messages], T], messages: Messages) -> T | None:
+    """Return what `render` returns; None if the chat template refuses such a chat, by an error of any kind.
+
+    A `UserError`, such as that of the time limit, is passed on.
+    """
+    try:
+        return render(messages)
+    except UserError:
+        raise
+    except Exception:
+        return None
 
 
 @dataclass(frozen=True)
@@ -41,20 +56,16 @@ def marked(messages: Messages) -> tuple[Messages, list[Text]]:
         texts.append(Text(at, key, value[low:high]))
         return f"{value[:low]}{begin}{value[low:high]}{end}{value[high:]}"
 
-    def mark_call(call: Any, at: int, key: str) -> Any:
-        if not isinstance(call, dict):
-            return call
-        inner = {name: mark(call[name], at, key) for name in _OF_CALLS if name in call}
-        return call | inner | ({"function": mark_call(call["function"], at, key)} if "function" in call else {})
-
     copies = []
     for at, message in enumerate(messages):
         keys = ("content", *REASONING, *(() if message["role"] == "tool" else ("name",)))
         copy = message | {key: mark(message[key], at, key) for key in keys if key in message}
-        if isinstance(message.get("tool_calls"), list):
-            copy["tool_calls"] = [mark_call(call, at, "tool_calls") for call in message["tool_calls"]]
-        if "function_call" in message:
-            copy["function_call"] = mark_call(message["function_call"], at, "function_call")
+        if "tool_calls" in message:
+            calls = []
+            for call in message["tool_calls"]:
+                inner = {key: mark(call["function"][key], at, "tool_calls") for key in ("name", "arguments")}
+                calls.append(call | {"function": call["function"] | inner})
+            copy["tool_calls"] = calls
         copies.append(copy)
     return copies, texts
 

@@ -13,10 +13,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from moetune.errors import UserError, shown
+from moetune.errors import shown
+from moetune.training.data.chats.marks import Messages, tried
 from moetune.training.data.values import MalformedError, checked_list, checked_object, kind
 
-Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
 _ARGUMENTS = ("arguments", "parameters", "args")
 """Names of a call's arguments: OpenAI's, Llama's and LangChain's."""
@@ -120,12 +120,12 @@ def fitted(messages: Messages, render: Render) -> Messages:
     if not calls:
         return messages
     fit = as_objects = _linked(messages)
-    written = _rendered(as_objects, render)
+    written = tried(render, as_objects)
     # All calls of a chat are written alike, so one that looks different as Python and as JSON tells.
     python, text = next(((str(call), _as_text(call)) for call in calls if str(call) != _as_text(call)), ("", ""))
     if written is None or (python and python in written):
         as_text = _with_functions(as_objects, lambda f, _: {**f, "arguments": _as_text(f["arguments"])})
-        other = _rendered(as_text, render)
+        other = tried(render, as_text)
         if other is not None and text in other and (written is None or written.count(python) > other.count(python)):
             fit, written = as_text, other
     if written is None:
@@ -157,15 +157,6 @@ def refuse_lost_parameters(tools: list[dict[str, Any]] | None, text: str) -> Non
                 'would be lost; write parameters as JSON Schema, {"type": "object", "properties": {…}}, or name a '
                 "template that writes them in data.chat_template"
             )
-
-
-def _rendered(messages: Messages, render: Render) -> str | None:
-    try:
-        return render(messages)
-    except UserError:
-        raise
-    except Exception:  # template code can raise any exception
-        return None
 
 
 def _as_text(arguments: dict[str, Any]) -> str:
@@ -217,7 +208,7 @@ def _refuse_lost_calls(messages: Messages, render: Render) -> None:
     marked = _with_functions(
         messages, lambda function, place: {**function, "name": f"{function['name']}_qxz{place}zxq"}
     )
-    written = _rendered(marked, render)
+    written = tried(render, marked)
     for at, message in enumerate(messages):
         count = len(message.get("tool_calls", ()))
         is_written = [f"qxz{at}z{number}zxq" in (written or "") for number in range(count)]
