@@ -34,7 +34,6 @@ _MAY_BE_IGNORED = (("tool_calls",), REASONING, ("name",))
 """Keys of a message that some templates ignore; each tuple lists alternative names of one key."""
 _READ = {"role", "content", "weight", *(name for names in _MAY_BE_IGNORED for name in names), "tool_call_id"}
 """Keys of a message that are read, or that are refused if the template ignores them; a result's id repeats a call's."""
-_MARK = "qyzzyq"
 Marking = Literal["markers", "prompts", "turns"]
 MARKINGS: dict[Marking, str] = {
     "markers": "the assistant's part is what the chat template marks with {% generation %}",
@@ -180,7 +179,7 @@ class ChatTemplate:
     def _layout(self, text: str, end: int, marks: tuple[Messages, list[Text]], tools: Tools) -> Layout:
         """Return where the template writes the first `end` messages, which it writes as `text`."""
         messages, texts = marks
-        return Layout.of(text, self._tried(messages[:end], tools) or "", texts)
+        return Layout.of(text, self._render(messages[:end], tools)[0], texts)
 
     def _turns(self, full: str, messages: Messages, marks: tuple[Messages, list[Text]], tools: Tools) -> list[_Cut]:
         """Cut a chat after turns of the assistant, for a template without `{% generation %}` markers.
@@ -236,14 +235,14 @@ class ChatTemplate:
             return None
         messages, texts = marks
         marked_before, _ = self._render(messages[:index], tools, prompt=True)
-        marked_after = unmarked_from(self._tried(messages[: index + 1], tools) or "", at + len(prompt))
+        marked_after = unmarked_from(self._render(messages[: index + 1], tools)[0], at + len(prompt))
         return Layout.of(before + after[at + len(prompt) :], marked_before + marked_after, texts)
 
     def _refuse_lost(self, messages: Messages, texts: list[Text], cuts: list[_Cut], tools: Tools) -> None:
         """Raise `MalformedError` if the template drops part of a message from all texts of a chat.
 
         What stands between its marks is kept. Where nothing of a key is, the template may ignore it; where one of
-        several texts is not, its words must be near the others, and those of content where a mark takes its place.
+        several texts is not, its words must be near the others. Content is always kept.
         """
         kept = {number for cut in cuts for number in cut.layout.kept}
         keys: dict[int, set[str]] = defaultdict(set)  # index of a message -> its keys that hold one of these texts
@@ -257,21 +256,12 @@ class ChatTemplate:
                     without = {key: value for key, value in message.items() if key not in here}
                     if self._is_same(messages, at, without, tools):
                         raise _left_out(f"{here[0]} of message {at + 1}")
-            thought, mark, answer = message["content"].rpartition("</think>")
-            thinks = mark and thought.strip() and message["role"] == "assistant" and "content" not in keys[at]
-            if thinks and self._is_same(messages, at, message | {"content": answer}, tools):
-                raise _left_out(f"the text before </think> in message {at + 1}")
         for number, text in enumerate(texts):
             at, others = text.message, REASONING if text.key in REASONING else ()
             if number in kept or at >= len(messages) or not keys[at].isdisjoint(others):
                 continue
-            if text.key == "content":
-                reasons = [self._lost_content(messages, at, number, cut, tools) for cut in cuts if cut.end > at]
-                if all(reasons):
-                    raise _left_out(str(reasons[-1]))
-                continue
             near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
-            if near and all(missing_word(text.value, around) for around in near):
+            if text.key == "content" or (near and all(missing_word(text.value, around) for around in near)):
                 raise _left_out(f"{text.value[:40]!r} in {text.key} of message {at + 1}")
 
     def _is_same(self, messages: Messages, at: int, other: dict[str, Any], tools: Tools) -> bool:
@@ -285,43 +275,10 @@ class ChatTemplate:
         changed = self._tried([*messages[:at], other, *messages[at + 1 : end]], tools)
         return changed == written
 
-    def _lost_content(self, messages: Messages, at: int, number: int, cut: _Cut, tools: Tools) -> str | None:
-        """Return which content of the message at the index `at` is not in the text of a cut; None if all of it is.
-
-        A mark is put in place of the content. The words of the content must be in order where the template writes the
-        mark; anywhere, if it writes something else beside it. A mark after the content must be there as well.
-        """
-        content, written = messages[at]["content"], cut.layout.text.casefold()
-
-        def rendered(content: str) -> str | None:
-            changed = [*messages[:at], messages[at] | {"content": content}, *messages[at + 1 : cut.end]]
-            written = self._tried(changed, tools)
-            return None if written is None else written.casefold()
-
-        only = rendered(_MARK.upper())
-        missing = missing_word(content, _instead(written, only or "", _MARK))
-        if missing is not None:
-            return f"{missing[:40]!r} in the content of message {at + 1}"
-        if number not in cut.layout.ended and _MARK not in (rendered(f"{content} {_MARK.upper()}") or _MARK):
-            return f"the end of the content of message {at + 1}"
-        return None
-
     def _tried(self, messages: Messages, tools: Tools) -> str | None:
         """Return the chat as the template writes it; None if the template fails."""
         rendered = tried(lambda chat: self._render(chat, tools), messages)
         return None if rendered is None else rendered[0]
-
-
-def _instead(written: str, only: str, mark: str) -> str:
-    """Return the part of the rendered chat `written` at the place where `only` has the mark.
-
-    `only` is the chat rendered with the mark in place of one message's content. Returns all of `written` if the two
-    differ elsewhere, or `only` lacks the mark.
-    """
-    before, found, after = only.partition(mark)
-    after = after.rpartition(mark)[2] if mark in after else after
-    fits = found and written.startswith(before) and written.endswith(after) and len(written) >= len(before + after)
-    return written[len(before) : len(written) - len(after)] if fits else written
 
 
 def _left_out(what: str) -> MalformedError:

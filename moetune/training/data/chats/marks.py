@@ -86,7 +86,6 @@ class Layout:
     Attributes:
         text: the chat as the template writes it.
         kept: numbers of the texts whose words are all between their two marks.
-        ended: numbers of the texts whose end mark is there.
         bounds: index of a message -> positions in `text` of the first and the last mark of it, of those that are
             written again only the first time. Empty if marks change
             what else the template writes, or are not in the order of the messages.
@@ -94,7 +93,6 @@ class Layout:
 
     text: str
     kept: frozenset[int]
-    ended: frozenset[int]
     bounds: dict[int, tuple[int, int]]
 
     @classmethod
@@ -128,7 +126,7 @@ class Layout:
         )
         flat = [position for _, both in sorted(bounds.items()) for position in both]
         in_order = plain == text and flat == sorted(flat)
-        return cls(text, kept, frozenset(ends), bounds if in_order else {})
+        return cls(text, kept, bounds if in_order else {})
 
     def around(self, index: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
         """Return the ranges of `text` between the texts of a message and those before and after it; None if unknown."""
