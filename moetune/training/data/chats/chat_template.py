@@ -208,8 +208,6 @@ class ChatTemplate:
             if begin is None:
                 layout = self._continued(before, after, index, marks, tools)
                 if layout is None:
-                    cut = _Cut(index + 1, self._layout(after, index + 1, marks, tools), None)
-                    self._refuse_lost(messages[: index + 1], marks[1], [cut], tools)
                     remedy = self._thinking.remedy(messages[: index + 1], tools) or _ANOTHER
                     raise MalformedError(
                         f"the chat template does not begin message {index + 1} with its own generation prompt, which "
@@ -258,7 +256,7 @@ class ChatTemplate:
                         raise _left_out(f"{here[0]} of message {at + 1}")
         for number, text in enumerate(texts):
             at, others = text.message, REASONING if text.key in REASONING else ()
-            if number in kept or at >= len(messages) or not keys[at].isdisjoint(others):
+            if number in kept or not keys[at].isdisjoint(others):
                 continue
             near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
             if text.key == "content" or (near and all(missing_word(text.value, around) for around in near)):
