@@ -6,7 +6,6 @@ each segment has at least two tokens: one token of context and one token to pred
 """
 
 import bisect
-import heapq
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -119,24 +118,16 @@ def _pack_stream(documents: Sequence[Document], length: int, segments: "array[in
 def _pack_whole(documents: Sequence[Document], length: int, segments: "array[int]", sequences: int) -> int:
     """Put each indivisible document, in order, into the fullest sequence of its kind that has room for it (best fit),
     none is longer than a sequence; add them to `segments`. `sequences` are there already. Return their number."""
-    with_room: dict[int, list[int]] = {}  # free tokens -> a heap of sequences
-    rooms: list[int] = []  # the keys of with_room, sorted
+    rooms: list[tuple[int, int]] = []  # (free tokens, sequence), sorted
     for number, document in enumerate(documents):
         if document.divisible:
             continue
-        at = bisect.bisect_left(rooms, len(document))
+        at = bisect.bisect(rooms, (len(document), -1))
         if at < len(rooms):
-            free = rooms[at]
-            sequence = heapq.heappop(with_room[free])
-            if not with_room[free]:
-                del with_room[rooms.pop(at)]
+            free, sequence = rooms.pop(at)
         else:
             free, sequence, sequences = length, sequences, sequences + 1
         segments.extend((sequence, number, 0, len(document)))
-        free -= len(document)
-        if free >= _SHORTEST:
-            if free not in with_room:
-                with_room[free] = []
-                bisect.insort(rooms, free)
-            heapq.heappush(with_room[free], sequence)
+        if free - len(document) >= _SHORTEST:
+            bisect.insort(rooms, (free - len(document), sequence))
     return sequences

@@ -1,6 +1,7 @@
 """Tokenize all records of a source into documents, and summarize the records that cannot be used."""
 
 import re
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from moetune.errors import UserError, counted, one_line, reading
+from moetune.errors import UserError, counted, first_of, one_line, reading
 from moetune.training.data.chats.chat_template import Marking
 from moetune.training.data.documents import Documents
 from moetune.training.data.encoder import Encoder, format_of
@@ -133,35 +134,24 @@ def read_documents(
 
 
 class _Problems:
-    """Collects the problems of records; messages that differ only in numbers are counted together."""
+    """Collects the problems of records; messages that differ only in numbers are one, with the numbers of the first."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._alike: Counter[str] = Counter()
-        self._first: dict[str, list[tuple[int, str]]] = {}
+        self._alike: dict[str, tuple[str, array[int]]] = {}
 
     def add(self, number: int, problem: str) -> None:
         """Add the problem of the record with this line or row number."""
         self.count += 1
         text = re.sub(r"\d+", "#", problem)
-        if text in self._first or len(self._first) < _MOST_PROBLEMS:
-            self._alike[text] += 1
-            first = self._first.setdefault(text, [])
-            if len(first) < _MOST_NUMBERS:
-                first.append((number, problem))
+        if text in self._alike or len(self._alike) < _MOST_PROBLEMS:
+            self._alike.setdefault(text, (problem, array("q")))[1].append(number)
 
     def summary(self, source: Source) -> Iterator[str]:
         """Yield the lines of a message about all problems; `source` gives its name and what the numbers count."""
         yield f"{source.name!r}: {counted(self.count, 'record')} cannot be used"
-        lines: list[tuple[int, int, str]] = []  # (first record, count, message)
-        for text, first in self._first.items():
-            if rest := self._alike[text] - len(first):
-                numbers = ", ".join(f"{number}" for number, _ in first)
-                problem = f"{source.unit}s {numbers} and {rest:,} more: {first[0][1]}"
-                lines.append((first[0][0], self._alike[text], problem))
-            else:
-                lines += [(number, 1, f"{source.unit} {number}: {problem}") for number, problem in first]
-        lines = sorted(lines)[:_MOST_PROBLEMS]
-        yield from (f"  {problem}" for _, _, problem in lines)
-        if rest := self.count - sum(count for _, count, _ in lines):
+        for problem, numbers in self._alike.values():
+            where = ", ".join(first_of([*map(str, numbers)], _MOST_NUMBERS))
+            yield f"  {source.unit}{'s' if len(numbers) > 1 else ''} {where}: {problem}"
+        if rest := self.count - sum(len(numbers) for _, numbers in self._alike.values()):
             yield f"  and {rest:,} more"

@@ -260,7 +260,7 @@ class ChatTemplate:
                 continue
             near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
             if text.key == "content" or (near and all(missing_word(text.value, around) for around in near)):
-                raise _left_out(f"{text.value[:40]!r} in {text.key} of message {at + 1}")
+                raise _left_out(f"{text.value[:40]!r} in {text.key} of message {at + 1}, or a part of it")
 
     def _is_same(self, messages: Messages, at: int, other: dict[str, Any], tools: Tools) -> bool:
         """Return whether the template writes the same with another message at the index `at`.

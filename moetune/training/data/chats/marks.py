@@ -30,11 +30,13 @@ def tried(render: Callable[[Messages], T], messages: Messages) -> T | None:
 
 @dataclass(frozen=True)
 class Text:
-    """A text that a template should write: under `key` of the message with the index `message`, perhaps deep in it."""
+    """A text that a template should write: under `key` of the message with the index `message`, perhaps deep in it; of
+    tool calls in that with the index `call`."""
 
     message: int
     key: str
     value: str
+    call: int = 0
 
 
 def marked(messages: Messages) -> tuple[Messages, list[Text]]:
@@ -42,18 +44,18 @@ def marked(messages: Messages) -> tuple[Messages, list[Text]]:
     in the order of their numbers, which the marks hold. The name in a tool's message repeats a call's, and has none."""
     texts: list[Text] = []
 
-    def mark(value: Any, at: int, key: str) -> Any:
+    def mark(value: Any, at: int, key: str, call: int = 0) -> Any:
         if isinstance(value, dict):
-            return {name: mark(inner, at, key) for name, inner in value.items()}
+            return {name: mark(inner, at, key, call) for name, inner in value.items()}
         if isinstance(value, list):
-            return [mark(inner, at, key) for inner in value]
+            return [mark(inner, at, key, call) for inner in value]
         if not isinstance(value, str) or not value.strip():
             return value
         # Inside of the white space, which many templates trim.
         opening = _OPENING.match(value)
         low, high = opening.end() if opening else 0, len(value.rstrip())
         begin, end = (f"qx{len(texts)}{side}xq" for side in "be")
-        texts.append(Text(at, key, value[low:high]))
+        texts.append(Text(at, key, value[low:high], call))
         return f"{value[:low]}{begin}{value[low:high]}{end}{value[high:]}"
 
     copies = []
@@ -62,12 +64,17 @@ def marked(messages: Messages) -> tuple[Messages, list[Text]]:
         copy = message | {key: mark(message[key], at, key) for key in keys if key in message}
         if "tool_calls" in message:
             calls = []
-            for call in message["tool_calls"]:
-                inner = {key: mark(call["function"][key], at, "tool_calls") for key in ("name", "arguments")}
+            for number, call in enumerate(message["tool_calls"]):
+                inner = {key: mark(call["function"][key], at, "tool_calls", number) for key in ("name", "arguments")}
                 calls.append(call | {"function": call["function"] | inner})
             copy["tool_calls"] = calls
         copies.append(copy)
     return copies, texts
+
+
+def begun(written: str) -> set[int]:
+    """Return the numbers of the texts whose first mark is in a text with marks."""
+    return {int(match[1]) for match in _MARK.finditer(written) if match[2] == "b"}
 
 
 def unmarked_from(written: str, position: int) -> str:

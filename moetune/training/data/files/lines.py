@@ -5,12 +5,13 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 from moetune.errors import UserError, shown
 from moetune.json_files import UNIQUE_KEYS, DuplicateKeyError
-from moetune.training.data.files.opening import type_of
+from moetune.training.data.files.opening import opened, type_of
 from moetune.training.data.files.source import SPLIT_NAMES, Note, Row, Source, choose_split
 
 _UTF8_MARK = b"\xef\xbb\xbf"
@@ -20,24 +21,23 @@ _BEFORE, _BETWEEN = (re.compile(rf"[ \t\n\r]*{mark}[ \t\n\r]*") for mark in (r"\
 """What stands before the first value of a JSON array, and between or behind others."""
 _OF_RECORDS = {"messages", "conversations", "prompt", "completion", "chosen", "rejected", "instruction", "text"}
 """Keys of records. An object in a file of its own that has none of them may hold lists of records instead."""
-Open = Callable[[], IO[bytes]]
 
 
-def json_source(name: str, open_: Open, split: str | None, held_out: bool, note: Note) -> Source:
+def json_source(name: str, path: Path, split: str | None, held_out: bool, note: Note) -> Source:
     """Return the records of a JSON file: one on each line, an array, or an array in an object, such as `{"train": […],
     "test": […]}`, of which `choose_split` chooses with `split` and `held_out`.
 
     Raises:
         UserError: there is no such split; or the file is an object of more than `_MOST_BYTES`.
     """
-    with open_() as handle:
+    with opened(path, name) as handle:
         lines = filter(None, (line.removeprefix(_UTF8_MARK).strip() for line in handle))
         first, is_only = next(lines, b""), next(lines, None) is None
     if first.startswith(b"["):
         choose_split(name, ["train"], split, held_out)
-        return Source(name, "record", _array_rows(name, open_))
+        return Source(name, "record", _array_rows(name, path))
     try:
-        whole = _object(name, open_, first, is_only) if first.startswith(b"{") else {}
+        whole = _object(name, path, first, is_only) if first.startswith(b"{") else {}
     except (ValueError, RecursionError) as error:
         is_more = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
         more = "the record goes on in the next line; write each on a line of its own, as `jq -c .` does"
@@ -47,14 +47,14 @@ def json_source(name: str, open_: Open, split: str | None, held_out: bool, note:
     may_hold_splits = type_of(name) == ".json" or {split, *SPLIT_NAMES} & {*lists}
     if not lists or not may_hold_splits or _OF_RECORDS & whole.keys():
         choose_split(name, ["train"], split, held_out)
-        return Source(name, "line", [Row(1, whole)] if whole and not is_only else _json_rows(open_()))
+        return Source(name, "line", [Row(1, whole)] if whole and not is_only else _json_rows(opened(path, name)))
     chosen = choose_split(name, lists, split, held_out)
     if others := [key for key in whole if key != chosen]:
         note(f"{name!r}: the list {shown(chosen)} is read; passed over: {', '.join(map(shown, others))}")
     return Source(name, "record", [Row(number, record) for number, record in enumerate(whole[chosen], 1)])
 
 
-def _object(name: str, open_: Open, first: bytes, is_only: bool) -> dict[str, Any]:
+def _object(name: str, path: Path, first: bytes, is_only: bool) -> dict[str, Any]:
     """Return the object that is the whole of a file; an empty one if its `first` line is a record or damaged."""
     try:
         record: dict[str, Any] = UNIQUE_KEYS.decode(first.decode())
@@ -62,12 +62,12 @@ def _object(name: str, open_: Open, first: bytes, is_only: bool) -> dict[str, An
     except (ValueError, RecursionError) as error:
         if is_only or not isinstance(error, json.JSONDecodeError) or error.pos < len(error.doc):
             return {}
-    whole: dict[str, Any] = UNIQUE_KEYS.decode(_text(name, open_))
+    whole: dict[str, Any] = UNIQUE_KEYS.decode(_text(name, path))
     return whole
 
 
-def _text(name: str, open_: Open) -> str:
-    with open_() as handle:
+def _text(name: str, path: Path) -> str:
+    with opened(path, name) as handle:
         raw = handle.read(_MOST_BYTES + 1)
     if len(raw) > _MOST_BYTES:
         raise UserError(
@@ -77,11 +77,11 @@ def _text(name: str, open_: Open) -> str:
     return raw.removeprefix(_UTF8_MARK).decode()
 
 
-def _array_rows(name: str, open_: Open) -> Iterator[Row]:
+def _array_rows(name: str, path: Path) -> Iterator[Row]:
     """Yield the values of a JSON array; a syntax error is reported as the problem of the record that it is in."""
     number = 0
     try:
-        text = _text(name, open_)
+        text = _text(name, path)
         place = _BEFORE.match(text)
         mark = place[1] or "," if place else ""
         while place and mark == ",":
