@@ -1,9 +1,8 @@
 """Load the data of a run: read, check and tokenize what the `data:` section names, and lay it out in sequences."""
 
 import json
-import sys
-import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ from tokenizers.models import BPE
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
-from moetune.errors import UserError, first_of, reading
+from moetune.errors import UserError, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import ModelSource, find_model_source
@@ -25,11 +24,9 @@ from moetune.training.data.chats.template_arguments import fix_template
 from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
 from moetune.training.data.records import Reading, Tally, read_documents
-from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
+from moetune.training.data.sources import Source, looks_like_a_file, open_sources
 from moetune.training.data.tokenizer_files import load_tokenizer
 from moetune.training.step.loss import IGNORED
-
-_PATIENCE = 10.0  # seconds until progress is reported first
 
 _MOST_GROWTH = 1000  # factor by which a tokenizer may lengthen a text; common rules replace a space by 3 bytes
 
@@ -93,21 +90,14 @@ def load_data(
 
     def read(spec: str, held_out: bool) -> Reading:
         parts: list[Reading] = []
-        try:
-            for source in open_sources(spec, held_out=held_out, note=unread[held_out].append):
-                try:
-                    source = replace(source, rows=_announced(source))
-                    part = read_documents(
-                        source, data.format, tokenizer, train.sequence_length, data.too_long, documents
-                    )
-                    parts.append(part)
-                    if part.unread:
-                        keys = ", ".join(first_of(part.unread))
-                        unread[held_out].append(f"{source.name!r}: keys whose values are not read: {keys}")
-                except UserError as error:
-                    problems[str(error)] = None
-        except UserError as error:
-            problems[str(error)] = None
+        note = unread[held_out].append
+        sources: list[Source] = []
+        with _added_to(problems):
+            sources = open_sources(spec, held_out=held_out, note=note)
+        for source in sources:
+            with _added_to(problems):
+                longest = train.sequence_length
+                parts.append(read_documents(source, data.format, tokenizer, longest, data.too_long, documents, note))
         return _joined(parts)
 
     named = data_sets(data.train, data.split), data_sets(data.eval)
@@ -226,14 +216,12 @@ def chat_template(spec: str) -> str:
     return tokenizer.get_chat_template()
 
 
-def _announced(source: Source) -> Iterator[Row]:
-    """Yield the rows of a source; report progress on stderr after 10, 20, 40 … seconds."""
-    begun, wait = time.monotonic(), _PATIENCE
-    for count, row in enumerate(source.rows):
-        if time.monotonic() - begun > wait:
-            print(f"reading {source.name!r}: {count:,} records in {wait:.0f} s", file=sys.stderr)
-            wait *= 2
-        yield row
+@contextmanager
+def _added_to(problems: dict[str, None]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        problems[str(error)] = None
 
 
 def _joined(parts: Sequence[Reading]) -> Reading:

@@ -1,6 +1,8 @@
 """Tokenize all records of a source into documents, and summarize the records that cannot be used."""
 
 import re
+import sys
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -14,12 +16,13 @@ from moetune.errors import UserError, counted, first_of, one_line, reading
 from moetune.training.data.chats.chat_template import Marking
 from moetune.training.data.documents import Documents
 from moetune.training.data.encoder import Encoder, format_of
+from moetune.training.data.files.source import Note, Source
 from moetune.training.data.formats import with_known_keys
-from moetune.training.data.sources import Source
 from moetune.training.data.values import MalformedError, kind
 from moetune.training.step.loss import IGNORED
 
 _MOST_PROBLEMS, _MOST_NUMBERS = 20, 3
+_PATIENCE = 10.0  # seconds until progress is reported first
 
 
 @dataclass(kw_only=True)
@@ -54,13 +57,11 @@ class Reading:
         documents: indices of the documents that are not dropped, int64 [documents], in the order of the source.
         records: for each of them, the index of the first one of the same record, int64 [documents]; a chat may have
             several documents.
-        unread: keys of records and messages whose values are not read, sorted.
     """
 
     documents: np.ndarray
     records: np.ndarray
     tally: Tally = field(default_factory=Tally)
-    unread: list[str] = field(default_factory=list)
 
 
 def read_documents(
@@ -70,8 +71,10 @@ def read_documents(
     longest: int,
     too_long: Literal["error", "drop", "truncate"],
     documents: Documents,
+    note: Note,
 ) -> Reading:
-    """Tokenize every record of a source and add its documents to `documents`.
+    """Tokenize every record of a source and add its documents to `documents`; report progress on stderr after 10, 20,
+    40 … seconds.
 
     Args:
         format: format of all records; `auto` detects it from the first record that has the keys of one.
@@ -87,7 +90,11 @@ def read_documents(
     encoder: Encoder | None = None
     tally, first, records = Tally(), len(documents), []
     problems, needed = _Problems(), longest
-    for row in source.rows:
+    begun, wait = time.monotonic(), _PATIENCE
+    for count, row in enumerate(source.rows):
+        if time.monotonic() - begun > wait:
+            print(f"reading {source.name!r}: {count:,} records in {wait:.0f} s", file=sys.stderr)
+            wait *= 2
         try:
             if row.problem is not None:
                 raise MalformedError(row.problem)
@@ -129,8 +136,9 @@ def read_documents(
     if not records:
         why = f"all of its {tally.dropped:,} records are longer than train.sequence_length {longest}"
         raise UserError(f"{source.name!r} " + (why if tally.dropped else "is empty: it holds no record"))
-    unread = sorted(encoder.unread) if encoder is not None else []
-    return Reading(np.arange(first, len(documents)), np.array(records, dtype=np.int64), tally, unread)
+    if encoder is not None and encoder.unread:
+        note(f"{source.name!r}: keys whose values are not read: {', '.join(first_of(sorted(encoder.unread)))}")
+    return Reading(np.arange(first, len(documents)), np.array(records, dtype=np.int64), tally)
 
 
 class _Problems:

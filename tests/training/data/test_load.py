@@ -569,7 +569,7 @@ def test_a_long_record_is_tokenized_in_parts(tmp_path, monkeypatch, kind, templa
     ids, labels = load_one(tmp_path, record, tokenizer)
     monkeypatch.setattr(encoder, "_WINDOW", 32)
     parts, part_labels = load_one(tmp_path, record, tokenizer)
-    assert len(parts) > len(ids)
+    assert len(parts) > len(ids) or (template and kind != "spaces")  # whole, for the offsets of its characters
     for one, other in ((parts, ids), ([i for i in part_labels if i != -100], [i for i in labels if i != -100])):
         one, other = (re.sub("[ ▁]", "", tokenizer.decode(some)) for some in (one, other))
         assert one == other

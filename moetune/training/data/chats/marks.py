@@ -94,8 +94,8 @@ class Layout:
         text: the chat as the template writes it.
         kept: numbers of the texts whose words are all between their two marks.
         bounds: index of a message -> positions in `text` of the first and the last mark of it, of those that are
-            written again only the first time. Empty if marks change
-            what else the template writes, or are not in the order of the messages.
+            written again only the first time. Empty if marks change what else the template writes, or are not in the
+            order of the messages.
     """
 
     text: str
