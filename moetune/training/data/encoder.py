@@ -93,8 +93,8 @@ class Encoder:
         """
         missing = [key for key in KEYS[self.format] if record.get(key) is None]
         if missing:
-            found = ", ".join(key for key, value in record.items() if value is not None)
-            raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {found or 'nothing'}")
+            held = ", ".join(key for key, value in record.items() if value is not None)
+            raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {held or 'nothing'}")
         read = (*KEYS[self.format], *_ALSO.get(self.format, ()))
         self.unread.update(key for key in record.keys() - read if record[key] not in (None, "", [], {}))
         if self.format == "sharegpt":

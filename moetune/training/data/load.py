@@ -101,14 +101,12 @@ def load_data(
         return _joined(parts)
 
     named = data_sets(data.train, data.split), data_sets(data.eval)
-    one_by_spec = {
-        (spec, held_out): read(spec, held_out) for held_out in (False, True) for spec in dict(named[held_out])
-    }
+    readings = {(spec, held_out): read(spec, held_out) for held_out in (False, True) for spec in dict(named[held_out])}
     if problems:
         raise UserError("\n".join(problems))
     draw = np.random.default_rng(train.seed)
     training, held_out = (
-        _joined([_times(one_by_spec[spec, held_out], weight, draw) for spec, weight in named[held_out]])
+        _joined([_times(readings[spec, held_out], weight, draw) for spec, weight in named[held_out]])
         for held_out in (False, True)
     )
     if data.validation is not None:
@@ -171,7 +169,7 @@ def _refuse_growth(backend: Tokenizer) -> None:
             return 1.0
         if step["type"] == "Sequence":
             steps: list[dict[str, Any]] = step["normalizers" if "normalizers" in step else "decoders"]
-            return float(np.prod([growth(one) for one in steps]))
+            return float(np.prod([growth(inner) for inner in steps]))
         pattern = step["pattern"].get("String")
         return max(1.0, len(step["content"]) / len(pattern) if pattern else 1.0 + len(step["content"]))
 
@@ -305,10 +303,10 @@ def refuse_unknown_tokens(
         getattr(settings, f"{kind}_token_{key}", None): kind for kind in kinds for key in ("id", "index")
     }
     largest = 0
-    for some in (some for part in parts if part is not None for some in values(part, "input_ids")):
-        largest = max(largest, int(some.max()))
-        if found := ids.keys() & {*np.unique(some).tolist()}:
-            token = min(found)
+    for tokens in (tokens for part in parts if part is not None for tokens in values(part, "input_ids")):
+        largest = max(largest, int(tokens.max()))
+        if foreign := ids.keys() & {*np.unique(tokens).tolist()}:
+            token = min(foreign)
             raise UserError(
                 f"the data of {model!r} hold token {token}, which stands for {ids[token]} input, and only text is "
                 "read; leave these records out"

@@ -116,7 +116,7 @@ class ChatTemplate:
         try:
             messages = placed(messages, self._template)
             self._thinking.refuse_unclosed(messages)
-            messages = fitted(messages, lambda some: self._render(some, tools)[0])
+            messages = fitted(messages, lambda chat: self._render(chat, tools)[0])
             text, spans = self._render(messages, tools)
             if tools and self._tried(messages, None) == text:
                 raise _left_out("tools")
@@ -249,11 +249,11 @@ class ChatTemplate:
         for at, message in enumerate(messages):
             for names in _MAY_BE_IGNORED:
                 # The name in a tool's message is also in the call that it answers, so it may be ignored.
-                here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
-                if here and keys[at].isdisjoint(here):
-                    without = {key: value for key, value in message.items() if key not in here}
+                given = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
+                if given and keys[at].isdisjoint(given):
+                    without = {key: value for key, value in message.items() if key not in given}
                     if self._is_same(messages, at, without, tools):
-                        raise _left_out(f"{here[0]} of message {at + 1}")
+                        raise _left_out(f"{given[0]} of message {at + 1}")
         for number, text in enumerate(texts):
             at, others = text.message, REASONING if text.key in REASONING else ()
             if number in kept or not keys[at].isdisjoint(others):

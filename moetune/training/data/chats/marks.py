@@ -155,8 +155,8 @@ def missing_word(content: str, written: str) -> str | None:
     None."""
     position = 0
     for match in re.finditer(r"\w+", content.casefold()):
-        found = written.find(match[0], position)
-        if found < 0:
+        begin = written.find(match[0], position)
+        if begin < 0:
             return match[0]
-        position = found + len(match[0])
+        position = begin + len(match[0])
     return None

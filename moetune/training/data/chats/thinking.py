@@ -100,13 +100,13 @@ class Thinking:
     def _prompts(self) -> dict[str, str]:
         """Generation prompt -> the setting that gives it, "" for the template as it is; the longest first."""
         asked: Messages = [{"role": "user", "content": "?"}]
-        found: dict[str, str] = {}
+        prompts: dict[str, str] = {}
         for setting, arguments in (("", {}), *self._settings(besides=given(self._template))):
             with suppress(Exception):  # the template may refuse the value, or so short a chat
                 before, after = (self._render(asked, None, prompt=prompt, **arguments) for prompt in (False, True))
                 if after.startswith(before) and after != before:
-                    found.setdefault(after[len(before) :], setting)
-        return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+                    prompts.setdefault(after[len(before) :], setting)
+        return dict(sorted(prompts.items(), key=lambda item: -len(item[0])))
 
     def _settings(self, besides: Iterable[str] = ()) -> Iterator[tuple[str, dict[str, bool]]]:
         """Yield each argument of the template as true and as false: as written in a run file, and as a dict."""

@@ -201,9 +201,9 @@ def _refuse_lost_calls(messages: Messages, render: Render) -> None:
         return
     copies, texts = marked(messages)
     written = begun(tried(render, copies) or "")
-    there = {(text.message, text.call) for number, text in enumerate(texts) if number in written}
+    calls = {(text.message, text.call) for number, text in enumerate(texts) if number in written}
     for at, message in enumerate(messages):
-        lost = [call for call in range(len(message.get("tool_calls", ()))) if (at, call) not in there]
+        lost = [call for call in range(len(message.get("tool_calls", ()))) if (at, call) not in calls]
         if 0 < len(lost) < len(message.get("tool_calls", ())):
             raise MalformedError(
                 f"the chat template leaves out call {lost[0] + 1} of message {at + 1}, which would be lost; give each "

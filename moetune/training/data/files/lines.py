@@ -42,7 +42,9 @@ def json_source(name: str, path: Path, split: str | None, held_out: bool, note: 
         is_more = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
         more = "the record goes on in the next line; write each on a line of its own, as `jq -c .` does"
         return Source(name, "record", [Row(1, problem=more if is_more else _not_json(error))])
-    lists = [key for key, value in whole.items() if isinstance(value, list) and any(isinstance(i, dict) for i in value)]
+    lists = [
+        key for key, value in whole.items() if isinstance(value, list) and any(isinstance(item, dict) for item in value)
+    ]
     # In a file for lines an object is one line, and so a record, unless its lists are named like splits.
     may_hold_splits = type_of(name) == ".json" or {split, *SPLIT_NAMES} & {*lists}
     if not lists or not may_hold_splits or _OF_RECORDS & whole.keys():

@@ -44,12 +44,13 @@ def chosen(spec: str, folder: Path, known: Mapping[str, Entry], name: str | None
         UserError: there is no such data set, or none; its data are elsewhere, or preferences; or its entry has a key
             that is not applied.
     """
-    there = {key: entry for key, entry in known.items() if _is_there(folder, entry) and not entry.get("ranking")}
-    usable = {key: entry for key, entry in there.items() if name in (None, key)}
+    readable = {key: entry for key, entry in known.items() if _is_there(folder, entry) and not entry.get("ranking")}
+    usable = {key: entry for key, entry in readable.items() if name in (None, key)}
     if not usable:
         raise UserError(
             f"{spec!r} holds no data set {'to train on' if name is None else shown(name)}; dataset_info.json names "
-            f"{', '.join(there) or 'none'} whose data are there.{suggest(name or '', there)} To read one: {spec}:NAME"
+            f"{', '.join(readable) or 'none'} whose data are there.{suggest(name or '', readable)} To read one: "
+            f"{spec}:NAME"
         )
     for key, entry in usable.items():
         if other := entry.keys() - _APPLIED:

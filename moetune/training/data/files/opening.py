@@ -32,7 +32,7 @@ def _by_arrow(codec: str) -> Callable[..., IO[bytes]]:
     return opened
 
 
-_OPENERS: dict[bytes, Callable[..., IO[bytes]]] = {
+_OPENERS: dict[bytes, Callable[..., Any]] = {
     rb"\x1f\x8b\x08": gzip.open,
     rb"BZh[1-9]1AY&SY": bz2.open,
     rb"\xfd7zXZ\x00": lzma.open,
@@ -62,5 +62,6 @@ def opened(path: Path, name: str) -> IO[bytes]:
         raise UserError(f"{name!r} is text in UTF-16, and UTF-8 is read; convert it: iconv -f UTF-16 -t UTF-8")
     for mark, open_ in _OPENERS.items():
         if re.match(mark, head, re.DOTALL):
-            return open_(path, "rb")
+            handle: IO[bytes] = open_(path, "rb")
+            return handle
     return path.open("rb")
