@@ -59,8 +59,8 @@ def _packed_blocks(
     """Yield the rows of sequences; `segments` holds four numbers for each segment, which take 32 bytes: its sequence,
     its document, and where it starts and stops in it."""
     table = np.frombuffer(segments, np.int64).reshape(-1, 4)
-    table = table[np.argsort(table[:, 0], kind="stable")]
-    ends = np.searchsorted(table[:, 0], np.arange(sequences), side="right")
+    order = np.argsort(table[:, 0], kind="stable")
+    ends = np.cumsum(np.bincount(table[:, 0], minlength=sequences))
     most = max(1, _BLOCK_TOKENS // length)
     for first in range(0, sequences, most):
         shape = (min(most, sequences - first), length)
@@ -70,7 +70,7 @@ def _packed_blocks(
         is_token = np.zeros(shape, dtype=np.int32)
         for row in range(shape[0]):
             end = 0
-            for _, document, low, high in table[ends[first + row - 1] if first + row else 0 : ends[first + row]]:
+            for _, document, low, high in table[order[ends[first + row - 1] if first + row else 0 : ends[first + row]]]:
                 segment = documents[document].segment(low, high)
                 start, end = end, end + len(segment)
                 ids[row, start:end] = segment.ids
@@ -118,16 +118,16 @@ def _pack_stream(documents: Sequence[Document], length: int, segments: "array[in
 def _pack_whole(documents: Sequence[Document], length: int, segments: "array[int]", sequences: int) -> int:
     """Put each indivisible document, in order, into the fullest sequence of its kind that has room for it (best fit),
     none is longer than a sequence; add them to `segments`. `sequences` are there already. Return their number."""
-    rooms: list[tuple[int, int]] = []  # (free tokens, sequence), sorted
+    rooms = array("q")  # free tokens · 2³² + sequence, sorted
     for number, document in enumerate(documents):
         if document.divisible:
             continue
-        at = bisect.bisect(rooms, (len(document), -1))
+        at = bisect.bisect_left(rooms, len(document) << 32)
         if at < len(rooms):
-            free, sequence = rooms.pop(at)
+            free, sequence = divmod(rooms.pop(at), 2**32)
         else:
             free, sequence, sequences = length, sequences, sequences + 1
         segments.extend((sequence, number, 0, len(document)))
         if free - len(document) >= _SHORTEST:
-            bisect.insort(rooms, (free - len(document), sequence))
+            bisect.insort(rooms, (free - len(document) << 32) + sequence)
     return sequences
