@@ -3,9 +3,10 @@
 import re
 import resource
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from moetune.training.data.chats.template_arguments import reads
 from moetune.training.data.chats.thinking import Thinking, placed
 from moetune.training.data.chats.tool_calls import fitted, refuse_lost_parameters
 from moetune.training.data.chats.turn_ends import Spanned, TurnEnds
+from moetune.training.data.chats.turns import TurnFinder
 from moetune.training.data.values import MalformedError, checked_text
 
 _SECONDS, _BYTES = 10.0, 2**30  # limits of time and memory for rendering a chat once
@@ -198,28 +200,41 @@ class ChatTemplate:
                 "nothing shows where its part begins"
             )
 
-        turns: list[tuple[int, str, Layout | None, list[tuple[int, int]] | None]] = []  # as in _Cut, with its text
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        layouts: dict[int, Layout] = {}  # of turns whose text is put together
+
+        @cache
+        def alone(index: int) -> tuple[int, str]:
             before, _ = self._render(messages[:index], tools, prompt=True)
             after = full if index + 1 == len(messages) else self._render(messages[: index + 1], tools)[0]
-            begin, layout = self._thinking.begin(before, after), None
+            begin = self._thinking.begin(before, after)
+            if begin is None and (both := self._continued(before, after, index, marks, tools)) is not None:
+                layouts[index + 1] = both
+                return len(before), both.text
             if begin is None:
-                layout = self._continued(before, after, index, marks, tools)
-                if layout is None:
-                    remedy = self._thinking.remedy(messages[: index + 1], tools) or _ANOTHER
-                    raise MalformedError(
-                        f"the chat template does not begin message {index + 1} with its own generation prompt, which "
-                        f"ends in {before[-30:]!r}, so what is the assistant's cannot be told; {remedy}"
-                    )
-                begin, after = len(before), layout.text
-            spans = turns.pop()[3] if turns and after.startswith(turns[-1][1]) else None
-            spans = [*(spans or ()), *([(begin, len(after))] if message.get("weight", 1) else ())]
-            turns.append((index + 1, after, layout, spans))
-        spans = turns.pop()[3] if full.startswith(turns[-1][1]) else None
-        turns.append((len(messages), full, None, spans))
-        return [_Cut(end, layout or self._layout(text, end, marks, tools), spans) for end, text, layout, spans in turns]
+                remedy = self._thinking.remedy(messages[: index + 1], tools) or _ANOTHER
+                raise MalformedError(
+                    f"the chat template does not begin message {index + 1} with its own generation prompt, which ends "
+                    f"in {before[-30:]!r}, so what is the assistant's cannot be told; {remedy}"
+                )
+            return begin, after
+
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        alone(turns[0])  # a chat that is refused is refused for its first turn
+        cuts: list[_Cut] = []
+        end, text = len(messages), full
+        while turns:
+            layout = (layouts.get(end) if cuts else None) or self._layout(text, end, marks, tools)
+            lost = _keys(marks[1], layout.lost(marks[1]))
+            if lost and not cuts:  # what no turn has is found without rendering all of them
+                self._refuse_ignored(messages, min(lost), _keys(marks[1], layout.kept)[min(lost)], tools)
+            finder = TurnFinder(layout, messages[:end], {*range(end)} - lost.keys(), alone)
+            first, spans = len(turns), []
+            while turns and (span := finder.span(turns[-1])) is not None:
+                spans += [span] if messages[turns.pop()].get("weight", 1) else []
+            cuts.append(_Cut(end, layout, spans[::-1] if len(turns) < first else None))
+            if turns:
+                end, text = turns[-1] + 1, alone(turns[-1])[1]
+        return cuts[::-1]
 
     def _continued(
         self, before: str, after: str, index: int, marks: tuple[Messages, list[Text]], tools: Tools
@@ -243,17 +258,9 @@ class ChatTemplate:
         several texts is not, its words must be near the others. Content is always kept.
         """
         kept = {number for cut in cuts for number in cut.layout.kept}
-        keys: dict[int, set[str]] = defaultdict(set)  # index of a message -> its keys that hold one of these texts
-        for number in kept:
-            keys[texts[number].message].add(texts[number].key)
-        for at, message in enumerate(messages):
-            for names in _MAY_BE_IGNORED:
-                # The name in a tool's message is also in the call that it answers, so it may be ignored.
-                given = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
-                if given and keys[at].isdisjoint(given):
-                    without = {key: value for key, value in message.items() if key not in given}
-                    if self._is_same(messages, at, without, tools):
-                        raise _left_out(f"{given[0]} of message {at + 1}")
+        keys = _keys(texts, kept)
+        for at in range(len(messages)):
+            self._refuse_ignored(messages, at, keys[at], tools)
         for number, text in enumerate(texts):
             at, others = text.message, REASONING if text.key in REASONING else ()
             if number in kept or not keys[at].isdisjoint(others):
@@ -261,6 +268,22 @@ class ChatTemplate:
             near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
             if text.key == "content" or (near and all(missing_word(text.value, around) for around in near)):
                 raise _left_out(f"{text.value[:40]!r} in {text.key} of message {at + 1}, or a part of it")
+
+    def _refuse_ignored(self, messages: Messages, at: int, kept: Set[str], tools: Tools) -> None:
+        """Raise `MalformedError` if the template ignores a key of the message at the index `at`, or the text before
+        `</think>` in it: it writes the same without. `kept` are keys of which something is known to be written."""
+        message = messages[at]
+        for names in _MAY_BE_IGNORED:
+            # The name in a tool's message is also in the call that it answers, so it may be ignored.
+            given = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
+            if given and kept.isdisjoint(given):
+                without = {key: value for key, value in message.items() if key not in given}
+                if self._is_same(messages, at, without, tools):
+                    raise _left_out(f"{given[0]} of message {at + 1}")
+        thought, mark, answer = message["content"].rpartition("</think>")
+        thinks = mark and thought.strip() and message["role"] == "assistant" and "content" not in kept
+        if thinks and self._is_same(messages, at, message | {"content": answer}, tools):
+            raise _left_out(f"the text before </think> in message {at + 1}")
 
     def _is_same(self, messages: Messages, at: int, other: dict[str, Any], tools: Tools) -> bool:
         """Return whether the template writes the same with another message at the index `at`.
@@ -277,6 +300,14 @@ class ChatTemplate:
         """Return the chat as the template writes it; None if the template fails."""
         rendered = tried(lambda chat: self._render(chat, tools), messages)
         return None if rendered is None else rendered[0]
+
+
+def _keys(texts: list[Text], numbers: Collection[int]) -> dict[int, set[str]]:
+    """Return index of a message -> its keys that hold one of the texts with these numbers."""
+    keys: dict[int, set[str]] = defaultdict(set)
+    for number in numbers:
+        keys[texts[number].message].add(texts[number].key)
+    return keys
 
 
 def _left_out(what: str) -> MalformedError:

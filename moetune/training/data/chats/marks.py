@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 from moetune.errors import UserError
@@ -135,19 +136,31 @@ class Layout:
         in_order = plain == text and flat == sorted(flat)
         return cls(text, kept, bounds if in_order else {})
 
+    @cached_property
+    def _order(self) -> dict[int, tuple[int, int]]:
+        """Index of a message -> end of the text before it that has marks, and begin of that after it."""
+        at, order = sorted(self.bounds), {}
+        for place, index in enumerate(at):
+            before = self.bounds[at[place - 1]][1] if place else 0
+            order[index] = before, self.bounds[at[place + 1]][0] if place + 1 < len(at) else len(self.text)
+        return order
+
     def around(self, index: int) -> tuple[tuple[int, int], tuple[int, int]] | None:
         """Return the ranges of `text` between the texts of a message and those before and after it; None if unknown."""
         if index not in self.bounds:
             return None
-        first, last = self.bounds[index]
-        before = max((end for other, (_, end) in self.bounds.items() if other < index), default=0)
-        after = min((begin for other, (begin, _) in self.bounds.items() if other > index), default=len(self.text))
+        (first, last), (before, after) = self.bounds[index], self._order[index]
         return (before, first), (last, after)
 
     def near(self, index: int) -> str | None:
         """Return `text` from the message before a message to the one after it, casefolded; None if unknown."""
         ranges = self.around(index)
         return None if ranges is None else self.text[ranges[0][0] : ranges[1][1]].casefold()
+
+    def lost(self, texts: Sequence[Text]) -> list[int]:
+        """Return the numbers of the texts whose words are neither between their marks nor near their message."""
+        numbers = (number for number in range(len(texts)) if number not in self.kept)
+        return [n for n in numbers if missing_word(texts[n].value, self.near(texts[n].message) or "") is not None]
 
 
 def missing_word(content: str, written: str) -> str | None:

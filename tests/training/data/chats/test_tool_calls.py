@@ -233,17 +233,6 @@ def test_ids_that_the_template_writes_are_not_invented():
     assert "give each call an id, and its result the same as tool_call_id" in refusal(tokenizer, without)
 
 
-def test_a_name_that_is_written_in_ids_only_is_missed_where_an_id_lacks_it():
-    tokenizer = make_tokenizer(IDS.replace("c.function.name", "''"))
-    calls = [{**CALL, "id": name} for name in ("functions.lookup:0", "call_7")]
-    turns = [[{"role": "assistant", "content": "", "tool_calls": [call]}, {**RESULT, "tool_call_id": call["id"]}]
-             for call in calls]  # fmt: skip
-    assert "lookup" in encoded(tokenizer, {"messages": [ASKED, *turns[0], TOLD]})[0][1]
-    assert "leaves out 'lookup' in tool_calls of message 4" in refusal(
-        tokenizer, {"messages": [ASKED, *turns[0], *turns[1], TOLD]}
-    )
-
-
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_v5", "muse_glimmer"])
 def test_results_without_ids_are_those_of_the_calls_in_their_order(name):
     tokenizer, calls, results = templated(name), [], []
