@@ -136,7 +136,14 @@ def rows_on_disk(names: Sequence[str], blocks: Iterable[Columns]) -> datasets.Da
         file = _temporary()
         with pa.ipc.new_stream(file, schema) as writer:
             for block in blocks:
-                writer.write_batch(pa.record_batch([_list_array(block[name]) for name in names], schema=schema))
+                # From numpy: `Dataset.from_dict` would create Python objects and take several times the memory.
+                lists = [
+                    pa.ListArray.from_arrays(
+                        pa.array(np.cumsum([0, *map(len, block[name])]), pa.int32()), np.concatenate(block[name])
+                    )
+                    for name in names
+                ]
+                writer.write_batch(pa.record_batch(lists, schema=schema))
         table = pa.ipc.open_stream(pa.py_buffer(_mapped(file))).read_all()
     return datasets.Dataset(table, fingerprint=secrets.token_hex(8))  # else datasets hashes all rows, in memory
 
@@ -145,12 +152,6 @@ def values(rows: datasets.Dataset, name: str) -> Iterator[np.ndarray]:
     """Yield the numbers in the lists of the column `name`, in order, as int32 arrays that each join many rows."""
     for chunk in rows.data.column(name).chunks:
         yield pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
-
-
-def _list_array(rows: np.ndarray | Sequence[np.ndarray]) -> pa.ListArray:
-    # From numpy: `Dataset.from_dict` would create Python objects and take several times the memory.
-    offsets = np.cumsum([0, *map(len, rows)])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.concatenate(rows)))
 
 
 def _folder() -> str:

@@ -38,16 +38,12 @@ KEYS: dict[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
-_ALSO: dict[Format, tuple[str, ...]] = {
-    "chat": ("system", "tools", "functions"),
-    "sharegpt": ("system", "tools", "functions"),
-    "prompt": (),
-    "alpaca": ("input", "system", "history", *REASONING),
-    "text": (),
+_ALSO = dict.fromkeys(("chat", "sharegpt"), ("system", "tools", "functions")) | {
+    "alpaca": ("input", "system", "history", *REASONING)
 }
 """Keys that are read besides, if the record has them."""
 Tokens = tuple[np.ndarray, np.ndarray]
-"""Token ids [length], and for each token whether it is trained on [length], or its character range [length, 2]."""
+"""Token ids [length], and for each token whether it is trained on [length]."""
 _WINDOW = 2**18
 """Characters tokenized in one call; tokenizers take 200 bytes of memory or more per character."""
 
@@ -97,9 +93,9 @@ class Encoder:
         """
         missing = [key for key in KEYS[self.format] if record.get(key) is None]
         if missing:
-            found = ", ".join(key for key, value in record.items() if value is not None)
-            raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {found or 'nothing'}")
-        read = (*KEYS[self.format], *_ALSO[self.format])
+            held = ", ".join(key for key, value in record.items() if value is not None)
+            raise MalformedError(f"no {' and no '.join(map(repr, missing))}; it holds {held or 'nothing'}")
+        read = (*KEYS[self.format], *_ALSO.get(self.format, ()))
         self.unread.update(key for key in record.keys() - read if record[key] not in (None, "", [], {}))
         if self.format == "sharegpt":
             record = sharegpt_chat(record)
@@ -166,7 +162,8 @@ class Encoder:
         ids, whole = _joined(*segments), self._tokens(text)
         if np.array_equal(ids, whole) or self._decoded(ids) == self._decoded(whole):
             return ids, np.concatenate(trains)
-        whole, offsets = self._with_offsets(text)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        whole, offsets = (np.array(encoded[key], dtype=np.int32) for key in ("input_ids", "offset_mapping"))
         starts, stops = offsets.T
         # Some tokenizers give a whitespace token an empty range after its character.
         firsts = np.where(stops > starts, starts, starts - 1)
@@ -186,31 +183,21 @@ class Encoder:
         return text
 
     def _tokens(self, text: str) -> np.ndarray:
-        windows = (self.tokenizer(part, add_special_tokens=False, verbose=False) for _, part in _windows(text))
+        windows = (self.tokenizer(part, add_special_tokens=False, verbose=False) for part in _windows(text))
         # Arrays at once: a list takes 40 bytes a token.
         return _joined(*(np.asarray(window["input_ids"], dtype=np.int32) for window in windows))
 
-    def _with_offsets(self, text: str) -> Tokens:
-        """Return token ids, and the character range of each token as int32 [tokens, 2]."""
-        ids, offsets = [], []
-        for begin, part in _windows(text):
-            window = self.tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            ids.append(np.asarray(window["input_ids"], dtype=np.int32))
-            offsets.append(np.array(window["offset_mapping"], dtype=np.int32).reshape(-1, 2) + np.int32(begin))
-        return _joined(*ids), np.concatenate(offsets)
 
-
-def _windows(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (start, part) for parts of at most `_WINDOW` characters, cut after a line feed, else before a space, if
-    there is one."""
+def _windows(text: str) -> Iterator[str]:
+    """Yield parts of at most `_WINDOW` characters, cut after a line feed, else before a space, if there is one."""
     begin = 0
     while len(text) - begin > _WINDOW:
         end = begin + _WINDOW
         cut = text.rfind("\n", begin, end) + 1 or text.rfind(" ", begin + 1, end)
         end = cut if cut > begin else end
-        yield begin, text[begin:end]
+        yield text[begin:end]
         begin = end
-    yield begin, text[begin:]
+    yield text[begin:]
 
 
 def _joined(*parts: np.ndarray | list[int]) -> np.ndarray:

@@ -44,12 +44,6 @@ _AS_ALPACA = (
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _MEDIA_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
 """Types of a message's parts in the formats of OpenAI and of Hugging Face's processors."""
-_ANTHROPIC = {
-    "tool_use": "tool_calls",
-    "tool_result": "a message of the role tool",
-    "thinking": "reasoning_content of the message",
-}
-"""Types of a message's parts in Anthropic's format -> how they are written here."""
 _TRAINED = ("completion", "output", "text")
 """Keys of other formats that hold what is trained on."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -179,9 +173,8 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
         MalformedError: `conversations` is neither a list of objects nor the JSON text of one, a speaker is unknown, the
             text of a `function_call` is no JSON of calls, or `system` is not text.
     """
-    turns, system = checked_list(record["conversations"], "conversations"), _optional(record, "system")
-    messages: list[Any] = [{"role": "system", "content": system}] if system else []
-    for number, turn in enumerate(turns, 1):
+    messages: list[Any] = []
+    for number, turn in enumerate(checked_list(record["conversations"], "conversations"), 1):
         if not isinstance(turn, dict):
             raise MalformedError(f"turn {number} is {kind(turn)}, not an object with from and value")
         speaker = turn.get("from", turn.get("role"))
@@ -198,7 +191,7 @@ def sharegpt_chat(record: dict[str, Any]) -> dict[str, Any]:
             calls = checked_calls(calls if isinstance(calls, list) else [calls], f"turn {number}")
             message |= {"content": thought + mark, "tool_calls": calls}
         messages.append({key: value for key, value in turn.items() if key not in ("from", "value")} | message)
-    return {"messages": messages, "tools": _tools_of(record)}
+    return chat_of(record | {"messages": messages})
 
 
 def chat_of(record: dict[str, Any]) -> dict[str, Any]:
@@ -214,14 +207,9 @@ def chat_of(record: dict[str, Any]) -> dict[str, Any]:
         if messages and isinstance(messages[0], dict) and messages[0].get("role") in ("system", "developer"):
             raise MalformedError("system is given twice: beside messages and as the first of them; keep one of them")
         messages = [{"role": "system", "content": system}, *messages]
-    return {"messages": messages, "tools": _tools_of(record)}
-
-
-def _tools_of(record: dict[str, Any]) -> Any:
-    """Return a record's `tools`, or its `functions`, their older name."""
-    if record.get("tools") and record.get("functions"):
+    if record.get("tools") and record.get("functions"):  # their older name
         raise MalformedError("tools are given twice: as tools and as functions; keep one of them")
-    return record.get("tools") or record.get("functions")
+    return {"messages": messages, "tools": record.get("tools") or record.get("functions")}
 
 
 def checked_messages(value: list[Any]) -> list[dict[str, Any]]:
@@ -285,11 +273,6 @@ def _content_of(message: dict[str, Any], where: str) -> Any:
         if content and len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
         others = [type for type in types if type not in _TEXT_PARTS and (type in _MEDIA_PARTS or not is_result)]
-        if foreign := [type for type in others if type in _ANTHROPIC]:
-            raise MalformedError(
-                f"{where} holds {foreign[0]!r} of Anthropic's format; write it as {_ANTHROPIC[foreign[0]]}, beside "
-                "text as content"
-            )
         if any(others):
             raise MalformedError(
                 f"{where} holds {shown(next(filter(None, others)))}, and only text is read; leave the record out"

@@ -1,10 +1,8 @@
 """Load the data of a run: read, check and tokenize what the `data:` section names, and lay it out in sequences."""
 
 import json
-import sys
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,38 +15,29 @@ from tokenizers.models import BPE
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from moetune.config.schema import DataConfig, RunConfig, TrainConfig, data_sets
-from moetune.errors import UserError, first_of, reading
+from moetune.errors import UserError, reading
 from moetune.files import expanded
 from moetune.models.hub.reach import hub_is_reachable
 from moetune.models.source import ModelSource, find_model_source
-from moetune.training.data.chats.chat_template import Marking
 from moetune.training.data.chats.stop_tokens import stop_tokens
 from moetune.training.data.chats.template_arguments import fix_template
 from moetune.training.data.documents import Chosen, Documents, values
 from moetune.training.data.packing import packed, separate
-from moetune.training.data.records import Reading, read_documents
-from moetune.training.data.sources import Row, Source, looks_like_a_file, open_sources
+from moetune.training.data.records import Reading, Tally, read_documents
+from moetune.training.data.sources import Source, looks_like_a_file, open_sources
 from moetune.training.data.tokenizer_files import load_tokenizer
 from moetune.training.step.loss import IGNORED
-
-_PATIENCE = 10.0  # seconds until progress is reported first
 
 _MOST_GROWTH = 1000  # factor by which a tokenizer may lengthen a text; common rules replace a space by 3 bytes
 
 
-@dataclass(frozen=True)
-class DataCounts:
+@dataclass(kw_only=True)
+class DataCounts(Tally):
     """Statistics of the training or the held-out data.
 
     Attributes:
         lengths: number of tokens of each document, int32 [documents].
         records: number of records that the documents come from.
-        dropped: number of documents left out because they are too long.
-        cut: number of documents that were truncated because they are too long.
-        unended: number of cut documents that end before the completion, or the assistant's first message, does.
-        chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
-        ends: control tokens at the end of a turn of the assistant -> number of turns.
-        settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
         sequences: number of rows.
         tokens: tokens in all sequences, without padding; a token repeated at the start of a segment counts twice.
         loss_tokens: tokens that are predicted.
@@ -58,12 +47,6 @@ class DataCounts:
 
     lengths: np.ndarray
     records: int
-    dropped: int
-    cut: int
-    unended: int
-    chats: Mapping[Marking, int]
-    ends: Mapping[tuple[str, ...], int]
-    settings: Mapping[str, int]
     sequences: int
     tokens: int
     loss_tokens: int
@@ -107,32 +90,23 @@ def load_data(
 
     def read(spec: str, held_out: bool) -> Reading:
         parts: list[Reading] = []
-        try:
-            for source in open_sources(spec, held_out=held_out, note=unread[held_out].append):
-                try:
-                    source = replace(source, rows=_announced(source))
-                    part = read_documents(
-                        source, data.format, tokenizer, train.sequence_length, data.too_long, documents
-                    )
-                    parts.append(part)
-                    if part.unread:
-                        keys = ", ".join(first_of(part.unread))
-                        unread[held_out].append(f"{source.name!r}: keys whose values are not read: {keys}")
-                except UserError as error:
-                    problems[str(error)] = None
-        except UserError as error:
-            problems[str(error)] = None
+        note = unread[held_out].append
+        sources: list[Source] = []
+        with _added_to(problems):
+            sources = open_sources(spec, held_out=held_out, note=note)
+        for source in sources:
+            with _added_to(problems):
+                longest = train.sequence_length
+                parts.append(read_documents(source, data.format, tokenizer, longest, data.too_long, documents, note))
         return _joined(parts)
 
     named = data_sets(data.train, data.split), data_sets(data.eval)
-    one_by_spec = {
-        (spec, held_out): read(spec, held_out) for held_out in (False, True) for spec in dict(named[held_out])
-    }
+    readings = {(spec, held_out): read(spec, held_out) for held_out in (False, True) for spec in dict(named[held_out])}
     if problems:
         raise UserError("\n".join(problems))
     draw = np.random.default_rng(train.seed)
     training, held_out = (
-        _joined([_times(one_by_spec[spec, held_out], weight, draw) for spec, weight in named[held_out]])
+        _joined([_times(readings[spec, held_out], weight, draw) for spec, weight in named[held_out]])
         for held_out in (False, True)
     )
     if data.validation is not None:
@@ -142,10 +116,8 @@ def load_data(
     if data.evaluates and not len(held_out.documents):
         raise UserError("data.eval: the weights leave no record; raise them")
     length, padding = train.sequence_length, pad_token_id(tokenizer) if data.packing else None
-    rows, counts = _laid(training, documents, length, padding)
-    held_rows, held_counts = _laid(held_out, documents, length, padding) if data.evaluates else (None, None)
-    counts = replace(counts, unread=tuple(unread[0]))
-    held_counts = held_counts and replace(held_counts, unread=tuple(unread[1]))
+    rows, counts = _laid(training, documents, length, padding, unread[0])
+    held_rows, held_counts = _laid(held_out, documents, length, padding, unread[1]) if data.evaluates else (None, None)
     return Datasets(rows, held_rows, counts, held_counts, clock=clock)
 
 
@@ -197,7 +169,7 @@ def _refuse_growth(backend: Tokenizer) -> None:
             return 1.0
         if step["type"] == "Sequence":
             steps: list[dict[str, Any]] = step["normalizers" if "normalizers" in step else "decoders"]
-            return float(np.prod([growth(one) for one in steps]))
+            return float(np.prod([growth(inner) for inner in steps]))
         pattern = step["pattern"].get("String")
         return max(1.0, len(step["content"]) / len(pattern) if pattern else 1.0 + len(step["content"]))
 
@@ -242,14 +214,12 @@ def chat_template(spec: str) -> str:
     return tokenizer.get_chat_template()
 
 
-def _announced(source: Source) -> Iterator[Row]:
-    """Yield the rows of a source; report progress on stderr after 10, 20, 40 … seconds."""
-    begun, wait = time.monotonic(), _PATIENCE
-    for count, row in enumerate(source.rows):
-        if time.monotonic() - begun > wait:
-            print(f"reading {source.name!r}: {count:,} records in {wait:.0f} s", file=sys.stderr)
-            wait *= 2
-        yield row
+@contextmanager
+def _added_to(problems: dict[str, None]) -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        problems[str(error)] = None
 
 
 def _joined(parts: Sequence[Reading]) -> Reading:
@@ -257,12 +227,7 @@ def _joined(parts: Sequence[Reading]) -> Reading:
     return Reading(
         np.concatenate([np.arange(0), *(part.documents for part in parts)]),
         np.concatenate([np.arange(0), *(part.records for part in parts)]),
-        dropped=sum(part.dropped for part in parts),
-        cut=sum(part.cut for part in parts),
-        unended=sum(part.unended for part in parts),
-        chats=sum((part.chats for part in parts), Counter()),
-        ends=sum((part.ends for part in parts), Counter()),
-        settings=sum((part.settings for part in parts), Counter()),
+        sum((part.tally for part in parts), Tally()),
     )
 
 
@@ -298,32 +263,29 @@ def _taken(read: Reading, at: np.ndarray) -> Reading:
     return replace(read, documents=read.documents[at], records=read.records[at])
 
 
-def _laid(read: Reading, documents: Documents, length: int, padding: int | None) -> tuple[datasets.Dataset, DataCounts]:
+def _laid(
+    read: Reading, documents: Documents, length: int, padding: int | None, unread: Sequence[str]
+) -> tuple[datasets.Dataset, DataCounts]:
     """Lay documents out in sequences of at most `length` tokens; return the rows and their statistics.
 
     Args:
         padding: id of the padding token of packed sequences; None puts each document in sequences of its own.
+        unread: a sentence for each way in which the data sets hold more than is read.
     """
     chosen = Chosen(documents, read.documents)
     rows = separate(chosen, length) if padding is None else packed(chosen, length, padding)
-    there = sum(map(len, values(rows, "input_ids")))
-    tokens = there if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
-    starts = int((read.documents == read.records).sum())
-    counts = DataCounts(
+    places = sum(map(len, values(rows, "input_ids")))
+    tokens = places if padding is None else sum(int(part.sum()) for part in values(rows, "is_token"))
+    return rows, DataCounts(
+        **vars(read.tally),
         lengths=documents.lengths[read.documents],
-        records=starts,
-        dropped=read.dropped,
-        cut=read.cut,
-        unended=read.unended,
-        chats=read.chats,
-        ends=read.ends,
-        settings=read.settings,
+        records=int((read.documents == read.records).sum()),
         sequences=len(rows),
         tokens=tokens,
         loss_tokens=sum(int((part != IGNORED).sum()) for part in values(rows, "labels")),
-        padding=there - tokens,
+        padding=places - tokens,
+        unread=tuple(unread),
     )
-    return rows, counts
 
 
 def refuse_unknown_tokens(
@@ -341,10 +303,10 @@ def refuse_unknown_tokens(
         getattr(settings, f"{kind}_token_{key}", None): kind for kind in kinds for key in ("id", "index")
     }
     largest = 0
-    for some in (some for part in parts if part is not None for some in values(part, "input_ids")):
-        largest = max(largest, int(some.max()))
-        if found := ids.keys() & {*np.unique(some).tolist()}:
-            token = min(found)
+    for tokens in (tokens for part in parts if part is not None for tokens in values(part, "input_ids")):
+        largest = max(largest, int(tokens.max()))
+        if foreign := ids.keys() & {*np.unique(tokens).tolist()}:
+            token = min(foreign)
             raise UserError(
                 f"the data of {model!r} hold token {token}, which stands for {ids[token]} input, and only text is "
                 "read; leave these records out"

@@ -6,7 +6,6 @@ each segment has at least two tokens: one token of context and one token to pred
 """
 
 import bisect
-import heapq
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -35,10 +34,10 @@ def packed(documents: Sequence[Document], length: int, pad_token_id: int) -> dat
     Raises:
         UserError: the temporary file of the rows cannot be written.
     """
-    segments = _Segments()
-    _pack_stream(documents, length, segments)
-    _pack_whole(documents, length, segments)
-    blocks = _packed_blocks(documents, segments, length, pad_token_id)
+    segments = array("q")
+    sequences = _pack_stream(documents, length, segments)
+    sequences = _pack_whole(documents, length, segments, sequences)
+    blocks = _packed_blocks(documents, segments, sequences, length, pad_token_id)
     return rows_on_disk(("input_ids", "labels", "position_ids", "is_token"), blocks)
 
 
@@ -54,50 +53,24 @@ def separate(documents: Sequence[Document], length: int) -> datasets.Dataset:
     return rows_on_disk(("input_ids", "labels"), _separate_blocks(documents, length))
 
 
-class _Segments:
-    """A table of which tokens of which document are in which sequence; a segment takes 32 bytes.
-
-    Fill it by `new_sequence` and `add`, then read it by `by_sequence`. Sequences and documents are numbered from 0.
-    """
-
-    def __init__(self) -> None:
-        self.sequences = 0
-        self._parts = [array("q") for _ in range(4)]
-
-    def new_sequence(self) -> int:
-        """Start a sequence; return its number."""
-        self.sequences += 1
-        return self.sequences - 1
-
-    def add(self, sequence: int, document: int, start: int, stop: int) -> None:
-        """Append the tokens [start, stop) of a document to a sequence, both given by their numbers."""
-        for part, value in zip(self._parts, (sequence, document, start, stop), strict=True):
-            part.append(value)
-
-    def by_sequence(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield a list for each sequence: (document, start, stop) of its segments, as added and in this order."""
-        sequences, *parts = (np.frombuffer(part, np.int64) for part in self._parts)
-        order = np.argsort(sequences, kind="stable")
-        ends = np.cumsum(np.bincount(sequences, minlength=self.sequences))
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            here = order[start:end]
-            yield [*zip(*(part[here].tolist() for part in parts), strict=True)]
-
-
 def _packed_blocks(
-    documents: Sequence[Document], segments: _Segments, length: int, pad_token_id: int
+    documents: Sequence[Document], segments: "array[int]", sequences: int, length: int, pad_token_id: int
 ) -> Iterator[Columns]:
+    """Yield the rows of sequences; `segments` holds four numbers for each segment, which take 32 bytes: its sequence,
+    its document, and where it starts and stops in it."""
+    table = np.frombuffer(segments, np.int64).reshape(-1, 4)
+    order = np.argsort(table[:, 0], kind="stable")
+    ends = np.cumsum(np.bincount(table[:, 0], minlength=sequences))
     most = max(1, _BLOCK_TOKENS // length)
-    sequences = segments.by_sequence()
-    for first in range(0, segments.sequences, most):
-        shape = (min(most, segments.sequences - first), length)
+    for first in range(0, sequences, most):
+        shape = (min(most, sequences - first), length)
         ids = np.full(shape, pad_token_id, dtype=np.int32)
         labels = np.full(shape, IGNORED, dtype=np.int32)
         positions = np.empty(shape, dtype=np.int32)
         is_token = np.zeros(shape, dtype=np.int32)
-        for row, sequence in zip(range(shape[0]), sequences, strict=False):
+        for row in range(shape[0]):
             end = 0
-            for document, low, high in sequence:
+            for _, document, low, high in table[order[ends[first + row - 1] if first + row else 0 : ends[first + row]]]:
                 segment = documents[document].segment(low, high)
                 start, end = end, end + len(segment)
                 ids[row, start:end] = segment.ids
@@ -126,41 +99,35 @@ def _separate_blocks(documents: Sequence[Document], length: int) -> Iterator[Col
         yield {"input_ids": ids, "labels": labels}
 
 
-def _pack_stream(documents: Sequence[Document], length: int, segments: _Segments) -> None:
+def _pack_stream(documents: Sequence[Document], length: int, segments: "array[int]") -> int:
     """Fill sequences in order with the divisible documents, cutting a document wherever a sequence is full; add them to
-    `segments`."""
-    free = sequence = 0
+    `segments`. Return the number of sequences."""
+    free, sequences = 0, 0
     for number, document in enumerate(documents):
         start = 0
         while document.divisible and start < len(document) - 1:
             if free < _SHORTEST:
-                free, sequence = length, segments.new_sequence()
+                free, sequences = length, sequences + 1
             stop = min(start + free, len(document))
-            segments.add(sequence, number, start, stop)
+            segments.extend((sequences - 1, number, start, stop))
             free -= stop - start
             start = stop - 1
+    return sequences
 
 
-def _pack_whole(documents: Sequence[Document], length: int, segments: _Segments) -> None:
-    """Put each indivisible document, in order, into the fullest sequence of its kind that has room for it (best fit);
-    none is longer than a sequence."""
-    with_room: dict[int, list[int]] = {}  # free tokens -> a heap of sequences
-    rooms: list[int] = []  # the keys of with_room, sorted
+def _pack_whole(documents: Sequence[Document], length: int, segments: "array[int]", sequences: int) -> int:
+    """Put each indivisible document, in order, into the fullest sequence of its kind that has room for it (best fit),
+    none is longer than a sequence; add them to `segments`. `sequences` are there already. Return their number."""
+    rooms = array("q")  # free tokens · 2³² + sequence, sorted
     for number, document in enumerate(documents):
         if document.divisible:
             continue
-        at = bisect.bisect_left(rooms, len(document))
+        at = bisect.bisect_left(rooms, len(document) << 32)
         if at < len(rooms):
-            free = rooms[at]
-            sequence = heapq.heappop(with_room[free])
-            if not with_room[free]:
-                del with_room[rooms.pop(at)]
+            free, sequence = divmod(rooms.pop(at), 2**32)
         else:
-            free, sequence = length, segments.new_sequence()
-        segments.add(sequence, number, 0, len(document))
-        free -= len(document)
-        if free >= _SHORTEST:
-            if free not in with_room:
-                with_room[free] = []
-                bisect.insort(rooms, free)
-            heapq.heappush(with_room[free], sequence)
+            free, sequence, sequences = length, sequences, sequences + 1
+        segments.extend((sequence, number, 0, len(document)))
+        if free - len(document) >= _SHORTEST:
+            bisect.insort(rooms, (free - len(document) << 32) + sequence)
+    return sequences

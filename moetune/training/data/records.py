@@ -1,29 +1,52 @@
 """Tokenize all records of a source into documents, and summarize the records that cannot be used."""
 
 import re
+import sys
+import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import PurePath
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from moetune.errors import UserError, counted, one_line, reading
+from moetune.errors import UserError, counted, first_of, one_line, reading
 from moetune.training.data.chats.chat_template import Marking
 from moetune.training.data.documents import Documents
 from moetune.training.data.encoder import Encoder, format_of
+from moetune.training.data.files.source import Note, Source
 from moetune.training.data.formats import with_known_keys
-from moetune.training.data.sources import Source
 from moetune.training.data.values import MalformedError, kind
 from moetune.training.step.loss import IGNORED
 
 _MOST_PROBLEMS, _MOST_NUMBERS = 20, 3
-_ASKS = ("question", "query", "instruction", "input", "prompt", "problem", "user")
-_ANSWERS = ("answer", "response", "output", "completion", "solution", "target", "assistant")
-_TEXTS = ("content", "body", "document", "passage")
-_READERS = {".jsonl": "from_json", ".json": "from_json", ".csv": "from_csv", ".parquet": "from_parquet"}
+_PATIENCE = 10.0  # seconds until progress is reported first
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What became of records and chats.
+
+    Attributes:
+        dropped: number of documents left out: they are too long, or cutting left no token to train on.
+        cut: number of documents that were truncated because they are too long.
+        unended: number of cut documents that end before the completion, or the assistant's first message, does.
+        chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
+        ends: control tokens at the end of a turn of the assistant -> number of turns.
+        settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
+    """
+
+    dropped: int = 0
+    cut: int = 0
+    unended: int = 0
+    chats: Counter[Marking] = field(default_factory=Counter)
+    ends: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    settings: Counter[str] = field(default_factory=Counter)
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(**{key: value + getattr(other, key) for key, value in vars(self).items()})
 
 
 @dataclass
@@ -34,24 +57,11 @@ class Reading:
         documents: indices of the documents that are not dropped, int64 [documents], in the order of the source.
         records: for each of them, the index of the first one of the same record, int64 [documents]; a chat may have
             several documents.
-        dropped: number of documents left out: they are too long, or cutting left no token to train on.
-        cut: number of documents that were truncated because they are too long.
-        unended: number of cut documents that end before the completion, or the assistant's first message, does.
-        chats: key of `MARKINGS`, how the assistant's text was found -> number of chats.
-        ends: control tokens at the end of a turn of the assistant -> number of turns.
-        settings: setting of `data.template` -> number of turns that begin with its generation prompt (`Thinking`).
-        unread: keys of records and messages whose values are not read, sorted.
     """
 
-    documents: np.ndarray = field(default_factory=lambda: np.arange(0))
-    records: np.ndarray = field(default_factory=lambda: np.arange(0))
-    dropped: int = 0
-    cut: int = 0
-    unended: int = 0
-    chats: Counter[Marking] = field(default_factory=Counter)
-    ends: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    settings: Counter[str] = field(default_factory=Counter)
-    unread: list[str] = field(default_factory=list)
+    documents: np.ndarray
+    records: np.ndarray
+    tally: Tally = field(default_factory=Tally)
 
 
 def read_documents(
@@ -61,8 +71,10 @@ def read_documents(
     longest: int,
     too_long: Literal["error", "drop", "truncate"],
     documents: Documents,
+    note: Note,
 ) -> Reading:
-    """Tokenize every record of a source and add its documents to `documents`.
+    """Tokenize every record of a source and add its documents to `documents`; report progress on stderr after 10, 20,
+    40 … seconds.
 
     Args:
         format: format of all records; `auto` detects it from the first record that has the keys of one.
@@ -76,24 +88,27 @@ def read_documents(
             the same problem share a line.
     """
     encoder: Encoder | None = None
-    read, first, records = Reading(), len(documents), []
-    problems, needed, misread = _Problems(), longest, None
-    for row in source.rows:
+    tally, first, records = Tally(), len(documents), []
+    problems, needed = _Problems(), longest
+    begun, wait = time.monotonic(), _PATIENCE
+    for count, row in enumerate(source.rows):
+        if time.monotonic() - begun > wait:
+            print(f"reading {source.name!r}: {count:,} records in {wait:.0f} s", file=sys.stderr)
+            wait *= 2
         try:
             if row.problem is not None:
                 raise MalformedError(row.problem)
             if not isinstance(row.value, dict):
                 raise MalformedError(f"{kind(row.value)}, not an object with keys")
             record = with_known_keys(row.value)
-            misread = misread or row.value
             if encoder is None:
                 with reading("the tokenizer"):
                     encoder = Encoder(tokenizer, format_of(record) if format == "auto" else format)
             encoded, written = encoder.encode(record)
             if written:
-                read.chats[written.marking] += 1
-                read.ends.update(written.ends)
-                read.settings.update(written.settings)
+                tally.chats[written.marking] += 1
+                tally.ends.update(written.ends)
+                tally.settings.update(written.settings)
             of_record = len(documents)
             for document in encoded:
                 if len(document) > longest and not document.divisible:
@@ -102,75 +117,49 @@ def read_documents(
                         raise MalformedError(f"{needed} tokens do not fit train.sequence_length {longest}")
                     document, whole = document.shortened(longest)
                     if too_long == "drop" or (document.labels == IGNORED).all():
-                        read.dropped += 1
+                        tally.dropped += 1
                         continue
-                    read.cut += 1
-                    read.unended += not whole
+                    tally.cut += 1
+                    tally.unended += not whole
                 documents.add(document)
                 records.append(of_record)
         except MalformedError as problem:
             problems.add(row.number, one_line(problem))
-    read.documents, read.records = np.arange(first, len(documents)), np.array(records, dtype=np.int64)
     if problems.count:
-        hints = [] if encoder is not None or misread is None else [*_conversion(source.name, misread)]
+        hints = []
         if needed > longest:
             hints.append(
                 f"  prompts and chats are not cut by themselves: raise train.sequence_length to {needed}, or set "
                 "data.too_long: drop or truncate"
             )
         raise UserError("\n".join((*problems.summary(source), *hints)))
-    read.unread = sorted(encoder.unread) if encoder is not None else []
-    if not len(read.documents):
-        why = f"all of its {read.dropped:,} records are longer than train.sequence_length {longest}"
-        raise UserError(f"{source.name!r} " + (why if read.dropped else "is empty: it holds no record"))
-    return read
+    if not records:
+        why = f"all of its {tally.dropped:,} records are longer than train.sequence_length {longest}"
+        raise UserError(f"{source.name!r} " + (why if tally.dropped else "is empty: it holds no record"))
+    if encoder is not None and encoder.unread:
+        note(f"{source.name!r}: keys whose values are not read: {', '.join(first_of(sorted(encoder.unread)))}")
+    return Reading(np.arange(first, len(documents)), np.array(records, dtype=np.int64), tally)
 
 
 class _Problems:
-    """Collects the problems of records; messages that differ only in numbers are counted together."""
+    """Collects the problems of records; messages that differ only in numbers are one, with the numbers of the first."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._alike: Counter[str] = Counter()
-        self._first: dict[str, list[tuple[int, str]]] = {}
+        self._alike: dict[str, tuple[str, array[int]]] = {}
 
     def add(self, number: int, problem: str) -> None:
         """Add the problem of the record with this line or row number."""
         self.count += 1
         text = re.sub(r"\d+", "#", problem)
-        if text in self._first or len(self._first) < _MOST_PROBLEMS:
-            self._alike[text] += 1
-            first = self._first.setdefault(text, [])
-            if len(first) < _MOST_NUMBERS:
-                first.append((number, problem))
+        if text in self._alike or len(self._alike) < _MOST_PROBLEMS:
+            self._alike.setdefault(text, (problem, array("q")))[1].append(number)
 
     def summary(self, source: Source) -> Iterator[str]:
         """Yield the lines of a message about all problems; `source` gives its name and what the numbers count."""
         yield f"{source.name!r}: {counted(self.count, 'record')} cannot be used"
-        lines: list[tuple[int, int, str]] = []  # (first record, count, message)
-        for text, first in self._first.items():
-            if rest := self._alike[text] - len(first):
-                numbers = ", ".join(f"{number}" for number, _ in first)
-                problem = f"{source.unit}s {numbers} and {rest:,} more: {first[0][1]}"
-                lines.append((first[0][0], self._alike[text], problem))
-            else:
-                lines += [(number, 1, f"{source.unit} {number}: {problem}") for number, problem in first]
-        lines = sorted(lines)[:_MOST_PROBLEMS]
-        yield from (f"  {problem}" for _, _, problem in lines)
-        if rest := self.count - sum(count for _, count, _ in lines):
+        for problem, numbers in self._alike.values():
+            where = ", ".join(first_of([*map(str, numbers)], _MOST_NUMBERS))
+            yield f"  {source.unit}{'s' if len(numbers) > 1 else ''} {where}: {problem}"
+        if rest := self.count - sum(len(numbers) for _, numbers in self._alike.values()):
             yield f"  and {rest:,} more"
-
-
-def _conversion(name: str, record: dict[str, Any]) -> Iterator[str]:
-    """Yield a line with a shell command that renames the keys of the records in the file `name`, if the keys of
-    `record`, one of them, suggest how."""
-    asks, answers, texts = ([key for key in keys if key in record] for keys in (_ASKS, _ANSWERS, _TEXTS))
-    names = {asks[0]: "instruction", answers[0]: "output"} if asks and answers else {texts[0]: "text"} if texts else {}
-    names = {old: new for old, new in names.items() if old != new}
-    suffix = PurePath(name).suffix.lower()
-    if names and suffix in _READERS:
-        read = f"Dataset.{_READERS[suffix]}({name!r})"
-        yield (
-            f"  to convert: python -c \"from datasets import Dataset; {read}.rename_columns({names}).to_json('converted"
-            ".jsonl')\""
-        )

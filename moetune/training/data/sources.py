@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path, PurePath
 from sys import stderr
+from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from moetune.config.schema import path_and_split
-from moetune.errors import UserError, first_of, one_line, reading, suggest
+from moetune.errors import UserError, one_line, reading, suggest
 from moetune.files import expanded, names_in
 from moetune.json_files import read_json
 from moetune.models.hub.reach import UNREACHABLE, hub_is_reachable
@@ -43,8 +43,7 @@ from moetune.training.data.files.opening import (
     opened,
     type_of,
 )
-from moetune.training.data.files.source import Note, Row, Source
-from moetune.training.data.files.splits import choose_split
+from moetune.training.data.files.source import Note, Row, Source, choose_split
 from moetune.training.data.files.tables import arrow_batches, dataset_batches, parquet_batches, table_rows
 
 READABLE = (*TEXT_ENDINGS, *RECORD_ENDINGS)
@@ -92,7 +91,8 @@ def open_sources(spec: str, *, held_out: bool = False, note: Note = _print) -> l
     if path.exists():
         raise UserError(f"{spec!r} is a pipe or a device, and data are read more than once; write them to a file")
     if name in catalog_names():
-        return [_catalog_source(spec, name, split or None, held_out)]
+        files = {file.stem: file for file in sorted((_catalog_root() / name).glob("*.jsonl"))}
+        return [_file_source(spec, files[choose_split(name, files, split or None, held_out)], None, held_out, note)]
     if looks_like_a_file(spec):
         raise UserError(f"no such file: {spec!r}.{_nearest(path)}")
     if "/" not in name:
@@ -106,12 +106,11 @@ def open_sources(spec: str, *, held_out: bool = False, note: Note = _print) -> l
 
 def catalog_names() -> list[str]:
     """Return the names of the data sets that ship with moetune, sorted."""
-    root = _catalog_root()
-    return sorted(item.name for item in root.iterdir() if item.is_dir()) if root.is_dir() else []
+    return sorted(folder.name for folder in _catalog_root().glob("*/"))
 
 
-def _catalog_root() -> Traversable:
-    return resources.files("moetune.models.catalog") / "data"
+def _catalog_root() -> Path:
+    return Path(str(resources.files("moetune.models.catalog"))) / "data"
 
 
 def looks_like_a_file(spec: str) -> bool:
@@ -136,37 +135,31 @@ def _folder_sources(
     if (folder / "dataset_dict.json").is_file() or all(
         (folder / file).is_file() for file in ("state.json", "dataset_info.json")
     ):
-        return [_saved_source(name, folder, split, held_out, note)]
+        return _saved_sources(name, folder, split, held_out, note)
     if entries := llama_factory.entries(folder):
         return [
-            replace(source, rows=entry.converted(source.rows))
-            for entry in llama_factory.chosen(name, entries, split, note)
-            for source in open_sources(str(Path(name, entry.file or "")), held_out=held_out, note=note)
+            replace(source, rows=llama_factory.converted(entry, source.rows))
+            for entry in llama_factory.chosen(name, folder, entries, split, note)
+            for source in open_sources(str(Path(name, entry["file_name"])), held_out=held_out, note=note)
         ]
     files = files_of_split(name, folder, config, split, held_out, note)
     return [_file_source(str(Path(name, file.relative_to(folder))), file, None, held_out, note) for file in files]
 
 
-def _saved_source(name: str, folder: Path, split: str | None, held_out: bool, note: Note) -> Source:
-    """Return a data set that `save_to_disk` of `datasets` wrote, or a split of several."""
-    saved = folder
+def _saved_sources(name: str, folder: Path, split: str | None, held_out: bool, note: Note) -> list[Source]:
+    """Return the files of a data set that `save_to_disk` of `datasets` wrote, or of a split of several."""
+    inside = ""
     if (folder / "dataset_dict.json").is_file():
         splits = read_json(folder / "dataset_dict.json", _DatasetDict).splits
-        saved = folder / choose_split(name, splits, split, held_out)
-    for file in saved.glob("*.arrow"):
-        opened(file, str(file)).close()  # raises for a pointer of Git LFS
-    with reading(repr(name)), _without_bars():
-        rows = datasets.load_from_disk(str(saved))
-    if not isinstance(rows, datasets.Dataset):
-        raise UserError(f"{name!r} holds more than one data set; name the folder of one")
-    if saved == folder and split is not None:
-        choose_split(name, [str(rows.split or "train")], split, held_out)
-    read = {Path(file["filename"]).resolve() for file in rows.cache_files}
-    others = [file for file in sorted(folder.rglob("*")) if file.suffix == ".arrow" and file.resolve() not in read]
-    if others:
-        names = ", ".join(first_of([str(file.relative_to(folder)) for file in others]))
-        note(f"{name!r}: {str(saved.relative_to(folder.parent))!r} is read; passed over: {names}")
-    return _checked(Source(name, "row", table_rows(name, dataset_batches(rows))))
+        inside = choose_split(name, splits, split, held_out)
+        if others := [other for other in splits if other != inside]:
+            note(f"{name!r}: the split {inside!r} is read; passed over: {', '.join(others)}")
+    state = read_json(folder / inside / "state.json", dict[str, Any])
+    if not inside and split is not None:
+        choose_split(name, [str(state.get("_split") or "train")], split, held_out)
+    with reading(repr(str(Path(name, inside, "state.json")))):
+        files = [str(Path(inside, Path(file["filename"]).name)) for file in state["_data_files"]]
+    return [_file_source(str(Path(name, file)), folder / file, None, held_out, note) for file in files]
 
 
 def _file_source(name: str, path: Path, split: str | None, held_out: bool, note: Note) -> Source:
@@ -177,10 +170,9 @@ def _file_source(name: str, path: Path, split: str | None, held_out: bool, note:
             f"compressed ({', '.join(COMPRESSED)})"
         )
     try:
-        with opened(path, name):
-            pass
+        opened(path, name).close()
         if ending in JSON_ENDINGS:
-            return _checked(json_source(name, lambda: opened(path, name), split, held_out, note))
+            return _checked(json_source(name, path, split, held_out, note))
         choose_split(name, ["train"], split, held_out)
         if ending in DELIMITERS:
             rows = csv_rows(name, opened(path, name), DELIMITERS[ending])
@@ -210,13 +202,6 @@ def _checked(source: Source) -> Source:
             raise UserError(f"{source.name!r} is damaged after {source.unit} {number}: {one_line(error)}") from None
 
     return replace(source, rows=rows())
-
-
-def _catalog_source(spec: str, name: str, split: str | None, held_out: bool) -> Source:
-    folder = _catalog_root() / name
-    splits = sorted(item.name.removesuffix(".jsonl") for item in folder.iterdir() if item.name.endswith(".jsonl"))
-    file = folder / f"{choose_split(name, splits, split, held_out)}.jsonl"
-    return json_source(spec, lambda: file.open("rb"), None, held_out, _print)
 
 
 @contextmanager

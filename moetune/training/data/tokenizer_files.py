@@ -48,30 +48,25 @@ def load_tokenizer(folder: str, on_disk: bool) -> PreTrainedTokenizerBase:
     configs = [read_json(file, dict[str, Any]) for file in map(found, ("tokenizer_config.json", "config.json")) if file]
     code = next((code for config in configs if (code := _code_in(config)) is not None), None)
     whole = found(_WHOLE)
-    is_whole = whole is not None
     if whole is not None:
         refuse_pointer(whole)
     else:
         _refuse_vocabulary(f"the tokenizer in {folder!r}", code, found)
     if code is not None:
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=on_disk)
+    nothing = UserError(
+        f"there is no tokenizer in {folder!r}: no {_WHOLE}, nor other files of which transformers makes one; copy the "
+        "files of the model's tokenizer there"
+    )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=on_disk, trust_remote_code=False, mistral_format=False
         )
     except ValueError as error:
-        if is_whole:
-            raise
-        raise UserError(
-            f"there is no tokenizer in {folder!r}: no {_WHOLE}, and transformers makes none of other files there; copy "
-            "the files of the model's tokenizer there"
-        ) from error
+        raise error if whole is not None else nothing from error
     names = tokenizer.vocab_files_names.values()
-    if names and not is_whole and not any(map(found, names)):  # transformers makes one without tokens
-        raise UserError(
-            f"there is no tokenizer in {folder!r}: none of {', '.join(dict.fromkeys((_WHOLE, *names)))}; copy the "
-            "files of the model's tokenizer there"
-        )
+    if names and whole is None and not any(map(found, names)):  # transformers makes one without tokens
+        raise nothing
     return tokenizer
 
 

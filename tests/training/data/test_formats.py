@@ -39,6 +39,8 @@ def parts(*texts, type="text"):
         {"conversation": [USER, ASSISTANT], "model": "m", "turn": 1},
         {"messages": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
         {"question": "hi", "response": "yes", "system_prompt": None},
+        {"instruction": "hi", "context": "", "response": "yes", "category": "talk"},
+        {"question": "hi", "answer": "yes"},
         {"images": [], "chat_template_kwargs": {}, "label": 1, **PLAIN},
     ],
 )
@@ -137,7 +139,7 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ({"messages": [{**USER, "content": [{"type": "image_url", "image_url": {}}]}, ASSISTANT]}, "holds 'image_url'"),
         (
             {"messages": [USER, {**ASSISTANT, "content": [{"type": "tool_use", "name": "f"}]}]},
-            "message 2 holds 'tool_use' of Anthropic's format; write it as tool_calls",
+            "message 2 holds 'tool_use', and only text is read",
         ),
         ({"messages": [{**USER, "content": ["hi"]}, ASSISTANT]}, "content of message 1 is a list of other things"),
         ({"messages": [{**USER, "content": []}, ASSISTANT]}, "content of message 1 is a list of other things"),
@@ -147,6 +149,16 @@ def test_text_prompts_that_look_like_messages_stay_text():
         ),
         ({"messages": [{**USER, "content": {"text": "hi"}}, ASSISTANT]}, "content of message 1 is an object, not text"),
         ({"messages": [USER, {**ASSISTANT, "content": parts("")}]}, "content of message 2 is empty"),
+        ({"messages": [USER, {"role": "assistant"}]}, "content of message 2 is null, not text"),
+        ({"messages": [USER, {"role": "bot", "content": "a"}]}, "message 2: unknown role 'bot'; it may be system,"),
+        ({"messages": [USER, ASSISTANT], "functions": [{"name": "f"}]}, "the chat template leaves out tools"),
+        ({"system": "kind", "messages": [{"role": "system", "content": "rude"}, USER, ASSISTANT]}, "given twice"),
+        ({"messages": [USER, {**ASSISTANT, "reasoning": "deep"}]}, "leaves out reasoning of message 2"),
+        ({"messages": [{**USER, "name": "Ann"}, ASSISTANT]}, "leaves out name of message 1"),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}, ASSISTANT]},
+            "leaves out tool_calls of message 2",
+        ),
     ],
 )
 def test_what_cannot_be_read_as_a_chat_is_named(record, said):

@@ -1,11 +1,8 @@
 """Records to tokens and labels, token by token, with a tokenizer of one token a byte."""
 
 import json
-import os
 import random
 import re
-import shlex
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -101,26 +98,10 @@ def test_only_the_completion_trains(tmp_path):
 
 @pytest.mark.parametrize("trim_offsets", [False, True])
 def test_chat_trains_what_follows_each_generation_prompt(tmp_path, trim_offsets):
-    tokenizer = make_tokenizer(CHATML, trim_offsets=trim_offsets)
-    ids, labels = load_one(tmp_path, {"messages": TALK}, tokenizer)
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(TALK, tokenize=False)
-    assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\nyes<|im_end|>\n"
-
-
-def test_an_empty_system_message_is_harmless(tmp_path):
-    tokenizer = make_tokenizer(CHATML)
-    talk = [{"role": "system", "content": ""}, *TALK]
+    tokenizer, talk = make_tokenizer(CHATML, trim_offsets=trim_offsets), [{"role": "system", "content": ""}, *TALK]
     ids, labels = load_one(tmp_path, {"messages": talk}, tokenizer)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(talk, tokenize=False)
     assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\nyes<|im_end|>\n"
-
-
-def test_several_chat_templates_without_a_default(tmp_path):
-    tokenizer = make_tokenizer(CHATML)
-    tokenizer.chat_template = {"tools": CHATML, "plain": CHATML}
-    file = write(tmp_path / "one.jsonl", {"messages": TALK})
-    with pytest.raises(UserError, match="chat template cannot be used"):
-        load(file, tokenizer)
 
 
 def test_an_assistant_that_speaks_first_needs_markers(tmp_path):
@@ -128,12 +109,6 @@ def test_an_assistant_that_speaks_first_needs_markers(tmp_path):
     tokenizer = make_tokenizer(MARKED)
     assert trained_text(tokenizer, *load_one(tmp_path, record, tokenizer)) == "yes</s>yes</s>"
     assert "line 1: the assistant speaks first" in message(tmp_path / "one.jsonl", make_tokenizer(CHATML))
-
-
-def test_no_token_holds_characters_of_two_messages(tmp_path):
-    tokenizer = make_tokenizer(CHATML, merges=[("Ċ", "Ċ")])
-    ids, labels = load_one(tmp_path, {"messages": [USER, {"role": "assistant", "content": "\ny"}]}, tokenizer)
-    assert trained_text(tokenizer, ids, labels) == "\ny<|im_end|>\n"
 
 
 def test_chat_trains_what_a_template_marks(tmp_path):
@@ -144,21 +119,6 @@ def test_chat_trains_what_a_template_marks(tmp_path):
     reference = tokenizer.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
     assert reference["input_ids"] == ids
     assert reference["assistant_masks"] == [int(label != -100) for label in labels]
-
-
-def test_non_ascii_content_keeps_its_boundaries(tmp_path):
-    tokenizer = make_tokenizer(CHATML)
-    messages = [{"role": "user", "content": "é🙂"}, {"role": "assistant", "content": "🙂ü"}]
-    ids, labels = load_one(tmp_path, {"messages": messages}, tokenizer)
-    assert trained_text(tokenizer, ids, labels) == "🙂ü<|im_end|>\n"
-
-
-def test_parquet_reads_like_jsonl(tmp_path):
-    records = [{"messages": TALK}, {"messages": [USER, ASSISTANT]}]
-    jsonl, parquet = write(tmp_path / "data.jsonl", *records), tmp_path / "data.parquet"
-    pq.write_table(pa.Table.from_pylist(records), parquet)
-    tokenizer = make_tokenizer(CHATML)
-    assert load(jsonl, tokenizer, 512).train.to_dict() == load(parquet, tokenizer, 512).train.to_dict()
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path):
@@ -196,27 +156,6 @@ def test_every_malformed_record_is_listed_with_its_line(tmp_path):
     ]
 
 
-def test_malformed_chats_are_listed(tmp_path):
-    file = write(
-        tmp_path / "data.jsonl",
-        {"messages": [USER, ASSISTANT]},
-        {"messages": "hi"},
-        {"messages": [USER]},
-        {"messages": ["hi"]},
-        {"messages": [USER, {"role": "bot", "content": "a"}]},
-        {"messages": [USER, {"role": "assistant", "content": ""}]},
-        {"messages": [USER, {"role": "assistant"}]},
-    )
-    assert message(file, make_tokenizer(CHATML)).splitlines()[1:] == [
-        "  line 2: messages is text and not valid JSON, 'hi': Expecting value: line 1 column 1 (char 0)",
-        "  line 3: no message of the assistant, so nothing to train on",
-        "  line 4: message 1 is text, not an object with role and content",
-        "  line 5: message 2: unknown role 'bot'; it may be system, developer, user, assistant, tool",
-        "  line 6: content of message 2 is empty",
-        "  line 7: content of message 2 is null, not text",
-    ]
-
-
 def test_alike_problems_are_one_with_a_count_for_either_data_set(tmp_path):
     train = write(
         tmp_path / "train.jsonl",
@@ -227,9 +166,9 @@ def test_alike_problems_are_one_with_a_count_for_either_data_set(tmp_path):
     )
     assert message(train, make_tokenizer(), eval=str(tmp_path / "gone.jsonl")).splitlines() == [
         f"'{train}': 30 records cannot be used",
-        "  lines 2, 3, 4 and 22 more: no 'completion'; it holds prompt",
+        "  lines 2, 3, 4, and 22 more: no 'completion'; it holds prompt",
         "  line 27: prompt is a number, not text",
-        "  lines 28, 29, 30 and 1 more: 73 tokens do not fit train.sequence_length 64",
+        "  lines 28, 29, 30, and 1 more: 73 tokens do not fit train.sequence_length 64",
         "  prompts and chats are not cut by themselves: raise train.sequence_length to 102, or set data.too_long: drop "
         "or truncate",
         f"no such file: '{tmp_path / 'gone.jsonl'}'. Did you mean 'train.jsonl'?",
@@ -239,18 +178,6 @@ def test_alike_problems_are_one_with_a_count_for_either_data_set(tmp_path):
     assert message(unlike, make_tokenizer()).count("\n") == 1
     lines = message(file, make_tokenizer()).splitlines()
     assert (len(lines), lines[-1]) == (22, "  and 3 more")
-
-
-def test_names_of_others_get_a_conversion_that_works(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "qa.jsonl", *({"query": f"why {row}?", "response": "so"} for row in range(5)))
-    lines = message("qa.jsonl", make_tokenizer()).splitlines()
-    assert len(lines) == 3
-    command = lines[2].removeprefix("  to convert: ")
-    program, flag, code = shlex.split(command)
-    assert (program, flag) == ("python", "-c")
-    exec(code, {})
-    assert len(load("converted.jsonl", make_tokenizer(), 512, packing=False).train) == 5
 
 
 ALPACA = {"instruction": "Add.", "input": "1 2", "output": "3", "text": "Below is an instruction"}
@@ -267,7 +194,7 @@ def test_alpaca_is_a_chat_where_there_is_a_template(tmp_path):
     assert trained_text(tokenizer, ids, labels) == "yes<|im_end|>\n3<|im_end|>\n"
 
 
-@pytest.mark.parametrize("history", [[["q"]], [["q", "a", "b"]], ["qa"], {"q": "a"}, "text", 5, True])
+@pytest.mark.parametrize("history", [[["q"]], ["qa"], "text"])
 def test_a_history_that_is_no_list_of_pairs(tmp_path, history):
     file = write(tmp_path / "one.jsonl", ALPACA | {"history": history})
     assert "line 1: history is not a list of pairs" in message(file, make_tokenizer(CHATML))
@@ -309,30 +236,6 @@ def test_formats_of_several_files_are_told_apart(tmp_path):
     assert (data.counts.tokens + data.counts.padding) == 256 * data.counts.sequences
 
 
-TOOLED = (
-    "{% if tools %}T{{ tools | length }};{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.content is not none %}{{ m.content }}{% endif %}{% for c in m.tool_calls or [] %}"
-    "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-TOOL = {"type": "function", "function": {"name": "add"}}
-
-
-@pytest.mark.parametrize("template", [TOOLED, TOOLED.replace("{% if m.content is not none %}", "{% if true %}")])
-def test_tool_calls_go_to_the_template_and_null_is_not_written(tmp_path, template):
-    tokenizer = make_tokenizer(template)
-    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}]
-    record = {"messages": [*talk, ASSISTANT], "tools": json.dumps([TOOL])}
-    ids, labels = load_one(tmp_path, record, tokenizer)
-    assert tokenizer.decode(ids).startswith("T1;<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nadd(")
-    assert trained_text(tokenizer, ids, labels) == 'add({"a": 1})<|im_end|>\nyes<|im_end|>\n'
-    tables = pa.Table.from_pylist([{"messages": [USER | {"tool_calls": None}, *talk[1:], ASSISTANT]}])
-    pq.write_table(tables, tmp_path / "data.parquet")
-    (row,) = load(tmp_path / "data.parquet", tokenizer, 512, packing=False).train
-    assert row["labels"][-1] == labels[-1]
-
-
 def test_a_chat_template_can_be_a_file_or_anothers(tmp_path):
     file = write(tmp_path / "one.jsonl", {"messages": [USER, ASSISTANT]})
     (tmp_path / "own.jinja").write_text(CHATML)
@@ -341,6 +244,12 @@ def test_a_chat_template_can_be_a_file_or_anothers(tmp_path):
     assert trained_text(tokenizer, row["input_ids"], row["labels"]) == "yes<|im_end|>\n"
     load(file, tokenizer, 512, chat_template="tiny-mixtral")
     assert tokenizer.chat_template != CHATML
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "mixtral"}')
+    other = make_tokenizer({"default": CHATML, "tools": CHATML})
+    load(file, other, 512, chat_template=str(tmp_path / "model"))
+    assert other.chat_template == tokenizer.chat_template
+    assert "chat template cannot be used" in message(file, make_tokenizer({"tools": CHATML, "plain": CHATML}))
     assert "no such file: 'no.jinja'" in message(file, tokenizer, chat_template="no.jinja")
 
 
@@ -496,44 +405,25 @@ def test_separate_batches_are_padded_on_the_right(tmp_path):
     assert set(batch) == {"input_ids", "labels", "attention_mask"}
 
 
-def test_what_a_template_leaves_out_is_refused(tmp_path):
-    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    for messages, what in (
-        ([USER, call, ASSISTANT], "tool_calls of message 2"),
-        ([USER, ASSISTANT | {"reasoning_content": "why"}], "reasoning_content of message 2"),
-        ([USER | {"name": "Ann"}, ASSISTANT], "name of message 1"),
-    ):
-        file = write(tmp_path / "data.jsonl", {"messages": messages})
-        assert f"line 1: the chat template leaves out {what}" in message(file, make_tokenizer(CHATML))
-    file = write(tmp_path / "data.jsonl", {"messages": TALK, "tools": [TOOL]})
-    assert "leaves out tools" in message(file, make_tokenizer(CHATML))
-
-
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 @pytest.mark.parametrize(
-    ("written", "what"),
+    ("written", "lost"),
     [
-        ("m.content.split('</note>')[-1]", "'note' in the content of message 1"),
-        ("m.content.split('</note>')[0]", "'note' in the content of message 1"),
-        ("m.content[:12]", "'note' in the content of message 1"),
-        ("'' if m.role == 'user' else m.content", "'note' in the content of message 1"),
-        ("m.content if loop.last else ''", "'note' in the content of message 1"),
-        ("m.content[:31]", "the end of the content of message 1"),
-        ("m.content | tojson", ""),
-        ("m.content | upper", ""),
-        ("m.content | trim", ""),
-        ("(m.content if m.content[1] == '<' else m.content[:6]) if m.role == 'user' else m.content", ""),
+        ("m.content.split('</note>')[-1]", "'<note>small"),
+        ("m.content[:31]", "'<note>small"),
+        ("m.content.split('</think>')[-1]", "'x</think>yes' in content of message 2"),
+        ("m.content | tojson | upper | trim", ""),
     ],
 )
-def test_content_that_a_template_drops_is_refused(tmp_path, template, written, what):
+def test_content_that_a_template_drops_is_refused(tmp_path, template, written, lost):
     messages = [
-        {"role": "user", "content": ' <note>small\n"note"</note> why '},
-        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": ' <note>small\n"note"</note> small note '},
+        {"role": "assistant", "content": "<think>x</think>yes"},
     ]
     file = write(tmp_path / "data.jsonl", {"messages": messages})
     tokenizer = make_tokenizer(template.replace("m.content", written))
-    if what:
-        assert f"line 1: the chat template leaves out {what}" in message(file, tokenizer)
+    if lost:
+        assert f"line 1: the chat template leaves out {lost}" in message(file, tokenizer)
     else:
         assert len(load(file, tokenizer, 256).train) == 1
 
@@ -545,18 +435,6 @@ def test_a_message_of_weight_zero_does_not_train(tmp_path, template):
     assert trained_text(tokenizer, *load_one(tmp_path, {"messages": talk}, tokenizer)).startswith("yes")
     file = write(tmp_path / "data.jsonl", {"messages": [USER, ASSISTANT | {"weight": 0.5}]})
     assert "weight of message 2 is 0.5" in message(file, tokenizer)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"instruction": "Add.", "context": "1 2", "response": "3", "category": "sums"},
-        {"question": "Add.", "context": "1 2", "answer": "3"},
-    ],
-)
-def test_dolly_and_questions_are_read_as_alpaca_is(tmp_path, record):
-    for tokenizer in (make_tokenizer(), make_tokenizer(CHATML)):
-        assert load_one(tmp_path, record, tokenizer) == load_one(tmp_path, ALPACA, tokenizer)
 
 
 @pytest.mark.parametrize("name", ["data.jsonl", "data.json"])
@@ -571,15 +449,6 @@ def test_a_template_that_does_not_end_is_stopped(tmp_path, monkeypatch):
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     file = write(tmp_path / "data.jsonl", {"messages": TALK})
     assert "no end after 0.2 s" in message(file, make_tokenizer(loops))
-
-
-def test_a_chat_template_can_be_a_model_folders(tmp_path):
-    make_tokenizer(CHATML).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "mixtral"}')
-    file = write(tmp_path / "one.jsonl", {"messages": [USER, ASSISTANT]})
-    tokenizer = make_tokenizer()
-    load(file, tokenizer, chat_template=str(tmp_path / "model"))
-    assert tokenizer.chat_template == CHATML
 
 
 # In the manner of published templates: reasoning of earlier turns is dropped (thinking, harmony), or turns after a
@@ -659,34 +528,6 @@ def test_exactly_what_the_assistant_writes_trains(tmp_path, template, seed):
     assert not openings[0] & openings[1]
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
-@pytest.mark.parametrize(
-    ("written", "word"),
-    [("m.content.split('</note>')[-1]", "small"), ("m.content[-12:]", "small"), ("m.content | lower", "")],
-)
-def test_content_is_missed_though_its_words_are_in_another_message(tmp_path, template, written, word):
-    messages = [
-        {"role": "user", "content": "note small"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "<note>small</note> a note"},
-        {"role": "assistant", "content": "yes"},
-    ]
-    file = write(tmp_path / "data.jsonl", {"messages": messages})
-    tokenizer = make_tokenizer(template.replace("m.content", written))
-    if word:
-        left_out = f"line 1: the chat template leaves out {word!r} in the content of message 3"
-        assert left_out in message(file, tokenizer)
-    else:
-        assert load(file, tokenizer, 256).counts.records == 1
-
-
-def test_reasoning_that_no_turn_keeps_is_refused(tmp_path):
-    file = write(tmp_path / "data.jsonl", {"messages": [USER, {"role": "assistant", "content": "<think>x</think>yes"}]})
-    drops = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
-    assert "leaves out the text before </think> in message 2" in message(file, make_tokenizer(drops))
-    assert len(load(file, make_tokenizer(CHATML), 256).train) == 1
-
-
 def test_a_cut_chat_ends_with_a_whole_turn(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     talk = [USER, ASSISTANT, USER, {"role": "assistant", "content": "b" * 90}]
@@ -728,35 +569,10 @@ def test_a_long_record_is_tokenized_in_parts(tmp_path, monkeypatch, kind, templa
     ids, labels = load_one(tmp_path, record, tokenizer)
     monkeypatch.setattr(encoder, "_WINDOW", 32)
     parts, part_labels = load_one(tmp_path, record, tokenizer)
-    assert len(parts) >= len(ids)
+    assert len(parts) > len(ids) or (template and kind != "spaces")  # whole, for the offsets of its characters
     for one, other in ((parts, ids), ([i for i in part_labels if i != -100], [i for i in labels if i != -100])):
         one, other = (re.sub("[ ▁]", "", tokenizer.decode(some)) for some in (one, other))
         assert one == other
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be reset")
-@pytest.mark.parametrize("suffix", ["jsonl", *(pytest.param(s, marks=pytest.mark.full) for s in ("parquet", "txt"))])
-def test_a_long_record_takes_little_more_memory_than_its_text(tmp_path, monkeypatch, suffix):
-    size = 2**19
-    monkeypatch.setattr(encoder, "_WINDOW", 2**15)
-    text, file = "some words of a text, " * (size // 22), tmp_path / f"long.{suffix}"
-    if suffix == "jsonl":
-        write(file, {"text": text})
-    elif suffix == "txt":
-        file.write_text(text)
-    else:
-        pq.write_table(pa.table({"text": [text]}), file)
-    (tmp_path / "short.jsonl").write_text(json.dumps({"text": text[: 2**16]}))
-
-    def peak():
-        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-    tokenizer = _unlike("pattern")
-    load(tmp_path / "short.jsonl", tokenizer, 1024)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = peak()
-    load(file, tokenizer, 1024)
-    assert peak() - before < 80 * size
 
 
 def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path):
@@ -770,25 +586,6 @@ def test_a_tokenizer_that_multiplies_text_is_refused(tmp_path):
         tokenizer.save_pretrained(tmp_path / part)
         with pytest.raises(UserError, match=rf"{part} in tokenizer.json .* 4.24e\+28 times"):
             tokenizer_of("own", str(tmp_path / part))
-
-
-@pytest.mark.parametrize(
-    ("record", "said"),
-    [
-        (
-            {"messages": [USER, ASSISTANT | {"train": False}]},
-            "message 2 says by 'train' whether it trains; write weight",
-        ),
-        ({"messages": [USER, ASSISTANT], "functions": [{"name": "f"}]}, "the chat template leaves out tools"),
-        ({"system": "kind", "messages": [{"role": "system", "content": "rude"}, USER, ASSISTANT]}, "given twice"),
-        (
-            {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "g", "reasoning": "deep"}]},
-            "leaves out reasoning of message 2",
-        ),
-    ],
-)
-def test_what_other_tools_files_hold_beside_content_is_not_lost(tmp_path, record, said):
-    assert said in message(write(tmp_path / "data.jsonl", record), make_tokenizer(CHATML))
 
 
 def test_a_system_message_beside_messages_is_the_first(tmp_path):

@@ -14,7 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from moetune.errors import UserError, one_line, time_limit
-from moetune.training.data.chats.marks import REASONING, Layout, Messages, Text, marked, missing_word, unmarked_from
+from moetune.training.data.chats.marks import (
+    REASONING,
+    Layout,
+    Messages,
+    Text,
+    marked,
+    missing_word,
+    tried,
+    unmarked_from,
+)
 from moetune.training.data.chats.template_arguments import reads
 from moetune.training.data.chats.thinking import Thinking, placed
 from moetune.training.data.chats.tool_calls import fitted, refuse_lost_parameters
@@ -27,7 +36,6 @@ _MAY_BE_IGNORED = (("tool_calls",), REASONING, ("name",))
 """Keys of a message that some templates ignore; each tuple lists alternative names of one key."""
 _READ = {"role", "content", "weight", *(name for names in _MAY_BE_IGNORED for name in names), "tool_call_id"}
 """Keys of a message that are read, or that are refused if the template ignores them; a result's id repeats a call's."""
-_MARK = "qyzzyq"
 Marking = Literal["markers", "prompts", "turns"]
 MARKINGS: dict[Marking, str] = {
     "markers": "the assistant's part is what the chat template marks with {% generation %}",
@@ -110,7 +118,7 @@ class ChatTemplate:
         try:
             messages = placed(messages, self._template)
             self._thinking.refuse_unclosed(messages)
-            messages = fitted(messages, lambda some: self._render(some, tools)[0])
+            messages = fitted(messages, lambda chat: self._render(chat, tools)[0])
             text, spans = self._render(messages, tools)
             if tools and self._tried(messages, None) == text:
                 raise _left_out("tools")
@@ -173,7 +181,7 @@ class ChatTemplate:
     def _layout(self, text: str, end: int, marks: tuple[Messages, list[Text]], tools: Tools) -> Layout:
         """Return where the template writes the first `end` messages, which it writes as `text`."""
         messages, texts = marks
-        return Layout.of(text, self._tried(messages[:end], tools) or "", texts)
+        return Layout.of(text, self._render(messages[:end], tools)[0], texts)
 
     def _turns(self, full: str, messages: Messages, marks: tuple[Messages, list[Text]], tools: Tools) -> list[_Cut]:
         """Cut a chat after turns of the assistant, for a template without `{% generation %}` markers.
@@ -203,12 +211,10 @@ class ChatTemplate:
                 layouts[index + 1] = both
                 return len(before), both.text
             if begin is None:
-                cut = _Cut(index + 1, self._layout(after, index + 1, marks, tools), None)
-                self._refuse_lost(messages[: index + 1], marks[1], [cut], tools)
-                remedy = self._thinking.remedy(messages[: index + 1], tools)
+                remedy = self._thinking.remedy(messages[: index + 1], tools) or _ANOTHER
                 raise MalformedError(
                     f"the chat template does not begin message {index + 1} with its own generation prompt, which ends "
-                    f"in {before[-30:]!r}, so what is the assistant's cannot be told; {remedy or _ANOTHER}"
+                    f"in {before[-30:]!r}, so what is the assistant's cannot be told; {remedy}"
                 )
             return begin, after
 
@@ -242,14 +248,14 @@ class ChatTemplate:
             return None
         messages, texts = marks
         marked_before, _ = self._render(messages[:index], tools, prompt=True)
-        marked_after = unmarked_from(self._tried(messages[: index + 1], tools) or "", at + len(prompt))
+        marked_after = unmarked_from(self._render(messages[: index + 1], tools)[0], at + len(prompt))
         return Layout.of(before + after[at + len(prompt) :], marked_before + marked_after, texts)
 
     def _refuse_lost(self, messages: Messages, texts: list[Text], cuts: list[_Cut], tools: Tools) -> None:
         """Raise `MalformedError` if the template drops part of a message from all texts of a chat.
 
         What stands between its marks is kept. Where nothing of a key is, the template may ignore it; where one of
-        several texts is not, its words must be near the others, and those of content where a mark takes its place.
+        several texts is not, its words must be near the others. Content is always kept.
         """
         kept = {number for cut in cuts for number in cut.layout.kept}
         keys = _keys(texts, kept)
@@ -257,16 +263,11 @@ class ChatTemplate:
             self._refuse_ignored(messages, at, keys[at], tools)
         for number, text in enumerate(texts):
             at, others = text.message, REASONING if text.key in REASONING else ()
-            if number in kept or at >= len(messages) or not keys[at].isdisjoint(others):
-                continue
-            if text.key == "content":
-                reasons = [self._lost_content(messages, at, number, cut, tools) for cut in cuts if cut.end > at]
-                if all(reasons):
-                    raise _left_out(str(reasons[-1]))
+            if number in kept or not keys[at].isdisjoint(others):
                 continue
             near = [around for cut in cuts if (around := cut.layout.near(at)) is not None]
-            if near and all(missing_word(text.value, around) for around in near):
-                raise _left_out(f"{text.value[:40]!r} in {text.key} of message {at + 1}")
+            if text.key == "content" or (near and all(missing_word(text.value, around) for around in near)):
+                raise _left_out(f"{text.value[:40]!r} in {text.key} of message {at + 1}, or a part of it")
 
     def _refuse_ignored(self, messages: Messages, at: int, kept: Set[str], tools: Tools) -> None:
         """Raise `MalformedError` if the template ignores a key of the message at the index `at`, or the text before
@@ -274,11 +275,11 @@ class ChatTemplate:
         message = messages[at]
         for names in _MAY_BE_IGNORED:
             # The name in a tool's message is also in the call that it answers, so it may be ignored.
-            here = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
-            if here and kept.isdisjoint(here):
-                without = {key: value for key, value in message.items() if key not in here}
+            given = [name for name in names if message.get(name) and (name, message["role"]) != ("name", "tool")]
+            if given and kept.isdisjoint(given):
+                without = {key: value for key, value in message.items() if key not in given}
                 if self._is_same(messages, at, without, tools):
-                    raise _left_out(f"{here[0]} of message {at + 1}")
+                    raise _left_out(f"{given[0]} of message {at + 1}")
         thought, mark, answer = message["content"].rpartition("</think>")
         thinks = mark and thought.strip() and message["role"] == "assistant" and "content" not in kept
         if thinks and self._is_same(messages, at, message | {"content": answer}, tools):
@@ -295,47 +296,10 @@ class ChatTemplate:
         changed = self._tried([*messages[:at], other, *messages[at + 1 : end]], tools)
         return changed == written
 
-    def _lost_content(self, messages: Messages, at: int, number: int, cut: _Cut, tools: Tools) -> str | None:
-        """Return which content of the message at the index `at` is not in the text of a cut; None if all of it is.
-
-        A mark is put in place of the content. The words of the content must be in order where the template writes the
-        mark; anywhere, if it writes something else beside it. A mark after the content must be there as well.
-        """
-        content, written = messages[at]["content"], cut.layout.text.casefold()
-
-        def rendered(content: str) -> str | None:
-            changed = [*messages[:at], messages[at] | {"content": content}, *messages[at + 1 : cut.end]]
-            written = self._tried(changed, tools)
-            return None if written is None else written.casefold()
-
-        only = rendered(_MARK.upper())
-        missing = missing_word(content, _instead(written, only or "", _MARK))
-        if missing is not None:
-            return f"{missing[:40]!r} in the content of message {at + 1}"
-        if number not in cut.layout.ended and _MARK not in (rendered(f"{content} {_MARK.upper()}") or _MARK):
-            return f"the end of the content of message {at + 1}"
-        return None
-
     def _tried(self, messages: Messages, tools: Tools) -> str | None:
         """Return the chat as the template writes it; None if the template fails."""
-        try:
-            return self._render(messages, tools)[0]
-        except UserError:  # the time limit
-            raise
-        except Exception:
-            return None
-
-
-def _instead(written: str, only: str, mark: str) -> str:
-    """Return the part of the rendered chat `written` at the place where `only` has the mark.
-
-    `only` is the chat rendered with the mark in place of one message's content. Returns all of `written` if the two
-    differ elsewhere, or `only` lacks the mark.
-    """
-    before, found, after = only.partition(mark)
-    after = after.rpartition(mark)[2] if mark in after else after
-    fits = found and written.startswith(before) and written.endswith(after) and len(written) >= len(before + after)
-    return written[len(before) : len(written) - len(after)] if fits else written
+        rendered = tried(lambda chat: self._render(chat, tools), messages)
+        return None if rendered is None else rendered[0]
 
 
 def _keys(texts: list[Text], numbers: Collection[int]) -> dict[int, set[str]]:

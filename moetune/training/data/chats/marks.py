@@ -1,26 +1,43 @@
 """Marks around the texts of a chat: they show where a chat template writes each message, and which texts it drops."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
+from moetune.errors import UserError
+
+T = TypeVar("T")
 Messages = list[dict[str, Any]]
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of one key, the reasoning of a message; transformers fills the others from the one that is given."""
 _MARK = re.compile(r"qx(\d+)([be])xq", re.IGNORECASE)
 _OPENING = re.compile(r"\s*(?:<think>\s*)?")  # a template that looks for reasoning drops what is before the tag
-_OF_CALLS = ("name", "arguments", "parameters")
+
+
+def tried(render: Callable[[Messages], T], messages: Messages) -> T | None:
+    """Return what `render` returns; None if the chat template refuses such a chat, by an error of any kind.
+
+    A `UserError`, such as that of the time limit, is passed on.
+    """
+    try:
+        return render(messages)
+    except UserError:
+        raise
+    except Exception:
+        return None
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text that a template should write: under `key` of the message with the index `message`, perhaps deep in it."""
+    """A text that a template should write: under `key` of the message with the index `message`, perhaps deep in it; of
+    tool calls in that with the index `call`."""
 
     message: int
     key: str
     value: str
+    call: int = 0
 
 
 def marked(messages: Messages) -> tuple[Messages, list[Text]]:
@@ -28,36 +45,37 @@ def marked(messages: Messages) -> tuple[Messages, list[Text]]:
     in the order of their numbers, which the marks hold. The name in a tool's message repeats a call's, and has none."""
     texts: list[Text] = []
 
-    def mark(value: Any, at: int, key: str) -> Any:
+    def mark(value: Any, at: int, key: str, call: int = 0) -> Any:
         if isinstance(value, dict):
-            return {name: mark(inner, at, key) for name, inner in value.items()}
+            return {name: mark(inner, at, key, call) for name, inner in value.items()}
         if isinstance(value, list):
-            return [mark(inner, at, key) for inner in value]
+            return [mark(inner, at, key, call) for inner in value]
         if not isinstance(value, str) or not value.strip():
             return value
         # Inside of the white space, which many templates trim.
         opening = _OPENING.match(value)
         low, high = opening.end() if opening else 0, len(value.rstrip())
         begin, end = (f"qx{len(texts)}{side}xq" for side in "be")
-        texts.append(Text(at, key, value[low:high]))
+        texts.append(Text(at, key, value[low:high], call))
         return f"{value[:low]}{begin}{value[low:high]}{end}{value[high:]}"
-
-    def mark_call(call: Any, at: int, key: str) -> Any:
-        if not isinstance(call, dict):
-            return call
-        inner = {name: mark(call[name], at, key) for name in _OF_CALLS if name in call}
-        return call | inner | ({"function": mark_call(call["function"], at, key)} if "function" in call else {})
 
     copies = []
     for at, message in enumerate(messages):
         keys = ("content", *REASONING, *(() if message["role"] == "tool" else ("name",)))
         copy = message | {key: mark(message[key], at, key) for key in keys if key in message}
-        if isinstance(message.get("tool_calls"), list):
-            copy["tool_calls"] = [mark_call(call, at, "tool_calls") for call in message["tool_calls"]]
-        if "function_call" in message:
-            copy["function_call"] = mark_call(message["function_call"], at, "function_call")
+        if "tool_calls" in message:
+            calls = []
+            for number, call in enumerate(message["tool_calls"]):
+                inner = {key: mark(call["function"][key], at, "tool_calls", number) for key in ("name", "arguments")}
+                calls.append(call | {"function": call["function"] | inner})
+            copy["tool_calls"] = calls
         copies.append(copy)
     return copies, texts
+
+
+def begun(written: str) -> set[int]:
+    """Return the numbers of the texts whose first mark is in a text with marks."""
+    return {int(match[1]) for match in _MARK.finditer(written) if match[2] == "b"}
 
 
 def unmarked_from(written: str, position: int) -> str:
@@ -76,15 +94,13 @@ class Layout:
     Attributes:
         text: the chat as the template writes it.
         kept: numbers of the texts whose words are all between their two marks.
-        ended: numbers of the texts whose end mark is there.
         bounds: index of a message -> positions in `text` of the first and the last mark of it, of those that are
-            written again only the first time. Empty if marks change
-            what else the template writes, or are not in the order of the messages.
+            written again only the first time. Empty if marks change what else the template writes, or are not in the
+            order of the messages.
     """
 
     text: str
     kept: frozenset[int]
-    ended: frozenset[int]
     bounds: dict[int, tuple[int, int]]
 
     @classmethod
@@ -118,7 +134,7 @@ class Layout:
         )
         flat = [position for _, both in sorted(bounds.items()) for position in both]
         in_order = plain == text and flat == sorted(flat)
-        return cls(text, kept, frozenset(ends), bounds if in_order else {})
+        return cls(text, kept, bounds if in_order else {})
 
     @cached_property
     def _order(self) -> dict[int, tuple[int, int]]:
@@ -152,8 +168,8 @@ def missing_word(content: str, written: str) -> str | None:
     None."""
     position = 0
     for match in re.finditer(r"\w+", content.casefold()):
-        found = written.find(match[0], position)
-        if found < 0:
+        begin = written.find(match[0], position)
+        if begin < 0:
             return match[0]
-        position = found + len(match[0])
+        position = begin + len(match[0])
     return None

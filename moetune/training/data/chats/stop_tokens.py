@@ -24,8 +24,8 @@ def stop_ids(
 ) -> list[int]:
     """Return the sorted ids of the tokens at which generation ends; `generation` is from generation_config.json."""
     holders = (tokenizer, settings, settings.get_text_config(), generation)
-    found = [getattr(holder, "eos_token_id", None) for holder in holders]
-    ids = {number for numbers in found for number in (numbers if isinstance(numbers, list) else [numbers])}
+    of_holders = [getattr(holder, "eos_token_id", None) for holder in holders]
+    ids = {number for numbers in of_holders for number in (numbers if isinstance(numbers, list) else [numbers])}
     return sorted(number for number in ids if isinstance(number, int))
 
 

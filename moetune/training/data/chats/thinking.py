@@ -1,9 +1,9 @@
 """Thoughts of the assistant: put where the chat template writes them, and none trained that nobody wrote."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from moetune.training.data.chats.marks import REASONING, Messages
 from moetune.training.data.chats.template_arguments import given, reads
@@ -12,10 +12,8 @@ from moetune.training.data.values import MalformedError
 _OPEN, _CLOSE = "<think>", "</think>"
 
 
-class Render(Protocol):
-    """Returns a chat as a chat template writes it, with arguments of the template in place of its own."""
-
-    def __call__(self, messages: Messages, tools: list[Any] | None, /, *, prompt: bool, **arguments: Any) -> str: ...
+Render = Callable[..., str]
+"""Returns a chat as a chat template writes it: of messages and tools, with `prompt`, and arguments of the template."""
 
 
 def placed(messages: Messages, template: str) -> Messages:
@@ -87,31 +85,28 @@ class Thinking:
         """
         ranges, settings = [], []
         for low, high in spans:
-            start, setting = self._end_of_prompt(text, low)
+            begun = (
+                (begin + len(prompt), setting)
+                for prompt, setting in self._prompts.items()
+                for begin in range(max(0, low - len(prompt)), low)
+                if text.startswith(prompt, begin)
+            )
+            start, setting = next(begun, (low, ""))  # of the longest prompt
             ranges.append((min(start, high), high))
             settings += [setting] if setting else []
         return ranges, settings
-
-    def _end_of_prompt(self, text: str, low: int) -> tuple[int, str]:
-        """Return the end, at or after `low`, of the longest generation prompt there that begins before `low`, and the
-        setting that gives this prompt; (`low`, "") if there is none."""
-        for prompt, setting in self._prompts.items():
-            for begin in range(max(0, low - len(prompt)), low):
-                if text.startswith(prompt, begin):
-                    return begin + len(prompt), setting
-        return low, ""
 
     @cached_property
     def _prompts(self) -> dict[str, str]:
         """Generation prompt -> the setting that gives it, "" for the template as it is; the longest first."""
         asked: Messages = [{"role": "user", "content": "?"}]
-        found: dict[str, str] = {}
+        prompts: dict[str, str] = {}
         for setting, arguments in (("", {}), *self._settings(besides=given(self._template))):
             with suppress(Exception):  # the template may refuse the value, or so short a chat
                 before, after = (self._render(asked, None, prompt=prompt, **arguments) for prompt in (False, True))
                 if after.startswith(before) and after != before:
-                    found.setdefault(after[len(before) :], setting)
-        return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+                    prompts.setdefault(after[len(before) :], setting)
+        return dict(sorted(prompts.items(), key=lambda item: -len(item[0])))
 
     def _settings(self, besides: Iterable[str] = ()) -> Iterator[tuple[str, dict[str, bool]]]:
         """Yield each argument of the template as true and as false: as written in a run file, and as a dict."""

@@ -13,10 +13,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from moetune.errors import UserError, shown
+from moetune.errors import shown
+from moetune.training.data.chats.marks import Messages, begun, marked, tried
 from moetune.training.data.values import MalformedError, checked_list, checked_object, kind
 
-Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
 _ARGUMENTS = ("arguments", "parameters", "args")
 """Names of a call's arguments: OpenAI's, Llama's and LangChain's."""
@@ -120,12 +120,17 @@ def fitted(messages: Messages, render: Render) -> Messages:
     if not calls:
         return messages
     fit = as_objects = _linked(messages)
-    written = _rendered(as_objects, render)
+    written = tried(render, as_objects)
     # All calls of a chat are written alike, so one that looks different as Python and as JSON tells.
     python, text = next(((str(call), _as_text(call)) for call in calls if str(call) != _as_text(call)), ("", ""))
     if written is None or (python and python in written):
-        as_text = _with_functions(as_objects, lambda f, _: {**f, "arguments": _as_text(f["arguments"])})
-        other = _rendered(as_text, render)
+        as_text = [
+            message | {"tool_calls": [_in_text(call) for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else message
+            for message in as_objects
+        ]
+        other = tried(render, as_text)
         if other is not None and text in other and (written is None or written.count(python) > other.count(python)):
             fit, written = as_text, other
     if written is None:
@@ -159,29 +164,12 @@ def refuse_lost_parameters(tools: list[dict[str, Any]] | None, text: str) -> Non
             )
 
 
-def _rendered(messages: Messages, render: Render) -> str | None:
-    try:
-        return render(messages)
-    except UserError:
-        raise
-    except Exception:  # template code can raise any exception
-        return None
-
-
 def _as_text(arguments: dict[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
-def _with_functions(messages: Messages, change: Callable[[dict[str, Any], str], dict[str, Any]]) -> Messages:
-    """Return the messages with `change(function, place)` in place of each call's function; `place` is unique."""
-    changed = []
-    for at, message in enumerate(messages):
-        if "tool_calls" in message:
-            calls = enumerate(message["tool_calls"])
-            of_message = [{**call, "function": change(call["function"], f"{at}z{number}")} for number, call in calls]
-            message = {**message, "tool_calls": of_message}
-        changed.append(message)
-    return changed
+def _in_text(call: dict[str, Any]) -> dict[str, Any]:
+    return call | {"function": call["function"] | {"arguments": _as_text(call["function"]["arguments"])}}
 
 
 def _linked(messages: Messages) -> Messages:
@@ -208,21 +196,16 @@ def _linked(messages: Messages) -> Messages:
 
 
 def _refuse_lost_calls(messages: Messages, render: Render) -> None:
-    """Raise `MalformedError` if the template writes some of a message's calls but not all, as gpt-oss's does.
-
-    To find out, the names of the functions are marked.
-    """
+    """Raise `MalformedError` if the template writes some of a message's calls but not all, as gpt-oss's does."""
     if all(len(message.get("tool_calls", ())) < 2 for message in messages):
         return
-    marked = _with_functions(
-        messages, lambda function, place: {**function, "name": f"{function['name']}_qxz{place}zxq"}
-    )
-    written = _rendered(marked, render)
+    copies, texts = marked(messages)
+    written = begun(tried(render, copies) or "")
+    calls = {(text.message, text.call) for number, text in enumerate(texts) if number in written}
     for at, message in enumerate(messages):
-        count = len(message.get("tool_calls", ()))
-        is_written = [f"qxz{at}z{number}zxq" in (written or "") for number in range(count)]
-        if any(is_written) and not all(is_written):
+        lost = [call for call in range(len(message.get("tool_calls", ()))) if (at, call) not in calls]
+        if 0 < len(lost) < len(message.get("tool_calls", ())):
             raise MalformedError(
-                f"the chat template leaves out call {is_written.index(False) + 1} of message {at + 1}, which would be "
-                "lost; give each call a message of its own, followed by its result"
+                f"the chat template leaves out call {lost[0] + 1} of message {at + 1}, which would be lost; give each "
+                "call a message of its own, followed by its result"
             )

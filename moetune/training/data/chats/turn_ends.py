@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from moetune.errors import UserError
-from moetune.training.data.chats.marks import Messages
+from moetune.training.data.chats.marks import Messages, tried
 
 Spanned = tuple[str, list[tuple[int, int]]]
 """A text, and the [start, end) character ranges of it that are trained on."""
@@ -99,12 +98,7 @@ class TurnEnds:
         return tokens
 
     def _turn(self, calls: bool, *following: dict[str, Any]) -> Spanned | None:
-        try:
-            return self._render([_ASKED, _TURNS[calls], *following])
-        except UserError:  # the time limit
-            raise
-        except Exception:  # the template refuses such a chat
-            return None
+        return tried(self._render, [_ASKED, _TURNS[calls], *following])
 
     def _last(self, text: str) -> tuple[str, ...]:
         """Return the tokens at the end of a text."""

@@ -24,8 +24,7 @@ from huggingface_hub import metadata_load
 
 from moetune.errors import UserError, first_of, reading, shown
 from moetune.training.data.files.opening import RECORD_ENDINGS, TEXT_ENDINGS, type_of
-from moetune.training.data.files.source import Note
-from moetune.training.data.files.splits import choose_split
+from moetune.training.data.files.source import Note, choose_split
 
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5}).*")
 _HARMLESS = {"data_files", "data_dir", "default", "description", "version", "features", "drop_labels", "drop_metadata"}
@@ -66,8 +65,8 @@ def files_of_split(
         UserError: the folder has no file that can be read, or no such split or configuration; or its card cannot be
             read, or declares what is not there or how files are to be read.
     """
-    found = [file for file in folder.rglob("*") if file.is_file() or file.is_symlink()]
-    everything = sorted(file.relative_to(folder).as_posix() for file in found)
+    files = [file for file in folder.rglob("*") if file.is_file() or file.is_symlink()]
+    everything = sorted(file.relative_to(folder).as_posix() for file in files)
     visible = [name for name in everything if not _is_hidden(name) and Path(name).name not in FILES_TO_IGNORE]
     records = [name for name in visible if type_of(name) in RECORD_ENDINGS]
     names = records or [name for name in visible if type_of(name) in TEXT_ENDINGS]
@@ -136,8 +135,8 @@ def _missing(names: Iterable[str]) -> Iterable[str]:
     for name in names:
         if match := _SHARD.fullmatch(name):
             shards.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    for (begin, count), there in shards.items():
-        yield from (f"{begin}{number:05}-of-{count:05}" for number in range(count) if number not in there)
+    for (begin, count), numbers in shards.items():
+        yield from (f"{begin}{number:05}-of-{count:05}" for number in range(count) if number not in numbers)
 
 
 def _card(spec: str, folder: Path, config: str | None) -> _Card:
@@ -158,12 +157,12 @@ def _card(spec: str, folder: Path, config: str | None) -> _Card:
             f"{spec!r} has {'several configurations' if name is None else f'no configuration {name!r}'} (README.md "
             f"declares {known}); write {spec}:CONFIGURATION:SPLIT"
         )
-    found: dict[str, Any] = configs[name]
-    if other := found.keys() - _HARMLESS:
+    settings: dict[str, Any] = configs[name]
+    if other := settings.keys() - _HARMLESS:
         key = min(other)
         raise UserError(
-            f"README.md of {spec!r} says to read its files with {key}: {shown(found[key])}, which is not done here; "
+            f"README.md of {spec!r} says to read its files with {key}: {shown(settings[key])}, which is not done here; "
             "convert them to JSON lines, or name a file"
         )
-    files, inside = found.get("data_files"), (found.get("data_dir") or "").removeprefix("./").strip("/")
+    files, inside = settings.get("data_files"), (settings.get("data_dir") or "").removeprefix("./").strip("/")
     return _Card(f"{inside}/" if inside else "", None if files is None else sanitize_patterns(files))

@@ -4,65 +4,99 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Callable, Iterator
-from typing import IO
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
 
 from moetune.errors import UserError, shown
 from moetune.json_files import UNIQUE_KEYS, DuplicateKeyError
-from moetune.training.data.files.json_array import JsonArray
-from moetune.training.data.files.opening import type_of
-from moetune.training.data.files.source import Note, Row, Source
-from moetune.training.data.files.splits import SPLIT_NAMES, choose_split
+from moetune.training.data.files.opening import opened, type_of
+from moetune.training.data.files.source import SPLIT_NAMES, Note, Row, Source, choose_split
 
 _UTF8_MARK = b"\xef\xbb\xbf"
-_SOME_BYTES = 2**16
+_MOST_BYTES = 2**32
+"""Of a JSON file that is one value, which is held in memory."""
+_BEFORE, _BETWEEN = (re.compile(rf"[ \t\n\r]*{mark}[ \t\n\r]*") for mark in (r"\[[ \t\n\r]*(\]?)", r"([,\]]?)"))
+"""What stands before the first value of a JSON array, and between or behind others."""
 _OF_RECORDS = {"messages", "conversations", "prompt", "completion", "chosen", "rejected", "instruction", "text"}
 """Keys of records. An object in a file of its own that has none of them may hold lists of records instead."""
-Open = Callable[[], IO[bytes]]
 
 
-def json_source(name: str, open_: Open, split: str | None, held_out: bool, note: Note) -> Source:
+def json_source(name: str, path: Path, split: str | None, held_out: bool, note: Note) -> Source:
     """Return the records of a JSON file: one on each line, an array, or an array in an object, such as `{"train": […],
     "test": […]}`, of which `choose_split` chooses with `split` and `held_out`.
 
     Raises:
-        UserError: there is no such split.
+        UserError: there is no such split; or the file is an object of more than `_MOST_BYTES`.
     """
-    with open_() as handle:
-        first = _first(handle)
-    if first == b"[":
+    with opened(path, name) as handle:
+        lines = filter(None, (line.removeprefix(_UTF8_MARK).strip() for line in handle))
+        first, is_only = next(lines, b""), next(lines, None) is None
+    if first.startswith(b"["):
         choose_split(name, ["train"], split, held_out)
-        return Source(name, "record", _array_rows(JsonArray(open_())))
-    keys = JsonArray(open_()).keys() if first == b"{" else {}
-    lists = [key for key, holds_objects in keys.items() if holds_objects]
+        return Source(name, "record", _array_rows(name, path))
+    try:
+        whole = _object(name, path, first, is_only) if first.startswith(b"{") else {}
+    except (ValueError, RecursionError) as error:
+        is_more = isinstance(error, json.JSONDecodeError) and error.msg == "Extra data"
+        more = "the record goes on in the next line; write each on a line of its own, as `jq -c .` does"
+        return Source(name, "record", [Row(1, problem=more if is_more else _not_json(error))])
+    lists = [
+        key for key, value in whole.items() if isinstance(value, list) and any(isinstance(item, dict) for item in value)
+    ]
     # In a file for lines an object is one line, and so a record, unless its lists are named like splits.
     may_hold_splits = type_of(name) == ".json" or {split, *SPLIT_NAMES} & {*lists}
-    if not lists or not may_hold_splits or _OF_RECORDS & keys.keys():
+    if not lists or not may_hold_splits or _OF_RECORDS & whole.keys():
         choose_split(name, ["train"], split, held_out)
-        return Source(name, "line", _json_rows(open_()))
+        return Source(name, "line", [Row(1, whole)] if whole and not is_only else _json_rows(opened(path, name)))
     chosen = choose_split(name, lists, split, held_out)
-    if others := [key for key in keys if key != chosen]:
+    if others := [key for key in whole if key != chosen]:
         note(f"{name!r}: the list {shown(chosen)} is read; passed over: {', '.join(map(shown, others))}")
-    return Source(name, "record", _array_rows(JsonArray(open_(), chosen)))
+    return Source(name, "record", [Row(number, record) for number, record in enumerate(whole[chosen], 1)])
 
 
-def _first(handle: IO[bytes]) -> bytes:
-    """Return the first byte of a file that is no white space; b"" if there is none."""
-    some = handle.read(_SOME_BYTES).removeprefix(_UTF8_MARK)
-    while some and not some.strip():
-        some = handle.read(_SOME_BYTES)
-    return some.strip()[:1]
+def _object(name: str, path: Path, first: bytes, is_only: bool) -> dict[str, Any]:
+    """Return the object that is the whole of a file; an empty one if its `first` line is a record or damaged."""
+    try:
+        record: dict[str, Any] = UNIQUE_KEYS.decode(first.decode())
+        return record if is_only else {}
+    except (ValueError, RecursionError) as error:
+        if is_only or not isinstance(error, json.JSONDecodeError) or error.pos < len(error.doc):
+            return {}
+    whole: dict[str, Any] = UNIQUE_KEYS.decode(_text(name, path))
+    return whole
 
 
-def _array_rows(array: JsonArray) -> Iterator[Row]:
+def _text(name: str, path: Path) -> str:
+    with opened(path, name) as handle:
+        raw = handle.read(_MOST_BYTES + 1)
+    if len(raw) > _MOST_BYTES:
+        raise UserError(
+            f"{name!r} is one JSON value of more than {_MOST_BYTES:,} bytes; write each record on a line of its own, "
+            "as `jq -c '.[]'` does"
+        )
+    return raw.removeprefix(_UTF8_MARK).decode()
+
+
+def _array_rows(name: str, path: Path) -> Iterator[Row]:
     """Yield the values of a JSON array; a syntax error is reported as the problem of the record that it is in."""
     number = 0
     try:
-        for number, value in enumerate(array, 1):
+        text = _text(name, path)
+        place = _BEFORE.match(text)
+        mark = place[1] or "," if place else ""
+        while place and mark == ",":
+            value, end = UNIQUE_KEYS.raw_decode(text, place.end())
+            number += 1
             yield Row(number, value)
+            place = _BETWEEN.match(text, end)
+            mark = place[1] if place else ""
+        if place and (mark != "]" or place.end() < len(text)):
+            what = "Extra data" if mark == "]" else "Expecting ',' delimiter"
+            raise json.JSONDecodeError(what, text, place.end())
     except (ValueError, RecursionError) as error:
-        where = array.where(error) if isinstance(error, json.JSONDecodeError) else (1, 1)
-        yield Row(number + 1, problem=_not_json(error, *where))
+        yield Row(number + 1, problem=_not_json(error))
 
 
 def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
@@ -71,7 +105,6 @@ def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
     Only a line feed ends a line, because JSON strings may contain other line separators, such as U+2028.
     """
     with handle:
-        read = 0
         for number, raw in enumerate(handle, 1):
             line = raw.removeprefix(_UTF8_MARK).strip() if number == 1 else raw.strip()
             if not line:
@@ -79,22 +112,17 @@ def _json_rows(handle: IO[bytes]) -> Iterator[Row]:
             try:
                 yield Row(number, UNIQUE_KEYS.decode(line.decode()))
             except (ValueError, RecursionError) as error:
-                if not read and isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc) and any(handle):
-                    problem = "the record goes on in the next line; write each on a line of its own, as `jq -c .` does"
-                    yield Row(number, problem=problem)
-                    return
-                yield Row(number, problem=_not_json(error, column=getattr(error, "colno", 1)))
-            read += 1
+                yield Row(number, problem=_not_json(error))
 
 
-def _not_json(error: Exception, line: int = 1, column: int = 1) -> str:
+def _not_json(error: Exception) -> str:
     if isinstance(error, DuplicateKeyError):
         return str(error)
     if isinstance(error, UnicodeDecodeError):
         return "not valid UTF-8"
     if not isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error}"
-    return f"not valid JSON: {error.msg} ({f'line {line}, ' if line > 1 else ''}column {column})"
+    return f"not valid JSON: {error.msg} ({f'line {error.lineno}, ' if error.lineno > 1 else ''}column {error.colno})"
 
 
 def csv_rows(name: str, handle: IO[bytes], delimiter: str) -> Iterator[Row]:

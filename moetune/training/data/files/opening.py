@@ -7,14 +7,13 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable
-from importlib.resources.abc import Traversable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import IO, Any
 
 import pyarrow as pa
 
 from moetune.errors import UserError
-from moetune.files import LFS_POINTER
+from moetune.files import refuse_pointer
 
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
 JSON_ENDINGS = (".jsonl", ".json", ".ndjson")
@@ -49,22 +48,16 @@ def type_of(name: str) -> str:
     return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
 
 
-def opened(path: Traversable, name: str) -> IO[bytes]:
+def opened(path: Path, name: str) -> IO[bytes]:
     """Open a file to read its bytes, unpacked if it is compressed; messages call it `name`.
 
     Raises:
         UserError: it is a pointer of Git LFS, or text in UTF-16.
         OSError: it cannot be opened.
     """
+    refuse_pointer(path)
     with path.open("rb") as file:
-        head = file.read(1024)
-    if head.startswith(LFS_POINTER):
-        size = re.search(rb"^size (\d+)$", head, re.MULTILINE)
-        raise UserError(
-            f"{name!r} is not the data but a pointer of Git LFS to them"
-            + (f" ({int(size[1]):,} bytes)" if size else "")
-            + "; fetch them with `git lfs pull` in its folder"
-        )
+        head = file.read(16)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(f"{name!r} is text in UTF-16, and UTF-8 is read; convert it: iconv -f UTF-16 -t UTF-8")
     for mark, open_ in _OPENERS.items():

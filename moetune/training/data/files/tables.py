@@ -97,8 +97,7 @@ def _value(scalar: pa.Scalar, decode: Callable[[str], Any]) -> Any:
     if isinstance(scalar, pa.StructScalar):
         return {key: value for key, item in scalar.items() if (value := _value(item, decode)) is not None}
     if isinstance(scalar, pa.MapScalar):
-        keys = [_value(pair[0], decode) for pair in scalar.values]
-        keys = [key if isinstance(key, str) else json.dumps(key, default=str) for key in keys]
+        keys = [str(_value(pair[0], decode)) for pair in scalar.values]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise KeyError(twice[0])
         return dict(zip(keys, (_value(pair[1], decode) for pair in scalar.values), strict=True))
@@ -109,7 +108,7 @@ def _value(scalar: pa.Scalar, decode: Callable[[str], Any]) -> Any:
             return decode(scalar.as_py())
         except ValueError:
             return scalar.as_py()
-    if isinstance(scalar, (pa.DictionaryScalar, pa.RunEndEncodedScalar, pa.ExtensionScalar, pa.UnionScalar)):
+    if isinstance(scalar, pa.DictionaryScalar):
         return _value(scalar.value, decode)
     if isinstance(scalar, _MOMENTS):
         try:

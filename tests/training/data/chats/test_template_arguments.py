@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,14 +29,11 @@ from moetune.training.data.chats.template_arguments import fix_template, given, 
 from moetune.training.folder.run_folder import RunFolder
 from moetune.training.preview import preview
 from tests import small
+from tests.chat_templates import NAMES, of_trl
 from tests.resolved import train
 from tests.training.data.test_load import CHATML, make_tokenizer
 
-TEMPLATES = {
-    Path(file.name).stem: file.read_text()
-    for file in sorted((files("trl") / "chat_templates").iterdir(), key=lambda file: file.name)
-    if file.name.endswith(".jinja")
-}
+TEMPLATES = {name: of_trl(name) for name in NAMES}
 SWITCHED = [name for name, text in TEMPLATES.items() if "enable_thinking" in text or "reasoning_effort" in text]
 TALK = [
     {"role": "user", "content": "hi"},

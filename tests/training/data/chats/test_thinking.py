@@ -1,7 +1,6 @@
 """Thoughts under TRL's copies of the models' own templates: where they are written, and what of empty ones trains."""
 
 import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,10 @@ from moetune.training.data.chats import chat_template
 from moetune.training.data.chats.template_arguments import reads
 from moetune.training.data.load import Datasets, load_data
 from moetune.training.preview import notes
+from tests.chat_templates import NAMES, of_trl
 from tests.training.data.test_load import CHATML, make_tokenizer
 
-TEMPLATES = {
-    file.name.removesuffix(".jinja"): file.read_text()
-    for file in sorted((files("trl") / "chat_templates").iterdir(), key=lambda file: file.name)
-    if file.name.endswith(".jinja")
-}
+TEMPLATES = {name: of_trl(name) for name in NAMES}
 SWITCHED = [
     name
     for name, text in TEMPLATES.items()

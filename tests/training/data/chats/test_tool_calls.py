@@ -8,9 +8,8 @@ import pytest
 import trl
 
 from moetune.errors import UserError
-from moetune.training.data.chats.tool_calls import fitted
 from moetune.training.data.encoder import Encoder, format_of
-from moetune.training.data.formats import checked_messages, with_known_keys
+from moetune.training.data.formats import with_known_keys
 from tests.training.data.test_load import CHATML, make_tokenizer, trained_text
 
 ARGUMENTS = {
@@ -90,22 +89,9 @@ SPELLINGS = {
     },
 }
 TEMPLATES = (
-    "qwen2_5",
-    "gptoss",
-    "gemma4",
-    "glm4moe_training",
-    "llama3_1",
-    "lfm2_v2_training",
-    "nemotron_3_nano_training",
-    "qwen3",
-    "muse_glimmer",
-    "qwen3_8_training",
-    "qwen3_vl",
-    "gemma4_v5",
-    "diffusion_gemma_training",
-    "lfm2_2_5",
-    "gptoss_training",
-)
+    "qwen2_5", "gptoss", "gemma4", "glm4moe_training", "llama3_1", "lfm2_v2_training", "nemotron_3_nano_training",
+    "muse_glimmer", "qwen3_8_training", "gemma4_v5",
+)  # fmt: skip
 
 
 @pytest.mark.one_in(3)
@@ -151,19 +137,6 @@ def test_a_template_that_appends_arguments_gets_text(template):
         assert trained.startswith("<call>functionlookup{}</call>")
 
 
-@pytest.mark.parametrize("name", ["deepseekv3", "deepseekv3_training"])
-def test_deepseek_gets_what_its_template_needs(name):
-    """DeepSeek-V3's own template appends the arguments; TRL's copy for training writes them as JSON."""
-    tokenizer = templated(name)
-    for given in (ARGUMENTS, json.dumps(ARGUMENTS, indent=1)):
-        messages = checked_messages(chat(call_of(arguments=given))["messages"])
-        written = fitted(messages, lambda some: tokenizer.apply_chat_template(some, tokenize=False))
-        (call,) = written[1]["tool_calls"]
-        text = json.dumps(ARGUMENTS, ensure_ascii=False)
-        assert call["function"]["arguments"] == (text if name == "deepseekv3" else ARGUMENTS)
-        assert f"```json\n{text}\n```" in tokenizer.apply_chat_template(written, tokenize=False)
-
-
 @pytest.mark.parametrize("name", ["qwen2_5", "gemma4", "llama3_1", "glm4moe_training", "gptoss"])
 def test_sharegpt_calls_are_calls(name):
     tokenizer = templated(name)
@@ -197,25 +170,18 @@ def test_what_stands_in_the_text_already_stays():
     ("call", "said"),
     [
         (call_of(arguments="[1]"), "arguments of call 1 of message 2 is a list ([1]), not an object"),
-        (call_of(arguments="7"), "arguments of call 1 of message 2 is a number (7), not an object"),
         (call_of(arguments=True), "arguments of call 1 of message 2 is a boolean (True), not an object"),
-        (call_of(arguments=json.dumps(json.dumps(ARGUMENTS))), "arguments of call 1 of message 2 is text"),
         (call_of(arguments="{'city': 'Oslo'}"), "arguments of call 1 of message 2 is text and not valid JSON"),
-        (call_of(arguments='{"a": 1} and'), """not valid JSON, '{"a": 1} and': Extra data: line 1 column 10"""),
         (call_of(arguments='{"a": 1, "a": 2}'), "the key 'a' appears more than once"),
         (call_of(arguments='{"a": 1e400}'), "arguments of call 1 of message 2 cannot be written as JSON"),
-        (call_of(arguments='{"a": NaN}'), "arguments of call 1 of message 2 cannot be written as JSON"),
         (call_of(arguments='{"a": ' + "9" * 5000 + "}"), "arguments of call 1 of message 2 is text and not valid JSON"),
-        (call_of(arguments='{"a":' * 9999), "arguments of call 1 of message 2 is text and not valid JSON"),
         (call_of(arguments={"a": float("inf")}), "call 1 of message 2 cannot be written as JSON"),
         (call_of(arguments=ARGUMENTS, parameters={}), "call 1 of message 2 has arguments and parameters"),
         (call_of(kwargs=ARGUMENTS), "call 1 of message 2 has kwargs; write its arguments as arguments"),
         ({"function": {"arguments": {}}}, "call 1 of message 2 has no name"),
         ({"name": 3, "arguments": {}}, "call 1 of message 2 has a number as name"),
         ({"type": "custom", "custom": {"name": "x"}}, "call 1 of message 2 is of type 'custom'"),
-        ({"function": "lookup"}, "function of call 1 of message 2 is text and not valid JSON, 'lookup'"),
         ("lookup()", "call 1 of message 2 is text and not valid JSON, 'lookup()'"),
-        (7, "call 1 of message 2 is a number (7), not an object"),
     ],
 )
 def test_a_call_that_is_none_is_named(call, said):
@@ -226,7 +192,6 @@ def test_a_call_that_is_none_is_named(call, said):
     ("record", "said"),
     [
         (chat(tools={"lookup": TOOL}), "tools is an object, not a list"),
-        (chat(tools="lookup(city)"), "tools is text and not valid JSON, 'lookup(city)'"),
         (chat(tools=["lookup"]), "tool 1 is text and not valid JSON, 'lookup'"),
         (chat(tools=[TOOL, {"type": "web_search"}]), "tool 2 is of type 'web_search'"),
         (chat(tools=[{"description": "looks"}]), "tool 1 has no name; it holds {'description': 'looks'}"),
@@ -236,14 +201,11 @@ def test_a_call_that_is_none_is_named(call, said):
         (chat(said={"tool_calls": CALL}), "tool_calls of message 2 is an object, not a list"),
         (chat(said={"role": "user"}), "message 2 has tool_calls, and its role is 'user'"),
         (chat(result={**RESULT, "content": None}), "content of message 3 is null"),
-        (chat(result={**RESULT, "content": {"temp": float("nan")}}), "content of message 3 cannot be written as JSON"),
         (chat(result={**RESULT, "content": [{"type": "image_url"}]}), "message 3 holds 'image_url'"),
         (
             {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "lookup(x)"}]},
             "function_call of turn 2 is text and not valid JSON, 'lookup(x)'",
         ),
-        ({"conversations": [{"from": "function_call", "value": '{"price": 2}'}]}, "call 1 of turn 1 has no name"),
-        ({"conversations": [{"from": "function_call"}]}, "call 1 of turn 1 is null"),
     ],
 )
 def test_tools_and_results_that_are_none_are_named(record, said):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from moetune.training.data.files import lines
 from moetune.training.data.sources import open_sources
 from tests.training.data.files.read import message, notes, read, records, write_lines
 
@@ -53,11 +54,11 @@ def test_what_is_wrong_in_a_list_of_an_object_is_placed(tmp_path):
     file = tmp_path / "data.json"
     file.write_text('{"train": [\n{"text": "a"},\n{"text": "b", "text": "c"}]}')
     (source,) = open_sources(str(file))
-    assert [row.problem and row.problem[:14] for row in source.rows] == [None, "the key 'text'"]
+    assert [row.problem and row.problem[:14] for row in source.rows] == ["the key 'text'"]
     file.write_text('{"train": [\n{"text": "a"},\n{"text": }]}')
     (source,) = open_sources(str(file))
     assert source.unit == "record"
-    assert [row.problem for row in source.rows] == [None, "not valid JSON: Expecting value (line 3, column 10)"]
+    assert [row.problem for row in source.rows] == ["not valid JSON: Expecting value (line 3, column 10)"]
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):
@@ -88,3 +89,24 @@ def test_csv_with_semicolons_and_text_in_utf_16(tmp_path):
     assert records(file) == [{"text": "a;b", "more;less": "c"}]
     file.write_bytes("text\na\n".encode("utf-16"))
     assert "iconv -f UTF-16 -t UTF-8" in message(file)
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "[1", '[\n1, {"a": "b', "[1 2]", '[{"a": 1},\n\n {"a" 1}, 3]', "[1]\n2", "[1, tru]", "[,1]", "[1.e5]"]
+)
+def test_what_is_wrong_in_an_array_is_said_as_python_says_it(tmp_path, text):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(json.JSONDecodeError) as expected:
+        json.loads(text)
+    *_, last = open_sources(str(tmp_path / "a.json"))[0].rows
+    line = f"line {expected.value.lineno}, " if expected.value.lineno > 1 else ""
+    assert last.problem == f"not valid JSON: {expected.value.msg} ({line}column {expected.value.colno})"
+
+
+def test_an_array_that_does_not_fit_in_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "_MOST_BYTES", 20)
+    file = tmp_path / "a.json"
+    file.write_text("[" + '{"text": "a"},' * 5 + "7]")
+    assert "one JSON value of more than 20 bytes; write each record on a line of its own" in message(file)
+    write_lines(file, *[{"text": "a"}] * 5)
+    assert len(records(file)) == 5

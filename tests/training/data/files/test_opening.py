@@ -63,7 +63,6 @@ def test_a_pointer_of_git_lfs_is_not_data(tmp_path, name):
     for spec in (tmp_path / "data" / name, tmp_path / "data"):
         said = message(spec)
         assert str(tmp_path / "data" / name) in said
-        assert "(1,234,567 bytes)" in said
         assert "git lfs pull" in said
 
 

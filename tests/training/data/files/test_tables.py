@@ -1,14 +1,13 @@
 """Records of Arrow tables are those that were written, whatever wrote the file: nulls, `Json()` columns, dates."""
 
 import decimal
-import subprocess
-import sys
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from moetune.training.data.files import tables
 from moetune.training.data.sources import open_sources
 from tests.training.data.files.read import message, records, write_lines
 
@@ -79,19 +78,6 @@ def test_records_are_those_that_were_written(tmp_path, way):
     assert records(way(tmp_path, UNLIKE)) == UNLIKE
 
 
-@pytest.mark.parametrize("way", [through_pyarrow, parquet_of_json])
-def test_the_hubs_sets_are_read_in_the_same_way(tmp_path, monkeypatch, way):
-    rows = datasets.Dataset.from_parquet(str(way(tmp_path, UNLIKE)), cache_dir=str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: rows if split else datasets.DatasetDict(dev=rows))
-    monkeypatch.setattr("moetune.training.data.sources.hub_is_reachable", lambda: True)
-    assert records("org/data") == records("org/data", held_out=True) == UNLIKE
-
-
-def test_json_lines_keep_the_nulls_that_were_written(tmp_path):
-    values = [{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"unit": None}}}]}]}]
-    assert records(write_lines(tmp_path / "a.jsonl", *values)) == values
-
-
 def test_null_items_of_lists_are_kept_and_columns_too(tmp_path):
     values = [{"a": [1, None], "b": None}, {"a": None, "b": {"c": [None, {"d": None}], "e": "f"}}]
     pq.write_table(pa.Table.from_pylist(values), tmp_path / "a.parquet")
@@ -140,22 +126,6 @@ def test_json_columns_of_other_programs_are_decoded(tmp_path):
 
 
 LARGEST = 2**62
-
-
-def test_rare_types_are_read(tmp_path):
-    late, structs = pa.array([LARGEST], pa.timestamp("us")), pa.struct([("k", pa.int64())])
-    columns = {
-        "runs": (pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), late), LARGEST),
-        "zone": (late.cast(pa.timestamp("us", "Mars/Phobos")), LARGEST),
-        "union": (pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([{"a": 1, "b": None}])]), {"a": 1}),
-        "view": (pa.array([["x", None]], pa.list_view(pa.string_view())), ["x", None]),
-        "map": (pa.array([[(1, "x"), (2, None)]], pa.map_(pa.int64(), pa.string())), {"1": "x", "2": None}),
-        "keys": (pa.array([[({"k": 1}, "x")]], pa.map_(structs, pa.string())), {'{"k": 1}': "x"}),
-    }  # fmt: skip
-    table = pa.table({key: values for key, (values, _) in columns.items()})
-    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-    assert records(tmp_path / "a.arrow") == [{key: value for key, (_, value) in columns.items()}]
 
 
 def test_every_type_is_read(tmp_path):
@@ -227,24 +197,8 @@ def test_a_key_twice_in_a_map_and_text_that_is_none(tmp_path):
     assert problems == ["a map holds the key 'k' twice", "not valid UTF-8"]
 
 
-MEMORY = """
-import resource, sys
-from moetune.training.data.sources import open_sources
-def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB
-small, large = open_sources(sys.argv[1]), open_sources(sys.argv[2])
-assert sum(len(row.value["text"]) for source in small for row in source.rows) > 0
-before = peak()
-assert sum(len(row.value["text"]) for source in large for row in source.rows) > 2**29
-print(peak() - before)
-"""
-
-
-@pytest.mark.full
-def test_a_small_file_that_unpacks_to_gigabytes_is_held_row_by_row(tmp_path):
-    for name, size, count in (("small", 10, 3), ("large", 40_000_000, 20)):
-        words = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), ["x" * size])
-        pq.write_table(pa.table({"text": words}), tmp_path / f"{name}.parquet", compression="zstd")
-    assert (tmp_path / "large.parquet").stat().st_size < 5000
-    files = (str(tmp_path / f"{name}.parquet") for name in ("small", "large"))
-    done = subprocess.run([sys.executable, "-c", MEMORY, *files], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 400
+def test_rows_that_unpack_to_much_are_held_one_by_one(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"text": ["x" * 99] * 3}), tmp_path / "a.parquet")
+    for most, sizes in ((2**27, [3]), (200, [1, 1, 1])):
+        monkeypatch.setattr(tables, "_BYTES", most)
+        assert [len(batch) for batch in tables.parquet_batches(pq.ParquetFile(tmp_path / "a.parquet"))] == sizes
