@@ -25,7 +25,7 @@ from moetune.errors import UserError, counted
 from moetune.json_files import Answer
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.deepspeed import require_deepspeed
-from moetune.parallel.ranks import Ranks
+from moetune.parallel.ranks import Ranks, local_tensor
 from moetune.run import validation
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.keeps import is_open, kept_by_layer
@@ -178,6 +178,9 @@ def train(
         if packing:
             rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
             refuse_leaky_packing(adapted.model, rows, config.train.sequence_length)
+
+        # Optimizer states are counted after the first step; without room for the weights alone nothing is replaced.
+        folder.refuse_full_disk(sum(local_tensor(p).nbytes for p in adapted.trainable().values()))
 
         # From here on files are written to the run folder.
         folder.lock()
