@@ -155,7 +155,7 @@ def writing(out: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         if (reason := refused(error)) is None:  # transformers also raises OSError for other errors
             raise
-        raise UserError(f"--out {str(out)!r} cannot be written: {reason}") from error
+        raise UserError(f"--out {str(out)!r} was not written: {reason}") from error
 
 
 def sweep(out: Path) -> None:

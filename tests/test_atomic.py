@@ -216,14 +216,14 @@ def test_a_replacement_that_fails_leaves_what_was_there(tmp_path: Path, monkeypa
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(UserError, match=r"--out '.*out' cannot be written: Input/output error"):
+    with pytest.raises(UserError, match=r"--out '.*out' was not written: Input/output error"):
         write(tmp_path / "out", "second", overwrite=True)
     assert names(tmp_path) == ["out"]
     assert (tmp_path / "out" / "text").read_text() == "first"
 
 
 def test_the_file_that_failed_is_named(tmp_path: Path) -> None:
-    named = r"--out '.*out' cannot be written: x \(base/model\.safetensors\)"
+    named = r"--out '.*out' was not written: x \(base/model\.safetensors\)"
     with pytest.raises(UserError, match=named), new_folder(tmp_path / "out", overwrite=False):
         raise OSError(2, "x", "base/model.safetensors")
     assert names(tmp_path) == []

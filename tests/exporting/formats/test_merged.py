@@ -167,7 +167,7 @@ def test_a_failure_leaves_nothing_behind(
     monkeypatch.setattr(
         "moetune.exporting.formats.merged.write_export_manifest", lambda *_: os.open(tmp_path / "none", os.O_RDONLY)
     )
-    with pytest.raises(UserError, match=r"merged' cannot be written: No such file .*none"):
+    with pytest.raises(UserError, match=r"merged' was not written: No such file .*none"):
         merge(run, out)
     assert list(out.parent.iterdir()) == []
     monkeypatch.setattr("shutil.disk_usage", lambda _: os.statvfs_result and type("Usage", (), {"free": 1000}))
