@@ -20,8 +20,8 @@ SMALLEST_BLOCK = 512  # kMinBlockSize
 _LARGEST_SMALL = 1 << 20  # kSmallSize: largest request that is served by the small pool
 POOLS = ((1, _LARGEST_SMALL), (_LARGEST_SMALL + 1, 1 << 60))
 """Least and most bytes of a request that each of the allocator's pools, of small and of large blocks, serves."""
-_SMALL_PAGE = 2 << 20  # kSmallBuffer
-_LARGE_PAGE = 20 << 20  # large_segment_size_
+SMALL_PAGE = 2 << 20  # kSmallBuffer
+LARGE_PAGE = 20 << 20  # large_segment_size_
 _OWN_SEGMENT = 10 << 20  # kMinLargeAlloc: requests of at least this size get a segment of their own
 _OWN_ROUNDING = 2 << 20  # kRoundLarge
 # torch reserves addresses for 9/8 of the GPU's memory. 2^60 exceeds any GPU, so that addresses never run out.
@@ -63,7 +63,7 @@ def simulate(events: Iterable[Event], *, expandable: bool, capacity: int | None 
     large: _Pool
     small: _Pool
     if expandable:
-        large, small = _ExpandablePool(card, _LARGE_PAGE), _ExpandablePool(card, _SMALL_PAGE)
+        large, small = _ExpandablePool(card, LARGE_PAGE), _ExpandablePool(card, SMALL_PAGE)
     else:
         large, small = _SegmentPool(card, split_above=_LARGEST_SMALL), _SegmentPool(card, split_above=0)
 
@@ -226,9 +226,9 @@ class _SegmentPool(_Pool):
 
     def grow(self, size: int) -> _Block | None:
         if size <= _LARGEST_SMALL:
-            segment = _SMALL_PAGE
+            segment = SMALL_PAGE
         elif size < _OWN_SEGMENT:
-            segment = _LARGE_PAGE
+            segment = LARGE_PAGE
         else:
             segment = _round_up(size, _OWN_ROUNDING)
         if not self._card.take(segment):

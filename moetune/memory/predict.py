@@ -14,7 +14,7 @@ from moetune.adapt.guard import as_known
 from moetune.config.schema import RunConfig
 from moetune.errors import counted
 from moetune.memory.about import about
-from moetune.memory.allocator import POOLS, Event, Reserved, simulate
+from moetune.memory.allocator import LARGE_PAGE, POOLS, SMALL_PAGE, Event, Reserved, simulate
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.equal_ranks import by_kind
 from moetune.memory.host import host_of
@@ -34,8 +34,6 @@ Allocator = Literal["default", "expandable"]
 """Configuration of torch's caching allocator: default segments, or `expandable_segments:True`."""
 Tracing = Callable[..., Trace]
 """(run, routing, rank=…, gpu=…) -> the trace of that rank on that GPU."""
-_PAGE = 20 << 20  # bytes of a page of an expandable segment in the large pool
-_SMALL_PAGE = 2 << 20  # bytes of a page in the small pool
 _WORDS: dict[Allocator, str] = {"default": "plain segments", "expandable": "expandable segments"}
 
 
@@ -226,7 +224,7 @@ def rank_memory(
     workspaces = found.workspaces
     if allocator is None:
         beside = workspaces * card.cublas_workspace.value + found.rounded_peak - parts.total
-        reserved = -(-(parts.total + beside) // _PAGE) * _PAGE + _SMALL_PAGE
+        reserved = -(-(parts.total + beside) // LARGE_PAGE) * LARGE_PAGE + SMALL_PAGE
     else:
         allocated, reserved = _simulated(found, card, allocator == "expandable", matrix, capacity)
         beside = allocated - parts.total

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from moetune.memory.allocator import LARGE_PAGE, SMALL_PAGE
 from moetune.models.catalog.gpus import Gpu
 
 Cause = Literal["routing", "context", "allocator", "prediction"]
@@ -15,7 +16,7 @@ ERROR = 0.005
 FRAGMENTATION = 0.015
 """Share of the needed memory that torch's allocator may hold beyond it on a full card: free blocks that lie between
 tensors in use. Source: docs/benchmarks/near_the_line.md, where runs that took up to 99.1 % of a card ran."""
-PAGES = (20 << 20) + (2 << 20)
+PAGES = LARGE_PAGE + SMALL_PAGE
 """Bytes that rounding up takes at most with expandable segments: one page of the large pool, and one of the small."""
 
 

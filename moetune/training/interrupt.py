@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run saves a checkpoint after the current step and ends; a second signal ends it at once."""
+"""Record Ctrl-C and SIGTERM, for the loop to save a checkpoint after the current step; a second one ends at once."""
 
 import os
 import signal
