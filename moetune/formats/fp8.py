@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from typing_extensions import TypedDict
 
 from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
-from moetune.formats.published import Settings, SourceQuantization, invalid, patterns_of
+from moetune.formats.published import Settings, SourceQuantization, invalid, left_out
 from moetune.json_files import Amount, read_json
 from moetune.kernels import AT_ONCE, FP8_BLOCK
 from moetune.kernels.operators import operator
@@ -131,8 +131,8 @@ class Fp8(Format):
         if not isinstance(size, list | tuple) or len(size) != 2 or not all(isinstance(one, int) for one in size):
             raise invalid("weight_block_size", size, "give two numbers")
         is_kept = [*size] == [FP8_BLOCK, FP8_BLOCK]
-        left_out = patterns_of(settings, "modules_to_not_convert")
-        return SourceQuantization(method, "fp8" if is_kept else None, gate_up_apart=is_kept, left_out=left_out)
+        base = "fp8" if is_kept else None
+        return SourceQuantization(method, base, gate_up_apart=is_kept, left_out=left_out(settings))
 
     def layout(self, *shape: int) -> Sizes:
         """DeepSeek-V3's: [out, in], and the scales."""

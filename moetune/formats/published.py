@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,6 +12,9 @@ from moetune.errors import UserError, shown
 
 Settings = Mapping[str, Any]
 """The `quantization_config` of a checkpoint."""
+LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
+"""Keys of `quantization_config` for the modules that are left in 16 bits: compressed-tensors' and ModelOpt's;
+transformers', and an alias that it takes; ModelOpt's in a file of its own; Quark's."""
 _IN_16_BITS: Storage = "nf4"
 """Storage that `model.base: auto` stands for, unless the checkpoint's own format can be kept."""
 
@@ -56,26 +60,39 @@ class SourceQuantization:
     def leaves_out(self, path: str, config: ModelConfig) -> bool:
         """Return whether the `model:` section `config` keeps the published format, in which the module at `path` is in
         16 bits."""
-        return config.base == self.base and any(
-            re.match(pattern.removeprefix("re:"), path)
-            if pattern.startswith("re:")
-            else fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") or path.endswith(f".{pattern}")
-            for pattern in self.left_out
-        )
+        return config.base == self.base and any(_names(pattern, path) for pattern in self.left_out)
 
 
-def patterns_of(settings: Settings, key: str) -> tuple[str, ...]:
-    """Return the patterns (`SourceQuantization.left_out`) under a key of `quantization_config`, none if it is missing;
-    raise `UserError` if they are no list of strings, or one is no regular expression after `re:`."""
-    found = settings.get(key) or ()
-    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
-        raise invalid(key, found, "give a list of names")
-    for one in found:
-        try:
-            re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
-        except (re.error, OverflowError, RecursionError) as error:
-            raise invalid(key, one, str(error)) from None
-    return tuple(found)
+def _names(pattern: str, path: str) -> bool:
+    """Return whether a pattern of modules to leave in 16 bits names the module at `path`, or one around it.
+
+    It is a regular expression after `re:`, as compressed-tensors has them; else the path's beginning, with wildcards
+    (ModelOpt) or as a regular expression, or its end (transformers).
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), path) is not None
+    if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") or path.endswith(f".{pattern}"):
+        return True
+    with suppress(re.error):
+        return re.match(rf"(?:{pattern})(?:\.|$)", path) is not None
+    return False
+
+
+def left_out(settings: Settings) -> tuple[str, ...]:
+    """Return the patterns (`SourceQuantization.left_out`) under any key that programs have for them; raise `UserError`
+    if they are no list of strings, or one is no regular expression after `re:`."""
+    patterns: list[str] = []
+    for key in LEFT_OUT:
+        names = settings.get(key) or ()
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise invalid(key, names, "give a list of names")
+        for name in names:
+            try:
+                re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+            except (re.error, OverflowError, RecursionError) as error:
+                raise invalid(key, name, str(error)) from None
+        patterns += names
+    return tuple(patterns)
 
 
 def invalid(key: str, value: object, reason: str) -> UserError:

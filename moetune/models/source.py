@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from typing_extensions import TypedDict
 
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
@@ -23,9 +22,11 @@ from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
 from moetune.models.hub.snapshot import download, downloaded
 from moetune.models.source_quantization import (
     REST,
+    SETTINGS_BESIDE,
     QuantizedManifest,
     quantization_of,
     read_quantized_manifest,
+    sections_with_settings,
 )
 from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
@@ -34,10 +35,6 @@ from moetune.tensor_files import Stored, read_header
 _MOST_LAYERS = 1000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-
-
-class _ModelOpt(TypedDict):
-    quantization: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -190,10 +187,10 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of errors for an invalid config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
-    beside = folder / "hf_quant_config.json"
-    if getattr(config, "quantization_config", None) is None and beside.is_file():  # ModelOpt before 0.29
-        own = read_json(beside, _ModelOpt, f"model {path!r}: {beside.name}")
-        config.quantization_config = {"quant_method": "modelopt", **own["quantization"]}
+    for name, method in SETTINGS_BESIDE.items():
+        if (folder / name).is_file() and not any(sections_with_settings(config)):
+            own = read_json(folder / name, dict[str, Any], f"model {path!r}: {name}")
+            config.quantization_config = {"quant_method": method} | own.get("quantization", own)
     return config
 
 

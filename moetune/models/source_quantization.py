@@ -1,6 +1,6 @@
 """The format in which a checkpoint is published, from its configuration, or from the manifest of a quantized base."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +20,17 @@ from moetune.tensor_files import is_name_of_weights
 
 REST = "rest.safetensors"
 """Name of the file of a quantized base with all tensors other than experts, under the names of transformers' model."""
+SETTINGS = ("quantization_config", "compression_config", "quantization", "quant_config", "quantize_config")
+"""Keys of a configuration that say how its weights are quantized: transformers'; compressed-tensors' until 0.9; MLX's;
+others of programs' own."""
+SETTINGS_BESIDE = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quantization_config.json": "auto-round",
+}
+"""File with the settings of a quantized checkpoint, where `config.json` has none -> the method of the program that
+writes it."""
 
 
 def _check_name(name: str) -> str:
@@ -79,20 +90,53 @@ def read_quantized_manifest(folder: Path) -> QuantizedManifest | None:
     return read_json(folder / QUANTIZED_MANIFEST, QuantizedManifest, remedy=remedy)
 
 
-def quantization_of(config: PretrainedConfig) -> SourceQuantization:
-    """Return the format of a checkpoint from the `quantization_config` in its configuration.
+def sections_with_settings(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield the section of a configuration, and each section in it, that says how its weights are quantized.
 
-    ModelOpt's settings may also be in a file of their own (`models/source.py`).
+    `config` is transformers' object, or the content of a `config.json`. Its settings are those under the section's keys
+    `SETTINGS`.
+    """
+    section = config if isinstance(config, dict) else vars(config)
+    if any(section.get(key) is not None for key in SETTINGS):
+        yield section
+    for key, value in list(section.items()):
+        if key not in SETTINGS and isinstance(value, dict | PretrainedConfig):
+            yield from sections_with_settings(value)
+
+
+def remove_settings(config: Any) -> None:
+    """Remove from a configuration, as `sections_with_settings` takes it, all that says how weights are quantized."""
+    for section in sections_with_settings(config):
+        for key in SETTINGS:
+            section.pop(key, None)
+
+
+def quantization_of(config: PretrainedConfig) -> SourceQuantization:
+    """Return the format of a checkpoint from the settings in its configuration, at whatever depth.
+
+    Programs that do not write them there have a file of their own (`SETTINGS_BESIDE`).
 
     Raises:
         UserError: a setting that is read has a value of the wrong type, or a pattern is no regular expression.
     """
-    raw: Any = getattr(config, "quantization_config", None)
-    if raw is None:
-        return SourceQuantization()
+    formats: list[SourceQuantization] = []
+    for section in sections_with_settings(config):
+        for key in SETTINGS:
+            if (raw := section.get(key)) is not None and (how := _quantization(key, raw)) not in formats:
+                formats.append(how)
+    if len(formats) > 1:
+        return SourceQuantization(" and ".join(how.method for how in formats), is_read=False)
+    return formats[0] if formats else SourceQuantization()
+
+
+def _quantization(key: str, raw: Any) -> SourceQuantization:
+    """Return the format that the settings under one of the keys `SETTINGS` describe."""
     if not isinstance(raw, Mapping) and not hasattr(raw, "to_dict"):
-        raise UserError(f"config.json: quantization_config {shown(raw)} is not valid: give an object")
+        raise UserError(f"config.json: {key} {shown(raw)} is not valid: give an object")
     settings: Mapping[str, Any] = raw if isinstance(raw, Mapping) else raw.to_dict()
-    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
-    of_formats = (format.published(method, settings) for format in FORMATS.values())
-    return next(filter(None, of_formats), SourceQuantization(method, is_read=False))
+    method = settings.get("quant_method")
+    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        method = "bitsandbytes"
+    name = f"{key} without quant_method" if method is None else str(getattr(method, "value", method))
+    of_formats = (format.published(name, settings) for format in FORMATS.values())
+    return next(filter(None, of_formats), SourceQuantization(name, is_read=False))

@@ -16,6 +16,7 @@ from moetune.models.dry_run import refuse_unrunnable
 from moetune.models.routers import ScoreFunction, correction_bias, score_functions
 from moetune.models.selection import NOTHING, select
 from moetune.models.source import ModelSource, find_model_source
+from moetune.models.source_quantization import remove_settings
 from moetune.models.structure import meta_model, read_structure
 from moetune.models.tied import untied
 from moetune.run import validation
@@ -171,8 +172,7 @@ def _plain_of(source: ModelSource, dtype: str) -> tuple[PretrainedConfig, PreTra
     `dtype` is a key of `DTYPES`.
     """
     settings = copy.deepcopy(source.config)
-    if getattr(settings, "quantization_config", None) is not None:
-        del settings.quantization_config
+    remove_settings(settings)
     set_attention(settings, "eager")
     settings.use_cache = False
     settings.dtype = DTYPES[dtype]
