@@ -39,7 +39,8 @@ def export(
     overwrite: Overwrite = False,
     check: Annotated[int, number("Compare the loss on N held-out records with the trained model's.", 0, 1000, "N")] = 0,
     into: Annotated[
-        Any, choice("fp8|nvfp4|mxfp4", "Round a merged checkpoint, and say how much of the change survives.", "--into")
+        Any,
+        choice("fp8|nvfp4|mxfp4|int4", "Round a merged checkpoint, and say how much of the change survives.", "--into"),
     ] = None,
     push: Annotated[str | None, option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")] = None,
     predict: Predict = False,

@@ -6,11 +6,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from typing_extensions import TypedDict
 
+from moetune.config.schema import Storage
 from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
-from moetune.formats.published import Settings, SourceQuantization, invalid, left_out
-from moetune.json_files import Amount, read_json
+from moetune.formats.published import Settings, SourceQuantization, invalid, left_out, settings_in
 from moetune.kernels import AT_ONCE, FP8_BLOCK
 from moetune.kernels.operators import operator
 
@@ -50,9 +49,7 @@ class BlockFp8(Quantized):
     def opened(cls, parts: Parts) -> Self | None:
         if "scale_inv" not in parts:
             return None
-        high, wide = read_json(parts[""].file.parent / "config.json", _Config)["quantization_config"][
-            "weight_block_size"
-        ]
+        high, wide = _block(settings_in(parts[""].file.parent))
         weight, scales = parts[""], parts["scale_inv"]
         rows, columns = weight.shape
         require(scales.shape == (-(-rows // high), -(-columns // wide)) and scales.dtype in ("F32", "BF16"), parts)
@@ -78,12 +75,13 @@ class BlockFp8(Quantized):
         return rows
 
 
-class _Blocks(TypedDict):
-    weight_block_size: tuple[Amount, Amount]
-
-
-class _Config(TypedDict):
-    quantization_config: _Blocks
+def _block(settings: Settings) -> tuple[int, int]:
+    """Return the rows and columns of a block from settings; raise `UserError` if they are no two numbers."""
+    match settings.get("weight_block_size"):
+        case [int(high), int(wide)] if high > 0 and wide > 0:
+            return high, wide
+        case size:
+            raise invalid("weight_block_size", size, "give two numbers")
 
 
 class Fp8(Format):
@@ -126,12 +124,10 @@ class Fp8(Format):
         return dequantize_fp8(stored["data"], stored["scales"], dtype)
 
     def published(self, method: str, settings: Settings) -> SourceQuantization | None:
-        if method != "fp8" or not (size := settings.get("weight_block_size")):
+        if method != "fp8" or not settings.get("weight_block_size"):
             return None
-        if not isinstance(size, list | tuple) or len(size) != 2 or not all(isinstance(one, int) for one in size):
-            raise invalid("weight_block_size", size, "give two numbers")
-        is_kept = [*size] == [FP8_BLOCK, FP8_BLOCK]
-        base = "fp8" if is_kept else None
+        is_kept = _block(settings) == (FP8_BLOCK, FP8_BLOCK)
+        base: Storage | None = "fp8" if is_kept else None
         return SourceQuantization(method, base, gate_up_apart=is_kept, left_out=left_out(settings))
 
     def layout(self, *shape: int) -> Sizes:

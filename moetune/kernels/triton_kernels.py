@@ -20,6 +20,7 @@ from moetune.kernels.triton_low_rank import low_rank, low_rank_gradients_  # noq
 
 BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program, half as many as NVFP4 blocks of 16
 ROWS_OF_FP8 = 32  # rows of an FP8 block of 128 × 128 weights per program
+ROWS_OF_INT4, COLUMNS_OF_INT4 = 32, 128  # rows and columns of INT4 weights per program, which reads a scale for each 32
 COLUMNS = 1024  # columns of a program's block, times 2 or 4 in some kernels
 
 
@@ -88,7 +89,7 @@ def dequantize_nf4(data, absmax, nested, code, offset, weights, dtype):
     return out
 
 
-# --- int8, FP8, MXFP4 and NVFP4 -----------------------------------------------------------------------------------
+# --- int8, FP8, MXFP4, NVFP4 and INT4 -----------------------------------------------------------------------------
 
 
 @kernel()
@@ -201,6 +202,52 @@ def dequantize_nvfp4(data, scales, fractions, columns, dtype):
     if out.numel():
         grid = (ceil_div(rows * wide, 2 * BLOCKS_OF_64), count)
         _dequantize_nvfp4[grid](data, scales, fractions, out, rows * wide, columns, wide, BLOCKS=2 * BLOCKS_OF_64)
+    return out
+
+
+@kernel()
+def _dequantize_int4(
+    data, scales, half, zeros, order, out, rows, columns, width, groups, GROUP: tl.constexpr, ORDERED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    first = tl.program_id(0) * COLUMNS
+    byte = first // 2 + tl.arange(0, COLUMNS // 2)
+    is_byte = inside[:, None] & (byte < width)[None, :]
+    at = data + matrix * rows * width + (row * width)[:, None] + byte[None, :]
+    pairs = tl.load(at, mask=is_byte, other=0).to(tl.int32)
+    column = first + tl.arange(0, COLUMNS)
+    is_column = column < columns
+    COUNT: tl.constexpr = COLUMNS if ORDERED else COLUMNS // 32  # scales of a row that are read: one for each thread
+    if ORDERED:
+        group = tl.load(order + matrix * columns + column, mask=is_column, other=0).to(tl.int32)
+    else:
+        group = (first + 32 * tl.arange(0, COUNT)) // GROUP
+        group = tl.where(group < groups, group, 0)
+    at = scales + matrix * rows * groups + (row * groups)[:, None] + group[None, :]
+    bits = tl.load(at, mask=inside[:, None], other=0)
+    of_bf16 = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    scale = tl.where(tl.load(half + matrix) != 0, bits.to(tl.float16, bitcast=True).to(tl.float32), of_bf16)
+    of_zeros = (groups + 1) // 2
+    at = zeros + matrix * rows * of_zeros + (row * of_zeros)[:, None] + (group // 2)[None, :]
+    zero = (tl.load(at, mask=inside[:, None], other=0).to(tl.int32) >> (4 * (group % 2))[None, :]) & 15
+    levels = tl.reshape(tl.join(pairs & 15, pairs >> 4), (ROWS, COUNT, COLUMNS // COUNT)) - zero[:, :, None]
+    value = tl.reshape(levels.to(tl.float32) * scale[:, :, None], (ROWS, COLUMNS)).to(out.dtype.element_ty)
+    at = out + matrix * rows * columns + (row * columns)[:, None] + column[None, :]
+    tl.store(at, value, mask=inside[:, None] & is_column[None, :])
+
+
+def dequantize_int4(data, scales, half, zeros, order, group, columns, dtype):
+    count, rows, width = data.shape
+    out = data.new_empty(count, rows, columns, dtype=dtype)
+    if out.numel():
+        grid = (ceil_div(columns, COLUMNS_OF_INT4), ceil_div(rows, ROWS_OF_INT4), count)
+        _dequantize_int4[grid](
+            data, scales, half, zeros, data if order is None else order, out, rows, columns, width, scales.shape[2],
+            GROUP=group or 1 << 30, ORDERED=order is not None, ROWS=ROWS_OF_INT4, COLUMNS=COLUMNS_OF_INT4,
+        )  # fmt: skip
     return out
 
 

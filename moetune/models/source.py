@@ -15,18 +15,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.published import SourceQuantization
+from moetune.formats.published import SourceQuantization, sections_with_settings, settings_beside
 from moetune.json_files import read_json
 from moetune.models.catalog import CatalogModel, find_model, model_names
 from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
 from moetune.models.hub.snapshot import download, downloaded
 from moetune.models.source_quantization import (
     REST,
-    SETTINGS_BESIDE,
     QuantizedManifest,
     quantization_of,
     read_quantized_manifest,
-    sections_with_settings,
 )
 from moetune.models.structure import require_causal_lm
 from moetune.models.tied import holds_apart, ties, untied
@@ -153,7 +151,8 @@ def _of(name: str, config: PretrainedConfig, folder: str | None) -> ModelSource:
     if getattr(config, "dtype", None) not in _DTYPES:  # such as int8: no model is built or quantized in it
         config.dtype = None
     if manifest is not None:  # its config.json is the original's
-        how = replace(manifest.quantization, left_out=how.left_out if how.base == manifest.base else ())
+        only, left_out = (how.only, how.left_out) if how.base == manifest.base else ((), ())
+        how = replace(manifest.quantization, only=only, left_out=left_out)
     return ModelSource(name, config, folder, how, manifest)
 
 
@@ -187,10 +186,8 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of errors for an invalid config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
-    for name, method in SETTINGS_BESIDE.items():
-        if (folder / name).is_file() and not any(sections_with_settings(config)):
-            own = read_json(folder / name, dict[str, Any], f"model {path!r}: {name}")
-            config.quantization_config = {"quant_method": method} | own.get("quantization", own)
+    if not any(sections_with_settings(config)) and (beside := settings_beside(folder)):
+        config.quantization_config = beside
     return config
 
 

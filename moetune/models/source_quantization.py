@@ -1,6 +1,6 @@
 """The format in which a checkpoint is published, from its configuration, or from the manifest of a quantized base."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from moetune.config.schema import QuantizedDtype
 from moetune.errors import UserError, shown
 from moetune.files import check_path
-from moetune.formats.published import SourceQuantization
+from moetune.formats.published import SETTINGS, SourceQuantization, sections_with_settings
 from moetune.formats.table import FORMATS
 from moetune.json_files import Amount, read_json
 from moetune.models.hub.fingerprint import Base, Fingerprint
@@ -20,17 +20,6 @@ from moetune.tensor_files import is_name_of_weights
 
 REST = "rest.safetensors"
 """Name of the file of a quantized base with all tensors other than experts, under the names of transformers' model."""
-SETTINGS = ("quantization_config", "compression_config", "quantization", "quant_config", "quantize_config")
-"""Keys of a configuration that say how its weights are quantized: transformers'; compressed-tensors' until 0.9; MLX's;
-others of programs' own."""
-SETTINGS_BESIDE = {
-    "hf_quant_config.json": "modelopt",
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "quantization_config.json": "auto-round",
-}
-"""File with the settings of a quantized checkpoint, where `config.json` has none -> the method of the program that
-writes it."""
 
 
 def _check_name(name: str) -> str:
@@ -88,27 +77,6 @@ def read_quantized_manifest(folder: Path) -> QuantizedManifest | None:
         return None
     remedy = "write it again with moetune quantize"
     return read_json(folder / QUANTIZED_MANIFEST, QuantizedManifest, remedy=remedy)
-
-
-def sections_with_settings(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield the section of a configuration, and each section in it, that says how its weights are quantized.
-
-    `config` is transformers' object, or the content of a `config.json`. Its settings are those under the section's keys
-    `SETTINGS`.
-    """
-    section = config if isinstance(config, dict) else vars(config)
-    if any(section.get(key) is not None for key in SETTINGS):
-        yield section
-    for key, value in list(section.items()):
-        if key not in SETTINGS and isinstance(value, dict | PretrainedConfig):
-            yield from sections_with_settings(value)
-
-
-def remove_settings(config: Any) -> None:
-    """Remove from a configuration, as `sections_with_settings` takes it, all that says how weights are quantized."""
-    for section in sections_with_settings(config):
-        for key in SETTINGS:
-            section.pop(key, None)
 
 
 def quantization_of(config: PretrainedConfig) -> SourceQuantization:

@@ -19,6 +19,9 @@ STORAGES: list[tuple[Storage, bool]] = [
     ("fp8", False),
     ("nvfp4", False),
     ("mxfp4", False),
+    ("int4-g32", False),
+    ("int4-row", False),
+    ("int4-g128-order", False),
     ("bf16", False),
     ("fp32", False),
 ]
@@ -41,6 +44,10 @@ def matrix_bytes(storage: Storage, double_quant: bool, shape: tuple[int, int]) -
             return 9 * shape[0] * -(-shape[1] // 16) + 8
         case "mxfp4":
             return 17 * -(-weights // 32)
+        case "int4-g32" | "int4-row" | "int4-g128-order":
+            groups = {"int4-g32": -(-shape[1] // 32), "int4-row": 1, "int4-g128-order": -(-shape[1] // 128)}[storage]
+            order = 2 * shape[1] if storage.endswith("order") else 0
+            return shape[0] * (4 * -(-shape[1] // 8) + 2 * groups + -(-groups // 2)) + order + 1
         case _:
             return weights * DTYPES[storage].itemsize
 
@@ -73,7 +80,8 @@ def test_a_matrix_is_stored_alone_and_comes_back_from_a_state_dict(storage: Stor
 
 @pytest.mark.parametrize(
     ("storage", "double_quant"),
-    [*product(["nf4"], [True, False]), ("int8", True), ("fp8", True), ("nvfp4", True), ("mxfp4", True), ("bf16", True)],
+    [*product(["nf4"], [True, False]), ("int8", True), ("fp8", True), ("nvfp4", True), ("mxfp4", True), ("bf16", True)]
+    + [("int4-g64", True), ("int4-g32-order", True)],
 )
 @pytest.mark.parametrize("shape", [(256, 64), (64, 256), (96, 32), (24, 20), (256, 192)])  # whole blocks, and not
 def test_matrices_dequantized_together_are_those_dequantized_apart(
@@ -97,7 +105,7 @@ def test_a_meta_stack_stores_nothing_and_another_shape_is_refused() -> None:
         QuantizedExperts(1, (6, 20), "fp32").quantize_(0, torch.zeros(20, 6))
 
 
-@pytest.mark.parametrize("storage", ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "bf16", "fp32"])
+@pytest.mark.parametrize("storage", ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "int4-g32", "bf16", "fp32"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_quantized_linear_computes_with_its_weight_and_keeps_nothing(storage: Storage, bias: bool) -> None:
     plain = nn.Linear(20, 6, bias=bias)

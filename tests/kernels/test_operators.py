@@ -79,8 +79,19 @@ def nvfp4(count: int, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scales, random(count, 2).abs() / 1000
 
 
+def int4(count: int, rows: int, columns: int, group: int, ordered: bool) -> list[Any]:
+    """Codes, scales of which every other matrix has them in float16, zero points, groups of columns."""
+    groups = -(-columns // (group or columns))
+    codes, zeros = (torch.randint(0, 256, (count, rows, n), dtype=torch.uint8) for n in (4 * -(-columns // 8), groups))
+    scales = random(count, rows, groups) / 100
+    half = torch.arange(count).remainder(2).to(torch.uint8)
+    bits = [scales[n].to(torch.float16 if half[n] else torch.bfloat16).view(torch.int16) for n in range(count)]
+    order = torch.randint(0, groups, (count, columns), dtype=torch.int16) if ordered else None
+    return [codes, torch.stack(bits), half, zeros[..., : -(-groups // 2)].contiguous(), order, group, columns]
+
+
 def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
-    """Of NF4, int8, FP8 and NVFP4, whole blocks and not; of MXFP4 every byte, at nine exponents of normal numbers."""
+    """Of NF4, int8, FP8, NVFP4, INT4, whole blocks and not; of MXFP4 every byte, at nine exponents of normal ones."""
     for shape, double_quant in product([(64, 512), (24, 20), (96, 32), (15, 9)], [True, False]):
         nf4 = QuantizedExperts(3, shape, "nf4", double_quant=double_quant)
         for number in range(3):
@@ -98,6 +109,9 @@ def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
     for shape in [(2, 40, 64), (1, 33, 7), (3, 5, 272)]:
         codes, scales, fractions = nvfp4(*shape)
         yield "dequantize_nvfp4", [codes, scales, fractions, shape[2], dtype]
+    for shape in [(2, 40, 64, 32), (2, 17, 200, 64), (3, 5, 272, 128), (2, 33, 300, 0)]:
+        for ordered in (False, True):
+            yield "dequantize_int4", [*int4(*shape, ordered), dtype]
     near = 120 if dtype == torch.float32 else 12
     exponents = torch.arange(127 - near, 128 + near, near // 4, dtype=torch.uint8)
     data, scales = torch.arange(256, dtype=torch.uint8).repeat(len(exponents)), exponents.repeat_interleave(16)

@@ -18,11 +18,11 @@ from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.formats.updates import new_rows, placed, updates
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.published import SETTINGS_BESIDE, remove_settings
 from moetune.json_files import read_json
 from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
 from moetune.models.hub.snapshot import copy_small_file, small_files
 from moetune.models.source import find_model_source
-from moetune.models.source_quantization import SETTINGS_BESIDE, remove_settings
 from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, Stored, create_file
 
 

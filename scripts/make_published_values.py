@@ -1,0 +1,188 @@
+"""Write tests/formats/published: matrices as the libraries that publish checkpoints pack them, and their own values.
+
+    python scripts/make_published_values.py [--only WORD]
+
+A file for each library: tensors `<case>.<part>`, which are those of a checkpoint, and `<case>.expected`, what the
+library itself dequantizes them to. The metadata have the library's version and the settings of each case. Needs, beside
+what moetune needs: compressed-tensors 0.20.0, gptqmodel 7.7.0, auto-round 0.16.1.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+OUT = Path(__file__).parents[1] / "tests/formats/published"
+Case = tuple[str, dict[str, Any], dict[str, Tensor]]
+"""Name, `quantization_config`, and tensors: parts by their names in a checkpoint, and `expected`."""
+
+
+def weight(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(rows, columns) * torch.logspace(-2, 0, rows)[:, None]).to(dtype)
+
+
+def linear(of: Tensor) -> nn.Linear:
+    layer = nn.Linear(of.shape[1], of.shape[0], bias=False)
+    layer.weight.data = of.float()
+    return layer
+
+
+def compressed_tensors() -> Iterator[Case]:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    def case(name: str, format: str, of: Tensor, **weights: Any) -> Case:
+        group = {"targets": ["Linear"], "weights": weights, "format": format}
+        scheme = QuantizationScheme.model_validate(group)
+        args = scheme.weights
+        assert args is not None
+        size = args.group_size or of.shape[1]
+        blocks = of.unflatten(1, (-1, size)) if args.strategy != "tensor" else of.reshape(1, 1, -1)
+        scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+        state = {"weight": of, "weight_scale": scale, "weight_zero_point": zero}
+        if args.strategy == "tensor":
+            state = {"weight": of, "weight_scale": scale.reshape(1), "weight_zero_point": zero.reshape(1)}
+        compressor = BaseCompressor.get_value_from_registry(format)
+        parts = compressor.compress(state, scheme)
+        expected = compressor.decompress(dict(parts), scheme)["weight"]
+        settings = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+        return name, settings, {**parts, "expected": expected}
+
+    packed = partial(case, format="pack-quantized", num_bits=4, type="int")
+    for rows, columns, size in ((16, 96, 32), (16, 128, 64), (17, 256, 128)):
+        for symmetric in (True, False):
+            kind = f"g{size}_{'symmetric' if symmetric else 'zeros'}"
+            yield packed(kind, of=weight(rows, columns), strategy="group", group_size=size, symmetric=symmetric)
+    yield packed("odd_rows", of=weight(13, 64), strategy="group", group_size=32, symmetric=False)
+    yield packed("row", of=weight(11, 45), strategy="channel", symmetric=True)
+    yield packed("row_zeros", of=weight(11, 45), strategy="channel", symmetric=False)
+    yield packed("float16", of=weight(16, 64, torch.float16), strategy="group", group_size=32, symmetric=False)
+    yield packed("all_zero", of=torch.zeros(8, 64).bfloat16(), strategy="group", group_size=32, symmetric=True)
+
+
+def _grid(of: Tensor, g_idx: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scales and zero points [R, G], as GPTQ's, AWQ's and AutoRound's quantizers choose them."""
+    groups = int(g_idx.max()) + 1
+    scales, zeros = torch.zeros(2, len(of), groups)
+    for group in range(groups):
+        low, high = of[:, g_idx == group].float().aminmax(dim=1)
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        if symmetric:
+            high = torch.maximum(-low, high)
+            low = -high
+        is_zero = (low == 0) & (high == 0)
+        low, high = low.where(~is_zero, -1.0), high.where(~is_zero, 1.0)
+        scales[:, group] = (high - low) / 15
+        zeros[:, group] = 8 if symmetric else (-low / scales[:, group]).round()
+    return scales.half().float(), zeros
+
+
+def gptqmodel() -> Iterator[Case]:
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
+
+    for name, rows, columns, size, act_order, symmetric, version_ in (
+        ("v1_g32", 16, 96, 32, False, True, 1), ("v1_g128", 8, 256, 128, False, True, 1),
+        ("v1_zeros", 16, 128, 64, False, False, 1), ("v2_zeros", 16, 128, 64, False, False, 2),
+        ("act_order", 16, 128, 32, True, True, 1), ("act_order_zeros", 16, 96, 32, True, False, 2),
+        ("row", 8, 64, -1, False, True, 1), ("cut_group", 8, 80, 64, False, True, 1),
+        ("all_zero", 8, 64, 32, False, True, 1),
+    ):  # fmt: skip
+        of = weight(rows, columns, torch.float16) * (name != "all_zero")
+        if name == "v1_zeros":
+            of[:3] = of[:3].abs()  # zero points of 0, which borrow from their neighbours in version 1
+        g_idx = torch.arange(columns, dtype=torch.int32) // (columns if size == -1 else size)
+        if act_order:
+            g_idx = g_idx[torch.randperm(columns)]
+        layer = TorchLinear(
+            bits=4, group_size=size, sym=symmetric, desc_act=act_order, in_features=columns, out_features=rows,
+            bias=False, pack_dtype=torch.int32,
+        )  # fmt: skip
+        layer.pack_original(linear(of), *_grid(of, g_idx, symmetric), g_idx)
+        layer.post_init()
+        layer.eval()
+        expected = TorchLinear.__mro__[1].dequantize_weight(layer).T.contiguous()
+        if version_ == 1:
+            layer = convert_gptq_v2_to_v1_format_module(layer, SimpleNamespace(bits=4, pack_dtype=torch.int32)) or layer  # type: ignore[assignment]
+        parts = {part: getattr(layer, part).clone() for part in ("qweight", "qzeros", "scales", "g_idx")}
+        settings = {
+            "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": act_order, "sym": symmetric,
+            "checkpoint_format": "gptq" if version_ == 1 else "gptq_v2",
+        }  # fmt: skip
+        yield name, settings, {**parts, "expected": expected}
+
+
+def awq() -> Iterator[Case]:
+    from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+
+    for name, rows, columns, size, symmetric in (
+        ("g32", 16, 96, 32, False), ("g128", 8, 256, 128, False), ("symmetric", 16, 128, 64, True),
+        ("all_zero", 8, 64, 32, False), ("odd", 24, 45, -1, False),
+    ):  # fmt: skip
+        of = weight(rows, columns, torch.float16) * (name != "all_zero")
+        g_idx = torch.arange(columns) // (columns if size == -1 else size)
+        scales, zeros = _grid(of, g_idx, symmetric)
+        layer = SimpleNamespace(group_size=columns if size == -1 else size, in_features=columns, bits=4, bias=None)
+        layer.register_buffer = partial(setattr, layer)
+        AwqTorchLinear.pack(layer, linear(of), scales, zeros)
+        parts = {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales.half()}
+        expected = dequantize_gemm(**parts, bits=4, group_size=layer.group_size).T.contiguous()
+        settings = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
+        yield name, settings, {**parts, "expected": expected}
+
+
+def auto_round() -> Iterator[Case]:
+    from auto_round_extension.torch.qlinear_torch import QuantLinear
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear as Less
+
+    for name, kind, symmetric in (("auto_gptq", Less, True), ("zeros", QuantLinear, False)):
+        of = weight(32, 128, torch.float16)
+        scales, zeros = _grid(of, torch.arange(128) // 32, symmetric)
+        layer = kind(4, 32, 128, 32, False)
+        layer.device = "cpu"
+        layer.pack(linear(of), scales.half(), zeros, None, device="cpu")
+        layer.post_init()
+        expected = layer(torch.eye(128, dtype=torch.float16)).T  # the weight with which it multiplies
+        parts = {part: getattr(layer, part) for part in ("qweight", "qzeros", "scales")}
+        packing = "auto_round:auto_gptq" if kind is Less else "auto_round"
+        settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": packing}
+        yield name, settings, {**parts, "expected": expected.contiguous()}
+
+
+WRITERS = {
+    "compressed-tensors": compressed_tensors, "gptqmodel": gptqmodel, "awq": awq, "auto-round": auto_round,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="files whose name contains this word")
+    only = parser.parse_args().only
+    OUT.mkdir(exist_ok=True)
+    for name, cases in WRITERS.items():
+        if only not in name:
+            continue
+        torch.manual_seed(0)
+        tensors: dict[str, Tensor] = {}
+        settings: dict[str, Any] = {}
+        for case, how, parts in cases():
+            tensors |= {f"{case}.{part}": tensor.contiguous() for part, tensor in parts.items()}
+            settings[case] = how
+        library = "gptqmodel" if name == "awq" else name
+        about = {"library": f"{library} {version(library)}", "settings": json.dumps(settings)}
+        save_file(tensors, OUT / f"{name}.safetensors", metadata=about)
+        print(name, len(settings), (OUT / f"{name}.safetensors").stat().st_size)
+
+
+if __name__ == "__main__":
+    main()
