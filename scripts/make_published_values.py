@@ -4,7 +4,7 @@
 
 A file for each library: tensors `<case>.<part>`, which are those of a checkpoint, and `<case>.expected`, what the
 library itself dequantizes them to. The metadata have the library's version and the settings of each case. Needs, beside
-what moetune needs: compressed-tensors 0.20.0, gptqmodel 7.7.0, auto-round 0.16.1.
+what moetune needs: compressed-tensors 0.20.0, gptqmodel 7.7.0, auto-round 0.16.1, nvidia-modelopt 0.47.0.
 """
 
 import argparse
@@ -67,6 +67,15 @@ def compressed_tensors() -> Iterator[Case]:
     yield packed("row_zeros", of=weight(11, 45), strategy="channel", symmetric=False)
     yield packed("float16", of=weight(16, 64, torch.float16), strategy="group", group_size=32, symmetric=False)
     yield packed("all_zero", of=torch.zeros(8, 64).bfloat16(), strategy="group", group_size=32, symmetric=True)
+    floats = partial(case, num_bits=8, type="float", symmetric=True)
+    for kind, of in (("", weight(9, 45)), ("_float32", weight(9, 45, torch.float32)), ("_zero", torch.zeros(8, 32))):
+        yield floats(f"fp8_tensor{kind}", "float-quantized", of, strategy="tensor")
+        yield floats(f"fp8_channel{kind}", "float-quantized", of, strategy="channel")
+    powers: dict[str, Any] = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    yield floats("mxfp8", "mxfp8-quantized", weight(9, 96), **powers)
+    yield floats("mxfp8_zero", "mxfp8-quantized", torch.zeros(8, 64).bfloat16(), **powers)
+    fours = partial(case, format="mxfp4-pack-quantized", num_bits=4, type="float", symmetric=True, **powers)
+    yield fours("mxfp4", of=weight(9, 96))
 
 
 def _grid(of: Tensor, g_idx: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
@@ -159,8 +168,49 @@ def auto_round() -> Iterator[Case]:
         yield name, settings, {**parts, "expected": expected.contiguous()}
 
 
+def modelopt() -> Iterator[Case]:
+    from modelopt.torch.quantization.qtensor import FP8QTensor
+    from modelopt.torch.quantization.qtensor.mxfp8_tensor import MXFP8QTensor
+
+    for name, algorithm, kind, of, options in (
+        ("fp8", "FP8", FP8QTensor, weight(9, 45, torch.float32), {}),
+        ("fp8_channel", "FP8_PER_CHANNEL_PER_TOKEN", FP8QTensor, weight(9, 45, torch.float32), {"axis": 0}),
+        ("mxfp8", "MXFP8", MXFP8QTensor, weight(9, 96), {}),
+        ("mxfp8_zero", "MXFP8", MXFP8QTensor, torch.zeros(8, 64).bfloat16(), {}),
+    ):
+        packed, scale = kind.quantize(of, **options)
+        expected = packed.dequantize(dtype=of.dtype, scale=scale)
+        scale = scale.squeeze(-1) if algorithm.startswith("FP8_") else scale
+        parts = {"weight": packed._quantized_data, "weight_scale": scale}
+        yield name, {"quant_method": "modelopt", "quant_algo": algorithm}, {**parts, "expected": expected}
+
+
+def transformers() -> Iterator[Case]:
+    """As DeepSeek-V4, Devstral and others are published, from random bytes, and read by transformers."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    def floats(*shape: int) -> Tensor:
+        return (torch.randn(shape) * 50).to(torch.float8_e4m3fn)
+
+    def exponents(*shape: int) -> Tensor:
+        return torch.randint(110, 130, shape, dtype=torch.uint8)
+
+    e8m0, v4 = torch.float8_e8m0fnu, {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    codes = torch.randint(-128, 128, (9, 48), dtype=torch.int8)
+    for name, settings, matrix, scale, kind in (
+        ("tensor", {"weight_block_size": None, "activation_scheme": "static"}, floats(9, 45), torch.rand(()), "_inv"),
+        ("blocks", v4, floats(128, 128), exponents(1, 1).view(e8m0), ""),
+        ("experts", v4 | {"expert_dtype": "fp4"}, codes, exponents(9, 3).view(e8m0), ""),
+        ("mxfp8", {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"}, floats(9, 96), exponents(9, 3), "_inv"),
+    ):
+        expected = Fp8Dequantize(None)._dequantize_one(matrix, scale, torch.bfloat16)
+        parts = {"weight": matrix, f"weight_scale{kind}" if kind else "scale": scale}
+        yield name, {"quant_method": "fp8", **settings}, {**parts, "expected": expected}
+
+
 WRITERS = {
     "compressed-tensors": compressed_tensors, "gptqmodel": gptqmodel, "awq": awq, "auto-round": auto_round,
+    "modelopt": modelopt, "transformers": transformers,
 }  # fmt: skip
 
 
@@ -178,7 +228,7 @@ def main() -> None:
         for case, how, parts in cases():
             tensors |= {f"{case}.{part}": tensor.contiguous() for part, tensor in parts.items()}
             settings[case] = how
-        library = "gptqmodel" if name == "awq" else name
+        library = {"awq": "gptqmodel", "modelopt": "nvidia-modelopt"}.get(name, name)
         about = {"library": f"{library} {version(library)}", "settings": json.dumps(settings)}
         save_file(tensors, OUT / f"{name}.safetensors", metadata=about)
         print(name, len(settings), (OUT / f"{name}.safetensors").stat().st_size)

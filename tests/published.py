@@ -71,6 +71,64 @@ def write_fp8(
     return folder
 
 
+def write_floats(
+    folder: Path, kind: str, model_type: str = "qwen3_moe", left_out: Sequence[str] = (), **sizes: Any
+) -> Path:
+    """Write a toy model in 8-bit floats: `tensor` as mistralai/Devstral-Small-2 with static scales, `modelopt` with a
+    scale for each matrix, `row` as compressed-tensors' with a scale for each row, or `mxfp8`; or `deepseek_v4` as
+    deepseek-ai/DeepSeek-V4-Flash, with experts in FP4 and its own names.
+
+    Layers whose paths end with one of the regular expressions `left_out` are in bfloat16.
+    """
+    is_v4 = kind == "deepseek_v4"
+    more = {} if is_v4 else {"hidden_size": 64}
+    config = toy_config(kind if is_v4 else model_type, **{**more, "moe_intermediate_size": 64, **sizes})
+    tensors: dict[str, Tensor] = {}
+    plain = "|".join(
+        ("embed_tokens", "lm_head", "gate", *(["embed", "head", "weights_proj"] if is_v4 else []), *left_out)
+    )
+    for name, value in _checkpoint(config).items():
+        if value.ndim != 2 or not name.endswith(".weight") or re.search(rf"({plain})\.weight$", name):
+            tensors[name] = value.clone()
+            continue
+        rows, columns = value.shape
+        path, groups = name.removesuffix(".weight"), -(-columns // 32)
+        tensors[name] = (value * 20).to(torch.float8_e4m3fn)
+        powers = torch.randint(118, 122, (rows, groups), dtype=torch.uint8)
+        if is_v4 and ".experts." in name:
+            tensors[name] = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+            tensors[f"{path}.scale"] = powers.view(torch.float8_e8m0fnu)
+        elif is_v4:
+            blocks = [-(-size // 128) for size in value.shape]
+            tensors[f"{path}.scale"] = torch.randint(118, 122, blocks, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        elif kind == "mxfp8":
+            tensors[f"{name}_scale"] = powers
+        elif kind == "row":
+            tensors[f"{name}_scale"] = (torch.rand(rows, 1) / 10 + 0.01).bfloat16()
+        else:
+            own = ("weight_scale", "input_scale") if kind == "modelopt" else ("weight_scale_inv", "activation_scale")
+            tensors |= {f"{path}.{part}": torch.rand(()) / 10 + 0.01 for part in own}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    skipped = [f"re:.*{one}$" for one in left_out]
+    settings: dict[str, Any] = {
+        "tensor": {
+            "quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static",
+            "modules_to_not_convert": skipped,
+        },
+        "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": skipped},
+        "row": {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": skipped,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        },
+        "mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8", "exclude_modules": skipped},
+        "deepseek_v4": {
+            "quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "expert_dtype": "fp4",
+        },
+    }[kind]  # fmt: skip
+    _write(folder, config, tensors, settings, shards=False)
+    return folder
+
+
 def write_nvfp4(
     folder: Path, model_type: str, producer: str = "modelopt", left_out: Sequence[str] = (), **sizes: Any
 ) -> Path:

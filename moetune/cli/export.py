@@ -40,7 +40,11 @@ def export(
     check: Annotated[int, number("Compare the loss on N held-out records with the trained model's.", 0, 1000, "N")] = 0,
     into: Annotated[
         Any,
-        choice("fp8|nvfp4|mxfp4|int4", "Round a merged checkpoint, and say how much of the change survives.", "--into"),
+        choice(
+            "fp8|mxfp8|nvfp4|mxfp4|int4",
+            "Round a merged checkpoint, and say how much of the change survives.",
+            "--into",
+        ),
     ] = None,
     push: Annotated[str | None, option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")] = None,
     predict: Predict = False,

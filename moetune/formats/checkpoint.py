@@ -7,7 +7,8 @@ A quantized weight is stored in several tensors, named by a pattern:
              <w>_packed, <w>_scale, <w>_global_scale                         compressed-tensors
     INT4     <w>_packed, <w>_scale, <w>_shape, <w>_zero_point                compressed-tensors
              <w less .weight>.qweight, ….qzeros, ….scales, ….g_idx           GPTQ, AWQ, AutoRound
-    FP8      <w>, <w>_scale_inv                                              a scale for each block (DeepSeek-V3)
+    FP8      <w>, <w>_scale_inv or <w>_scale                                 for each block, row, matrix; MXFP8
+    FP8, FP4 <w>, <w less .weight>.scale                                     DeepSeek-V4
     4 bits   <w>, <w>.absmax, …, <w>.quant_state.bitsandbytes__<nf4 or fp4>  bitsandbytes
 
 There is one entry for each weight, under the name and with the shape that it has in 16 bits. Rows are dequantized when
@@ -26,7 +27,7 @@ from moetune.tensor_files import Stored, read_headers
 
 _LAYOUTS = list(dict.fromkeys(layout for format in FORMATS.values() for layout in format.layouts))
 _MAIN = {main for layout in _LAYOUTS for main in layout.MAIN}
-_OF_ACTIVATIONS = re.compile(r".+\.(input_scale|input_global_scale|k_scale|v_scale)")
+_OF_ACTIVATIONS = re.compile(r".+\.(input_scale|input_global_scale|activation_scale|input_scale_ub|k_scale|v_scale)")
 """Pattern of the names of tensors that are left out."""
 
 

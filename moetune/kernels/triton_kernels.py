@@ -123,25 +123,44 @@ def _e4m3(code):
 
 
 @kernel()
-def _dequantize_fp8(data, scales, out, rows, size, high, wide, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    matrix, block = tl.program_id(2).to(tl.int64), tl.program_id(0)
+def _dequantize_fp8(
+    data, scales, out, rows, size, high, wide, HIGH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = block * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < size)[None, :]
     at = (matrix * rows + row)[:, None] * size + column[None, :]
-    scale = tl.load(scales + (matrix * high + tl.program_id(1) * ROWS // BLOCK) * wide + block)
-    value = _e4m3(tl.load(data + at, mask=inside, other=0).to(tl.int32)) * scale
+    value = _e4m3(tl.load(data + at, mask=inside, other=0).to(tl.int32))
+    scales += matrix * high * wide
+    if HIGH > 1:  # all of the program's weights are in one block
+        value *= tl.load(scales + tl.program_id(1) * ROWS // HIGH * wide + tl.program_id(0) * COLUMNS // WIDE)
+    else:
+        COUNT: tl.constexpr = COLUMNS // WIDE if WIDE < COLUMNS else 1  # blocks of a row
+        block = tl.program_id(0) * COLUMNS // WIDE + tl.arange(0, COUNT)
+        is_block = (row < rows)[:, None] & (block < wide)[None, :]
+        scale = tl.load(scales + row[:, None] * wide + block[None, :], mask=is_block, other=0)
+        value = tl.reshape(value, (ROWS, COUNT, COLUMNS // COUNT))
+        if scales.dtype.element_ty == tl.uint8:
+            exponent = scale.to(tl.int32) - 127
+            half = _power_of_two(exponent >> 1)  # two factors, so that both powers are normal numbers
+            value = value * half[:, :, None] * _power_of_two(exponent - (exponent >> 1))[:, :, None]
+        else:
+            value *= scale[:, :, None]
+        value = tl.reshape(value, (ROWS, COLUMNS))
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-def dequantize_fp8(data, scales, dtype):
+def dequantize_fp8(data, scales, high, wide, dtype):
     out = torch.empty_like(data, dtype=dtype)
     count, rows, size = data.shape
     if data.numel():
         grid = (ceil_div(size, FP8_BLOCK), ceil_div(rows, ROWS_OF_FP8), count)
         _dequantize_fp8[grid](
-            data, scales, out, rows, size, scales.shape[1], scales.shape[2], BLOCK=FP8_BLOCK, ROWS=ROWS_OF_FP8
-        )
+            data, scales, out, rows, size, scales.shape[1], scales.shape[2], HIGH=high or 1 << 30, WIDE=wide or 1 << 30,
+            ROWS=ROWS_OF_FP8, COLUMNS=FP8_BLOCK,
+        )  # fmt: skip
     return out
 
 

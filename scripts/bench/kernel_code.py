@@ -110,7 +110,7 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     blocks = empty(size // 2, dtype=bytes_), empty(size // 32, dtype=bytes_), empty(256, 2, dtype=full)
     yield "MXFP4", partial(kernels.dequantize_mxfp4, *blocks, torch.bfloat16)
     eights = empty(1, 4096, 4096, dtype=bytes_), empty(1, 32, 32, dtype=full)
-    yield "FP8, blocks of 128 × 128", partial(kernels.dequantize_fp8, *eights, torch.bfloat16)
+    yield "FP8, blocks of 128 × 128", partial(kernels.dequantize_fp8, *eights, 128, 128, torch.bfloat16)
     fours = empty(1, size // 2, dtype=bytes_), empty(1, 4096, 256, dtype=bytes_), empty(1, 2, dtype=full)
     yield "NVFP4", partial(kernels.dequantize_nvfp4, *fours, 4096, torch.bfloat16)
     for group in (32, 128):

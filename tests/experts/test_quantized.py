@@ -1,7 +1,5 @@
 """Every storage holds exactly what bitsandbytes (or a cast) makes of each matrix, in exactly the promised bytes."""
 
-from itertools import product
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,6 +20,9 @@ STORAGES: list[tuple[Storage, bool]] = [
     ("int4-g32", False),
     ("int4-row", False),
     ("int4-g128-order", False),
+    ("fp8-row", False),
+    ("fp8-tensor", False),
+    ("mxfp8", False),
     ("bf16", False),
     ("fp32", False),
 ]
@@ -40,6 +41,8 @@ def matrix_bytes(storage: Storage, double_quant: bool, shape: tuple[int, int]) -
             return weights + 4 * shape[0]
         case "fp8":
             return weights + 4 * -(-shape[0] // 128) * -(-shape[1] // 128)
+        case "fp8-row" | "fp8-tensor" | "mxfp8":
+            return weights + {"fp8-row": 4 * shape[0], "fp8-tensor": 4}.get(storage, shape[0] * -(-shape[1] // 32))
         case "nvfp4":
             return 9 * shape[0] * -(-shape[1] // 16) + 8
         case "mxfp4":
@@ -80,8 +83,7 @@ def test_a_matrix_is_stored_alone_and_comes_back_from_a_state_dict(storage: Stor
 
 @pytest.mark.parametrize(
     ("storage", "double_quant"),
-    [*product(["nf4"], [True, False]), ("int8", True), ("fp8", True), ("nvfp4", True), ("mxfp4", True), ("bf16", True)]
-    + [("int4-g64", True), ("int4-g32-order", True)],
+    [case for case in STORAGES if case[0] != "fp32"],
 )
 @pytest.mark.parametrize("shape", [(256, 64), (64, 256), (96, 32), (24, 20), (256, 192)])  # whole blocks, and not
 def test_matrices_dequantized_together_are_those_dequantized_apart(

@@ -105,7 +105,11 @@ def dequantizations(dtype: torch.dtype) -> Iterator[tuple[str, list[Any]]]:
     for shape in [(2, 130, 260), (1, 128, 128), (3, 33, 7)]:
         codes = torch.randint(0, 256, shape, dtype=torch.uint8)
         codes[(codes & 127) == 127] = 0  # NaN is not equal to itself
-        yield "dequantize_fp8", [codes, random(shape[0], -(-shape[1] // 128), -(-shape[2] // 128)), dtype]
+        yield "dequantize_fp8", [codes, random(shape[0], -(-shape[1] // 128), -(-shape[2] // 128)), 128, 128, dtype]
+        yield "dequantize_fp8", [codes, random(shape[0], 1, 1), 0, 0, dtype]
+        yield "dequantize_fp8", [codes, random(shape[0], shape[1], 1), 1, 0, dtype]
+        powers = torch.randint(117, 127, (*shape[:2], -(-shape[2] // 32)), dtype=torch.uint8)
+        yield "dequantize_fp8", [codes, powers, 1, 32, dtype]
     for shape in [(2, 40, 64), (1, 33, 7), (3, 5, 272)]:
         codes, scales, fractions = nvfp4(*shape)
         yield "dequantize_nvfp4", [codes, scales, fractions, shape[2], dtype]

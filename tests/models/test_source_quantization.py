@@ -60,7 +60,7 @@ def test_no_quantizer_of_transformers_is_taken_for_16_bits(
         with pytest.raises(UserError, match=rf"already quantized \({published.method}\)"):
             resolve_model(ModelConfig.named(path))
     else:
-        assert published.method in ("mxfp4", "fp8", "mxfp8", "bitsandbytes")
+        assert published.method in ("mxfp4", "fp8", "mxfp8", "fbgemm_fp8", "bitsandbytes")
 
 
 @pytest.mark.parametrize(

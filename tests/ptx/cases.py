@@ -120,7 +120,14 @@ def fp8(draw: Draw, matrices: int, rows: int, columns: int) -> Call:
     codes = torch.arange(256, dtype=torch.uint8).repeat(-(-matrices * rows * columns // 256))
     codes[(codes & 127) == 127] = 0  # not a number
     scales = draw.normal(matrices, -(-rows // 128), -(-columns // 128), dtype=torch.float32)
-    return "dequantize_fp8", [codes[: matrices * rows * columns].view(matrices, rows, columns), scales, draw.dtype]
+    codes = codes[: matrices * rows * columns].view(matrices, rows, columns)
+    powers = (torch.arange(matrices * rows * -(-columns // 32)) % 10 + 117).byte().view(matrices, rows, -1)
+    kinds = (scales, 128, 128), (scales[:, :1, :1].contiguous(), 0, 0), (powers, 1, 32)
+    return "dequantize_fp8", [
+        codes,
+        *draw.one_of((*kinds, (draw.normal(matrices, rows, 1, dtype=torch.float32), 1, 0))),
+        draw.dtype,
+    ]
 
 
 def nvfp4(draw: Draw, matrices: int, rows: int, columns: int) -> Call:

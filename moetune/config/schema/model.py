@@ -11,7 +11,7 @@ from moetune.errors import UserError
 Int4Name = Literal[
     "int4-g32", "int4-g64", "int4-g128", "int4-row", "int4-g32-order", "int4-g64-order", "int4-g128-order"
 ]
-QuantizedDtype = Literal["nf4", "int8", "fp8", "nvfp4", "mxfp4", Int4Name]
+QuantizedDtype = Literal["nf4", "int8", "fp8", "fp8-row", "fp8-tensor", "mxfp8", "nvfp4", "mxfp4", Int4Name]
 Storage = Literal[QuantizedDtype, "bf16", "fp32"]
 
 

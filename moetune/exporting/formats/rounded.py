@@ -33,7 +33,7 @@ from moetune.run.names import stacks
 from moetune.run.resolved import ResolvedModel
 from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, Stored
 
-Into = Literal["fp8", "nvfp4", "mxfp4", "int4"]
+Into = Literal["fp8", "mxfp8", "nvfp4", "mxfp4", "int4"]
 """A quantized format to export in: `--into`."""
 _INT4: Storage = "int4-g32"
 """The format that `int4` stands for, unless the base is published in another kind of it."""

@@ -19,7 +19,7 @@ from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.nvfp4 import StoredNvfp4
 from tests.exporting import runs
 from tests.exporting.runs import tensors_of, write_base, write_run
-from tests.published import write_fp8, write_int4, write_mxfp4, write_nvfp4
+from tests.published import write_floats, write_fp8, write_int4, write_mxfp4, write_nvfp4
 from tests.reference import plain_weights, run_config, token_ids
 from tests.resolved import build
 
@@ -30,6 +30,9 @@ PUBLISHED: dict[str, tuple[Any, Callable[[Path], Path]]] = {
     "compressed-tensors": ("nvfp4", lambda folder: write_nvfp4(folder, "qwen3_moe", "compressed-tensors", **SIZES)),
     "mxfp4": ("mxfp4", lambda folder: write_mxfp4(folder, shards=True)),
     **{producer: ("int4", partial(write_int4, producer=producer)) for producer in ("gptq", "awq", "auto-round")},
+    "mxfp8": ("mxfp8", partial(write_floats, kind="mxfp8")),
+    **{kind: ("fp8", partial(write_floats, kind=kind)) for kind in ("tensor", "modelopt", "row")},
+    "deepseek_v4": ("mxfp4", partial(write_floats, kind="deepseek_v4")),
     "pack-quantized": ("int4", partial(write_int4, producer="compressed-tensors", left_out=["self_attn.o_proj"])),
 }
 
@@ -79,7 +82,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("into", ["fp8", "nvfp4", "int4"])
+@pytest.mark.parametrize("into", ["fp8", "mxfp8", "nvfp4", "int4"])
 def test_a_base_in_16_bits_is_quantized(into: Any, tmp_path: Path) -> None:
     """What did not train as `QuantizedExperts` quantizes it, and with one global scale for what vLLM joins."""
     base = write_base(tmp_path / "base", "qwen3_moe", dtype=torch.bfloat16, **SIZES)

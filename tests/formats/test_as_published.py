@@ -1,6 +1,9 @@
-"""INT4 as it is published: kept by experts and linear layers, predicted to the byte, and named where it is damaged."""
+"""INT4 and FP8 as published: kept by experts and linear layers, predicted to the byte, named where damaged."""
 
 import json
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,21 @@ from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.checkpoint import open_checkpoint
+from moetune.memory.trace.tracker import Tracker
+from moetune.models.hub.key_mapping import key_mappings
 from tests.memory.trace.test_loading import load
-from tests.published import write_int4
+from tests.published import write_floats, write_int4
 from tests.reference import run_config, small_linears_are_quantized, token_ids
 from tests.resolved import build, write_quantized_base
 from tests.toys import toy_config
 
-PRODUCERS = ["compressed-tensors", "gptq", "awq", "auto-round"]
+INT4 = ("compressed-tensors", "gptq", "awq", "auto-round")
+FLOATS = {"tensor": "fp8-tensor", "modelopt": "fp8-tensor", "row": "fp8-row", "mxfp8": "mxfp8", "deepseek_v4": "mxfp4"}
+KINDS: dict[str, tuple[str, Callable[..., Path]]] = {
+    **{kind: ("int4-g32-order" if kind == "gptq" else "int4-g32", partial(write_int4, producer=kind)) for kind in INT4},
+    **{kind: (base, partial(write_floats, kind=kind)) for kind, base in FLOATS.items()},
+}
+"""Program that publishes INT4, or kind of 8-bit floats -> the value of `model.base` that keeps it, and its writer."""
 LORA: dict[str, Any] = {"lora": {"rank": 2, "alpha": 4, "targets": ["experts", "attention"]}, "router": "all"}
 
 
@@ -33,52 +44,53 @@ def size(model: torch.nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
-def test_experts_and_linear_layers_are_kept(producer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_and_linear_layers_are_kept(kind: str, tmp_path: Path) -> None:
     """With the values of the checkpoint's own matrices; what is left out stays in 16 bits; experts that train are in
     full; and a model on the meta device takes the same bytes."""
-    folder = write_int4(tmp_path, producer, left_out=["self_attn.o_proj"])
+    base, write = KINDS[kind]
+    folder = write(tmp_path) if kind == "deepseek_v4" else write(tmp_path, left_out=["self_attn.o_proj"])
     adapt = LORA | {"experts": {"layers": "1", "ids": [2]}}
     adapted, stored = built(folder, adapt), open_checkpoint(folder)
-    assert adapted.run.config.model.base == ("int4-g32-order" if producer == "gptq" else "int4-g32")
-    assert sum(tensor.numel for tensor in stored.values()) == count(str(folder)).parameter_count.total
-    dtype = torch.bfloat16 if producer == "compressed-tensors" else torch.float16  # of the scales
+    assert adapted.run.config.model.base == base
+    buffers = sum(buffer.numel() for buffer in adapted.run.model.plain.buffers() if kind == "deepseek_v4")
+    assert 0 <= sum(tensor.numel for tensor in stored.values()) - count(str(folder)).parameter_count.total <= buffers
+    mappings = key_mappings(adapted.run.model.plain, stored, split=True)
+    dtype = torch.float16 if kind in ("gptq", "awq", "auto-round") else torch.bfloat16  # of the program
     for layer in adapted.structure.moe_layers:
         bank = adapted.model.get_submodule(layer.experts)
         assert isinstance(bank, ExpertBank)
-        for expert in range(bank.num_experts):
-            path = f"{layer.experts}.{expert}"
-            gate, up, down = (stored[f"{path}.{name}_proj.weight"].rows().float() for name in ("gate", "up", "down"))
-            for name, expected in (("gate_up", torch.cat([gate, up])), ("down", down)):
-                if expert in bank.frozen_slots:
-                    found = getattr(bank, name).matrix(bank.frozen_slots[expert], torch.float32)
-                    assert torch.equal(found.to(dtype), expected.to(dtype))
-                else:
-                    found = getattr(bank.trained[str(expert)], name).weight
-                    torch.testing.assert_close(found, expected, rtol=4e-3, atol=0)
-    assert adapted.run.quantized_linears
-    for path in adapted.run.quantized_linears:
+        for expert, name in product(range(bank.num_experts), ("gate_up", "down")):
+            mapping = mappings[f"{layer.experts}.{name}_proj"].of_expert(expert)
+            expected = mapping.to_model(lambda key: stored[key].rows())[0]
+            if expert in bank.frozen_slots:
+                found = getattr(bank, name).matrix(bank.frozen_slots[expert], torch.float32)
+                assert torch.equal(found.to(dtype), expected.to(dtype))
+            else:
+                found = getattr(bank.trained[str(expert)], name).weight
+                torch.testing.assert_close(found, expected.float(), rtol=4e-3, atol=0)
+    linears = () if base == "mxfp4" else adapted.run.quantized_linears  # MXFP4 is of experts only
+    assert bool(linears) == (base != "mxfp4")
+    for path in linears:
         linear = adapted.model.get_submodule(path)
         linear = getattr(linear, "base_layer", linear)
-        assert linear.stack.storage == adapted.run.config.model.base
+        assert linear.stack.storage == base
         expected = stored[f"{path}.weight"].rows()
         assert torch.equal(linear.stack.matrix(0, expected.dtype), expected)
-    assert not any(path.endswith("o_proj") for path in adapted.run.quantized_linears)
+    assert not any(path.endswith("o_proj") for path in linears)
     with torch.no_grad():
         assert adapted.model.eval()(token_ids()).logits.isfinite().all()
     assert size(built(folder, adapt, "meta").model) == size(adapted.model)
 
 
-@pytest.mark.parametrize("producer", ["compressed-tensors", "awq"])
-def test_reading_takes_what_is_predicted(producer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["compressed-tensors", "awq", "row"])
+def test_reading_takes_what_is_predicted(kind: str, tmp_path: Path) -> None:
     """No more than 4 % of a checkpoint of some size beside the model, and no layer's experts in 16 bits."""
     config = run_config(
-        write_int4(tmp_path, producer, hidden_size=128, moe_intermediate_size=128, num_local_experts=64),
+        KINDS[kind][1](tmp_path, hidden_size=128, moe_intermediate_size=128, num_local_experts=64),
         {"router": "all"},
         model={"weights": "pretrained", "dtype": "bf16"},
     )
-    from moetune.memory.trace.tracker import Tracker
-
     with Tracker({}) as tracker:
         model = build(config, "cpu").model
     beside = tracker.peak_bytes - size(model)
@@ -118,7 +130,7 @@ UP = "model.layers.0.mlp.experts.1.up_proj"
 
 
 @pytest.mark.parametrize(
-    ("producer", "changes", "says"),
+    ("kind", "changes", "says"),
     [
         ("compressed-tensors", {f"{UP}.weight_scale": None}, rf"{UP}.weight' .* do not fit together"),
         ("gptq", {f"{UP}.scales": None}, rf"{UP}.weight' .* do not fit together"),
@@ -143,12 +155,27 @@ UP = "model.layers.0.mlp.experts.1.up_proj"
             | {"model.layers.1.self_attn.q_proj.weight": torch.ones(64, 64).bfloat16()},
             r"self_attn.q_proj.weight is BF16 and others are int4-g32",
         ),
+        ("tensor", {f"{UP}.weight_scale_inv": None}, rf"{UP}.weight has type F8_E4M3, which is not one of weights"),
+        ("tensor", {f"{UP}.weight_scale_inv": torch.zeros(())}, rf"{UP}.weight_scale_inv holds a scale that is 0"),
+        ("modelopt", {f"{UP}.weight_scale": torch.tensor(torch.nan)}, rf"{UP}.weight_scale holds values that are not"),
+        (
+            "modelopt",  # as ModelOpt makes of a matrix that is all zero
+            {f"{UP}.weight": torch.full((64, 64), torch.nan).to(torch.float8_e4m3fn)},
+            rf"{UP}.weight holds values that are not",
+        ),
+        ("mxfp8", {f"{UP}.weight_scale": torch.full((64, 2), 255).byte()}, rf"{UP}.weight_scale holds values that are"),
+        (
+            "mxfp8",
+            {f"{UP}.weight_scale": torch.zeros(64, 3).byte()},
+            r"weight_block_size None is not valid|fit together",
+        ),
+        ("row", {f"{UP}.weight_scale": torch.ones(())}, r"up_proj.weight is in another layout and others are fp8-row"),
     ],
 )
 def test_tensors_that_disagree_with_the_settings_are_named(
-    producer: str, changes: dict[str, Tensor | None], says: str, tmp_path: Path
+    kind: str, changes: dict[str, Tensor | None], says: str, tmp_path: Path
 ) -> None:
-    folder = write_int4(tmp_path, producer)
+    folder = KINDS[kind][1](tmp_path)
     tensors = load_file(folder / "model.safetensors") | changes
     save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=says):
