@@ -23,6 +23,8 @@ from torch import Tensor, nn
 OUT = Path(__file__).parents[1] / "tests/formats/published"
 Case = tuple[str, dict[str, Any], dict[str, Tensor]]
 """Name, `quantization_config`, and tensors: parts by their names in a checkpoint, and `expected`."""
+Packed = tuple[dict[str, Any], dict[str, Tensor]]
+"""The last two of a case."""
 
 
 def weight(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -35,27 +37,32 @@ def linear(of: Tensor) -> nn.Linear:
     return layer
 
 
-def compressed_tensors() -> Iterator[Case]:
+def pack_compressed_tensors(of: Tensor, format: str = "pack-quantized", **weights: Any) -> Packed:
+    """By default in INT4 with zero points."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
+    weights = weights or {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+    group = {"targets": ["Linear"], "weights": weights, "format": format}
+    scheme = QuantizationScheme.model_validate(group)
+    args = scheme.weights
+    assert args is not None
+    size = args.group_size or of.shape[1]
+    blocks = of.unflatten(1, (-1, size)) if args.strategy != "tensor" else of.reshape(1, 1, -1)
+    scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
+    if args.strategy == "tensor":
+        scale, zero = scale.reshape(1), zero.reshape(1)
+    compressor = BaseCompressor.get_value_from_registry(format)
+    parts = compressor.compress({"weight": of, "weight_scale": scale, "weight_zero_point": zero}, scheme)
+    expected = compressor.decompress(dict(parts), scheme)["weight"]
+    settings = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
+    return settings, {**parts, "expected": expected}
+
+
+def compressed_tensors() -> Iterator[Case]:
     def case(name: str, format: str, of: Tensor, **weights: Any) -> Case:
-        group = {"targets": ["Linear"], "weights": weights, "format": format}
-        scheme = QuantizationScheme.model_validate(group)
-        args = scheme.weights
-        assert args is not None
-        size = args.group_size or of.shape[1]
-        blocks = of.unflatten(1, (-1, size)) if args.strategy != "tensor" else of.reshape(1, 1, -1)
-        scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
-        state = {"weight": of, "weight_scale": scale, "weight_zero_point": zero}
-        if args.strategy == "tensor":
-            state = {"weight": of, "weight_scale": scale.reshape(1), "weight_zero_point": zero.reshape(1)}
-        compressor = BaseCompressor.get_value_from_registry(format)
-        parts = compressor.compress(state, scheme)
-        expected = compressor.decompress(dict(parts), scheme)["weight"]
-        settings = {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
-        return name, settings, {**parts, "expected": expected}
+        return name, *pack_compressed_tensors(of, format, **weights)
 
     packed = partial(case, format="pack-quantized", num_bits=4, type="int")
     for rows, columns, size in ((16, 96, 32), (16, 128, 64), (17, 256, 128)):
@@ -95,94 +102,109 @@ def _grid(of: Tensor, g_idx: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
     return scales.half().float(), zeros
 
 
-def gptqmodel() -> Iterator[Case]:
+def pack_gptq(
+    of: Tensor, size: int = 32, act_order: bool = True, symmetric: bool = False, checkpoint_format: str = "gptq"
+) -> Packed:
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
 
+    rows, columns = of.shape
+    g_idx = torch.arange(columns, dtype=torch.int32) // (columns if size == -1 else size)
+    g_idx = g_idx[torch.randperm(columns)] if act_order else g_idx
+    layer = TorchLinear(
+        bits=4, group_size=size, sym=symmetric, desc_act=act_order, in_features=columns, out_features=rows, bias=False,
+        pack_dtype=torch.int32,
+    )  # fmt: skip
+    layer.pack_original(linear(of), *_grid(of, g_idx, symmetric), g_idx)
+    layer.post_init()
+    layer.eval()
+    expected = TorchLinear.__mro__[1].dequantize_weight(layer).T.contiguous()
+    if checkpoint_format == "gptq":
+        convert_gptq_v2_to_v1_format_module(layer, SimpleNamespace(bits=4, pack_dtype=torch.int32))  # type: ignore[arg-type]
+    parts = {part: getattr(layer, part).clone() for part in ("qweight", "qzeros", "scales", "g_idx")}
+    settings = {
+        "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": act_order, "sym": symmetric,
+        "checkpoint_format": checkpoint_format,
+    }  # fmt: skip
+    return settings, {**parts, "expected": expected}
+
+
+def gptqmodel() -> Iterator[Case]:
     for name, rows, columns, size, act_order, symmetric, version_ in (
-        ("v1_g32", 16, 96, 32, False, True, 1), ("v1_g128", 8, 256, 128, False, True, 1),
-        ("v1_zeros", 16, 128, 64, False, False, 1), ("v2_zeros", 16, 128, 64, False, False, 2),
-        ("act_order", 16, 128, 32, True, True, 1), ("act_order_zeros", 16, 96, 32, True, False, 2),
-        ("row", 8, 64, -1, False, True, 1), ("cut_group", 8, 80, 64, False, True, 1),
-        ("all_zero", 8, 64, 32, False, True, 1),
+        ("v1_g32", 16, 96, 32, False, True, "gptq"), ("v1_g128", 8, 256, 128, False, True, "gptq"),
+        ("v1_zeros", 16, 128, 64, False, False, "gptq"), ("v2_zeros", 16, 128, 64, False, False, "gptq_v2"),
+        ("act_order", 16, 128, 32, True, True, "gptq"), ("act_order_zeros", 16, 96, 32, True, False, "gptq_v2"),
+        ("row", 8, 64, -1, False, True, "gptq"), ("cut_group", 8, 80, 64, False, True, "gptq"),
+        ("all_zero", 8, 64, 32, False, True, "gptq"),
     ):  # fmt: skip
         of = weight(rows, columns, torch.float16) * (name != "all_zero")
         if name == "v1_zeros":
             of[:3] = of[:3].abs()  # zero points of 0, which borrow from their neighbours in version 1
-        g_idx = torch.arange(columns, dtype=torch.int32) // (columns if size == -1 else size)
-        if act_order:
-            g_idx = g_idx[torch.randperm(columns)]
-        layer = TorchLinear(
-            bits=4, group_size=size, sym=symmetric, desc_act=act_order, in_features=columns, out_features=rows,
-            bias=False, pack_dtype=torch.int32,
-        )  # fmt: skip
-        layer.pack_original(linear(of), *_grid(of, g_idx, symmetric), g_idx)
-        layer.post_init()
-        layer.eval()
-        expected = TorchLinear.__mro__[1].dequantize_weight(layer).T.contiguous()
-        if version_ == 1:
-            layer = convert_gptq_v2_to_v1_format_module(layer, SimpleNamespace(bits=4, pack_dtype=torch.int32)) or layer  # type: ignore[assignment]
-        parts = {part: getattr(layer, part).clone() for part in ("qweight", "qzeros", "scales", "g_idx")}
-        settings = {
-            "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": act_order, "sym": symmetric,
-            "checkpoint_format": "gptq" if version_ == 1 else "gptq_v2",
-        }  # fmt: skip
-        yield name, settings, {**parts, "expected": expected}
+        yield name, *pack_gptq(of, size, act_order, symmetric, version_)
 
 
-def awq() -> Iterator[Case]:
+def pack_awq(of: Tensor, size: int = 32, symmetric: bool = False) -> Packed:
     from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
     from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
+    columns = of.shape[1]
+    group = columns if size == -1 else size
+    layer = SimpleNamespace(group_size=group, in_features=columns, bits=4, bias=None)
+    layer.register_buffer = partial(setattr, layer)
+    AwqTorchLinear.pack(layer, linear(of), *_grid(of, torch.arange(columns) // group, symmetric))  # type: ignore[arg-type]
+    parts = {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales.half()}
+    expected = dequantize_gemm(**parts, bits=4, group_size=group).T.contiguous()
+    settings = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
+    return settings, {**parts, "expected": expected}
+
+
+def awq() -> Iterator[Case]:
     for name, rows, columns, size, symmetric in (
         ("g32", 16, 96, 32, False), ("g128", 8, 256, 128, False), ("symmetric", 16, 128, 64, True),
         ("all_zero", 8, 64, 32, False), ("odd", 24, 45, -1, False),
     ):  # fmt: skip
-        of = weight(rows, columns, torch.float16) * (name != "all_zero")
-        g_idx = torch.arange(columns) // (columns if size == -1 else size)
-        scales, zeros = _grid(of, g_idx, symmetric)
-        layer = SimpleNamespace(group_size=columns if size == -1 else size, in_features=columns, bits=4, bias=None)
-        layer.register_buffer = partial(setattr, layer)
-        AwqTorchLinear.pack(layer, linear(of), scales, zeros)
-        parts = {"qweight": layer.qweight, "qzeros": layer.qzeros, "scales": layer.scales.half()}
-        expected = dequantize_gemm(**parts, bits=4, group_size=layer.group_size).T.contiguous()
-        settings = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
-        yield name, settings, {**parts, "expected": expected}
+        yield name, *pack_awq(weight(rows, columns, torch.float16) * (name != "all_zero"), size, symmetric)
+
+
+def pack_auto_round(of: Tensor, symmetric: bool = True) -> Packed:
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    rows, columns = of.shape
+    module, packing = (qlinear_torch_zp, "auto_round:auto_gptq") if symmetric else (qlinear_torch, "auto_round")
+    layer = module.QuantLinear(4, 32, columns, rows, False)
+    layer.device = "cpu"
+    scales, zeros = _grid(of, torch.arange(columns) // 32, symmetric)
+    layer.pack(linear(of), scales.half(), zeros, None, device="cpu")
+    layer.post_init()
+    expected = layer(torch.eye(columns, dtype=torch.float16)).T.contiguous()  # the weight with which it multiplies
+    parts = {part: getattr(layer, part) for part in ("qweight", "qzeros", "scales")}
+    return {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": packing}, {
+        **parts, "expected": expected,
+    }  # fmt: skip
 
 
 def auto_round() -> Iterator[Case]:
-    from auto_round_extension.torch.qlinear_torch import QuantLinear
-    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear as Less
-
-    for name, kind, symmetric in (("auto_gptq", Less, True), ("zeros", QuantLinear, False)):
-        of = weight(32, 128, torch.float16)
-        scales, zeros = _grid(of, torch.arange(128) // 32, symmetric)
-        layer = kind(4, 32, 128, 32, False)
-        layer.device = "cpu"
-        layer.pack(linear(of), scales.half(), zeros, None, device="cpu")
-        layer.post_init()
-        expected = layer(torch.eye(128, dtype=torch.float16)).T  # the weight with which it multiplies
-        parts = {part: getattr(layer, part) for part in ("qweight", "qzeros", "scales")}
-        packing = "auto_round:auto_gptq" if kind is Less else "auto_round"
-        settings = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": packing}
-        yield name, settings, {**parts, "expected": expected.contiguous()}
+    for name, symmetric in (("auto_gptq", True), ("zeros", False)):
+        yield name, *pack_auto_round(weight(32, 128, torch.float16), symmetric)
 
 
-def modelopt() -> Iterator[Case]:
+def pack_modelopt(of: Tensor, algorithm: str = "FP8") -> Packed:
     from modelopt.torch.quantization.qtensor import FP8QTensor
     from modelopt.torch.quantization.qtensor.mxfp8_tensor import MXFP8QTensor
 
-    for name, algorithm, kind, of, options in (
-        ("fp8", "FP8", FP8QTensor, weight(9, 45, torch.float32), {}),
-        ("fp8_channel", "FP8_PER_CHANNEL_PER_TOKEN", FP8QTensor, weight(9, 45, torch.float32), {"axis": 0}),
-        ("mxfp8", "MXFP8", MXFP8QTensor, weight(9, 96), {}),
-        ("mxfp8_zero", "MXFP8", MXFP8QTensor, torch.zeros(8, 64).bfloat16(), {}),
-    ):
-        packed, scale = kind.quantize(of, **options)
-        expected = packed.dequantize(dtype=of.dtype, scale=scale)
-        scale = scale.squeeze(-1) if algorithm.startswith("FP8_") else scale
-        parts = {"weight": packed._quantized_data, "weight_scale": scale}
-        yield name, {"quant_method": "modelopt", "quant_algo": algorithm}, {**parts, "expected": expected}
+    kind = MXFP8QTensor if algorithm == "MXFP8" else FP8QTensor
+    packed, scale = kind.quantize(of, **({"axis": 0} if algorithm.startswith("FP8_") else {}))
+    expected = packed.dequantize(dtype=of.dtype, scale=scale)
+    scale = scale.squeeze(-1) if algorithm.startswith("FP8_") else scale
+    parts = {"weight": packed._quantized_data, "weight_scale": scale}
+    return {"quant_method": "modelopt", "quant_algo": algorithm}, {**parts, "expected": expected}
+
+
+def modelopt() -> Iterator[Case]:
+    yield "fp8", *pack_modelopt(weight(9, 45, torch.float32))
+    yield "fp8_channel", *pack_modelopt(weight(9, 45, torch.float32), "FP8_PER_CHANNEL_PER_TOKEN")
+    yield "mxfp8", *pack_modelopt(weight(9, 96), "MXFP8")
+    yield "mxfp8_zero", *pack_modelopt(torch.zeros(8, 64).bfloat16(), "MXFP8")
 
 
 def transformers() -> Iterator[Case]:
