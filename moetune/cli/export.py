@@ -35,7 +35,11 @@ def export(
     ] = 0,
     into: Annotated[
         Any,
-        cli.choice("fp8|nvfp4|mxfp4", "Round a merged checkpoint, and say how much of the change survives.", "--into"),
+        cli.choice(
+            "fp8|mxfp8|nvfp4|mxfp4|int4",
+            "Round a merged checkpoint, and say how much of the change survives.",
+            "--into",
+        ),
     ] = None,
     push: Annotated[
         str | None, cli.option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")

@@ -64,7 +64,8 @@ def export(
         format: `delta`: only the tensors that trained in full precision. `peft`: a PEFT adapter. `merged`: a whole
             checkpoint. `vllm`: an adapter for vLLM.
         out: the folder to write. It appears only when it is complete.
-        into: `fp8`, `nvfp4` or `mxfp4`, the quantized format to round a merged checkpoint to; None for no rounding.
+        into: `fp8`, `mxfp8`, `nvfp4`, `mxfp4` or `int4`, the quantized format to round a merged checkpoint to; None
+            for no rounding.
         overwrite: replace an earlier export in `out`, which must be new or empty otherwise.
 
     Raises:

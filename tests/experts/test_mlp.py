@@ -26,7 +26,7 @@ ROUTINGS = {
     "three choices": routed(top_k=3),
     "every expert": routed(top_k=EXPERTS),
 }
-STORAGES: list[Storage] = ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "bf16", "fp32"]
+STORAGES: list[Storage] = ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "int4-g32", "bf16", "fp32"]
 
 
 @pytest.mark.one_in(3)

@@ -148,6 +148,7 @@ class CheckpointReader:
 
     def _problems(self, plain: PreTrainedModel) -> Iterator[str]:
         """Yield a line for each tensor that is missing, unexpected, or has another shape or dtype than the model's."""
+        yield from self._unlike_others()
         state = plain.state_dict()
         unmapped = self._stored.keys() - {key for mapping in self._mappings.values() for key in mapping.every_key()}
         too_many = unmapped | (self._mappings.keys() - self._names)
@@ -179,6 +180,25 @@ class CheckpointReader:
                 yield f"{name} is {found}, not {[*there.shape]}, and [experts, in, out] is gpt-oss' layout of MXFP4"
             elif found != [*there.shape]:
                 yield f"{name} is {found}, not {[*there.shape]}"
+
+    def _unlike_others(self) -> Iterator[str]:
+        """Yield a line for each matrix that is stored otherwise than a checkpoint that `model.base` keeps says."""
+        format = self._target.format
+        if not format.is_read_apart or not any(self._is_kept(stored, stored.shape) for stored in self._stored.values()):
+            return
+        experts = {f"{path}.{stack}" for path, layer in self._target.layers.items() for stack in stacks(layer)}
+        linears = {f"{path}.weight" for path in self._target.linears}
+        for name, mapping in self._mappings.items():
+            if not (mapping.has_experts_apart if name in experts else name in linears and mapping.conversion is None):
+                continue
+            for key in mapping.every_key():
+                stored = self._stored[key]
+                if len(stored.shape) == 2 and not self._is_kept(stored, stored.shape):
+                    kind = "in another layout" if isinstance(stored, Quantized) else stored.dtype
+                    yield (
+                        f"{key} is {kind} and others are {format.name}, from which config.json does not except it; set "
+                        "model.base: nf4 to quantize all anew"
+                    )
 
     def _misfits_apart(self, layer: MoeLayer, mapping: KeyMapping, expected: list[int]) -> Iterator[str]:
         name, count = mapping.parameter, layer.shape.num_experts
