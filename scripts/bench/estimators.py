@@ -121,7 +121,7 @@ def asked(python: Path, tool: str, case: str, home: str, endpoint: str) -> dict[
         env=os.environ | variables, capture_output=True, text=True, check=False, cwd=home,
     )  # fmt: skip
     if done.returncode:
-        return {"refused": done.stderr.strip().splitlines()[-1][:300]}
+        return {"refused": done.stderr.strip().splitlines()[-1].removeprefix("RuntimeError: ")}
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 
@@ -164,8 +164,8 @@ def table(report: dict[str, Any]) -> Iterator[str]:
     yield f"| | {' | '.join(cases)} |"
     yield "|---|" + "---:|" * len(cases)
     yield "| **measured** | " + " | ".join(f"**{report['measured'][case] / GiB:.2f}**" for case in cases) + " |"
-    for tool, answers in report["answers"].items():
-        cells = []
+    for tool in ("moetune", *PACKAGES):
+        answers, cells = report["answers"][tool], []
         for case in cases:
             answer = answers.get(case)
             if answer is None or "refused" in answer:

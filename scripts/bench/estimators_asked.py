@@ -24,9 +24,11 @@ GB, GiB = 1e9, 2**30
 
 
 def command(*words: str) -> str:
+    """Return what a tool printed: its report, also where that says no; or raise what it says is wrong."""
     done = subprocess.run([str(BIN / words[0]), *words[1:]], capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1):
-        raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
+    if done.returncode not in (0, 1) and not done.stdout.startswith("{"):
+        said = " ".join(done.stderr.split())  # wrapped as for a terminal, and behind warnings of what it imports
+        raise RuntimeError(re.split(r"(?:error|vramcalc): ", said)[-1])
     return done.stdout
 
 
@@ -183,6 +185,8 @@ def loggetta(model: str, parameters: int, rows: int, length: int, targets: str) 
             )
         )  # fmt: skip
     setup = report["alternatives"][0]
+    if setup["rejected"]:
+        raise RuntimeError("; ".join(setup["rejected"]))
     outside = {"allocator reserve (cached, unallocated blocks)", "CUDA context + library workspaces"}
     lines = [line for line in setup["lines"] if line["where"] == "device" and line["name"] not in outside]
     return {"gib": sum(line["bytes"] for line in lines) / GiB, "note": f"allocated; {setup['label_text']}"}
