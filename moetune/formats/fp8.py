@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import TypedDict
 
-from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
+from moetune.formats.base import SAVE_AGAIN, SLACK, Format, Parts, Quantized, Rows, Sizes, require
 from moetune.formats.published import Settings, SourceQuantization, invalid, patterns_of
 from moetune.json_files import Amount, read_json
 from moetune.kernels import AT_ONCE, FP8_BLOCK
@@ -50,9 +50,8 @@ class BlockFp8(Quantized):
     def opened(cls, parts: Parts) -> Self | None:
         if "scale_inv" not in parts:
             return None
-        high, wide = read_json(parts[""].file.parent / "config.json", _Config)["quantization_config"][
-            "weight_block_size"
-        ]
+        config = read_json(parts[""].file.parent / "config.json", _Config, remedy=SAVE_AGAIN)
+        high, wide = config["quantization_config"]["weight_block_size"]
         weight, scales = parts[""], parts["scale_inv"]
         rows, columns = weight.shape
         require(scales.shape == (-(-rows // high), -(-columns // wide)) and scales.dtype in ("F32", "BF16"), parts)
@@ -97,7 +96,7 @@ class Fp8(Format):
         return {"data": (torch.uint8, (count, *shape)), "scales": (torch.float32, (count, high, wide))}
 
     def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
-        """Quantize as `Format.quantize` says, bit for bit as transformers' `Fp8Quantize`, which refuses cut-off blocks.
+        """Quantize as `Format.quantize` says, bit for bit as transformers' `Fp8Quantize`, which leaves a matrix with cut-off blocks in 16 bits.
 
         A scale, by which codes are multiplied, brings the largest magnitude of its block to 448, the largest of FP8.
         """

@@ -13,7 +13,7 @@ from moetune.adapt.weights.random import realize_buffers
 from moetune.adapt.weights.target import LoadTarget
 from moetune.compat.transformers import unmatched_keys
 from moetune.errors import UserError, first_of, reading
-from moetune.formats.base import Quantized
+from moetune.formats.base import SAVE_AGAIN, Quantized
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.moe import MoeLayer
@@ -64,7 +64,8 @@ class CheckpointReader:
                 f"and there are {held:,}"
             )
         with reading(f"the weights of {name!r} in {str(folder)!r}"):
-            refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name)
+            remedy = SAVE_AGAIN if any(key.endswith("_blocks") for key in self._stored) else ""  # without their _scales
+            refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name, remedy)
 
     def read_all(self, model: PreTrainedModel) -> None:
         """Read all weights into `model`, that of the `LoadTarget`, and replace its experts by banks."""
@@ -233,8 +234,9 @@ def finish_reading(model: PreTrainedModel, folder: Path) -> None:
     model.eval()
 
 
-def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
+def refuse_misfit(wrong: Collection[str], what: str, model: str, remedy: str = "") -> None:
     """Raise `UserError` if `wrong`, descriptions of tensors that do not fit, is not empty; the message lists the first
-    ten. `what` names the weights in it, in the plural."""
+    ten, and ends with `remedy`. `what` names the weights in it, in the plural."""
     if wrong:
-        raise UserError(f"{what} do not fit {model!r}: {'; '.join(first_of(sorted(wrong)))}")
+        told = [*first_of(sorted(wrong)), *filter(None, [remedy])]
+        raise UserError(f"{what} do not fit {model!r}: {'; '.join(told)}")
