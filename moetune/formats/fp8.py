@@ -184,7 +184,8 @@ class Fp8(Format):
         return {"data": (torch.uint8, (count, *shape)), "scales": (scales, (count, high, wide))}
 
     def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
-        """Quantize as `Format.quantize` says, bit for bit as transformers' `Fp8Quantize`, which refuses cut-off blocks.
+        """Quantize as `Format.quantize` says, bit for bit as transformers' `Fp8Quantize`, which leaves a matrix with
+        cut-off blocks in 16 bits.
 
         A scale, by which codes are multiplied, brings the largest magnitude of its block to 448, the largest of FP8; a
         power of two brings it to at most that. A matrix with one scale is in memory in float32.

@@ -33,6 +33,11 @@ LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modul
 transformers', and an alias that it takes; ModelOpt's in a file of its own; Quark's."""
 _IN_16_BITS: Storage = "nf4"
 """Storage that `model.base: auto` stands for, unless the checkpoint's own format can be kept."""
+SAVE_AGAIN = (
+    "if save_pretrained wrote this from a model loaded with dequantize=True, save it again with "
+    "save_original_format=False"
+)
+"""What to do about a checkpoint that transformers left half packed."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,10 @@ def _settings_in(folder: Path, _changed: int) -> Settings:
                 return dict(section[key])
     if beside := settings_beside(folder):
         return beside
-    raise UserError(f"{str(folder / 'config.json')!r} does not say how the weights are quantized (quantization_config)")
+    raise UserError(
+        f"{str(folder / 'config.json')!r} does not say how the weights are quantized (quantization_config); "
+        + SAVE_AGAIN
+    )
 
 
 def invalid(key: str, value: object, reason: str) -> UserError:

@@ -15,6 +15,7 @@ from moetune.compat.transformers import unmatched_keys
 from moetune.errors import UserError, first_of, reading
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.published import SAVE_AGAIN
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
@@ -64,7 +65,9 @@ class CheckpointReader:
                 f"and there are {held:,}"
             )
         with reading(f"the weights of {name!r} in {str(folder)!r}"):
-            refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name)
+            is_half_packed = any(key.endswith(("_blocks", "_scale_inv")) for key in self._stored)
+            remedy = SAVE_AGAIN if is_half_packed else ""
+            refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name, remedy)
 
     def read_all(self, model: PreTrainedModel) -> None:
         """Read all weights into `model`, that of the `LoadTarget`, and replace its experts by banks."""
@@ -253,8 +256,9 @@ def finish_reading(model: PreTrainedModel, folder: Path) -> None:
     model.eval()
 
 
-def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
+def refuse_misfit(wrong: Collection[str], what: str, model: str, remedy: str = "") -> None:
     """Raise `UserError` if `wrong`, descriptions of tensors that do not fit, is not empty; the message lists the first
-    ten. `what` names the weights in it, in the plural."""
+    ten, and ends with `remedy`. `what` names the weights in it, in the plural."""
     if wrong:
-        raise UserError(f"{what} do not fit {model!r}: {'; '.join(first_of(sorted(wrong)))}")
+        told = [*first_of(sorted(wrong)), *filter(None, [remedy])]
+        raise UserError(f"{what} do not fit {model!r}: {'; '.join(told)}")
