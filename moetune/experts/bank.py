@@ -38,12 +38,14 @@ class LoraPlan:
     Attributes:
         ids: the experts that get factors.
         split: whether gate and up have a pair of factors each; otherwise gate_up has one pair.
+        dtype: in what the factors are stored.
     """
 
     ids: tuple[int, ...]
     rank: int
     alpha: float
     split: bool = False
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class FullExpert(nn.Module):
 
 
 class ExpertLora(nn.Module):
-    """LoRA factors of n experts, as stacked parameters in float32.
+    """LoRA factors of n experts, as stacked parameters in `LoraPlan.dtype`.
 
     For a projection with P parts, A is [n, P, r, in] and B is [n, P, out / P, r]. P is 2 for gate_up if gate and up
     have separate factors (`LoraPlan.split`), else 1; P is 1 for down. A starts uniform in ±1/√in, as in PEFT, and B
@@ -133,7 +135,7 @@ class ExpertLora(nn.Module):
         parts = len(self.rows_of_parts["gate_up"])
 
         def factor(*size: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(len(here), *size, dtype=torch.float32, device=device))
+            return nn.Parameter(torch.zeros(len(here), *size, dtype=plan.dtype, device=device))
 
         self.gate_up_A, self.gate_up_B = factor(parts, rank, shape.hidden), factor(parts, rows // parts, rank)
         self.down_A, self.down_B = factor(1, rank, shape.intermediate), factor(1, shape.hidden, rank)

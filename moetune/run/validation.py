@@ -198,6 +198,8 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
         if any(reasons.values()):
             why = "; ".join(reason for reason, holds in reasons.items() if holds)
             remedy = "use adamw, adamw8bit, sgd or lion8bit with master_weights: none or fp32"
+            if config.adapt.lora is not None and config.adapt.lora.dtype == "bf16":
+                remedy += ", and for none adapt.lora.dtype: fp32"
             yield f"optimizer: over several ranks {optimizer.name} does not work: {why}; {remedy}"
 
 

@@ -90,7 +90,7 @@ class LoadTarget:
             plan = None
             if lora is not None and ids:
                 rank = selection.ranks[path]
-                plan = LoraPlan(ids, rank, lora.plain_alpha(rank), split=lora.gate_up == "split")
+                plan = LoraPlan(ids, rank, lora.plain_alpha(rank), lora.gate_up == "split", DTYPES[lora.dtype])
             self.banks[path] = ExpertBank(
                 layer.shape,
                 BankPlan(selection.experts.get(layer.index, ()), plan),

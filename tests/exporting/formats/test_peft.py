@@ -30,6 +30,7 @@ ALL = ["attention", "experts"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"lora": LORA}),
     "mixtral split": ("mixtral", {"lora": LORA | {"gate_up": "split"}}),
+    "mixtral in bf16": ("mixtral", {"lora": LORA | {"dtype": "bf16"}}),
     "experts alone": ("mixtral", {"lora": LORA | {"targets": ["experts"], "gate_up": "split"}}),
     "attention alone": ("mixtral", {"lora": LORA | {"targets": ["attention"], "layers": [1]}}),
     "one layer, three experts": ("mixtral", {"lora": LORA | {"layers": [1], "ids": [0, 3, 6], "gate_up": "split"}}),
