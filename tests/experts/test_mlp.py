@@ -46,7 +46,7 @@ def test_output_and_gradients_equal_autograd_through_the_stock_experts(
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
-@pytest.mark.parametrize("plan", ["fused LoRA on some", "split LoRA on some"])
+@pytest.mark.parametrize("plan", ["fused LoRA on some", "split LoRA on some", "shared fused LoRA on some"])
 def test_products_that_add_low_rank_terms(plan: str, model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose products are Triton's: one operator multiplies by W and by the second factor."""
     monkeypatch.setattr(bank_module, "is_in_triton", lambda capability, dtype: capability == (8, 6))

@@ -38,7 +38,8 @@ class BankSizes:
     """Properties of an expert layer that decide its calls of operators, apart from the number of token rows.
 
     Attributes:
-        lora: ids of the experts with LoRA; `rank` and `split` are as in `LoraPlan`, and `lora_dtype` is its `dtype`.
+        lora: ids of the experts with LoRA; `rank` and `split` are as in `LoraPlan`, `lora_dtype` is its `dtype`, and
+            `share` is "outer" where they are shared.
         trained: number of experts that train in full, the last ones; all others are frozen without LoRA.
         storage, double_quant: as in `ExpertBank`.
         dtype: dtype of token rows.
@@ -60,6 +61,7 @@ class BankSizes:
     split_gate_up: bool
     gate: tuple[float, float] | None
     lora_dtype: str = "fp32"
+    share: str = "none"
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> None:
         """Build a bank of these sizes with random weights, and run it forward and backward twice.
@@ -85,7 +87,9 @@ class BankSizes:
     def _bank(self, device: torch.device) -> ExpertBank:
         shape, count, lora = self.shape, self.shape.num_experts, None
         if self.lora:
-            lora = LoraPlan(self.lora, self.rank, self.rank / 2, self.split, DTYPES[self.lora_dtype])
+            lora = LoraPlan(
+                self.lora, self.rank, self.rank / 2, self.split, DTYPES[self.lora_dtype], self.share == "outer"
+            )
         plan = BankPlan(tuple(range(count - self.trained, count)), lora)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         context = ExpertContext(self.expert_memory, split_gate_up=self.split_gate_up, capability=capability)
@@ -237,6 +241,8 @@ def bank_samples(dtype: str, *, hidden: int = 192, intermediate: int = 144, rank
         replace(clamped, storage="fp8"),
         replace(plain, storage="nvfp4"),
         replace(plain, storage="mxfp4"),
+        replace(some, lora_dtype="bf16", share="outer"),
+        replace(clamped, split=False, share="outer"),
     )
 
 
@@ -294,6 +300,7 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
         split_gate_up=run.model.gate_up_apart,
         gate=gate,
         lora_dtype="fp32" if lora is None else lora.dtype,
+        share="none" if lora is None else lora.share,
     )
 
 
