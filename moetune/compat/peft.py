@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 
 class LoraFactor(nn.Linear):
-    """A low-rank factor with a float32 weight, cast to the dtype of the input in forward."""
+    """A low-rank factor whose weight is cast to the dtype of the input in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.to(x.dtype))
@@ -57,7 +57,7 @@ class ScaledFactor(nn.Linear):
     """A factor A that returns scale · A, in float32, to be multiplied with B instead of with an input."""
 
     def forward(self, scale: Any) -> Tensor:
-        return self.weight * scale
+        return self.weight.float() * scale
 
 
 def add_to_the_weight(layer: Any) -> None:

@@ -38,12 +38,16 @@ class LoraPlan:
     Attributes:
         ids: the experts that get factors.
         split: whether gate and up have a pair of factors each; otherwise gate_up has one pair.
+        dtype: in what the factors are stored.
+        shared: whether all experts have one A of gate_up and one B of down.
     """
 
     ids: tuple[int, ...]
     rank: int
     alpha: float
     split: bool = False
+    dtype: torch.dtype = torch.float32
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,12 @@ class FullExpert(nn.Module):
 
 
 class ExpertLora(nn.Module):
-    """LoRA factors of n experts, as stacked parameters in float32.
+    """LoRA factors of n experts, as stacked parameters in `LoraPlan.dtype`.
 
-    For a projection with P parts, A is [n, P, r, in] and B is [n, P, out / P, r]. P is 2 for gate_up if gate and up
-    have separate factors (`LoraPlan.split`), else 1; P is 1 for down. A starts uniform in ±1/√in, as in PEFT, and B
-    starts at zero. One expert has r·(P·H + O) + r·(I + H) parameters, where O is the number of gate_up rows (2I, or I
-    without gate).
+    For a projection with P parts, A is [n, P, r, in] and B is [n, P, out / P, r]; of a factor that all experts
+    share, n is 1. P is 2 for gate_up if gate and up have separate factors (`LoraPlan.split`), else 1; P is 1 for down.
+    A starts uniform in ±1/√in, as in PEFT, and B starts at zero. One expert has r·(P·H + O) + r·(I + H) parameters,
+    where O is the number of gate_up rows (2I, or I without gate).
 
     Args:
         plan: LoRA of the whole layer.
@@ -114,6 +118,7 @@ class ExpertLora(nn.Module):
 
     Attributes:
         slots: expert id -> index of the expert's factors in dimension 0 of A and B.
+        shared: names of the factors that all experts share.
         scale: alpha / rank.
         rows_of_parts: projection (`gate_up`, `down`) -> for each of its parts, the output rows that the part produces.
         is_interleaved: gate and up rows alternate in gate_up.
@@ -132,14 +137,18 @@ class ExpertLora(nn.Module):
         self.is_interleaved = not shape.is_concatenated
         parts = len(self.rows_of_parts["gate_up"])
 
-        def factor(*size: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(len(here), *size, dtype=torch.float32, device=device))
+        self.shared = ("gate_up_A", "down_B") if plan.shared else ()
 
-        self.gate_up_A, self.gate_up_B = factor(parts, rank, shape.hidden), factor(parts, rows // parts, rank)
-        self.down_A, self.down_B = factor(1, rank, shape.intermediate), factor(1, shape.hidden, rank)
+        def factor(*size: int, name: str = "") -> nn.Parameter:
+            held = 1 if name in self.shared else len(here)
+            return nn.Parameter(torch.zeros(held, *size, dtype=plan.dtype, device=device))
+
+        self.gate_up_A = factor(parts, rank, shape.hidden, name="gate_up_A")
+        self.gate_up_B, self.down_A = factor(parts, rows // parts, rank), factor(1, rank, shape.intermediate)
+        self.down_B = factor(1, shape.hidden, rank, name="down_B")
         for A in (self.gate_up_A, self.down_A):
             bound = 1 / math.sqrt(A.shape[-1])  # kaiming_uniform_(a=√5) of one [r, in] factor, as PEFT draws it
-            if here == list(range(count)):
+            if here == list(range(count)) or (A is self.gate_up_A and self.shared):
                 nn.init.uniform_(A, -bound, bound)
             else:
                 A.data.copy_(A.new_empty(count, *A.shape[1:]).uniform_(-bound, bound)[here])
@@ -152,8 +161,13 @@ class ExpertLora(nn.Module):
         """
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
-        gate_up = LowRank(self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, self.scale, joined)
-        return gate_up, LowRank(self.down_A, self.down_B, slots, False, self.scale, joined)
+        of_gate_up, of_down = ("A", "B") if self.shared else (None, None)
+        gate_up = LowRank(self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, self.scale, joined, of_gate_up)
+        return gate_up, LowRank(self.down_A, self.down_B, slots, False, self.scale, joined, of_down)
+
+    def stored_name(self, factor: str, expert: int) -> str:
+        """Return the name under which checkpoints hold an expert's part of a factor such as `down_A`."""
+        return factor if factor in self.shared else f"{factor}.{expert}"
 
 
 class ExpertBank(nn.Module):

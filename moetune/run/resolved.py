@@ -54,7 +54,7 @@ class ResolvedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of compute and of trained weights. Low-rank factors are always float32."""
+        """Dtype of compute and of trained weights; that of low-rank factors is `adapt.lora.dtype`."""
         return DTYPES[self.config.dtype]
 
     @property

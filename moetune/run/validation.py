@@ -112,6 +112,11 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
             f"adapt.lora: {routers[0]} adds LoRA to its weight before DeepSpeed's ZeRO-3 gathers it; set "
             "parallel.engine: fsdp2 or parallel.zero: 2, or leave routers out of adapt.lora.targets"
         )
+    if selection.lora is not None and selection.lora.share == "outer":
+        if not selection.lora_experts:
+            yield "adapt.lora.share: outer is about factors of experts, and none gets any; leave it out"
+        if (ep := run.config.parallel.ep) > 1:
+            yield f"adapt.lora.share: outer: parallel.ep: {ep} divides the experts that share factors; set ep: 1"
     if (train.router_aux_loss or train.router_z_loss) and not layers:
         yield f"train.router_aux_loss / router_z_loss: {model_type!r} is a dense model without routers; set both to 0"
     if isinstance(train.keep_rows, int) and train.keep_rows > layers:
@@ -200,6 +205,8 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
         if any(reasons.values()):
             why = "; ".join(reason for reason, holds in reasons.items() if holds)
             remedy = "use adamw, adamw8bit, sgd or lion8bit with master_weights: none or fp32"
+            if config.adapt.lora is not None and config.adapt.lora.dtype == "bf16":
+                remedy += ", and for none adapt.lora.dtype: fp32"
             yield f"optimizer: over several ranks {optimizer.name} does not work: {why}; {remedy}"
 
 

@@ -59,6 +59,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"checkpointing": {"attention": "all"}}, "model": {"attention": "eager"}},
         r"train\.checkpointing\.attention: eager attention has no kernel",
     ),
+    "factors to share, and none of experts": (
+        {"adapt": {"lora": {"rank": 2, "alpha": 4, "targets": ["attention"], "share": "outer"}}},
+        r"adapt\.lora\.share: outer is about factors of experts",
+    ),
+    "factors that experts on several ranks share": (
+        {
+            "adapt": {"lora": {"rank": 2, "alpha": 4, "share": "outer"}},
+            "parallel": {"fsdp": 2, "ep": 2},
+            "hardware": {"count": 2},
+        },
+        r"adapt\.lora\.share: outer: parallel\.ep: 2",
+    ),
     "weights that are gathered too late": (
         {
             "adapt": {"lora": {"rank": 2, "alpha": 4, "targets": ["router"]}},

@@ -90,7 +90,8 @@ class LoadTarget:
             plan = None
             if lora is not None and ids:
                 rank = selection.ranks[path]
-                plan = LoraPlan(ids, rank, lora.plain_alpha(rank), split=lora.gate_up == "split")
+                split, shared = lora.gate_up == "split", lora.share == "outer"
+                plan = LoraPlan(ids, rank, lora.plain_alpha(rank), split, DTYPES[lora.dtype], shared)
             self.banks[path] = ExpertBank(
                 layer.shape,
                 BankPlan(selection.experts.get(layer.index, ()), plan),
