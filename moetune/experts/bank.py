@@ -22,7 +22,7 @@ from moetune.experts.mlp import expert_mlp
 from moetune.experts.permutation import Permutation
 from moetune.experts.projection import FullProjection, LowRank, Projection
 from moetune.experts.quantized import QuantizedExperts
-from moetune.kernels.grouped import is_in_triton
+from moetune.kernels.grouped import is_in_triton, reads_ends
 from moetune.kernels.routing import sorted_positions
 from moetune.models.moe import ExpertShape
 
@@ -283,6 +283,22 @@ class ExpertBank(nn.Module):
         most = most_together(self.expert_shape, self.context.expert_memory, dtype)
         return groups_of(self.kinds, most, alone=self.hooks.gradient is not None)
 
+    def counts_rows(self, dtype: torch.dtype) -> bool:
+        """Return whether the host must know how many rows each expert receives, for which it waits.
+
+        It need not if all experts are one group: then shapes do not depend on them, and kernels find each expert's rows
+        on the GPU. Trained experts, which may be groups of their own in backward, and torch's operations need them.
+        """
+        shape, capability = self.expert_shape, self.context.capability
+        features = shape.hidden, shape.intermediate, shape.gate_up_rows
+        return (
+            capability is None
+            or self.num_experts == 1
+            or bool(self.plan.trained)
+            or not reads_ends(capability, dtype, *features)
+            or len(list(self.groups(dtype))) > 1
+        )
+
     def _kind(self, expert: int) -> Kind:
         """Return how an expert trains."""
         if expert not in self.frozen_slots:
@@ -329,10 +345,12 @@ class ExpertBank(nn.Module):
             if hooks.norms is not None and norms is not None:
                 hooks.norms(self.layer, dispatcher.combine_norms(norms.flatten(), received))
             return dispatcher.combine(output, received).to(hidden_states.dtype)
-        order, counts_E = sorted_positions(self._slots_of(top_k_index).flatten(), self.num_experts)
-        read = reading(counts_E, self.slots, top_k_index.numel())
-        counts = hooks.count_rows(self.layer, top_k_index, self.num_experts, read)
-        permutation = Permutation(order, self._by_slot(counts), top_k_index.shape[-1])
+        order, ends_E = sorted_positions(self._slots_of(top_k_index).flatten(), self.num_experts)
+        permutation = Permutation(order, None, top_k_index.shape[-1], ends_E)
+        if self.counts_rows(hidden_states.dtype):
+            read = reading(ends_E, self.slots, top_k_index.numel())
+            counts = hooks.count_rows(self.layer, top_k_index, self.num_experts, read)
+            permutation = Permutation(order, self._by_slot(counts), top_k_index.shape[-1])
         norms, dense = self._norms(top_k_index), None
         if self.context.dense is not None:
             dense = self.context.dense.of(self.layer, top_k_index, top_k_weights)

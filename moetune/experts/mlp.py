@@ -166,13 +166,13 @@ class _ExpertMlp(torch.autograd.Function):
     ) -> Tensor:
         ctx.experts, ctx.counts, ctx.top_k = experts, permutation.counts, permutation.top_k
         ctx.groups, ctx.rows = groups, rows  # of each group with tokens, filled later; empty if none are kept
-        ctx.save_for_backward(x_TH, weights_TK, permutation.order)
+        ctx.save_for_backward(x_TH, weights_TK, permutation.order, permutation.ends)
         return torch.empty_like(x_TH)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, weights_TK, order = ctx.saved_tensors
-        experts, permutation = ctx.experts, Permutation(order, ctx.counts, ctx.top_k)
+        x_TH, weights_TK, order, ends = ctx.saved_tensors
+        experts, permutation = ctx.experts, Permutation(order, ctx.counts, ctx.top_k, ends)
         _, _, _, _, need_x, need_weights, need_dense, *_ = ctx.needs_input_grad
         # before any gradient is handed over, because the gradient hook may update the experts
         ddense_TE = _dense_gradient(experts, x_TH, dy_TH) if need_dense else None
@@ -182,7 +182,7 @@ class _ExpertMlp(torch.autograd.Function):
         weights, dx_TH = weights_TK.flatten(), torch.empty_like(x_TH) if need_x else None
         tokens = TokenRows(dy_TH.contiguous(), dx_TH, permutation, groups)
         dweights = torch.empty_like(weights) if need_weights else None
-        grads = Gradients(experts.hooks.gradient, complete=all(permutation.counts))
+        grads = Gradients(experts.hooks.gradient, complete=all(ctx.counts or [len(order)]))
 
         def add_group(group: RowGroup) -> None:
             """Add the gradients of one group; its dequantized weights and its kept or recomputed rows are freed on
@@ -222,7 +222,7 @@ class _ExpertMlp(torch.autograd.Function):
         tokens.finish()
         if grads.hook is not None:
             for slots in groups:
-                if not any(permutation.counts[slots.start : slots.stop]):
+                if not permutation.has_rows(slots):
                     for projection in experts.projections(slots, x_TH.dtype):
                         grads.hand_over(projection)
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)

@@ -202,7 +202,7 @@ class Projection:
         if self._joins(gemm):
             matrices = (self.weights() if weights is None else weights).mT
             out = self._joined(x, matrices, gemm, into, backward=False)
-            return out if bias is None else out.add_(gemm.of_rows(bias))
+            return out if bias is None else out.add_(gemm.of_rows(bias, len(out)))
         # dequantized weights have no name here: they are freed before the low-rank terms are computed
         out = gemm.linear(x, self.weights() if weights is None else weights, bias)
         return self._with_low_rank(out, x, gemm, into, backward=False)
