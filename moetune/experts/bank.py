@@ -244,6 +244,7 @@ class ExpertBank(nn.Module):
             lora = ExpertLora(plan.lora, here, shape, rows, device)
             self.lora = lora if here else None
         self.kinds: Sequence[Kind] = [self._kind(expert) for expert in self.expert_order]
+        self._groups: dict[tuple[torch.dtype, int, bool], list[range]] = {}
 
     @torch.no_grad()
     def put_(self, expert: int, name: ExpertTensor, tensor: Tensor) -> None:
@@ -273,15 +274,25 @@ class ExpertBank(nn.Module):
         """
         getattr(self, name).put_quantized_(self.frozen_slots[expert], *pieces)
 
-    def groups(self, dtype: torch.dtype) -> Iterator[range]:
-        """Yield consecutive ranges of slots; the experts of a range are dequantized and multiplied together.
+    def groups(self, dtype: torch.dtype) -> list[range]:
+        """Return consecutive ranges of slots; the experts of a range are dequantized and multiplied together.
 
         The experts of a group are all frozen, all frozen with LoRA, or all fully trained. A group has at least one
         expert, and at most as many as fit into `context.expert_memory` bytes (`most_together`). With a gradient hook,
         each fully trained expert is a group of its own, because a group's gradients are one tensor.
         """
-        most = most_together(self.expert_shape, self.context.expert_memory, dtype)
-        return groups_of(self.kinds, most, alone=self.hooks.gradient is not None)
+        key = dtype, self.context.expert_memory, self.hooks.gradient is not None
+        if key not in self._groups:
+            most = most_together(self.expert_shape, self.context.expert_memory, dtype)
+            self._groups[key] = list(groups_of(self.kinds, most, alone=key[2]))
+        return self._groups[key]
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that train, as `parameters` yields them, in a tenth of the time."""
+        modules = [part for full in self.trained.values() for part in (full.gate_up, full.down)]
+        if self.lora is not None:
+            modules.append(self.lora)
+        return [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
 
     def counts_rows(self, dtype: torch.dtype) -> bool:
         """Return whether the host must know how many rows each expert receives, for which it waits.
@@ -296,7 +307,7 @@ class ExpertBank(nn.Module):
             or self.num_experts == 1
             or bool(self.plan.trained)
             or not reads_ends(capability, dtype, *features)
-            or len(list(self.groups(dtype))) > 1
+            or len(self.groups(dtype)) > 1
         )
 
     def _kind(self, expert: int) -> Kind:
@@ -311,7 +322,7 @@ class ExpertBank(nn.Module):
         Weights are dequantized or cast to `dtype` when a projection runs, not here.
         """
         experts = self.expert_order[slots.start : slots.stop]
-        kind = self._kind(experts[0])
+        kind = self.kinds[slots.start]
         if kind == "trained":
             fulls = [cast(FullExpert, self.trained[str(expert)]) for expert in experts]
             return _trained([full.gate_up for full in fulls], dtype), _trained([full.down for full in fulls], dtype)

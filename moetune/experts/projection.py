@@ -104,12 +104,16 @@ class LowRank:
     @cached_property
     def A(self) -> Tensor:
         """The group's factors A as a view [C, P, r, in]."""
-        return self.A_all[self.slots]
+        return self._own(self.A_all)
 
     @cached_property
     def B(self) -> Tensor:
         """The group's factors B as a view [C, P, out / P, r]."""
-        return self.B_all[self.slots]
+        return self._own(self.B_all)
+
+    def _own(self, of_all: Tensor) -> Tensor:
+        """Return the part of the group's experts in a tensor of all n experts: a view, or the tensor itself."""
+        return of_all if self.slots.stop - self.slots.start == len(of_all) else of_all[self.slots]
 
     def add(self, base: Tensor, out: Tensor, rows: Tensor, gemm: GroupedGemm, *, backward: bool) -> None:
         """Write `base` plus the low-rank terms of the rows to `out`, and keep the product with r columns.
@@ -147,7 +151,7 @@ class LowRank:
         by the routing weights, if given.
         """
         dout = self._in_parts(dout)
-        of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
+        of_A, of_B = (self._own(grads.of(parameter)) for parameter in (self.A_all, self.B_all))
         groups = gemm.ends, gemm.counts
         xA = kernels.low_rank(x, self.A, None, None, None, *groups, 1.0) if self.xA is None else self.xA
         dB = kernels.low_rank(dout, self.B.mT, None, None, None, *groups, 1.0) if self.dB is None else self.dB
