@@ -226,7 +226,8 @@ class _ExpertMlp(torch.autograd.Function):
                     for projection in experts.projections(slots, x_TH.dtype):
                         grads.hand_over(projection)
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
-        return None, None, None, None, dx_TH, dweights_TK, ddense_TE, *map(grads.remaining, experts.trained_parameters())
+        of_parameters = map(grads.remaining, experts.trained_parameters())
+        return None, None, None, None, dx_TH, dweights_TK, ddense_TE, *of_parameters
 
 
 def _dense_gradient(experts: ExpertWeights, x_TH: Tensor, dy_TH: Tensor) -> Tensor:

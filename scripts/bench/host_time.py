@@ -5,9 +5,10 @@
 Full-size models with random weights, LoRA r16 on attention and experts, NF4, bfloat16, rows of 2048 tokens.
 `--checkpointing auto` keeps what fits a card of `--gpu`. A micro-step is timed from its start until the backward pass
 has been asked for, as wall time and as the time that the process worked, autograd's threads included; the device is
-waited for before and after (`done`). `waits` are those of the host for a null device in the last micro-step. Where the host is slower than the device, this is how long a step takes. On a null
-device (tests/nullcuda), whose kernels take no time, both numbers are the host's alone; on a card they have its waits
-for the device in them: CUDA waits by looking again and again.
+waited for before and after (`done`). Where the host is slower than the device, this is how long a step takes. On a null
+device (tests/nullcuda), whose kernels take no time, both numbers are the host's alone, and `waits` is how often the
+host waits for it in the last micro-step. On a card they have its waits for the device in them: CUDA waits by looking
+again and again.
 
 `seconds` is the median of the micro-steps after `WARM_UP`, which load kernels and make the routers' buffers.
 """

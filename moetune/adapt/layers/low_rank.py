@@ -48,7 +48,7 @@ def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float
     for module in (base, A, B):
         if module._forward_hooks or module._forward_pre_hooks:
             return None
-    if any([isinstance(weight, DTensor) for weight in weights]):
+    if any(isinstance(weight, DTensor) for weight in weights):
         return None
     return _AdaptedLinear.apply(base, x, weights[0], weights[1], scale)
 
