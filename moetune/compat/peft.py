@@ -41,10 +41,11 @@ def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
 
 def _forward(layer: Any, at_once: AtOnce, x: Tensor) -> Tensor:
     """Forward of a PEFT layer: base(x) + B(scale · A(dropout(x))), or base(x) if adapters are disabled or merged."""
-    base, scale = layer.base_layer, layer.scaling["default"]
+    inside = layer._modules  # torch's lookup of a module as an attribute takes as long as a view
+    base, scale = inside["base_layer"], layer.scaling["default"]
     if layer.disable_adapters or layer.merged:
         return base(x)
-    A, B, dropout = (of["default"] for of in (layer.lora_A, layer.lora_B, layer.lora_dropout))
+    A, B, dropout = [inside[name]._modules["default"] for name in ("lora_A", "lora_B", "lora_dropout")]
     out: Tensor | None = None
     if torch.is_grad_enabled() and isinstance(dropout, nn.Identity):
         out = at_once(base, x, A, B, scale)

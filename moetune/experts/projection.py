@@ -120,7 +120,11 @@ class LowRank:
         return self._of_group(self.B_all, is_shared=self.shared == "B")
 
     def _of_group(self, factor: Tensor, *, is_shared: bool) -> Tensor:
-        return factor.expand(self.slots.stop - self.slots.start, -1, -1, -1) if is_shared else factor[self.slots]
+        return factor.expand(self.slots.stop - self.slots.start, -1, -1, -1) if is_shared else self._own(factor)
+
+    def _own(self, of_all: Tensor) -> Tensor:
+        """Return the part of the group's experts in a tensor of all n experts: a view, or the tensor itself."""
+        return of_all if self.slots.stop - self.slots.start == len(of_all) else of_all[self.slots]
 
     def add(self, base: Tensor, out: Tensor, rows: Tensor, gemm: GroupedGemm, *, backward: bool) -> None:
         """Write `base` plus the low-rank terms of the rows to `out`, and keep the product with r columns.
@@ -158,8 +162,8 @@ class LowRank:
         by the routing weights, if given.
         """
         dout = self._in_parts(dout)
-        of_A = None if self.shared == "A" else grads.of(self.A_all)[self.slots]
-        of_B = None if self.shared == "B" else grads.of(self.B_all)[self.slots]
+        of_A = None if self.shared == "A" else self._own(grads.of(self.A_all))
+        of_B = None if self.shared == "B" else self._own(grads.of(self.B_all))
         groups = gemm.ends, gemm.counts
         xA = kernels.low_rank(x, self.A, None, None, None, *groups, 1.0) if self.xA is None else self.xA
         dB = kernels.low_rank(dout, self.B.mT, None, None, None, *groups, 1.0) if self.dB is None else self.dB
@@ -219,7 +223,7 @@ class Projection:
         if self._joins(gemm):
             matrices = (self.weights() if weights is None else weights).mT
             out = self._joined(x, matrices, gemm, into, backward=False)
-            return out if bias is None else out.add_(gemm.of_rows(bias))
+            return out if bias is None else out.add_(gemm.of_rows(bias, len(out)))
         # dequantized weights have no name here: they are freed before the low-rank terms are computed
         out = gemm.linear(x, self.weights() if weights is None else weights, bias)
         return self._with_low_rank(out, x, gemm, into, backward=False)

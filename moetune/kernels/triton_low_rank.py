@@ -9,6 +9,8 @@ Block sizes were not timed on a GPU; they are chosen to fit into the shared memo
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -111,6 +113,7 @@ def _low_rank(
                     tl.debug_barrier()  # the next product reads these sums
 
 
+@cache
 def _tiles(rank: int, dtype: torch.dtype, stacked: int = 1) -> dict[str, int]:
     """Return launch options by rank and dtype, so that a tile fits into shared memory and registers.
 

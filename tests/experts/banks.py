@@ -24,6 +24,7 @@ PLANS = {
     "two trained": BankPlan(trained=(0, 5)),
     "all trained": BankPlan(trained=tuple(range(EXPERTS))),
     "fused LoRA on some": BankPlan(lora=LoraPlan((1, 2, 6), rank=3, alpha=6.0)),
+    "LoRA on all": BankPlan(lora=LoraPlan(tuple(range(EXPERTS)), rank=3, alpha=6.0)),
     "split LoRA on some": BankPlan(lora=LoraPlan((1, 2, 6), rank=3, alpha=6.0, split=True)),
     "shared fused LoRA on some": BankPlan(lora=LoraPlan((1, 2, 6), rank=3, alpha=6.0, shared=True)),
     "trained, shared split LoRA, frozen": BankPlan(

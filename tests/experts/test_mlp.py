@@ -60,6 +60,31 @@ def test_products_that_add_low_rank_terms(plan: str, model_type: str, monkeypatc
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
+@pytest.mark.parametrize("plan", ["frozen", "LoRA on all"])
+@pytest.mark.parametrize("routing", ["as it falls", "without some experts", "three choices"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_one_group_is_computed_without_counts_on_the_host(
+    model_type: str, plan: str, routing: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose kernels read where each expert's rows end: the bits are those of the same group with counts."""
+    bank, given = bank_of(model_type, plan, group=EXPERTS), ROUTINGS[routing]
+    bank.context = replace(bank.context, keep_rows={bank.layer} if keeps else (), capability=(9, 0))
+    called: list[int] = []
+    monkeypatch.setattr(bank.hooks, "count_rows", lambda layer, ids, count, read: called.append(layer) or read())
+    expected = run(bank, given)
+    assert called == [bank.layer]
+    monkeypatch.setattr(bank_module, "reads_ends", lambda *_: True)
+    found = run(bank, given)
+    assert called == [bank.layer]
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    nothing = run(bank, routed(tokens=0))
+    assert not any(gradient.any() for gradient in nothing.values())
+    bank.context = replace(bank.context, expert_memory=0)
+    run(bank, given)
+    assert called == [bank.layer] * 2
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
 @pytest.mark.parametrize(
     ("plan", "group", "factors"),
     [

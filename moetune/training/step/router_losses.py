@@ -65,8 +65,9 @@ class RouterWatch:
 
         def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._current is not None:
-                _, ids, weights = (value.detach() for value in (*args, *kwargs.values()))
-                self._current.load[layer.index] = _tokens(ids, weights, layer.shape.num_experts, self._current.mask)
+                _, ids, weights = (*args, *kwargs.values())
+                load = _tokens(ids.detach(), weights.detach(), layer.shape.num_experts, self._current.mask)
+                self._current.load[layer.index] = load
 
         router = logits_module(model, layer.router, layer.shape.num_experts)
         bank = model.get_submodule(layer.experts)
@@ -142,6 +143,6 @@ def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor |
     A choice with routing weight 0 does not count: in ZAYA it means that the token skips the experts.
     """
     chosen_TK = weights_TK.reshape(-1, ids_TK.shape[-1])
-    counts_TK = chosen_TK.bool() if mask is None else torch.logical_and(chosen_TK, mask.flatten()[:, None])
-    counts = torch.zeros(num_experts, device=ids_TK.device)
-    return counts.index_add_(0, ids_TK.flatten(), counts_TK.flatten().to(counts.dtype))
+    counts_TK = torch.empty(chosen_TK.shape, device=ids_TK.device)
+    torch.logical_and(chosen_TK, chosen_TK if mask is None else mask.reshape(-1, 1), out=counts_TK)  # 1 or 0
+    return torch.zeros(num_experts, device=ids_TK.device).index_add_(0, ids_TK.flatten(), counts_TK.view(-1))
