@@ -51,7 +51,7 @@ def test_which_programs_read_it_as_it_is(layout: str, tmp_path: Path) -> None:
     assert read_by == {
         "peft": {"peft", "unsloth"},
         "unsloth-grouped": {"unsloth-grouped"},
-        "per-expert": {"vllm", "sglang"},
+        "per-expert": {"vllm", "sglang", "llama.cpp"},
     }.get(layout, set())
     assert all("adapter convert --to" in said for said in report.programs.values() if said is not None)
 
