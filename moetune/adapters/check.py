@@ -13,6 +13,9 @@ from moetune.adapters.write import PROGRAMS, SERVERS, laid_out
 from moetune.errors import UserError
 from moetune.json_files import Answer
 
+MIXED_FORMAT = "--enable-mixed-moe-lora-format"
+"""The option with which vLLM reads stacked factors for experts that it has one by one."""
+
 
 @dataclass(frozen=True)
 class Covered:
@@ -131,10 +134,10 @@ def _as_it_is(found: Read, stored: StoredAdapter, base: AdapterBase, program: st
 def _stacked_in_vllm(adapter: Adapter, base: AdapterBase) -> str:
     """Return what vLLM does with stacked factors where its class has experts one by one."""
     names = {path: base.expert_names[path].prefix for path in adapter.experts}
-    if other := next((f"{path}, here {name}" for path, name in names.items() if name != path), None):
-        told = f"it accepts the adapter and drops its experts without a message, since their name is not {other}"
+    if other := next((f"{name}, not at {path}" for path, name in names.items() if name != path), None):
+        told = f"it accepts the adapter and drops its experts without a message, since it has them at {other}"
     else:
-        told = "it is read as it is only with --enable-mixed-moe-lora-format and is_3d_lora_weight (see moetune serve)"
+        told = f"it is read as it is only with {MIXED_FORMAT} and is_3d_lora_weight, which moetune serve gives"
     return f"needs moetune adapter convert --to vllm: {told}"
 
 

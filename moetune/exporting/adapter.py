@@ -21,7 +21,7 @@ from moetune.atomic import new_folder
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of, shown
 from moetune.exporting.folder import keep_apart, write_export_manifest
-from moetune.exporting.formats.merged import copy_checkpoint, complete_config
+from moetune.exporting.formats.merged import complete_config, copy_checkpoint
 from moetune.exporting.formats.updates import (
     Update,
     expert_with_lora,

@@ -11,7 +11,7 @@ from pathlib import Path
 from moetune.atomic import new_folder, refuse_unfit
 from moetune.errors import UserError
 from moetune.exporting.folder import keep_apart, write_export_manifest
-from moetune.exporting.formats.merged import copy_checkpoint, complete_config
+from moetune.exporting.formats.merged import complete_config, copy_checkpoint
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import Answer

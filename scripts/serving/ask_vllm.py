@@ -41,6 +41,8 @@ def engine(model: str, model_type: str, adapters: list[str], mixed: bool = False
             "max_lora_rank": min(r for r in RANKS if r >= rank),
         }
         settings |= {"enable_mixed_moe_lora_format": True} if mixed else {}
+    elif model_type == "gpt_oss":  # a CPU has these experts only in the plugin, with LoRA
+        settings = {"enable_lora": True}
     if model_type.startswith("deepseek"):  # the CPU's operator is wrong for [tokens, heads, size]
         settings["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
     return LLM(
@@ -72,6 +74,25 @@ def write(out: Path, case: dict[str, Any], answer: np.ndarray | Exception) -> No
         np.save(out / f"{stem}.npy", answer)
 
 
+def ask_group(
+    out: Path, base: str, model_type: str, group: list[dict[str, Any]], mixed: bool, prompts: list[list[int]]
+) -> None:
+    """Ask for all adapters of a base at once, and the base itself."""
+    llm = engine(base, model_type, [case["path"] for case in group], mixed)
+    loaded: list[tuple[dict[str, Any], LoRARequest]] = []
+    for number, case in enumerate(group, 1):
+        request = LoRARequest(case["name"], number, case["path"], **({"is_3d_lora_weight": True} if mixed else {}))
+        try:
+            llm.llm_engine.add_lora(request)
+            loaded.append((case, request))
+        except Exception as error:
+            write(out, case, error)
+    answers = ask(llm, prompts, [None, *(request for _, request in loaded)])
+    np.save(out / f"{model_type}-base{'-mixed' if mixed else ''}.npy", answers[0])
+    for (case, _), answer in zip(loaded, answers[1:], strict=True):
+        write(out, case, answer)
+
+
 def main(folder: Path, out: Path) -> None:
     content = json.loads((folder / "cases.json").read_text())
     prompts, cases = content["prompts"], content["cases"]
@@ -83,21 +104,11 @@ def main(folder: Path, out: Path) -> None:
         for group, mixed in ((adapters, False), (as_peft, model_type not in STACKED)):
             if not group:
                 continue
-            llm = engine(base, model_type, [case["path"] for case in group], mixed)
-            loaded: list[tuple[dict[str, Any], LoRARequest]] = []
-            for number, case in enumerate(group, 1):
-                more = {"is_3d_lora_weight": True} if mixed else {}
-                request = LoRARequest(case["name"], number, case["path"], **more)
-                try:
-                    llm.llm_engine.add_lora(request)
-                    loaded.append((case, request))
-                except Exception as error:
+            try:
+                ask_group(out, base, model_type, group, mixed, prompts)
+            except Exception as error:
+                for case in group:
                     write(out, case, error)
-            answers = ask(llm, prompts, [None, *(request for _, request in loaded)])
-            np.save(out / f"{model_type}-base{'-peft' if group is as_peft else ''}.npy", answers[0])
-            for (case, _), answer in zip(loaded, answers[1:], strict=True):
-                write(out, case, answer)
-            del llm
             gc.collect()
         merged = [case for case in of_base if case["export"] == "merged" and case["kind"] == "all experts"]
         for case in merged if model_type in FAULTS_OF else merged[:1]:  # an engine each

@@ -41,7 +41,12 @@ AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True},
     "olmoe": {"num_key_value_heads": 4},
     "gpt_oss": {"head_dim": 64},
-    "deepseek_v3": {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32},
+    "deepseek_v3": {
+        **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "head_dim"), 64),
+        "kv_lora_rank": 512,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
 }
 """What published models of a type have, unlike the defaults of its configuration, and a program takes for granted."""
 PROMPTS = 2

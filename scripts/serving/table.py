@@ -20,8 +20,6 @@ EXPORTS = {"merged": "merged", "vllm": "adapter, `--format vllm`", "peft": "adap
 PROGRAMS = {"vllm": "vLLM", "llama": "llama.cpp", "mlx": "mlx-lm"}
 KNOWN: dict[tuple[str, str, str], str] = {
     ("llama", "gpt_oss", "vllm"): "its converter takes no LoRA on these experts",
-    ("llama", "deepseek_v3", "merged"): "it computes the toy itself otherwise, by 0.17",
-    ("llama", "deepseek_v3", "vllm"): "it computes the toy itself otherwise, by 0.17",
     ("mlx", "gpt_oss", "merged"): "it does not take the names of these experts",
 }
 """(program, model type, export) -> why there is no answer, where that is the program's limit; see adapters.md."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
-from moetune.exporting.formats.merged import copy_rows, create_files, complete_config, write_config
+from moetune.exporting.formats.merged import complete_config, copy_rows, create_files, write_config
 from moetune.exporting.formats.updates import new_rows, placed, updates
 from moetune.formats.base import Format, Quantized
 from moetune.formats.checkpoint import open_checkpoint
