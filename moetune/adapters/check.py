@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moetune.adapters.base import AdapterBase
+from moetune.adapters.factors import Adapter
 from moetune.adapters.files import StoredAdapter
 from moetune.adapters.read import Read, read, unwrapped
-from moetune.adapters.write import PROGRAMS, laid_out
+from moetune.adapters.write import PROGRAMS, SERVERS, laid_out
 from moetune.errors import UserError
 from moetune.json_files import Answer
+
+MIXED_FORMAT = "--enable-mixed-moe-lora-format"
+"""The option with which vLLM reads stacked factors for experts that it has one by one."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +110,35 @@ def _as_it_is(found: Read, stored: StoredAdapter, base: AdapterBase, program: st
         laid = laid_out(found.adapter, base, program)
     except UserError as error:
         return f"cannot read it: {error}"
-    tensors = stored.tensors
-    if program not in ("vllm", "sglang"):  # PEFT reads the frozen weights that it stores
+    tensors, adapter = stored.tensors, found.adapter
+    if program not in SERVERS:  # PEFT reads the frozen weights that it stores
         tensors = {name: tensor for name, tensor in tensors.items() if unwrapped(name) not in found.frozen}
+    if program == "vllm" and found.layout == "peft" and laid.layout == "per-expert":
+        return _stacked_in_vllm(adapter, base)
     other = _difference(tensors, laid.tensors)
-    if other is None and program in ("vllm", "sglang"):
+    if other is None and program in SERVERS:
         here, there = stored.settings, laid.settings
         mixed = any(here.get(key) for key in ("rank_pattern", "alpha_pattern", "use_rslora"))
         if mixed or any(here.get(key) != there[key] for key in ("r", "lora_alpha")):
             other = "it takes lora_alpha / r of adapter_config.json for everything, and nothing else"
+    if other is not None and tensors.keys() == laid.tensors.keys():
+        alpha = stored.settings["lora_alpha"]
+        if program == "vllm" and not adapter.experts:
+            other = None  # to linear layers it applies rank_pattern, alpha_pattern and use_rslora
+        elif program == "llama.cpp":  # it takes lora_alpha / rank of each pair of factors
+            others = [name for name, factors in adapter.named().items() if factors.scale * factors.rank != alpha]
+            other = f"it ignores use_rslora and alpha_pattern, and would scale {others[0]} wrongly" if others else None
     return None if other is None else f"needs moetune adapter convert --to {program}: {other}"
+
+
+def _stacked_in_vllm(adapter: Adapter, base: AdapterBase) -> str:
+    """Return what vLLM does with stacked factors where its class has experts one by one."""
+    names = {path: base.expert_names[path].prefix for path in adapter.experts}
+    if other := next((f"{name}, not at {path}" for path, name in names.items() if name != path), None):
+        told = f"it accepts the adapter and drops its experts without a message, since it has them at {other}"
+    else:
+        told = f"it is read as it is only with {MIXED_FORMAT} and is_3d_lora_weight, which moetune serve gives"
+    return f"needs moetune adapter convert --to vllm: {told}"
 
 
 def _difference(here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> str | None:

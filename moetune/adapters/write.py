@@ -5,6 +5,7 @@ unsloth-grouped   stacked, the order of Unsloth before September 2026
 vllm              per expert, or stacked where the base checkpoint stacks its experts; one rank and one scale
 sglang            per expert; one rank and one scale; of layers that it joins (q, k and v) all or none; where all
                   experts share A of gate_up and B of down, these once, [1, …] (`--experts-shared-outer-loras`)
+llama.cpp         per expert, as convert_lora_to_gguf.py takes it; one rank and one scale
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,8 +36,12 @@ it, and multiply queries and outputs by the halves, without its factors."""
 _CALLS_IT = ("minicpm3",)
 """Model types with both layers whose class in vLLM calls `kv_b_proj` like any other."""
 
-PROGRAMS = ("peft", "vllm", "sglang", "unsloth", "unsloth-grouped")
+PROGRAMS = ("peft", "vllm", "sglang", "llama.cpp", "unsloth", "unsloth-grouped")
 """Programs to write an adapter for, which are the values of `--to`."""
+SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
+"""Those of them that serve, and their names."""
+_ROUTES_INSIDE = ("qwen3_moe",)
+"""Model types whose class in vLLM gives the router to its experts' runner, which calls it without its factors."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ def laid_out(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     """
     if not adapter.named() and not adapter.saved:
         raise UserError("the adapter has no factors that could be written")
-    if program in ("vllm", "sglang"):
+    if program in SERVERS:
         return _for_server(adapter, base, program)
     modules = tuple(sorted({saved_module(name, base) for name in adapter.saved}))
     tied = base.structure.tied
@@ -121,25 +126,26 @@ def per_expert(adapter: Adapter, base: AdapterBase) -> Iterator[tuple[str, Facto
 
 
 def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
-    """Return the layout of vLLM or SGLang: names of the checkpoint, all experts, one rank and one scale.
+    """Return the layout of one of `SERVERS`: names of the checkpoint, all experts, one rank and one scale.
 
     Raises:
         UserError: the adapter also holds whole weights, the program does not apply some of its factors, or a parameter
             with factors has no name in the checkpoint.
     """
-    names = {"vllm": "vLLM", "sglang": "SGLang"}
     if split := _split_on_loading(adapter, base):
         leaves = sorted({path.rpartition(".")[2] for path in adapter.linears} - {_SPLIT_ON_LOADING})
         rest = ", ".join([*leaves, *(["experts"] if adapter.experts else [])])
         raise UserError(
-            f"{names[program]} does not apply factors on {split}: it splits the base's weight when it loads, so it "
+            f"{SERVERS[program]} does not apply factors on {split}: it splits the base's weight when it loads, so it "
             "would not compute what was trained; merge the adapter (moetune adapter merge, or export --format merged)"
             + (f", or train without it (adapt.lora.targets: [{rest}])" if rest else "")
         )
-    routers = [layer.router for layer in base.layers.values() if program == "sglang" or not layer.shape.has_gate]
+    kind = base.structure.model_type
+    is_inert = program == "sglang" or (program == "vllm" and kind in _ROUTES_INSIDE)
+    routers = [layer.router for layer in base.layers.values() if is_inert or not layer.shape.has_gate]
     if inert := next((path for path in adapter.linears if path in routers), None):
         raise UserError(
-            f"{names[program]} has no LoRA on routers, such as {inert}; merge the adapter (moetune adapter merge, or "
+            f"{SERVERS[program]} has no LoRA on routers, such as {inert}; merge the adapter (moetune adapter merge, or "
             "export --format merged)"
         )
     if adapter.saved:
@@ -160,7 +166,6 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     ranks, scales = {one.rank for _, one in every}, {one.scale for _, one in every}
     rank, scale = max(ranks), max(scales)
     notes = [f"zeros stand for {counted(len(filled), 'missing update')}, such as of {filled[0]}"] if filled else []
-    kind = base.structure.model_type
     if program == "vllm" and layout == "peft" and kind not in _STACKED_IN_VLLM:
         notes.append(
             f"as of 0.33 vLLM reads factors of stacked experts for {', '.join(_STACKED_IN_VLLM)}, and not for {kind}; "

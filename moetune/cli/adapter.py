@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moetune.exporting.adapter import AdapterWritten
 
 _LAYOUTS = "peft|peft-0.18|unsloth-grouped|megatron|per-expert|3d"
-_PROGRAMS = "peft|vllm|sglang|unsloth|unsloth-grouped"
+_PROGRAMS = "peft|vllm|sglang|llama.cpp|unsloth|unsloth-grouped"
 
 Base = Annotated[str, cli.argument("BASE", "The model that it was trained on: a folder, a catalog name or a hub id.")]
 AdapterFolder = Annotated[Path, cli.argument("ADAPTER_DIR", "The adapter's folder.")]

@@ -75,6 +75,7 @@ EXAMPLES = {
     "generate": 'moetune generate runs/first --prompt "Once upon a time"',
     "chat": "moetune chat runs/first",
     "export": "moetune export runs/first --format merged --out out/merged --check 8",
+    "serve": "moetune serve out/adapter --with vllm --gpu l40s",
     "apply": "moetune apply out/delta --to mixtral-8x7b --out out/applied",
     "quantize": "moetune quantize mixtral-8x7b --out models/mixtral-nf4",
     "models": "moetune models",

@@ -21,7 +21,7 @@ from moetune.atomic import new_folder
 from moetune.config.schema import ModelConfig
 from moetune.errors import UserError, first_of, shown
 from moetune.exporting.folder import keep_apart, write_export_manifest
-from moetune.exporting.formats.merged import copy_checkpoint, untie_if_apart
+from moetune.exporting.formats.merged import complete_config, copy_checkpoint
 from moetune.exporting.formats.updates import (
     Update,
     expert_with_lora,
@@ -131,7 +131,7 @@ def merge_adapter(
     with new_folder(out, overwrite, sum(tensor.nbytes for tensor in tensors.values())) as folder:
         fingerprint, places = copy_checkpoint(source, folder, added=added)
         changed = write_updates(targets, tensors, places)
-        notes = [*untie_if_apart(folder), *_of_another_base(stored, base, model)]
+        notes = [*complete_config(folder), *_of_another_base(stored, base, model)]
         of = Base(model.source.name, fingerprint).to_json()
         write_export_manifest(folder, {"format": "merged", "adapter": stored.folder.resolve().name, "base": of})
     size = sum(tensors[key].nbytes for key in changed)

@@ -11,7 +11,7 @@ from pathlib import Path
 from moetune.atomic import new_folder, refuse_unfit
 from moetune.errors import UserError
 from moetune.exporting.folder import keep_apart, write_export_manifest
-from moetune.exporting.formats.merged import copy_checkpoint, untie_if_apart
+from moetune.exporting.formats.merged import complete_config, copy_checkpoint
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
 from moetune.json_files import Answer
@@ -105,7 +105,7 @@ def apply_delta(
             rows = read.slices.get(key)
             for start, stop in tensor.blocks() if rows is None else ((slot, slot + 1) for slot in range(len(rows))):
                 copies[key].write(tensor.rows(start, stop), start if rows is None else rows[start])
-        notes = untie_if_apart(folder)
+        notes = complete_config(folder)
         if difference is not None:
             notes = (f"applied to another base than it was made for: {difference}", *notes)
         elif force not in (None, name):

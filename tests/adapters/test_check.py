@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moetune.adapters.check import check
+from moetune.adapters.check import MIXED_FORMAT, check
+from moetune.adapters.factors import Adapter, Factors
 from moetune.adapters.read import LAYOUTS
 from moetune.adapters.stacked import ORDERS, Order
 from moetune.adapters.write import PROGRAMS, laid_out
 from moetune.errors import UserError
-from tests.adapters.made import RANK, base_of_toy, make_adapter, write
+from tests.adapters.made import RANK, SCALE, base_of_toy, make_adapter, write
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
 
@@ -51,7 +53,7 @@ def test_which_programs_read_it_as_it_is(layout: str, tmp_path: Path) -> None:
     assert read_by == {
         "peft": {"peft", "unsloth"},
         "unsloth-grouped": {"unsloth-grouped"},
-        "per-expert": {"vllm", "sglang"},
+        "per-expert": {"vllm", "sglang", "llama.cpp"},
     }.get(layout, set())
     assert all("adapter convert --to" in said for said in report.programs.values() if said is not None)
 
@@ -184,3 +186,37 @@ def test_the_options_of_the_command_line_are_the_layouts_and_programs() -> None:
 
     assert (*_LAYOUTS.split("|"),) == LAYOUTS
     assert (*_PROGRAMS.split("|"),) == PROGRAMS
+
+
+def test_vllm_applies_ranks_and_scales_of_linear_layers_alone(tmp_path: Path) -> None:
+    """Seen in vLLM 0.32; llama.cpp takes lora_alpha / rank of each pair of factors, and ignores `use_rslora`."""
+    base = base_of_toy("qwen3_moe")
+    adapter = Adapter(make_adapter(base).linears, {})
+    first = next(iter(adapter.linears))
+    linears = adapter.linears | {first: replace(adapter.linears[first].padded(5), scale=SCALE * RANK / 5)}
+    programs = check(write(tmp_path / "alpha", replace(adapter, linears=linears), base, "peft"), base).programs
+    assert (programs["vllm"], programs["llama.cpp"]) == (None, None)
+    linears = adapter.linears | {first: replace(adapter.linears[first], scale=2 * SCALE)}
+    programs = check(write(tmp_path / "scale", replace(adapter, linears=linears), base, "peft"), base).programs
+    assert programs["vllm"] is None
+    assert "it ignores use_rslora and alpha_pattern" in str(programs["llama.cpp"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"), [("mixtral", "drops its experts without a message"), ("qwen3_moe", MIXED_FORMAT)]
+)
+def test_stacked_factors_in_vllm_by_type(model_type: str, said: str, tmp_path: Path) -> None:
+    base = base_of_toy(model_type)
+    assert said in str(check(write(tmp_path, make_adapter(base, grow=True), base, "peft"), base).programs["vllm"])
+
+
+def test_vllm_drops_the_router_of_qwen3_moe_and_not_that_of_mixtral(tmp_path: Path) -> None:
+    for model_type, is_dropped in (("mixtral", False), ("qwen3_moe", True)):
+        base = base_of_toy(model_type)
+        layer = base.structure.moe_layers[0]
+        factors = Factors(torch.ones(2, layer.shape.hidden), torch.ones(layer.shape.num_experts, 2), 1.0)
+        if is_dropped:
+            with pytest.raises(UserError, match="vLLM has no LoRA on routers"):
+                laid_out(Adapter({layer.router: factors}, {}), base, "vllm")
+        else:
+            laid_out(Adapter({layer.router: factors}, {}), base, "vllm")

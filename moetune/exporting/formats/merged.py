@@ -40,7 +40,7 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     fingerprint, places = copy_checkpoint(folder, out)
     of_base = confirmed_base(run, folder, fingerprint)
     changed = write_updates(targets, base, places)
-    notes = untie_if_apart(out)
+    notes = complete_config(out)
     if any(isinstance(tensor, Quantized) for tensor in base.values()):
         method = model.source.quantization.method
         notes += (f"the base is published quantized ({method}); all weights are in 16 bits here, unless with --into",)
@@ -48,18 +48,36 @@ def write_merged(run: FinishedRun, out: Path) -> Written:
     return Written(len(changed), sum(base[key].nbytes for key in changed), notes)
 
 
-def untie_if_apart(out: Path) -> tuple[str, ...]:
-    """Write to the `config.json` in `out` that nothing is tied, if the weights there hold apart what it ties, so that
-    programs which go by the configuration alone read them too. Return a note if so."""
+def complete_config(out: Path) -> tuple[str, ...]:
+    """Write to the `config.json` in `out` what programs need that go by it alone; return notes for the user.
+
+    Nothing is tied, if the weights there hold apart what it ties; and keys by which configurations said the same before
+    transformers 5 stand beside those of today (seen in mlx-lm 0.32: without `rope_theta` it takes its own default).
+    """
+    config, notes = read_json(out / "config.json", dict[str, Any]), ()
+    sections = [section for section in (config, config.get("text_config")) if isinstance(section, dict)]
+    for section in sections:
+        for key, value in _old_keys(section).items():
+            section.setdefault(key, value)
     with suppress(UserError):  # a copy of what transformers does not know
         if find_model_source(str(out)).is_apart:
-            config = read_json(out / "config.json", dict[str, Any])
-            for section in (config, config.get("text_config")):
-                if isinstance(section, dict):
-                    section["tie_word_embeddings"] = False
-            _write_json(out / "config.json", config)
-            return ("the LM head is a tensor of its own; config.json says so now (tie_word_embeddings: false)",)
-    return ()
+            for section in sections:
+                section["tie_word_embeddings"] = False
+            notes = ("the LM head is a tensor of its own; config.json says so now (tie_word_embeddings: false)",)
+    if config != read_json(out / "config.json", dict[str, Any]):
+        _write_json(out / "config.json", config)
+    return notes
+
+
+def _old_keys(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a section of a configuration says of positions and experts, by the keys before transformers 5."""
+    old, rope = {}, section.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:  # else one for each kind of layer, for which there was no key
+        old |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        old["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    if section.get("model_type") == "qwen3_moe" and "num_local_experts" in section:
+        old["num_experts"] = section["num_local_experts"]
+    return old
 
 
 def bytes_needed(run: FinishedRun) -> int:

@@ -19,7 +19,7 @@ from moetune.config.schema import Storage
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
-from moetune.exporting.formats.merged import copy_rows, create_files, untie_if_apart, write_config
+from moetune.exporting.formats.merged import complete_config, copy_rows, create_files, write_config
 from moetune.exporting.formats.updates import new_rows, placed, updates
 from moetune.formats.base import Format, Quantized
 from moetune.formats.checkpoint import open_checkpoint
@@ -110,7 +110,7 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
     survivals = [_survival(layer, sums[layer]) for layer in ordered]
     if sums:
         survivals.append(_survival(None, torch.stack([*sums.values()]).sum(0)))
-    return Written(len(changed), size, untie_if_apart(out)), tuple(survivals)
+    return Written(len(changed), size, complete_config(out)), tuple(survivals)
 
 
 def _sums(change: Tensor, rounded: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The merged checkpoint: stock transformers computes what was trained, and what did not train is what it was."""
 
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -8,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moetune.errors import UserError
 from moetune.exporting.export import export
 from moetune.exporting.finished_run import base_folder, open_run
+from moetune.exporting.formats.merged import complete_config
 from moetune.inference.check import check_export
 from moetune.tensor_files import read_headers
 from tests.exporting.runs import ADAPT, FULL, ToyRun, tensors_of, write_base, write_run
 from tests.reference import token_ids
 from tests.resolved import write_quantized_base
 from tests.thinned import in_pairs
+from tests.toys import expert_model_types, toy_config
 
 TYPES = ["mixtral", "qwen2_moe", "deepseek_v2", "gpt_oss", "granitemoe"]
 TOLERANCE = 1e-5
@@ -84,12 +87,28 @@ def test_shards_index_configuration_and_tokenizer_are_the_bases(tmp_path: Path) 
     assert {file.name for file in merged.iterdir()} == names | {"manifest.json", ".moetune"}
     assert len(list(merged.glob("model-*-of-*.safetensors"))) > 2
     for file in merged.iterdir():
-        if file.name not in ("manifest.json", ".moetune") and file.suffix != ".safetensors":
+        if file.name not in ("manifest.json", ".moetune", "config.json") and file.suffix != ".safetensors":
             assert file.read_bytes() == (base / file.name).read_bytes(), file.name
     before, after = read_headers(base), read_headers(merged)
     assert {name: (t.file.name, t.offset) for name, t in before.items()} == {
         name: (t.file.name, t.offset) for name, t in after.items()
     }
+
+
+@pytest.mark.parametrize("model_type", expert_model_types())
+def test_keys_of_before_transformers_5_say_the_same(model_type: str, tmp_path: Path) -> None:
+    """mlx-lm reads no `rope_parameters`, and takes its own default for a `rope_theta` that is missing."""
+    toy_config(model_type).save_pretrained(tmp_path)
+    before, stored = AutoConfig.from_pretrained(tmp_path).to_dict(), json.loads((tmp_path / "config.json").read_text())
+    complete_config(tmp_path)
+    after = json.loads((tmp_path / "config.json").read_text())
+    for old, new in ((stored, after), (stored.get("text_config", {}), after.get("text_config", {}))):
+        assert old.keys() <= new.keys()
+        rope = old.get("rope_parameters") or {}
+        assert new.get("rope_theta") == rope.get("rope_theta", old.get("rope_theta"))
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() == before
+    if model_type == "qwen3_moe":
+        assert (after["num_experts"], after["rope_scaling"]) == (8, None)
 
 
 def test_a_bf16_base_is_written_in_bf16_and_summed_in_float32(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""`moetune serve`: the commands with which vLLM or llama.cpp serves a run, an export or a base, with what it needs."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from moetune.adapters.check import MIXED_FORMAT
+from moetune.adapters.files import CONFIG_FILE, open_adapter
+from moetune.errors import DoesNotFit, UserError
+from moetune.exporting.adapter import check_adapter
+from moetune.exporting.export import export
+from moetune.files import expanded
+from moetune.inference.memory import predict_generate
+from moetune.inference.opened import Opened, find
+from moetune.json_files import Answer
+from moetune.memory.report import MemoryReport
+from moetune.models.catalog.gpus import Gpu
+from moetune.planning.fit import headroom, last_that_fits
+from moetune.report.memory import verdict
+from moetune.training.folder.run_folder import RUN_FILE
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM takes for `--max-lora-rank` (0.32)."""
+_STEP = 256
+"""Lengths of context are multiples of this."""
+_GGUF = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+
+
+@dataclass(frozen=True)
+class Serving(Answer):
+    """How a program serves a model.
+
+    Attributes:
+        commands: to be called in this order; the last one is the server.
+        context: tokens of each of `requests` requests at once for which the card has room beside the weights, no more
+            than the model has positions; None without a card to predict for.
+        missing: names of programs of `commands` that are not installed here.
+        notes: messages for the user.
+    """
+
+    program: str
+    commands: list[list[str]]
+    requests: int
+    context: int | None
+    missing: list[str]
+    notes: list[str]
+
+    def text(self) -> str:
+        """Return the commands, as a shell takes them."""
+        return "\n".join(map(shlex.join, self.commands))
+
+    def start(self) -> None:
+        """Call the commands; the last one takes the place of this process. Raise `UserError` if one fails."""
+        for command in self.commands[:-1]:
+            if code := subprocess.run(command, check=False).returncode:
+                raise UserError(f"{command[0]} ended with exit code {code}")
+        os.execvp(self.commands[-1][0], self.commands[-1])
+
+
+def serving(
+    what: str,
+    program: Literal["vllm", "llama.cpp"],
+    *,
+    name: str = "mine",
+    requests: int = 8,
+    port: int = 8000,
+    gpu: str | Gpu | None = None,
+) -> Serving:
+    """Find the commands with which a program serves a model. A run is exported as an adapter first, to `WHAT-served`.
+
+    Args:
+        what: a run folder, the folder of an adapter or a checkpoint, a catalog name or a hub id.
+        name: the name by which requests choose the adapter.
+        requests: how many requests are answered at once, each with the whole context.
+        gpu: a GPU's name, a size such as `44GiB`, or a catalog entry; None for no prediction.
+
+    Raises:
+        UserError: the program does not read the adapter or the run's LoRA, with the remedy; or there is no such model.
+        DoesNotFit: the card has no room for this many requests.
+    """
+    folder, notes = expanded(what), list[str]()
+    if (folder / RUN_FILE).is_file():
+        run, folder = folder, folder.with_name(f"{folder.name}-served")
+        if not folder.exists():
+            export(run, "vllm", folder)
+            notes.append(f"the run's adapter is in {folder}; remove it to export again")
+    adapter = folder if (folder / CONFIG_FILE).is_file() else None
+    more, base = ([], what) if adapter is None else _with_adapter(adapter, program, name, on_cpu=gpu is None)
+    found = find(base, device="cpu" if gpu is None else "cuda")
+    context = None if gpu is None else _context(found, program, requests, gpu)
+    path = found.resolved.source.folder or base
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    dtype = found.resolved.source.config.dtype
+    if program == "vllm":
+        command = ["vllm", "serve", path, "--dtype", "auto" if dtype is None else str(dtype).removeprefix("torch.")]
+        command += ["--max-num-seqs", str(requests), *more]
+        command += [] if context is None else ["--max-model-len", str(context)]
+        commands = [[*command, *where]]
+    else:
+        commands, model = [], _gguf_of(Path(path) if adapter is None else adapter.with_name(f"{adapter.name}-base"))
+        to = ["--outtype", _GGUF.get(dtype, "auto"), "--outfile"]
+        commands.append(["convert_hf_to_gguf.py", path, *to, model])
+        command = ["llama-server", "--model", model, "--parallel", str(requests)]
+        command += ["--ctx-size", str(0 if context is None else requests * context)]
+        if adapter is not None:
+            own = _gguf_of(adapter)
+            commands.append(["convert_lora_to_gguf.py", str(adapter), "--base", path, *to, own])
+            command += ["--lora", own]
+        commands = [one for one in commands if not Path(one[-1]).exists()] + [[*command, *where]]
+    missing = sorted({command[0] for command in commands if shutil.which(command[0]) is None})
+    return Serving(program, commands, requests, context, missing, notes)
+
+
+def _with_adapter(adapter: Path, program: str, name: str, *, on_cpu: bool) -> tuple[list[str], str]:
+    """Return vLLM's options for an adapter, and the base that it names; `UserError` if the program would misread it."""
+    stored = open_adapter(adapter)
+    base = stored.settings.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{stored} names no base; write base_model_name_or_path into its adapter_config.json")
+    told = check_adapter(base, adapter, program=program).programs[program]
+    is_mixed = told is not None and MIXED_FORMAT in told
+    if told is not None and not is_mixed:
+        raise UserError(f"{stored}: {told}")
+    most = max(stored.scales.r, *(stored.scales.rank_pattern or {}).values(), 1)
+    if most > _RANKS[-1]:
+        raise UserError(f"{stored} has rank {most}, and vLLM takes {_RANKS[-1]} at most; merge it")
+    options = ["--enable-lora", "--max-lora-rank", str(next(rank for rank in _RANKS if rank >= most))]
+    if on_cpu:
+        options += ["--max-loras", "2"]  # on a CPU the last slot's factors also act on requests of the base
+    if not is_mixed:
+        return [*options, "--lora-modules", f"{name}={adapter}"], base
+    module = {"name": name, "path": str(adapter), "is_3d_lora_weight": True}
+    return [*options, MIXED_FORMAT, "--lora-modules", json.dumps(module)], base
+
+
+def _context(found: Opened, program: str, requests: int, gpu: str | Gpu) -> int:
+    """Return the longest context of this many requests for which a card has room beside the weights."""
+    most = int(getattr(found.settings.get_text_config(), "max_position_embeddings", 0) or 1 << 17)
+
+    def predict(number: int) -> MemoryReport:
+        return predict_generate(found, 1, (number + 1) * _STEP - 1, batch=requests, gpu=gpu)
+
+    def left(report: MemoryReport) -> int:
+        """vLLM takes nine tenths of a card (`--gpu-memory-utilization`)."""
+        assert report.gpu is not None
+        return headroom(report) - (report.gpu.usable_bytes // 10 if program == "vllm" else 0)
+
+    count = max(most // _STEP, 1)
+    last, reports = last_that_fits(count, predict, left, count - 1)
+    if last < 0:
+        report = reports[min(reports)]
+        raise DoesNotFit(
+            f"{requests} requests of {_STEP} tokens: {verdict(report)}; give fewer --requests", report.to_json()
+        )
+    return min((last + 1) * _STEP, most)
+
+
+def _gguf_of(folder: Path) -> str:
+    return str(folder.with_name(f"{folder.name}.gguf"))

@@ -1,0 +1,74 @@
+"""A vLLM plugin: experts with LoRA on a CPU. In place of TritonExperts' kernels, loops in torch over experts and adapters.
+
+Everything else (loading, packing, stacking, slots, mapping of tokens to adapters, scheduling, the server) is vLLM's own.
+"""
+
+import torch
+
+
+def apply(
+    self,
+    output,
+    hidden_states,
+    w1,
+    w2,
+    topk_weights,
+    topk_ids,
+    activation,
+    global_num_experts,
+    expert_map,
+    a1q_scale,
+    a2_scale,
+    workspace13,
+    workspace2,
+    expert_tokens_meta,
+    apply_router_weight_on_input,
+):
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    assert expert_map is None and a1q_scale is None and not apply_router_weight_on_input
+    ctx = self._lora_context
+    n = hidden_states.shape[0]
+    lora = torch.full((n,), -1) if ctx is None else ctx.punica_wrapper.token_lora_indices[:n]
+    oai = activation == MoEActivation.SWIGLUOAI
+    total = torch.zeros(n, w2.shape[1], dtype=torch.float32)
+    for e in topk_ids.unique().tolist():
+        rows, slot = (topk_ids == e).nonzero(as_tuple=True)
+        x = hidden_states[rows]
+        h = x @ w1[e].T
+        if self.w1_bias is not None:
+            h = h + self.w1_bias[e]
+        ids = lora[rows]
+        for i in ids.unique().tolist():
+            if i < 0:
+                continue
+            s = (ids == i).nonzero(as_tuple=True)[0]
+            parts = [(x[s] @ a[i, e].T) @ b[i, e].T for a, b in zip(ctx.w13_lora_a_stacked, ctx.w13_lora_b_stacked)]
+            h[s] += torch.stack(parts, -1).flatten(1) if oai and len(parts) == 2 else torch.cat(parts, 1)
+        if oai:
+            gate, up = h[:, ::2].clamp(max=7.0), h[:, 1::2].clamp(-7.0, 7.0)
+            h = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        else:
+            assert activation == MoEActivation.SILU, activation
+            gate, up = h.chunk(2, 1)
+            h = torch.nn.functional.silu(gate) * up
+        y = h @ w2[e].T
+        if self.w2_bias is not None:
+            y = y + self.w2_bias[e]
+        for i in ids.unique().tolist():
+            if i < 0:
+                continue
+            s = (ids == i).nonzero(as_tuple=True)[0]
+            y[s] += (h[s] @ ctx.w2_lora_a_stacked[0][i, e].T) @ ctx.w2_lora_b_stacked[0][i, e].T
+        total.index_add_(0, rows, y.float() * topk_weights[rows, slot, None].float())
+    output.copy_(total)
+
+
+def register():
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    TritonExperts.apply = apply

@@ -1,0 +1,153 @@
+"""Compares the programs' answers with PEFT's and writes the table: `python table.py FOLDER ANSWERS [--out PREFIX]`.
+
+FOLDER is that of cases.py, and ANSWERS has a folder of answers for each program. Exit code 1: an export that should be
+right is not, a fault is not seen, or `moetune adapter check --for` says otherwise than what was seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RIGHT = 5e-4
+"""Largest difference of two log-probabilities, in float32, of an export that is right; the smallest fault makes 0.08."""
+EXPORTS = {"merged": "merged", "vllm": "adapter, `--format vllm`", "peft": "adapter, `--format peft`"}
+PROGRAMS = {"vllm": "vLLM", "llama": "llama.cpp", "mlx": "mlx-lm"}
+KNOWN: dict[tuple[str, str, str], str] = {
+    ("llama", "gpt_oss", "vllm"): "its converter takes no LoRA on these experts",
+    ("mlx", "gpt_oss", "merged"): "it does not take the names of these experts",
+}
+"""(program, model type, export) -> why there is no answer, where that is the program's limit; see adapters.md."""
+
+
+def answer_of(folder: Path, name: str) -> np.ndarray | str | None:
+    """Return the log-probabilities that a program gave, the reason why it gave none, or None if it was not asked."""
+    if (file := folder / f"{name}.npy").exists():
+        return np.load(file)
+    if (file := folder / f"{name}.json").exists():
+        return np.array(json.loads(file.read_text()), np.float32)
+    return file.read_text() if (file := folder / f"{name}.txt").exists() else None
+
+
+def results(folder: Path, answers: Path) -> list[dict[str, Any]]:
+    """Return one entry for each program and case: its largest difference from PEFT, or the reason why there is none."""
+    entries = []
+    for case in json.loads((folder / "cases.json").read_text())["cases"]:
+        expected = np.load(folder / "expected" / case["expected"])
+        effect = abs(expected - np.load(folder / "expected" / f"{case['type']}-base.npy")).max()
+        for program in PROGRAMS:
+            answer = answer_of(answers / program, case["name"])
+            if answer is None:
+                continue
+            kept = {key: case[key] for key in ("type", "kind", "export", "fault", "check")}
+            entry = {"program": program, **kept, "effect": float(effect)}
+            if isinstance(answer, str):
+                entry["refused"] = answer
+            else:
+                entry["difference"] = float(abs(answer - expected).max())
+                entry["greedy"] = float((answer.argmax(-1) == expected.argmax(-1)).mean())
+            entries.append(entry)
+    return entries
+
+
+def problems(entries: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each entry that is not as it should be."""
+    lines = []
+    for entry in entries:
+        is_right = entry.get("difference", 1) < RIGHT
+        key = (entry["program"], entry["type"], entry["export"])
+        said = "{program} {type} {kind} {export}".format(**entry) + (
+            f", fault {entry['fault']}" if entry["fault"] else ""
+        )
+        if key in KNOWN:
+            is_wrong = False
+        elif entry["export"] == "peft":  # asked with the mixed format; check must have said whether that is right
+            is_wrong = is_right != (not entry["check"] or "is_3d_lora_weight" in entry["check"])
+        else:
+            is_wrong = is_right == bool(entry["fault"]) or entry["effect"] < 100 * RIGHT
+        if is_wrong:
+            lines.append(
+                f"{said}: {entry.get('refused', entry.get('difference'))}; check says {entry['check'] or 'yes'}"
+            )
+    return lines
+
+
+def cell(entries: list[dict[str, Any]]) -> str:
+    """Return the text of a cell: the largest difference of all kinds of adapters, or what happened instead."""
+    right = [entry for entry in entries if entry["fault"] is None]
+    if not right:
+        return ""
+    refused = [entry for entry in right if "refused" in entry]
+    wrong = [entry for entry in right if entry.get("difference", 0) >= RIGHT]
+    good = [entry["difference"] for entry in right if entry.get("difference", 1) < RIGHT]
+    parts = [f"{max(good):.0e} ({len(good)})"] if good else []
+    if wrong:
+        kinds = "" if len(wrong) == len(right) else ": " + ", ".join(entry["kind"] for entry in wrong)
+        parts.append(f"**wrong by {max(entry['difference'] for entry in wrong):.2f}** ({len(wrong)}{kinds})")
+    if refused:
+        parts.append(f"refused ({len(refused)})")
+    faults = [entry for entry in entries if entry["fault"] and entry.get("difference", 0) >= RIGHT]
+    if faults:
+        parts.append(f"{len(faults)} faults seen, from {min(entry['difference'] for entry in faults):.2f}")
+    return "; ".join(parts)
+
+
+def page(entries: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """Return the page with the table."""
+    types = list(dict.fromkeys(entry["type"] for entry in entries))
+    columns = [
+        (p, e) for e in EXPORTS for p in PROGRAMS if any(x["program"] == p and x["export"] == e for x in entries)
+    ]
+    rows = ["| model type | " + " | ".join(f"{PROGRAMS[p]}, {EXPORTS[e]}" for p, e in columns) + " |"]
+    rows.append("|---" * (len(columns) + 1) + "|")
+    for name in types:
+        cells = [[x for x in entries if (x["type"], x["program"], x["export"]) == (name, p, e)] for p, e in columns]
+        rows.append(f"| {name} | " + " | ".join(map(cell, cells)) + " |")
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    reasons = sorted({
+        f"- {PROGRAMS[x['program']]}, {x['type']}, {EXPORTS[x['export']]}: {x['refused'].splitlines()[0][:200]}"
+        for x in entries if "refused" in x and x["fault"] is None
+    })  # fmt: skip
+    kinds = ", ".join(dict.fromkeys(entry["kind"] for entry in entries))
+    most = max(len(r) for r in ([x for x in entries if x["program"] == p] for p in PROGRAMS))
+    return (
+        "# Exports as programs compute them\n\n"
+        "`bash scripts/test_serving.sh --all` makes this page and [its data](served.json). Toys of each model type, whose LoRA\n"
+        "has moved, are exported; each program reads the export and gives the log-probabilities of every token of the\n"
+        "vocabulary after every prefix of two prompts of 16 tokens. They are compared with those of transformers and PEFT, in\n"
+        "float32 on a CPU. A cell has the largest difference over the kinds of adapters, with the number of kinds: "
+        f"{kinds}.\nAn adapter changes log-probabilities by {min(x['effect'] for x in entries):.1f} to "
+        f"{max(x['effect'] for x in entries):.1f}. Faults that were planted (experts in another order, gate in the place of\n"
+        "up, no alpha) must make a cell fail. vLLM has adapters of one base in one batch, with the base among them.\n\n"
+        f"Versions: {said}. {most} comparisons of the program with most.\n\n" + "\n".join(rows) + "\n"
+        + ("\nRefused, in the programs' words:\n\n" + "\n".join(reasons) + "\n" if reasons else "")
+    )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("--out", type=Path, help="write OUT.md and OUT.json")
+    arguments = parser.parse_args()
+    entries = results(arguments.folder, arguments.answers)
+    versions = json.loads((arguments.answers / "versions.json").read_text())
+    text = page(entries, versions)
+    print(text)
+    if arguments.out is not None:
+        arguments.out.with_suffix(".md").write_text(text, encoding="utf-8")
+        content = {"versions": versions, "right": RIGHT, "results": entries}
+        arguments.out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    lines = problems(entries)
+    print(*lines, sep="\n", file=sys.stderr)
+    print(f"{len(entries)} comparisons, {len(lines)} not as they should be", file=sys.stderr)
+    return int(bool(lines) or not entries)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

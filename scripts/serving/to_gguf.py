@@ -1,0 +1,42 @@
+"""Converts the exports of cases.py for llama.cpp: `python to_gguf.py FOLDER OUT LLAMA_CPP`, in the project's environment.
+
+OUT gets `NAME.gguf`, or `NAME.txt` with the last line of the converter's error. The toys' tokenizer is not among those that
+llama.cpp recognizes by a hash, so this check is replaced; prompts are ids, and do not depend on it.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+
+def main(folder: Path, out: Path, llama: Path) -> None:
+    sys.path[:0] = [str(llama), str(llama / "gguf-py")]
+    import conversion.base
+
+    conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "default"
+    cases = json.loads((folder / "cases.json").read_text())["cases"]
+    done = {f"{case['type']}-base": ("convert_hf_to_gguf.py", case["base"]) for case in cases}
+    done |= {case["name"]: ("convert_hf_to_gguf.py", case["path"]) for case in cases if case["export"] == "merged"}
+    done |= {
+        case["name"]: ("convert_lora_to_gguf.py", case["path"], "--base", case["base"])
+        for case in cases
+        if case["export"] == "vllm"
+    }
+    for name, (script, *arguments) in done.items():
+        sys.argv = [script, *arguments, "--outtype", "f32", "--outfile", str(out / f"{name}.gguf")]
+        try:
+            runpy.run_path(str(llama / script), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                (out / f"{name}.txt").write_text(f"{script}: exit code {ended.code}")
+        except Exception as error:
+            (out / f"{name}.gguf").unlink(missing_ok=True)
+            (out / f"{name}.txt").write_text(traceback.format_exception_only(error)[-1].strip())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,101 @@
+"""`moetune serve`: the commands for a server, whose answers scripts/test_serving.sh compares with PEFT's."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moetune.errors import DoesNotFit, UserError
+from moetune.exporting.export import export
+from moetune.inference.serving import Serving, serving
+from tests.exporting.runs import ToyRun, write_base, write_run
+
+LORA: dict[str, Any] = {"rank": 12, "alpha": 24, "targets": ["attention", "experts"]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ToyRun]:
+    made: dict[str, ToyRun] = {}
+
+    def run(model_type: str) -> ToyRun:
+        if model_type not in made:
+            folder = tmp_path_factory.mktemp(model_type)
+            base = write_base(folder / "base", model_type, num_hidden_layers=2, max_position_embeddings=4096)
+            made[model_type] = write_run(folder / "run", base, {"lora": LORA})
+        return made[model_type]
+
+    return run
+
+
+def options(plan: Serving) -> dict[str, str]:
+    """Option -> value of the server's command; options without one are left out."""
+    command = plan.commands[-1]
+    return {word: after for word, after in zip(command, command[1:], strict=False) if word.startswith("--")}
+
+
+def test_a_run_is_exported_and_its_rank_rounded_up(runs: Callable[[str], ToyRun]) -> None:
+    run = runs("mixtral")
+    plan = serving(str(run.path), "vllm", gpu="24GiB")
+    served = run.path.with_name("run-served")
+    assert plan.commands[-1][:3] == ["vllm", "serve", str(run.base)]
+    given = options(plan)
+    assert given["--max-lora-rank"] == "16"
+    assert given["--lora-modules"] == f"mine={served}"
+    assert (given["--dtype"], given["--max-model-len"], given["--host"]) == ("float32", "4096", "127.0.0.1")
+    assert "--max-loras" not in given
+    assert json.loads((served / "adapter_config.json").read_text())["r"] == 12
+    assert serving(str(run.path), "vllm").notes == []  # not exported again
+    assert options(serving(str(run.path), "vllm"))["--max-loras"] == "2"  # for a CPU
+
+
+def test_factors_in_pefts_layout_need_the_mixed_format_or_are_refused(runs: Callable[[str], ToyRun]) -> None:
+    """Mixtral's experts have another name in vLLM, which drops them without a message."""
+    for model_type in ("qwen3_moe", "mixtral", "gpt_oss"):
+        export(runs(model_type).path, "peft", runs(model_type).path.with_name("peft"))
+    plan = serving(str(runs("qwen3_moe").path.with_name("peft")), "vllm", name="own")
+    module = json.loads(options(plan)["--lora-modules"])
+    assert (module["name"], module["is_3d_lora_weight"]) == ("own", True)
+    assert "--enable-mixed-moe-lora-format" in plan.commands[-1]
+    with pytest.raises(UserError, match=r"convert --to vllm: it accepts the adapter and drops its experts without a m"):
+        serving(str(runs("mixtral").path.with_name("peft")), "vllm")
+    with pytest.raises(UserError, match="cannot read it: .*merge"):
+        serving(str(runs("gpt_oss").path.with_name("peft")), "llama.cpp")
+
+
+def test_the_context_is_what_the_card_holds_beside_the_weights(runs: Callable[[str], ToyRun]) -> None:
+    base = str(runs("qwen3_moe").base)  # without a sliding window, beyond which nothing is kept
+    some, more = (serving(base, "vllm", gpu="1GiB", requests=count).context for count in (1024, 2048))
+    assert some is not None
+    assert more is not None
+    assert 256 <= more < some <= 4096
+    assert abs(some / more - 2) < 0.5
+    with pytest.raises(DoesNotFit, match="give fewer --requests"):
+        serving(base, "vllm", gpu="1GiB", requests=1 << 16)
+
+
+def test_llama_converts_what_is_not_there_yet(runs: Callable[[str], ToyRun], tmp_path: Path) -> None:
+    run = runs("mixtral")
+    adapter = tmp_path / "own"
+    export(run.path, "vllm", adapter)
+    plan = serving(str(adapter), "llama.cpp", requests=2)
+    assert [command[0] for command in plan.commands[:2]] == ["convert_hf_to_gguf.py", "convert_lora_to_gguf.py"]
+    assert (plan.commands[0][1], plan.commands[1][1:4]) == (str(run.base), [str(adapter), "--base", str(run.base)])
+    assert options(plan)["--lora"] == str(tmp_path / "own.gguf")
+    assert set(plan.missing) >= {"llama-server"} - {shutil.which("llama-server") and "llama-server"}
+    (tmp_path / "own.gguf").touch()
+    assert [command[0] for command in serving(str(adapter), "llama.cpp").commands] == [
+        "convert_hf_to_gguf.py",
+        "llama-server",
+    ]
+
+
+def test_the_server_takes_the_place_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr("os.execvp", lambda program, command: called.append(command))
+    Serving("vllm", [["true"], ["vllm", "serve"]], 1, None, [], []).start()
+    assert called == [["vllm", "serve"]]
+    with pytest.raises(UserError, match="false ended with exit code 1"):
+        Serving("vllm", [["false"], ["vllm", "serve"]], 1, None, [], []).start()
