@@ -56,20 +56,24 @@ class Adapted:
         model: the model, or the part of it that this rank holds.
         ranks: the ranks of the run, as seen by this one.
         expert_context: settings and hooks that the model's expert banks share.
+        held: the run with only the layers that this rank holds; None if it holds all.
     """
 
     run: ResolvedRun
     model: PreTrainedModel
     ranks: Ranks = SINGLE_RANK
     expert_context: ExpertContext = field(default_factory=ExpertContext)
+    held: ResolvedRun | None = None
 
     @property
     def structure(self) -> ModelStructure:
-        return self.run.structure
+        """The structure of what this rank holds."""
+        return (self.held or self.run).structure
 
     @property
     def selection(self) -> Selection:
-        return self.run.selection
+        """What trains on this rank, experts of other ranks included."""
+        return (self.held or self.run).selection
 
     def part_of(self, name: str) -> Part:
         """Return the part (`router`, `experts`, `lora` or `other`) to which a name in `learned()` belongs."""
@@ -139,9 +143,11 @@ def build(
     if device.type == "cuda":
         run, capability = checked(run, device, ranks), torch.cuda.get_device_capability(device)
         use_kernels(but=run.config.hardware.without_kernels)
-    config, structure, selection = run.config, run.structure, run.selection
+    whole = run
     if not ranks.is_single:
         ranks = replace(ranks, placement=run.placed_at(ranks.coordinates.ep))
+        run = run.held_at(ranks.coordinates.pp)
+    config, structure, selection = run.config, run.structure, run.selection
     model = copy.deepcopy(run.model.plain)
     set_attention(model.config, attention_for(config, run.model.plain, device, capability))
     dense = DenseWeights(run.router_scores) if config.train.dense_router_gradient else None
@@ -164,7 +170,7 @@ def build(
     if is_drawn:
         fill_randomly(target)
     elif is_checkpoint:
-        read_published(target, run.model)
+        read_published(target, whole.model)
     else:
         read_quantized_base(target, run, ranks, on_read)
     model.requires_grad_(False)
@@ -207,7 +213,7 @@ def build(
         torch.cuda.empty_cache()  # free the cached memory that quantizing used
     if device.type != "meta":
         distribute(model, structure, ranks)
-    return Adapted(run, model, ranks, context)
+    return Adapted(whole, model, ranks, context, None if run is whole else run)
 
 
 def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseWeights | None) -> ExpertContext:

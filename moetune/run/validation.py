@@ -249,8 +249,6 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
 def untrainable_settings(config: RunConfig) -> Iterator[str]:
     """Yield a line for each setting with which a run can be neither trained nor predicted, whatever the model."""
     parallel = config.parallel
-    if parallel.pp > 1:
-        yield "parallel.pp: transformers' pipeline stages run forward only; set parallel.pp: 1 and a higher fsdp"
     if parallel.engine == "fsdp2" and parallel.offload != "none":
         yield f"parallel.offload: {parallel.offload} goes with engine: deepspeed; set that, or optimizer.offload"
     if config.train.on_oom != "error" and parallel.ranks > 1:
