@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
@@ -37,6 +38,7 @@ from moetune.kernels.registry import use_kernels
 from moetune.models.hub.fingerprint import Base
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
+from moetune.models.stack import with_every_layer
 from moetune.models.structure import ModelStructure
 from moetune.parallel.dispatch import TokenDispatcher
 from moetune.parallel.distribute import distribute
@@ -158,8 +160,8 @@ def build(
     is_checkpoint = not is_drawn and run.model.source.quantized_base is None
     target = LoadTarget(
         model,
-        structure,
-        selection,
+        whole.structure,
+        whole.selection,
         config.model,
         run.quantized_linears,
         device,
@@ -185,11 +187,18 @@ def build(
 
     trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]
     assert len(trained) == len(selection.full), "a selected parameter is not in the built model"
-    if selection.lora is not None and selection.lora_linears:
-        lora_ranks = {path: selection.ranks[path] for path in selection.lora_linears}
-        add_lora(
-            model, lora_ranks, selection.lora, structure.linears()
-        )  # PEFT freezes all parameters except its own factors
+    # On a GPU or CPU also on layers of other stages, so that a layer's factors do not depend on the rank that holds it.
+    of, on_meta = (run, True) if device.type == "meta" else (whole, False)
+    linears, held = of.structure.lora_layers(), structure.lora_layers()
+    lora_ranks = {
+        path: of.selection.ranks[path]
+        for path in of.selection.lora_linears
+        if path in held or linears[path].layer is not None
+    }
+    if of.selection.lora is not None and lora_ranks:
+        with nullcontext() if on_meta else with_every_layer(model):
+            # PEFT freezes all parameters except its own factors
+            add_lora(model, lora_ranks, of.selection.lora, of.structure.linears(), on_meta=on_meta)
     for parameter in trained:
         parameter.requires_grad_()
     if config.train.neftune_alpha:

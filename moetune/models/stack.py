@@ -92,6 +92,19 @@ def leave_out(model: nn.Module, layers: Collection[int]) -> None:
             layer.register_forward_hook(last)
 
 
+@contextmanager
+def with_every_layer(model: nn.Module) -> Iterator[None]:
+    """Within the `with` block, put copies of the layers that are left out, on the meta device, in their places."""
+    left_out = {path: layer for path, layer in every_layer(model).items() if isinstance(layer, LeftOut)}
+    for path, layer in left_out.items():
+        model.set_submodule(path, copy.deepcopy(layer.__dict__["_layer"]))
+    try:
+        yield
+    finally:
+        for path, layer in left_out.items():
+            model.set_submodule(path, layer)
+
+
 # --- Stages of a pipeline ---------------------------------------------------------------------------------------------
 
 

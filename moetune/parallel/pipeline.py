@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from moetune.compat.torch import shapes_are_given
 from moetune.errors import UserError
 from moetune.parallel.ranks import Ranks
 
@@ -96,10 +97,11 @@ def run_stages(
         scale_grads=False,
     )
     try:
-        if trains:
-            schedule.step(target=torch.zeros(micro_batches, device=device), return_outputs=False)
-        else:
-            schedule.eval(return_outputs=False)
+        with shapes_are_given():
+            if trains:
+                schedule.step(target=torch.zeros(micro_batches, device=device), return_outputs=False)
+            else:
+                schedule.eval(return_outputs=False)
     except RuntimeError as error:  # torch wraps what a stage raises
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, UserError | torch.OutOfMemoryError):

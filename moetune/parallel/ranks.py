@@ -155,11 +155,12 @@ class Ranks:
         """Name of torch's process group -> axis."""
         if self.dense is None or dist.group.WORLD is None:
             return {}
-        groups = {dist.group.WORLD.group_name: "all", self.data.group_name: "data"}
+        groups = {self.dense.get_group("pp").group_name: "pp"}
+        groups |= {dist.group.WORLD.group_name: "all", self.data.group_name: "data"}
         if self.expert is not None:
             named = {"ep": "ep", "copy": "replicate", "shard": "efsdp"}
             groups |= {self.expert.get_group(dim).group_name: axis for dim, axis in named.items()}
-        sizes = zip(_AXES, self.dense.shape, strict=True)
+        sizes = zip(_AXES[1:], self.dense.shape[1:], strict=True)
         return groups | {self.dense.get_group(axis).group_name: axis for axis, size in sizes if size > 1}
 
     def reduce(self, gradients: Mapping[nn.Parameter, Tensor], experts: Collection[nn.Parameter]) -> None:

@@ -148,7 +148,8 @@ class Loop:
                     so_far = epoch + (min(first + train.accumulate, len(left)) + len(mine) - len(left)) / len(mine)
                     may_save = saves or (evaluates and train.early_stopping is not None)
                     if may_save or self.step % train.log_every == 0:  # a checkpoint does not save `interval`
-                        lr = self.optimizer.param_groups[0]["lr"]
+                        lrs = [group["lr"] for group in self.optimizer.param_groups[:1]]  # a stage may train nothing
+                        lr = lrs[0] if ranks.parallel.pp == 1 else next(chain.from_iterable(ranks.gather(lrs)))
                         moves = lr > 0 and self.step > train.warmup
                         tokens = torch.tensor(interval.sums.tokens, device=self.device)
                         self.tokens += int(ranks.total_over_data(tokens))

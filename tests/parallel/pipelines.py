@@ -33,7 +33,11 @@ def config_of(
 def on_a_rank(configs: list[tuple[RunConfig, str]]) -> list[dict[str, Any]]:
     """Train one run after the other on this rank."""
     ranks = Ranks.join(configs[0][0].parallel, "cpu")
-    return [train(config, resume=resume, device="cpu", ranks=ranks).to_json() for config, resume in configs]
+    import traceback
+    try:
+     return [train(config, resume=resume, device="cpu", ranks=ranks).to_json() for config, resume in configs]
+    except BaseException:
+     open(f"/tmp/pp_work/err{ranks.rank}","w").write(traceback.format_exc()); raise
 
 
 def run(*configs: RunConfig, resume: str = "never") -> list[dict[str, Any]]:

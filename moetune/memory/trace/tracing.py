@@ -91,8 +91,10 @@ def trace(
             if micro_steps is not None:
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
             else:
-                most = 2 if micro_steps_are_alike(config.parallel) else 3
-                traced = steps.run(tracker, min(most, config.train.accumulate), first=1, short=short)
+                most, least = 2 if micro_steps_are_alike(config.parallel) else 3, 1
+                if config.parallel.pp > 1:  # each micro-batch has a buffer of its own for what it receives
+                    most, least = config.train.accumulate, config.parallel.pp
+                traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short)
         return replace(traced, load=load_peaks(whole, traced))
 
 
