@@ -20,6 +20,12 @@ from moetune.training.step.micro_step import MicroStep, token_loss
 from moetune.training.step.router_losses import RouterWatch, add_load
 
 
+def stages_on(adapted: Adapted) -> list[StageLayers]:
+    """Return the stages of the pipeline that are on this rank; none without `parallel.pp`."""
+    pp, at = adapted.ranks.parallel.pp, adapted.ranks.coordinates.pp
+    return [StageLayers(adapted.model, layers) for layers in adapted.run.stages[at::pp]] if pp > 1 else []
+
+
 class Pipeline:
     """The stages of a model on this rank.
 
@@ -29,9 +35,8 @@ class Pipeline:
     """
 
     def __init__(self, adapted: Adapted, watch: RouterWatch) -> None:
-        run, pp = adapted.run, adapted.ranks.parallel.pp
-        self._adapted, self._watch = adapted, watch
-        self._stages = [StageLayers(adapted.model, layers) for layers in run.stages[adapted.ranks.coordinates.pp :: pp]]
+        run = adapted.run
+        self._adapted, self._watch, self._stages = adapted, watch, stages_on(adapted)
         self._trains_before = run.trains_before_stages
         self._width = run.model.plain.get_input_embeddings().weight.shape[-1]
 
