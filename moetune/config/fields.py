@@ -77,7 +77,9 @@ def parse_stages(value: object) -> object:
         ValueError: a stage is no number or range.
     """
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{shown(value)} is not a list of stages; write auto, or a range of layers for each: [0-13, 14-31]")
+        raise ValueError(
+            f"{shown(value)} is not a list of stages; write auto, or a range of layers for each: [0-13, 14-31]"
+        )
     ids = [stage if isinstance(stage, (list, tuple)) and len(stage) == 2 else parse_ids(stage) for stage in value]
     if any(isinstance(stage, str) for stage in ids):
         raise ValueError("a stage is a range of layers such as 0-13, not a word")

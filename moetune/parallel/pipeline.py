@@ -107,4 +107,3 @@ def run_stages(
         while cause is not None and not isinstance(cause, UserError | torch.OutOfMemoryError):
             cause = cause.__cause__
         raise cause or error from None
-

@@ -16,7 +16,6 @@ from moetune.parallel.coordinates import Coordinates, data_ranks, expert_copies,
 from moetune.parallel.messages import Message
 from moetune.run.placement import EVERYTHING, Placement
 
-
 _AXES = ("pp", "replicate", "fsdp", "tp")
 
 
@@ -138,11 +137,11 @@ class Ranks:
     def axis_of(self, sent: Message) -> str:
         """Return the axis of the layout along which a message goes; for an unknown process group, its name in torch.
 
-        Axes are "ep", "pp", "fsdp", "tp", "replicate", "efsdp" (ranks that shard the same experts), "data" (ranks that read
-        different data) and "all".
+        Axes are "ep", "pp", "fsdp", "tp", "replicate", "efsdp" (ranks that shard the same experts), "data" (ranks that
+        read different data) and "all".
         """
         # axes with the same ranks share a process group in torch; only the experts use all-to-all, only stages send
-        if sent.kind == "send":
+        if sent.kind == "point-to-point":
             return "pp"
         if sent.kind == "all-to-all":
             return "ep"

@@ -15,6 +15,7 @@ from moetune.config.memory_size import parse_size
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
 from moetune.config.schema import OptimizerConfig, Part
 from moetune.errors import UserError
+from moetune.formats.table import FORMATS
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
 from moetune.models.source import ModelSource
@@ -186,8 +187,31 @@ class ResolvedRun:
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
-        """The decoder layers of each stage of the pipeline; one stage with all layers without `parallel.pp`."""
-        return stages_of(self.config.parallel, self.structure.num_layers)
+        """The decoder layers of each stage of the pipeline; one stage with all layers without `parallel.pp`.
+
+        With `stages: auto` they follow from the bytes of weights and, for what trains in full, of gradients and two
+        float32 states.
+        """
+        frozen, width = FORMATS[self.config.model.base].bits / 8, self.dtype.itemsize
+        packed = {f"{path}.weight" for path in self.quantized_linears}
+        chosen = {layer.index: len(self.selection.experts.get(layer.index, ())) for layer in self.structure.moe_layers}
+        totals = {layer.index: layer.shape.num_experts for layer in self.structure.moe_layers}
+        layers, outside = [0.0] * self.structure.num_layers, dict[bool, float]()
+        embedding = self.model.plain.get_input_embeddings().weight
+        for one in self.structure.parameters:
+            share = float(one.name in self.selection.full)
+            if one.component == "experts" and one.layer is not None:
+                share = chosen[one.layer] / totals[one.layer]
+            stored = frozen if one.component == "experts" or one.name in packed else width
+            size = one.numel * (share * (2 * width + 8) + (1 - share) * stored)
+            if one.layer is None:
+                is_first = self.model.plain.get_parameter(one.name) is embedding
+                outside[is_first] = outside.get(is_first, 0) + size
+                if is_first and one.name in self.structure.tied.values():
+                    outside[False] = outside.get(False, 0) + size
+            else:
+                layers[one.layer] += size
+        return stages_of(self.config.parallel, [*map(int, layers)], int(outside[True]), int(outside.get(False, 0)))
 
     @property
     def trains_before_stages(self) -> tuple[bool, ...]:
@@ -195,7 +219,9 @@ class ResolvedRun:
         paths = [f"{path}." for path in every_layer(self.model.plain)]
         plain = self.model.plain
         embedding = next(path for path, one in plain.named_modules() if one is plain.get_input_embeddings())
-        first = min((n for n, path in enumerate(paths) if any(name.startswith(path) for name in self.parts)), default=len(paths))
+        first = min(
+            (n for n, path in enumerate(paths) if any(name.startswith(path) for name in self.parts)), default=len(paths)
+        )
         if any(name.startswith(f"{embedding}.") for name in self.parts):
             first = -1
         return tuple(first < stage.start for stage in self.stages)

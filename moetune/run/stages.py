@@ -1,6 +1,9 @@
 """Stages of a pipeline: which decoder layers, and what outside of them, each rank of the axis `pp` holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from typing import Literal
 
 from moetune.config.schema import ParallelConfig
@@ -17,22 +20,36 @@ def stages_a_rank(parallel: ParallelConfig) -> int:
     return _VIRTUAL if parallel.stages == "auto" else len(parallel.stages) // parallel.pp
 
 
-def stages_of(parallel: ParallelConfig, layers: int) -> tuple[range, ...]:
-    """Return the decoder layers of each stage of a model with so many; stage s is on the rank s % pp of the axis.
+def stages_of(parallel: ParallelConfig, layers: Sequence[int], first: int, last: int) -> tuple[range, ...]:
+    """Return the decoder layers of each stage; stage s is on the rank s % pp of the axis.
 
-    With `stages: auto` they are divided by number, as evenly as possible; later stages get one more, because the first
-    has the most micro-batches in flight.
+    With `stages: auto` the stage that weighs most weighs as little as it can. Of equal cuts the one with the shortest
+    first stages is taken, because these have the most micro-batches in flight.
+
+    Args:
+        layers: what each layer weighs, in bytes.
+        first, last: what the first and the last stage weigh beside their layers.
     """
     if parallel.stages != "auto":
-        return tuple(range(first, last + 1) for first, last in parallel.stages)
+        return tuple(range(start, end + 1) for start, end in parallel.stages)
     count = parallel.pp * stages_a_rank(parallel)
-    ends = [layers * stage // count for stage in range(count + 1)]
-    return tuple(range(first, stop) for first, stop in zip(ends, ends[1:], strict=False))
+    before = [0, *accumulate(layers)]
 
+    @cache
+    def best(stage: int, start: int) -> tuple[int, tuple[int, ...]]:
+        """Return the least weight of the heaviest of the stages from `stage` on, given its first layer, and the ends
+        of these stages."""
+        beside = first * (stage == 0) + last * (stage == count - 1)
+        if stage == count - 1:
+            return before[-1] - before[start] + beside, (len(layers),)
+        cuts = []
+        for end in range(start + 1, len(layers) - count + stage + 2):
+            heaviest, ends = best(stage + 1, end)
+            cuts.append((max(heaviest, before[end] - before[start] + beside), (end, *ends)))
+        return min(cuts)
 
-def written(stages: tuple[range, ...]) -> tuple[tuple[int, int], ...]:
-    """Return stages as `parallel.stages` has them."""
-    return tuple((stage.start, stage.stop - 1) for stage in stages)
+    _, ends = best(0, 0)
+    return tuple(range(start, end) for start, end in zip((0, *ends), ends, strict=False))
 
 
 @dataclass(frozen=True)
@@ -62,7 +79,9 @@ class Held:
         return self.is_last
 
 
-def in_flight(schedule: Literal["1f1b", "gpipe", "interleaved1f1b"], pp: int, rank: int, virtual: int, count: int) -> int:
+def in_flight(
+    schedule: Literal["1f1b", "gpipe", "interleaved1f1b"], pp: int, rank: int, virtual: int, count: int
+) -> int:
     """Return how many micro-batches of `count` a rank has at most between their forward and backward pass, over its
     `virtual` stages together."""
     if schedule == "gpipe":

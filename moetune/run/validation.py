@@ -194,7 +194,8 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
     splits = config.parallel.fsdp * config.parallel.tp > 1
     for optimizer in dict.fromkeys(config.optimizers.values()):
         reasons = {
-            "fused_backward frees gradients before they are summed" + (
+            "fused_backward frees gradients before they are summed"
+            + (
                 ", and updates weights while other micro-batches of the pipeline need them"
                 if config.parallel.pp > 1
                 else ""
@@ -236,7 +237,7 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
     pp, stages = parallel.pp, parallel.stages
     if pp == 1:
         if stages != "auto" and len(stages) > 1:
-            yield f"parallel.stages: {len(stages)} stages, and pp: 1; set pp to the number of ranks, or leave stages out"
+            yield f"parallel.stages: {len(stages)} stages, and pp: 1; set pp, the number of ranks, or leave stages out"
         return
     beside = [f"{axis}: {size}" for axis in ("fsdp", "ep", "tp") if (size := getattr(parallel, axis)) > 1]
     if parallel.engine == "deepspeed":
@@ -244,7 +245,8 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
     if beside:
         yield f"parallel.pp: {pp} goes with replicate, not with {' and '.join(beside)}; leave one of them out"
     if stages == "auto" and pp * stages_a_rank(parallel) > layers:
-        yield f"parallel.pp: {pp * stages_a_rank(parallel)} stages, and the model has {counted(layers, 'layer')}; set less"
+        number = pp * stages_a_rank(parallel)
+        yield f"parallel.pp: {number} stages, and the model has {counted(layers, 'layer')}; set a lower pp"
     if stages != "auto":
         yield from _wrong_stages(stages, run)
     count = train.accumulate
@@ -260,7 +262,7 @@ def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
     if train.checkpointing == "offload":
         yield "train.checkpointing: offload brings inputs back in one order, and stages have several; set full"
     if train.dense_router_gradient:
-        yield "train.dense_router_gradient: not tested over the stages of a pipeline; leave it out, or set parallel.pp: 1"
+        yield "train.dense_router_gradient: it is not tested over the stages of a pipeline; leave it out, or set pp: 1"
     if run.structure.num_layers != len(every_layer(run.model.plain)):
         yield f"parallel.pp: the layers of {run.structure.model_type!r} hold layers themselves; set parallel.pp: 1"
         return
@@ -276,7 +278,9 @@ def _wrong_stages(stages: Sequence[tuple[int, int]], run: ResolvedRun) -> Iterat
         shown_ = ", ".join(f"{first}-{last}" for first, last in stages)
         yield f"parallel.stages: [{shown_}] does not hold each of the layers 0-{layers - 1} once and in order; set auto"
     interleaved = parallel.schedule == "interleaved1f1b"
-    wanted = f"{parallel.pp}, one for each rank" if not interleaved else f"a multiple of {parallel.pp}, two or more each"
+    wanted = (
+        f"{parallel.pp}, one for each rank" if not interleaved else f"a multiple of {parallel.pp}, two or more each"
+    )
     fits = len(stages) % parallel.pp == 0 and len(stages) > parallel.pp if interleaved else len(stages) == parallel.pp
     if not fits:
         yield f"parallel.stages: {len(stages)} stages, and schedule: {parallel.schedule} takes {wanted}"
@@ -362,7 +366,9 @@ def divided_start(config: RunConfig) -> Iterator[str]:
     DeepSpeed divides the model afterwards. A resumed run does not load it, so this is no problem of the run file.
     """
     parallel = config.parallel
-    divide = [f"parallel.{axis}: {size}" for axis in ("fsdp", "ep", "tp", "pp") if (size := getattr(parallel, axis)) > 1]
+    divide = [
+        f"parallel.{axis}: {size}" for axis in ("fsdp", "ep", "tp", "pp") if (size := getattr(parallel, axis)) > 1
+    ]
     if config.adapt.start_from is not None and parallel.engine == "fsdp2" and divide:
         yield (
             f"adapt.start_from: it cannot be loaded into a model that {' and '.join(divide)} divide over ranks; set "

@@ -29,9 +29,7 @@ from moetune.training.run_warnings import refuse_broken_weights
 
 
 @torch.no_grad()
-def refuse_leaky_packing(
-    model: nn.Module, micro_batch: int, length: int, stages: Sequence[StageLayers] = ()
-) -> None:
+def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int, stages: Sequence[StageLayers] = ()) -> None:
     """Raise `UserError` if the hidden states of a packed document depend on the document before it in the row.
 
     The same random document follows two different ones, and its hidden states [rows, tokens, hidden] must be equal bit

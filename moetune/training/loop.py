@@ -296,8 +296,12 @@ class Loop:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         at_once = train.accumulate if self.ranks.parallel.pp > 1 else 0  # micro-batches in the pipeline together
         for first in range(0, len(batches) if at_once else 0, at_once or 1):
-            parts = [([rows[index] for index in batch.rows], batch.counts) for batch in batches[first : first + at_once]]
-            made = [*map(self._on_device, collate_evenly(parts, max(len(b.rows) for b in batches), at_once, self.collate))]
+            parts = [
+                ([rows[index] for index in batch.rows], batch.counts) for batch in batches[first : first + at_once]
+            ]
+            made = [
+                *map(self._on_device, collate_evenly(parts, max(len(b.rows) for b in batches), at_once, self.collate))
+            ]
             loss, predicted = self.stepper.held_out_loss(made), sum(map(count_loss_tokens, made))
             sums += torch.stack([self.ranks.total_over_stages(loss.double()), predicted.double()])
         for batch in batches if not at_once else ():

@@ -6,18 +6,18 @@ Every rank of a pipeline has all micro-batches of the step, in equal shapes. Sta
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moetune.adapt.build import Adapted
 from moetune.models.stack import StageLayers
 from moetune.parallel.pipeline import run_stages
 from moetune.training.step.batch import Batch
 from moetune.training.step.loss import Chunks
-from moetune.training.step.micro_step import MicroStep, token_loss
-from moetune.training.step.router_losses import RouterWatch, add_load
+from moetune.training.step.micro_step import MicroStep, count_loss_tokens, token_loss
+from moetune.training.step.router_losses import Routed, RouterWatch, Statistics, add_load, losses_of
 
 
 def stages_on(adapted: Adapted) -> list[StageLayers]:
@@ -37,6 +37,7 @@ class Pipeline:
     def __init__(self, adapted: Adapted, watch: RouterWatch) -> None:
         run = adapted.run
         self._adapted, self._watch, self._stages = adapted, watch, stages_on(adapted)
+        self._experts = {layer.index: layer.shape.num_experts for layer in run.structure.moe_layers}
         self._trains_before = run.trains_before_stages
         self._width = run.model.plain.get_input_embeddings().weight.shape[-1]
 
@@ -59,28 +60,56 @@ class Pipeline:
             around: makes the context manager in which each backward pass runs; None for forward passes only.
             scale: multiplies a loss before its backward pass.
         """
-        model, device = self._adapted.model, self._adapted.model.device
-        loads: list[dict[int, Tensor]] = [{} for _ in batches]
-        losses = [torch.zeros((), device=device) for _ in batches]
+        model, device, train = self._adapted.model, self._adapted.model.device, self._adapted.run.config.train
+        shape_routing = bool(train.router_aux_loss or train.router_z_loss) and around is not None
+        nothing = torch.zeros((), device=device)
+        done = [MicroStep(nothing, nothing.clone() if shape_routing else None, {}) for _ in batches]
 
-        def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> Tensor:
+        def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
             batch, layers = batches[number], self._stages[stage]
             mask = batch.get("is_token", batch.get("attention_mask"))
-            with (
-                layers.entered(received[0] if received else None),
-                self._watch.recording(mask, logits=False) as routed,
-            ):
+            hidden, statistics = (*received, None, None)[:2]
+            with layers.entered(hidden), self._watch.recording(mask, logits=shape_routing) as routed:
                 if layers.is_last:
-                    result = token_loss(model, batch, total_tokens, memory)
-                    losses[number] = result.detach()
-                    result = scale(result)
+                    hidden, loss = None, token_loss(model, batch, total_tokens, memory)
                 else:
                     inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
-                    result = layers.hidden_states(inputs)
-            add_load(loads[number], routed.load)
-            return result
+                    hidden = layers.hidden_states(inputs)
+            add_load(done[number].load, routed.load)
+            if shape_routing:
+                statistics = self._statistics(routed, statistics)
+            if hidden is not None:
+                return (hidden,) if statistics is None else (hidden, statistics)
+            router_loss = None
+            if statistics is not None:
+                of_layers = {
+                    n: Statistics(row[:experts], row[experts : 2 * experts], row[2 * experts])
+                    for row, (n, experts) in zip(statistics, self._experts.items(), strict=True)
+                }
+                balance, z = losses_of(of_layers, per_layer=train.router_aux_scope == "layer")
+                share = count_loss_tokens(batch) / total_tokens
+                router_loss = share * (train.router_aux_loss * balance + train.router_z_loss * z)
+            done[number] = MicroStep(
+                loss.detach(), None if router_loss is None else router_loss.detach(), done[number].load
+            )
+            return scale(loss if router_loss is None else loss + router_loss)
 
         rows = batches[0]["input_ids"]
-        sent = torch.empty(*rows.shape, self._width, dtype=self._adapted.run.dtype, device="meta")
-        run_stages(self._adapted.ranks, forward, len(batches), (sent,), self._trains_before, device, around)
-        return [MicroStep(loss, None, load) for loss, load in zip(losses, loads, strict=True)]
+        sent = [torch.empty(*rows.shape, self._width, dtype=self._adapted.run.dtype, device="meta")]
+        if shape_routing:
+            sent.append(torch.empty(len(self._experts), 2 * max(self._experts.values()) + 1, device="meta"))
+        run_stages(self._adapted.ranks, forward, len(batches), tuple(sent), self._trains_before, device, around)
+        return done
+
+    def _statistics(self, routed: Routed, before: Tensor | None) -> Tensor:
+        """Return what router losses are made of, a row for each layer with experts of the whole model: the rows of
+        this stage's layers, added to those from `before`; zeros for later ones."""
+        here = self._watch.statistics(routed)
+        width, device = 2 * max(self._experts.values()) + 1, self._adapted.model.device
+        rows = [
+            pad(torch.cat([here[n].f_E, here[n].p_E, here[n].z[None]]), (0, width - 2 * experts - 1))
+            if n in here
+            else torch.zeros(width, device=device)
+            for n, experts in self._experts.items()
+        ]
+        return torch.stack(rows) if before is None else before + torch.stack(rows)
