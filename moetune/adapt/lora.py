@@ -24,7 +24,9 @@ class Dropout(nn.Dropout):
         return torch.native_dropout(x, self.p, True)[0] if self.training else x
 
 
-def add_lora(model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig, linears: Collection[str]) -> None:
+def add_lora(
+    model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig, linears: Collection[str], *, on_meta: bool
+) -> None:
     """Wrap modules with PEFT's LoRA, in place; raise `UserError` if PEFT did not wrap one of them.
 
     The factors A and B are parameters in `lora.dtype`, cast to the dtype of the layer's input to multiply. PEFT freezes
@@ -34,9 +36,9 @@ def add_lora(model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig,
         ranks: path of a linear module or router -> rank of its factors.
         lora: alpha, scaling and dropout, which is of linear modules.
         linears: paths of the model's linear modules. Of any other module, LoRA is added to the parameter `weight`.
+        on_meta: whether the factors stay without values, as the whole model.
     """
     alpha: Any = lora.alpha  # PEFT accepts a float, but its annotation is int
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
     # In a ModuleDict: for a transformers model PEFT would treat any gate_proj or w1 as a part of experts.
     for rank in dict.fromkeys(ranks.values()):
         chosen = [path for path in ranks if ranks[path] == rank]

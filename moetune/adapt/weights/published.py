@@ -93,10 +93,10 @@ class CheckpointReader:
 
     def read_rest(self, model: PreTrainedModel) -> None:
         """Read all tensors other than the experts, tie weights, and compute buffers that no checkpoint contains."""
-        experts = {f"{path}.{stack}" for path, layer in self._target.layers.items() for stack in stacks(layer)}
+        held = model.state_dict().keys()  # experts are in banks now, and of a pipeline this rank holds some layers
         for name, mapping in self._mappings.items():
             path = name.removesuffix(".weight")
-            if name in experts or name not in self._names:
+            if name not in held or name not in self._names:
                 continue
             stored = self._stored[mapping.every_key()[0]]
             if path not in self._target.linears or path == name:
@@ -105,7 +105,7 @@ class CheckpointReader:
                 self._target.put_quantized_linear(path, stored)
             else:
                 self._target.put_linear(path, mapping.to_model(self._read))
-        model.tie_weights(missing_keys=set(self._missing), recompute_mapping=False)
+        model.tie_weights(missing_keys=self._missing & held, recompute_mapping=False)
         realize_buffers(model, self._target.device)
 
     def _read_apart(self, path: str, stack: str, mapping: KeyMapping) -> None:
@@ -174,6 +174,8 @@ class CheckpointReader:
                     for key, kind in types.items()
                     if kind not in WEIGHTS
                 )
+            if mapping.has_experts_apart and name not in of_experts:
+                continue  # of a layer on another rank, which checks it
             if name in of_experts and mapping.has_experts_apart:
                 yield from self._misfits_apart(of_experts[name], mapping, [1, *there.shape[1:]])
                 continue
