@@ -22,6 +22,7 @@ from moetune.compat.deepspeed import keep_quiet
 from moetune.config.load import load_run_config
 from moetune.config.schema import RunConfig
 from moetune.errors import UserError, counted
+from moetune.files import expanded
 from moetune.json_files import Answer
 from moetune.models.hub.fingerprint import Base
 from moetune.parallel.deepspeed import require_deepspeed
@@ -120,6 +121,9 @@ def train(
             checkpoint = folder.check(run.config, resume, overwrite)
         with _noted_in(problems):
             plain = _without_weights(run)
+        with _noted_in(problems):
+            if overwrite:
+                _refuse_start_inside(run.config)
         with _noted_in(problems):
             check_reporters(run.config.train.report_to)
         with _noted_in(problems):
@@ -222,6 +226,17 @@ def _noted_in(problems: list[str]) -> Iterator[None]:
         yield
     except UserError as error:
         problems.append(str(error))
+
+
+def _refuse_start_inside(config: RunConfig) -> None:
+    """Raise `UserError` if the run starts from what is in the run folder, which is to be overwritten."""
+    if config.adapt.start_from is not None:
+        start, output = (expanded(path).resolve() for path in (config.adapt.start_from, str(config.output)))
+        if output in (start, *start.parents):
+            raise UserError(
+                f"adapt.start_from: {config.adapt.start_from!r} is in output {config.output!r}, which --overwrite "
+                "empties; choose another output"
+            )
 
 
 def _without_weights(run: ResolvedRun) -> Adapted:

@@ -50,9 +50,10 @@ def test_a_name_is_printed_without_its_control_characters(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a\x1b[31m").symlink_to(small_model)
-    out = moetune("count", "./a\x1b[31m").out
-    assert "./a\\x1b[31m (mixtral)" in out
-    assert "\x1b" not in out
+    ended = moetune("count", "./a\x1b[31m")
+    assert ended.code == 2
+    assert "'./a\\x1b[31m': it holds a character that cannot be printed" in ended.err
+    assert "\x1b" not in ended.err
 
 
 def test_count_with_a_run_file_also_says_what_trains(moetune: Moetune, run: Path) -> None:

@@ -113,7 +113,7 @@ def test_options_that_do_not_go_together(run: Path, moetune: Callable[..., Any])
     ended = moetune("export", run, "--format", "delta", "--out", run.parent / "out", "--check", "1")
     refused(ended, "--check computes with stock transformers .* do not read --format delta; .* merged or peft")
     ended = moetune("export", run, "--format", "gguf", "--out", run.parent / "out")
-    refused(ended, "--format 'gguf': give delta, peft, merged or vllm")
+    refused(ended, "--format 'gguf': give delta, peft, merged, vllm or sglang")
 
 
 @pytest.mark.parametrize("name", ["me//mine", "me/mine"])

@@ -241,6 +241,7 @@ def bank_samples(dtype: str, *, hidden: int = 192, intermediate: int = 144, rank
         replace(clamped, storage="fp8"),
         replace(plain, storage="nvfp4"),
         replace(plain, storage="mxfp4"),
+        replace(plain, storage="int4-g32"),
         replace(some, lora_dtype="bf16", share="outer"),
         replace(clamped, split=False, share="outer"),
     )
