@@ -17,7 +17,7 @@ def on_files(files: Files, config: Any) -> Files:
         added.add(source)
         content = (root / source).read_text(encoding="utf-8")
         if source.endswith(".md"):
-            content = content.replace("](docs/", "](").replace("](../docs/", "](../").replace("](README.md", "](index.md")
+            content = re.sub(r"\]\((\.\./)?docs/", r"](\1", content).replace("](README.md", "](index.md")
             linked = {link for link in re.findall(r"\]\(([^)#:]+)", content) if (root / link).is_file()}
             waiting += sorted(linked - added - set(waiting))
         files.append(File.generated(config, PAGES.get(source, source), content=content))

@@ -20,9 +20,7 @@ from moetune.tensor_files import Stored
 
 SLACK = 1 + 2**-5
 """Factor by which a block's largest magnitude may exceed the range of a scale that stays: less than half a step."""
-SAVE_AGAIN = (
-    "if save_pretrained wrote this from a model loaded with dequantize=True, save it again with save_original_format=False"
-)
+SAVE_AGAIN = "if transformers wrote this after dequantize=True, save it again with save_original_format=False"
 """What to do about a checkpoint that transformers left half packed."""
 Parts = Mapping[str, Stored]
 """Suffix of a part's tensor name (`scales`, `absmax`, …; empty for the weight's own name) -> the tensor."""

@@ -96,7 +96,8 @@ class Fp8(Format):
         return {"data": (torch.uint8, (count, *shape)), "scales": (torch.float32, (count, high, wide))}
 
     def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
-        """Quantize as `Format.quantize` says, bit for bit as transformers' `Fp8Quantize`, which leaves a matrix with cut-off blocks in 16 bits.
+        """Quantize as `Format.quantize` says, bit for bit as transformers' `Fp8Quantize`, which leaves a matrix
+        with cut-off blocks in 16 bits.
 
         A scale, by which codes are multiplied, brings the largest magnitude of its block to 448, the largest of FP8.
         """

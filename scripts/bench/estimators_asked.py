@@ -72,7 +72,8 @@ def deepspeed(model: str, parameters: int, rows: int, length: int, targets: str)
         total_params=whole, largest_layer_params=largest, cpu_offload=False, cpu_offload_params=False
     )
     answer = float(re.findall(r"([\d.]+)GB", last)[1])
-    return {"gib": answer, "count": counted, "note": f"full training; of all parameters its formula gives {own / GiB:,.0f} GiB"}
+    note = f"full training; of all parameters its formula gives {own / GiB:,.0f} GiB"
+    return {"gib": answer, "count": counted, "note": note}
 
 
 def hf_vram_calc(model: str, parameters: int, rows: int, length: int, targets: str) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def alloc(model: str, parameters: int, rows: int, length: int, targets: str) -> 
 
 
 def loggetta(model: str, parameters: int, rows: int, length: int, targets: str) -> dict[str, Any]:
-    """`loggetta plan` for a saved hardware profile: an L40S with 46 GiB, which leaves its own headroom inside 44 GiB."""
+    """`loggetta plan` for a saved hardware profile: an L40S with 46 GiB, so that its headroom leaves 44."""
     from huggingface_hub import hf_hub_download
 
     def fact(value: Any) -> dict[str, Any]:
