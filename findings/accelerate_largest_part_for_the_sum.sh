@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# accelerate 1.15.0: the column “Training using Adam” of `accelerate estimate-memory` is the largest of four numbers (for
-# the model, gradients, optimizer and a step), not their sum. In float32 the step's is the sum of the others, in float16
-# it is the optimizer's: 8 bytes a parameter where the parts that it computes itself are 18, and float16 training seems to
-# take half of float32's. Training by autocast holds 16 in tensors alone. Hurts whoever buys a card by it.
+# accelerate 1.15.0: the column “Training using Adam” of `accelerate estimate-memory` is the largest of four numbers
+# (for the model, gradients, optimizer and a step), not their sum. In float32 the step's is the sum of the others, in
+# float16 it is the optimizer's: 8 bytes a parameter where the parts that it computes itself are 18, and float16
+# training seems to take half of float32's. Training by autocast holds 16 in tensors alone. Hurts whoever buys a card by
+# it.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# bitsandbytes 0.50.2, on a CPU with AVX-512: dequantize_4bit is wrong where in_features is even and no multiple of the block
-# size (64). Blocks are taken from the flat matrix, but the kernel looks scales up as if each row began a new one, so
-# weights come back with the scales of others; Linear4bit computes with them. Right with AVX2 alone, for a flat shape, for
-# odd in_features, and on CUDA. Hurts whoever tests on a CPU with small sizes, such as 96.
+# bitsandbytes 0.50.2, on a CPU with AVX-512: dequantize_4bit is wrong where in_features is even and no multiple of the
+# block size (64). Blocks are taken from the flat matrix, but the kernel looks scales up as if each row began a new one,
+# so weights come back with the scales of others; Linear4bit computes with them. Right with AVX2 alone, for a flat
+# shape, for odd in_features, and on CUDA. Hurts whoever tests on a CPU with small sizes, such as 96.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # transformers 5.23.0 with bitsandbytes 0.50.2: load_in_4bit=True quantizes nn.Linear, and experts are parameters of
-# three dimensions since transformers 5. So a mixture of experts loads with its experts, nineteen weights of twenty, in 16
-# bits, and calls itself quantized. No warning. Hurts whoever knows from transformers 4 that Mixtral-8x7B takes 24 GiB:
-# it takes 85, or is spread over the host by device_map="auto".
+# three dimensions since transformers 5. So a mixture of experts loads with its experts, nineteen weights of twenty, in
+# 16 bits, and calls itself quantized. No warning. Hurts whoever knows from transformers 4 that Mixtral-8x7B takes 24
+# GiB: it takes 85, or is spread over the host by device_map="auto".
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -20,7 +20,9 @@ import transformers
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, MixtralConfig, Qwen3MoeConfig
 
 transformers.logging.disable_progress_bar()
-SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}
 print("torch", torch.__version__, "transformers", transformers.__version__, "bitsandbytes", bitsandbytes.__version__)
 print("expected: experts in 4 bits (uint8), or a warning")
 as_found = True

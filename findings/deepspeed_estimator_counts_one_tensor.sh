@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# deepspeed 0.19.8: estimate_zero{2,3}_model_states_mem_needs_all_live(model) tells shared parameters by their address, which
-# is 0 for every tensor on the meta device. So of a model made there, as one makes a model too large for the machine, it
-# counts the last parameter only, and prints a plausible table for that. Hurts whoever asks before renting: Mixtral-8x7B
-# “needs” 7.5 GB of GPU memory instead of 788.
+# deepspeed 0.19.8: estimate_zero{2,3}_model_states_mem_needs_all_live(model) tells shared parameters by their address,
+# which is 0 for every tensor on the meta device. So of a model made there, as one makes a model too large for the
+# machine, it counts the last parameter only, and prints a plausible table for that. Hurts whoever asks before renting:
+# Mixtral-8x7B “needs” 7.5 GB of GPU memory instead of 788.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -27,9 +27,10 @@ for device in ("cpu", "meta"):
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=1, num_nodes=1)
     counted = re.search(r"SW: Model with (.*)", printed.getvalue())[1]
-    without_offload = printed.getvalue().strip().splitlines()[-1]
+    without_offload = printed.getvalue().strip().splitlines()[-1].split("|")[1]
+    whole = sum(parameter.numel() for parameter in model.parameters())
     answers[device] = counted
-    print(f"{device}, {sum(p.numel() for p in model.parameters()):,} parameters: “{counted}” {without_offload.split('|')[1]}")
+    print(f"{device}, {whole:,} parameters: “{counted}” {without_offload}")
 as_found = answers["cpu"].startswith("33M") and answers["meta"].startswith("0M")
 sys.exit(0 if as_found else "changed since this was found")
 EOF

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# nvidia-modelopt 0.47.0: NVFP4QTensor.quantize of a weight that is all zeros writes NaN as the scale of every block (0 / 0: the
-# scale of the whole weight is 0 too), and dequantize returns NaN; a block of zeros in another weight is right. Hurts
-# checkpoints with pruned or unused experts, or a projection that begins at zero: one such matrix makes every logit NaN
-# after the export, not before.
+# nvidia-modelopt 0.47.0: NVFP4QTensor.quantize of a weight that is all zeros writes NaN as the scale of every block (0
+# / 0: the scale of the whole weight is 0 too), and dequantize returns NaN; a block of zeros in another weight is right.
+# Hurts checkpoints with pruned or unused experts, or a projection that begins at zero: one such matrix makes every
+# logit NaN after the export, not before.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# peft 0.21.2 with transformers 5.23.0: what target_modules="all-linear" adapts of a mixture of experts goes by its type. Of
-# mixtral and qwen3_moe: attention, router and experts. Of gpt_oss and granitemoe: attention alone. Of deepseek_v3:
-# experts, but neither the first layers' dense MLP nor shared experts, the only ones that are nn.Linear; naming gate_proj,
-# up_proj, down_proj leaves them out as well. No warning. Hurts whoever compares models under one configuration.
+# peft 0.21.2 with transformers 5.23.0: what target_modules="all-linear" adapts of a mixture of experts goes by its
+# type. Of mixtral and qwen3_moe: attention, router and experts. Of gpt_oss and granitemoe: attention alone. Of
+# deepseek_v3: experts, but neither the first layers' dense MLP nor shared experts, the only ones that are nn.Linear;
+# naming gate_proj, up_proj, down_proj leaves them out as well. No warning. Hurts whoever compares models under one
+# configuration.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -34,7 +35,10 @@ TYPES = {
                     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
 }
 MLP = ["gate_proj", "up_proj", "down_proj"]
-PARTS = ("self_attn", "mlp.gate", "mlp.router", "mlp.experts", "block_sparse_moe", "shared_experts", "layers.0.mlp.gate_proj")
+PARTS = (
+    "self_attn", "mlp.gate", "mlp.router", "mlp.experts", "block_sparse_moe", "shared_experts",
+    "layers.0.mlp.gate_proj",
+)
 print("torch", torch.__version__, "transformers", transformers.__version__, "peft", peft.__version__)
 print("expected: of every type the same parts, or a warning")
 adapted = {}

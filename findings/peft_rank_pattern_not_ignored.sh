@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # peft 0.21.2 with transformers 5.23.0: of a rank_pattern for fused experts PEFT warns that its keys “did not match any
 # targeted module and were ignored”, and applies it: the warning looks at modules alone, the ranks at parameters too.
-# LoraConfig(target_modules="all-linear") of a Mixtral warns so of a pattern that PEFT itself added (gate_up gets twice the
-# rank). Hurts whoever believes the warning and sets the rank in another way, or learns to overlook a true one.
+# LoraConfig(target_modules="all-linear") of a Mixtral warns so of a pattern that PEFT itself added (gate_up gets twice
+# the rank). Hurts whoever believes the warning and sets the rank in another way, or learns to overlook a true one.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

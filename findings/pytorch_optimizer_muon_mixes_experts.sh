@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# pytorch-optimizer 4.1.0: Muon flattens a parameter of three dimensions to one matrix, [experts, out x in] for fused experts,
-# and orthogonalizes that: an expert is a row, its update depends on the gradients of its siblings, and is a fifth as
-# large as that of the same expert by itself. No warning; torch's own Muon refuses such a parameter. Hurts whoever trains the
-# experts of transformers 5, all of which are fused.
+# pytorch-optimizer 4.1.0: Muon flattens a parameter of three dimensions to one matrix, [experts, out x in] for fused
+# experts, and orthogonalizes that: an expert is a row, its update depends on the gradients of its siblings, and is a
+# fifth as large as that of the same expert by itself. No warning; torch's own Muon refuses such a parameter. Hurts
+# whoever trains the experts of transformers 5, all of which are fused.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

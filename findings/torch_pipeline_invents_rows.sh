@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# torch 2.13.0: a pipeline schedule that evaluates 5 rows in two micro-batches gives its loss 6 of them: a stage receives
-# each micro-batch into a buffer of the first one's shape, and what lies in memory beyond the rows that came is computed
-# with. No error (training the same batch raises one, in backward). Hurts whoever evaluates a set that does not divide.
+# torch 2.13.0: a pipeline schedule that evaluates 5 rows in two micro-batches gives its loss 6 of them: a stage
+# receives each micro-batch into a buffer of the first one's shape, and what lies in memory beyond the rows that came is
+# computed with. No error (training the same batch raises one, in backward). Hurts whoever evaluates a set that does not
+# divide.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -23,7 +24,8 @@ def rank_of_two(rank: int, folder: str) -> None:
         for rows in (6, 5):
             seen: list[int] = []
             stage = PipelineStage(torch.nn.Linear(4, 4), rank, 2, torch.device("cpu"))
-            schedule = schedule_class(stage, n_microbatches=2, loss_fn=lambda y, _, seen=seen: seen.append(len(y)) or y.sum())
+            count = lambda output, _, seen=seen: seen.append(len(output)) or output.sum()
+            schedule = schedule_class(stage, n_microbatches=2, loss_fn=count)
             batch = (torch.ones(rows, 4),) if rank == 0 else ()
             schedule.eval(*batch, target=torch.ones(rows, 4) if rank == 1 else None)
             counts[f"{schedule_class.__name__}, {rows} rows"] = sum(seen)

@@ -56,7 +56,7 @@ def rank_of_two(rank: int, folder: str) -> None:
             torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     if rank == 1:
-        print("torch", torch.__version__, "\nexpected: exact gradients of stage 1, whether stage 0 is frozen or trained")
+        print("torch", torch.__version__, "\nexpected: exact gradients of stage 1, stage 0 frozen or trained")
         for (name, of_stage_0), known in of_stage_1.items():
             print(f"{name}, stage 0 {of_stage_0}: {known}")
         if list(of_stage_1.values()) != ["exact"] * 5 + ["none", "none", "wrong"]:

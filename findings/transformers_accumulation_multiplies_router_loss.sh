@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # transformers 5.23.0: its Trainer divides the token loss by the tokens of all micro-batches, so that accumulation does
 # not change it, but adds the router loss of each micro-batch whole: with gradient_accumulation_steps=8 the router loss
-# weighs 8 times as much as router_aux_loss_coef says. The same eight rows, in one batch or in eight, give other gradients.
-# Hurts whoever accumulates, as one does on a small card: the coefficient of a recipe is not what is trained with.
+# weighs 8 times as much as router_aux_loss_coef says. The same eight rows, in one batch or in eight, give other
+# gradients. Hurts whoever accumulates, as one does on a small card: the coefficient of a recipe is not what is trained
+# with.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -34,7 +35,8 @@ def gradient(micro_batches: int, coefficient: float) -> torch.Tensor:
     )
     arguments = TrainingArguments(
         sys.argv[1], per_device_train_batch_size=8 // micro_batches, gradient_accumulation_steps=micro_batches,
-        max_steps=1, max_grad_norm=0.0, learning_rate=0.0, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+        max_steps=1, max_grad_norm=0.0, learning_rate=0.0, save_strategy="no", report_to=[], use_cpu=True,
+        disable_tqdm=True,
     )
     seen = Gradient()
     Trainer(MixtralForCausalLM(config), arguments, train_dataset=[ROW] * 8, callbacks=[seen]).train()

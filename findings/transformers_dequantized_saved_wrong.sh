@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # transformers 5.23.0: a model loaded with dequantize=True and saved by save_pretrained() does not come back. Of gpt-oss
-# (MXFP4) the experts are written in full precision under their packed names (`…_blocks`, no scales), and from_pretrained
-# makes new random ones. Of an FP8 model every matrix, embeddings too, is written in FP8 with scales, and read without
-# them, because config.json no longer says FP8. No error either way, a list of keys in the log (an FP8 model with experts
-# raises ValueError as it is saved). Hurts whoever dequantizes to merge an adapter, and publishes the result.
-# save_pretrained(…, save_original_format=False) is right for all.
+# (MXFP4) the experts are written in full precision under their packed names (`…_blocks`, no scales), and
+# from_pretrained makes new random ones. Of an FP8 model every matrix, embeddings too, is written in FP8 with scales,
+# and read without them, because config.json no longer says FP8. No error either way, a list of keys in the log (an FP8
+# model with experts raises ValueError as it is saved). Hurts whoever dequantizes to merge an adapter, and publishes the
+# result. save_pretrained(…, save_original_format=False) is right for all.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config, GptOssConfi
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 IDS = torch.arange(8)[None]
-SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+SIZES = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1,
+         "num_attention_heads": 4}
 
 
 def packed_mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -67,7 +68,8 @@ for config, packed, about, dequantize in (
     for options in ({}, {"save_original_format": False}):
         saved = Path(sys.argv[1], f"{config.model_type}-saved-{len(options)}")
         model.save_pretrained(saved, **options)
-        dtypes = {name: weight.dtype for name, weight in load_file(saved / "model.safetensors").items() if "down" in name}
+        weights = load_file(saved / "model.safetensors")
+        dtypes = {name: weight.dtype for name, weight in weights.items() if "down" in name}
         off = (logits(AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)) - right).abs().max().item()
         print(f"{config.model_type}, saved with {options}: logits differ by {off:.3g}; {dtypes}")
         as_found = as_found and (off < 1e-4) == bool(options)

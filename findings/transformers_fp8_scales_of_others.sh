@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# transformers 5.23.0: FineGrainedFP8Config(dequantize=True) takes the size of a block to be rows / rows of scales, not the
-# checkpoint's weight_block_size. Where the last block is cut off, 192 rows in blocks of 128 say, it multiplies rows 96 to
-# 127 by the scale of the next block. No error. (DeepSeek-V3's 576 rows, no multiple of their 5 scales, raise ValueError.)
-# Hurts whoever dequantizes a published FP8 model to train or merge it.
+# transformers 5.23.0: FineGrainedFP8Config(dequantize=True) takes the size of a block to be rows / rows of scales, not
+# the checkpoint's weight_block_size. Where the last block is cut off, 192 rows in blocks of 128 say, it multiplies rows
+# 96 to 127 by the scale of the next block. No error. (DeepSeek-V3's 576 rows, no multiple of their 5 scales, raise
+# ValueError.) Hurts whoever dequantizes a published FP8 model to train or merge it.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # transformers 5.23.0: load_balancing_loss_func joins the tokens of all layers before it averages, so it sees how often
-# expert 3 of *any* layer was chosen. Two layers that send every token to the same two of four experts have the loss of a
-# perfect balance if they are not the same two. Hurts whoever trains with output_router_logits, or reads the loss to see
-# whether routing has collapsed: layers that collapse onto different experts neither cost nor show.
+# expert 3 of *any* layer was chosen. Two layers that send every token to the same two of four experts have the loss of
+# a perfect balance if they are not the same two. Hurts whoever trains with output_router_logits, or reads the loss to
+# see whether routing has collapsed: layers that collapse onto different experts neither cost nor show.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

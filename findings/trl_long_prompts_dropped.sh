@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # trl 1.16.0: SFTTrainer cuts rows at max_length (1,024 unless set), and drops those of which nothing that is trained is
-# left: all whose prompt alone is that long. A progress bar, “Dropping fully masked examples”, passes; no warning, and no
-# number of what went. Hurts data with long prompts, of retrieved documents say: the hardest records are those that go, and
-# steps are fewer than planned.
+# left: all whose prompt alone is that long. A progress bar, “Dropping fully masked examples”, passes; no warning, and
+# no number of what went. Hurts data with long prompts, of retrieved documents say: the hardest records are those that
+# go, and steps are fewer than planned.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# trl 1.16.0 with transformers 5.23.0: SFTTrainer sets output_router_logits=True on a mixture of experts whose config says
-# False, and so adds its router loss, with the coefficient of the architecture (Mixtral's 0.001, others' up to 0.02), to
-# what is trained and logged. Only router_aux_loss_coef=0.0 in SFTConfig turns it off. Hurts whoever left it off by the
-# config, as transformers documents it, and compares losses with another trainer's.
+# trl 1.16.0 with transformers 5.23.0: SFTTrainer sets output_router_logits=True on a mixture of experts whose config
+# says False, and so adds its router loss, with the coefficient of the architecture (Mixtral's 0.001, others' up to
+# 0.02), to what is trained and logged. Only router_aux_loss_coef=0.0 in SFTConfig turns it off. Hurts whoever left it
+# off by the config, as transformers documents it, and compares losses with another trainer's.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -42,6 +42,6 @@ for options in ({}, {"router_aux_loss_coef": 0.0}):
     trainer = trl.SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer)
     loss = trainer.model(ids, labels=ids).loss.item()
     seen[str(options)] = (trainer.model.config.output_router_logits, loss > before + 0.01)
-    print(f"SFTConfig {options}: output_router_logits {seen[str(options)][0]}, loss {before:.4f} before, {loss:.4f} after")
+    print(f"SFTConfig {options}: (output_router_logits, loss is higher) {seen[str(options)]}, {before:.4f}, {loss:.4f}")
 sys.exit(0 if list(seen.values()) == [(True, True), (False, False)] else "changed since this was found")
 EOF

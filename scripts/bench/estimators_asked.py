@@ -163,7 +163,7 @@ def alloc(model: str, parameters: int, rows: int, length: int, targets: str) -> 
 
 
 def loggetta(model: str, parameters: int, rows: int, length: int, targets: str) -> dict[str, Any]:
-    """`loggetta plan` for a saved hardware profile: an L40S with 46 GiB."""
+    """`loggetta plan` for a saved hardware profile: an L40S with 46 GiB, so that its headroom leaves 44."""
     from huggingface_hub import hf_hub_download
 
     def fact(value: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "moetune", folder / "moetune")
     shutil.copytree(ROOT / "configs", folder / "configs")
     blocks = re.findall(r"^```diff\n(\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 6
     for name, block in blocks:
         old, new = (
             "\n".join(line[1:] for line in block.splitlines() if line.startswith(sign)).strip("\n") for sign in "-+"
