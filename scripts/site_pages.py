@@ -17,13 +17,18 @@ def on_files(files: Files, config: Any) -> Files:
         added.add(source)
         content = (root / source).read_text(encoding="utf-8")
         if source.endswith(".md"):
-            content = content.replace("](docs/", "](").replace("](README.md", "](index.md")
+            content = content.replace("](docs/", "](").replace("](../docs/", "](../")
+            content = content.replace("](README.md", "](index.md")
             linked = {link for link in re.findall(r"\]\(([^)#:]+)", content) if (root / link).is_file()}
             waiting += sorted(linked - added - set(waiting))
         files.append(File.generated(config, PAGES.get(source, source), content=content))
+    for script in sorted(root.glob("findings/*.sh")):
+        files.append(File.generated(config, f"findings/{script.name}", content=script.read_text(encoding="utf-8")))
     return files
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Leaves out what stands behind the language of a block of code: names of files, which tests read."""
+    """Leaves out what stands behind the language of a block of code: names of files, which tests read. Pages of docs/
+    are one folder higher here than in the repository."""
+    markdown = markdown.replace("](../../findings/", "](../findings/")
     return re.sub(r"^(```\w+) .*$", r"\1", markdown, flags=re.MULTILINE)

@@ -1,6 +1,7 @@
 """Toy checkpoints in published quantized formats, from random bytes, so that moetune's own quantization has no part."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from moetune.models.text import auto_class
 from tests.toys import toy_config
 
 
@@ -69,6 +71,64 @@ def write_fp8(
     return folder
 
 
+def write_floats(
+    folder: Path, kind: str, model_type: str = "qwen3_moe", left_out: Sequence[str] = (), **sizes: Any
+) -> Path:
+    """Write a toy model in 8-bit floats: `tensor` as mistralai/Devstral-Small-2 with static scales, `modelopt` with a
+    scale for each matrix, `row` as compressed-tensors' with a scale for each row, or `mxfp8`; or `deepseek_v4` as
+    deepseek-ai/DeepSeek-V4-Flash, with experts in FP4 and its own names.
+
+    Layers whose paths end with one of the regular expressions `left_out` are in bfloat16.
+    """
+    is_v4 = kind == "deepseek_v4"
+    more = {} if is_v4 else {"hidden_size": 64}
+    config = toy_config(kind if is_v4 else model_type, **{**more, "moe_intermediate_size": 64, **sizes})
+    tensors: dict[str, Tensor] = {}
+    plain = "|".join(
+        ("embed_tokens", "lm_head", "gate", *(["embed", "head", "weights_proj"] if is_v4 else []), *left_out)
+    )
+    for name, value in _checkpoint(config).items():
+        if value.ndim != 2 or not name.endswith(".weight") or re.search(rf"({plain})\.weight$", name):
+            tensors[name] = value.clone()
+            continue
+        rows, columns = value.shape
+        path, groups = name.removesuffix(".weight"), -(-columns // 32)
+        tensors[name] = (value * 20).to(torch.float8_e4m3fn)
+        powers = torch.randint(118, 122, (rows, groups), dtype=torch.uint8)
+        if is_v4 and ".experts." in name:
+            tensors[name] = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+            tensors[f"{path}.scale"] = powers.view(torch.float8_e8m0fnu)
+        elif is_v4:
+            blocks = [-(-size // 128) for size in value.shape]
+            tensors[f"{path}.scale"] = torch.randint(118, 122, blocks, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        elif kind == "mxfp8":
+            tensors[f"{name}_scale"] = powers
+        elif kind == "row":
+            tensors[f"{name}_scale"] = (torch.rand(rows, 1) / 10 + 0.01).bfloat16()
+        else:
+            own = ("weight_scale", "input_scale") if kind == "modelopt" else ("weight_scale_inv", "activation_scale")
+            tensors |= {f"{path}.{part}": torch.rand(()) / 10 + 0.01 for part in own}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    skipped = [f"re:.*{one}$" for one in left_out]
+    settings: dict[str, Any] = {
+        "tensor": {
+            "quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static",
+            "modules_to_not_convert": skipped,
+        },
+        "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": skipped},
+        "row": {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": skipped,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        },
+        "mxfp8": {"quant_method": "modelopt", "quant_algo": "MXFP8", "exclude_modules": skipped},
+        "deepseek_v4": {
+            "quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0", "expert_dtype": "fp4",
+        },
+    }[kind]  # fmt: skip
+    _write(folder, config, tensors, settings, shards=False)
+    return folder
+
+
 def write_nvfp4(
     folder: Path, model_type: str, producer: str = "modelopt", left_out: Sequence[str] = (), **sizes: Any
 ) -> Path:
@@ -109,6 +169,61 @@ def write_nvfp4(
     return folder
 
 
+def write_int4(
+    folder: Path,
+    producer: str,
+    model_type: str = "qwen3_moe",
+    group: int = 32,
+    left_out: Sequence[str] = (),
+    **sizes: Any,
+) -> Path:
+    """Write a toy model in INT4 with zero points: `compressed-tensors` as moonshotai/Kimi-K2.5, `gptq` as
+    Qwen/Qwen3-30B-A3B-GPTQ-Int4 in version 1 with act-order, `awq`, or `auto-round`.
+
+    Linear layers and experts have 4 bits with a scale for each `group` columns; layers whose paths end with one of the
+    regular expressions `left_out` are in bfloat16. A model that has a text section has the settings there.
+    """
+    config = toy_config(model_type, **{"hidden_size": 64, "moe_intermediate_size": 64, **sizes})
+    tensors: dict[str, Tensor] = {}
+    plain = "|".join(("embed_tokens", "lm_head", "gate", *left_out))
+    for name, value in _checkpoint(config).items():
+        if value.ndim != 2 or re.search(rf"({plain})\.weight$", name):
+            tensors[name] = value.clone()
+            continue
+        rows, columns = value.shape
+        path, groups = name.removesuffix(".weight"), columns // group
+
+        def words(*shape: int) -> Tensor:
+            return torch.randint(-(2**31), 2**31, shape).int()
+
+        if producer == "compressed-tensors":
+            tensors |= {f"{name}_packed": words(rows, columns // 8), f"{name}_shape": torch.tensor(value.shape)}
+            tensors[f"{name}_scale"] = (torch.rand(rows, groups) / 100 + 1e-3).bfloat16()
+            tensors[f"{name}_zero_point"] = words(-(-rows // 8), groups)
+            continue
+        tensors[f"{path}.qweight"] = words(columns, rows // 8) if producer == "awq" else words(columns // 8, rows)
+        tensors |= {f"{path}.qzeros": words(groups, rows // 8)}
+        tensors[f"{path}.scales"] = (torch.rand(groups, rows) / 100 + 1e-3).half()
+        if producer == "gptq":
+            tensors[f"{path}.g_idx"] = (torch.randperm(columns) // group).int()
+    size: dict[str, Any] = {"bits": 4, "group_size": group}
+    skipped = [f"re:.*{one}$" for one in left_out]
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": False}
+    settings: dict[str, Any] = {
+        "compressed-tensors": {
+            "format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["lm_head", *skipped],
+        },
+        "gptq": size | {"desc_act": True, "dynamic": {f"-:.*{one}$": {} for one in left_out}},
+        "awq": size | {"version": "gemm", "zero_point": True, "modules_to_not_convert": [*left_out]},
+        "auto-round": size | {
+            "packing_format": "auto_round:auto_gptq", "extra_config": {f".*{one}": {"bits": 16} for one in left_out},
+        },
+    }[producer]  # fmt: skip
+    _write(folder, config, tensors, {"quant_method": producer} | settings, shards=False)
+    return folder
+
+
 def write_4bit(
     folder: Path,
     model_type: str,
@@ -140,7 +255,7 @@ def write_4bit(
 def _checkpoint(config: Any) -> dict[str, Tensor]:
     """Return the tensors of a random model in bfloat16, under the names of its published checkpoints."""
     torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    model = auto_class(config).from_config(config).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         if not name.endswith("norm.weight"):
             torch.nn.init.normal_(parameter, std=0.5 if "gate.weight" in name else 0.1)
@@ -151,7 +266,8 @@ def _write(folder: Path, config: Any, tensors: dict[str, Tensor], quantization: 
     """Write tensors and `config.json` with the quantization settings; with `shards`, into two files with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     config.dtype = torch.bfloat16
-    written = config.to_dict() | {"quantization_config": quantization, "architectures": None}
+    written = config.to_dict() | {"architectures": None}
+    written.get("text_config", written)["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(written), encoding="utf-8")
     if not shards:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -162,8 +162,10 @@ def _expert(bank: ExpertBank, path: str, expert: int, leaves: Tensors) -> dict[s
     if plan is not None and expert in plan.ids:
         slot, scale = plan.ids.index(expert), plan.alpha / plan.rank
         gate_up, down = (
-            scale * leaves[f"{path}.lora.{key}_B"][slot] @ leaves[f"{path}.lora.{key}_A"][slot]
-            for key in ("gate_up", "down")
+            scale
+            * leaves[f"{path}.lora.{key}_B"][0 if shared == "B" else slot]
+            @ leaves[f"{path}.lora.{key}_A"][0 if shared == "A" else slot]
+            for key, shared in (("gate_up", "A" if plan.shared else ""), ("down", "B" if plan.shared else ""))
         )
         weights["gate_up"] = weights["gate_up"] + _join_gate_and_up(gate_up, bank.expert_shape)
         weights["down"] = weights["down"] + down[0]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import cast
@@ -37,6 +38,7 @@ from moetune.kernels.registry import use_kernels
 from moetune.models.hub.fingerprint import Base
 from moetune.models.moe import MoeLayer
 from moetune.models.selection import Selection
+from moetune.models.stack import with_every_layer
 from moetune.models.structure import ModelStructure
 from moetune.parallel.dispatch import TokenDispatcher
 from moetune.parallel.distribute import distribute
@@ -56,20 +58,24 @@ class Adapted:
         model: the model, or the part of it that this rank holds.
         ranks: the ranks of the run, as seen by this one.
         expert_context: settings and hooks that the model's expert banks share.
+        held: the run with only the layers that this rank holds; None if it holds all.
     """
 
     run: ResolvedRun
     model: PreTrainedModel
     ranks: Ranks = SINGLE_RANK
     expert_context: ExpertContext = field(default_factory=ExpertContext)
+    held: ResolvedRun | None = None
 
     @property
     def structure(self) -> ModelStructure:
-        return self.run.structure
+        """The structure of what this rank holds."""
+        return (self.held or self.run).structure
 
     @property
     def selection(self) -> Selection:
-        return self.run.selection
+        """What trains on this rank, experts of other ranks included."""
+        return (self.held or self.run).selection
 
     def part_of(self, name: str) -> Part:
         """Return the part (`router`, `experts`, `lora` or `other`) to which a name in `learned()` belongs."""
@@ -139,9 +145,11 @@ def build(
     if device.type == "cuda":
         run, capability = checked(run, device, ranks), torch.cuda.get_device_capability(device)
         use_kernels(but=run.config.hardware.without_kernels)
-    config, structure, selection = run.config, run.structure, run.selection
+    whole = run
     if not ranks.is_single:
         ranks = replace(ranks, placement=run.placed_at(ranks.coordinates.ep))
+        run = run.held_at(ranks.coordinates.pp)
+    config, structure, selection = run.config, run.structure, run.selection
     model = copy.deepcopy(run.model.plain)
     set_attention(model.config, attention_for(config, run.model.plain, device, capability))
     dense = DenseWeights(run.router_scores) if config.train.dense_router_gradient else None
@@ -152,8 +160,8 @@ def build(
     is_checkpoint = not is_drawn and run.model.source.quantized_base is None
     target = LoadTarget(
         model,
-        structure,
-        selection,
+        whole.structure,
+        whole.selection,
         config.model,
         run.quantized_linears,
         device,
@@ -164,7 +172,7 @@ def build(
     if is_drawn:
         fill_randomly(target)
     elif is_checkpoint:
-        read_published(target, run.model)
+        read_published(target, whole.model)
     else:
         read_quantized_base(target, run, ranks, on_read)
     model.requires_grad_(False)
@@ -179,11 +187,18 @@ def build(
 
     trained = [parameter for name, parameter in model.named_parameters() if name in selection.full]
     assert len(trained) == len(selection.full), "a selected parameter is not in the built model"
-    if selection.lora is not None and selection.lora_linears:
-        lora_ranks = {path: selection.ranks[path] for path in selection.lora_linears}
-        add_lora(
-            model, lora_ranks, selection.lora, structure.linears()
-        )  # PEFT freezes all parameters except its own factors
+    # On a GPU or CPU also on layers of other stages, so that a layer's factors do not depend on the rank that holds it.
+    of, on_meta = (run, True) if device.type == "meta" else (whole, False)
+    linears, held = of.structure.lora_layers(), structure.lora_layers()
+    lora_ranks = {
+        path: of.selection.ranks[path]
+        for path in of.selection.lora_linears
+        if path in held or linears[path].layer is not None
+    }
+    if of.selection.lora is not None and lora_ranks:
+        with nullcontext() if on_meta else with_every_layer(model):
+            # PEFT freezes all parameters except its own factors
+            add_lora(model, lora_ranks, of.selection.lora, of.structure.linears(), on_meta=on_meta)
     for parameter in trained:
         parameter.requires_grad_()
     if config.train.neftune_alpha:
@@ -207,7 +222,7 @@ def build(
         torch.cuda.empty_cache()  # free the cached memory that quantizing used
     if device.type != "meta":
         distribute(model, structure, ranks)
-    return Adapted(run, model, ranks, context)
+    return Adapted(whole, model, ranks, context, None if run is whole else run)
 
 
 def _context(run: ResolvedRun, ranks: Ranks, device: torch.device, dense: DenseWeights | None) -> ExpertContext:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 
+from moetune.adapt.layers.routers import records_choices
 from moetune.compat.transformers import checkpoint_by
 from moetune.experts.bank import ExpertBank
 from moetune.experts.context import ReadCounts
@@ -71,7 +72,8 @@ class ChoicesOf:
 
     These are the routers' choices and, in the modules whose paths are in `attention`, the outputs of attention's
     kernels. The hooks are active from the start of an MoE block, where its router runs, to the start of its experts,
-    and in the modules `attention`. Elsewhere no dispatch mode is active, because it costs microseconds per operation.
+    and in the modules `attention`. Elsewhere no dispatch mode is active, because it costs microseconds per operation;
+    fused routers (layers/routers.py) need none.
     Create one object for a model, and pass `contexts` to every checkpointed call.
     """
 
@@ -80,12 +82,20 @@ class ChoicesOf:
         self.banks = {path: module for path, module in model.named_modules() if isinstance(module, ExpertBank)}
         for path, bank in self.banks.items():
             block = model.get_submodule(path.rpartition(".")[0])
-            block.register_forward_pre_hook(lambda *_: self.call and self.call.begin())
+            router: Any = next((child for child in block.children() if hasattr(child, "choices")), None)
+            if router is not None:
+                router.choices = lambda: self.call and self.call.mode
+            block.register_forward_pre_hook(partial(self._begin, router))
             bank.register_forward_pre_hook(lambda *_: self.call and self.call.end())
         for path in attention:
             module = model.get_submodule(path)
             module.register_forward_pre_hook(lambda *_: self.call and self.call.begin())
             module.register_forward_hook(lambda *_: self.call and self.call.end())
+
+    def _begin(self, router: Any, *_: Any) -> None:
+        """Start the call's hooks, as an MoE block's forward pre-hook, unless its router records its choices itself."""
+        if self.call and not records_choices(router):
+            self.call.begin()
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return the context managers for the forward pass and for the recomputation of one checkpointed call.
@@ -106,23 +116,23 @@ class _Call:
     """
 
     def __init__(self, routers: ChoicesOf, mode: "_Choices") -> None:
-        self._routers, self._mode, self._is_on = routers, mode, False
+        self._routers, self.mode, self._is_on = routers, mode, False
 
     def __enter__(self) -> None:
         self._outer, self._routers.call = self._routers.call, self
-        self._mode.restart()
+        self.mode.restart()
         self._stack = ExitStack()
         hooks = next((bank.hooks for bank in self._routers.banks.values()), None)
         if hooks is not None:
             count = hooks.count_rows
 
             def count_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> list[int]:
-                if self._mode.again:
-                    return self._mode.next()
-                self._mode.kept.append(count(layer, ids, num_experts, read))
-                return self._mode.kept[-1]
+                if self.mode.again:
+                    return self.mode.next()
+                self.mode.kept.append(count(layer, ids, num_experts, read))
+                return self.mode.kept[-1]
 
-            self._stack.enter_context(hooks.using(count_rows=count_rows, recomputes=self._mode.again))
+            self._stack.enter_context(hooks.using(count_rows=count_rows, recomputes=self.mode.again))
 
     def __exit__(self, *exception: Any) -> None:
         self.end()
@@ -132,13 +142,13 @@ class _Call:
     def begin(self) -> None:
         """Activate the dispatch mode, if it is not active."""
         if not self._is_on:
-            self._mode.__enter__()
+            self.mode.__enter__()
             self._is_on = True
 
     def end(self) -> None:
         """Deactivate the dispatch mode, if it is active."""
         if self._is_on:
-            self._mode.__exit__(None, None, None)
+            self.mode.__exit__(None, None, None)
             self._is_on = False
 
 

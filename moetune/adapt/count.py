@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from moetune.adapt.build import Adapted, build
+from moetune.config.schema import ModelConfig
 from moetune.models.dry_run import refuse_unrunnable
 from moetune.models.parameter_count import ParameterCount, count_parameters
 from moetune.models.source import find_model_source
 from moetune.models.structure import meta_model, read_structure
-from moetune.run.resolve import AnyRun, resolve
+from moetune.run import validation
+from moetune.run.resolve import AnyRun, raise_problems, resolve
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,15 @@ def count(of: AnyRun) -> Count:
             folder of a model, as in `model.path`.
 
     Raises:
-        UserError: the model is not found, its parameters cannot be counted correctly, or the run cannot be resolved.
+        UserError: the model is not found, or quantized in a format that is not read; its parameters cannot be counted
+            correctly; or the run cannot be resolved.
     """
     if not isinstance(of, str) or of.endswith((".yaml", ".yml")):
         run = resolve(of)
         return Count(run.config.model.path, count_parameters(run.structure), count_trainable(build(run, "meta")))
-    model = meta_model(find_model_source(of).config)
+    source = find_model_source(of)
+    raise_problems(validation.unreadable_source(source.quantization, ModelConfig.named(of)))
+    model = meta_model(source.config)
     structure = read_structure(model)
     refuse_unrunnable(model)
     return Count(of, count_parameters(structure))

@@ -13,6 +13,7 @@ from moetune.adapt.layers.low_rank import adapted
 from moetune.compat.peft import add_to_the_weight, compute_in_the_inputs_dtype
 from moetune.config.schema import LoraConfig
 from moetune.errors import UserError
+from moetune.run.dtypes import DTYPES
 
 
 class Dropout(nn.Dropout):
@@ -23,19 +24,21 @@ class Dropout(nn.Dropout):
         return torch.native_dropout(x, self.p, True)[0] if self.training else x
 
 
-def add_lora(model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig, linears: Collection[str]) -> None:
+def add_lora(
+    model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig, linears: Collection[str], *, on_meta: bool
+) -> None:
     """Wrap modules with PEFT's LoRA, in place; raise `UserError` if PEFT did not wrap one of them.
 
-    The factors A and B are float32 parameters, cast to the dtype of the layer's input to multiply. PEFT freezes all
-    other parameters of the model.
+    The factors A and B are parameters in `lora.dtype`, cast to the dtype of the layer's input to multiply. PEFT freezes
+    all other parameters of the model.
 
     Args:
         ranks: path of a linear module or router -> rank of its factors.
         lora: alpha, scaling and dropout, which is of linear modules.
         linears: paths of the model's linear modules. Of any other module, LoRA is added to the parameter `weight`.
+        on_meta: whether the factors stay without values, as the whole model.
     """
     alpha: Any = lora.alpha  # PEFT accepts a float, but its annotation is int
-    on_meta = any(parameter.is_meta for parameter in model.parameters())
     # In a ModuleDict: for a transformers model PEFT would treat any gate_proj or w1 as a part of experts.
     for rank in dict.fromkeys(ranks.values()):
         chosen = [path for path in ranks if ranks[path] == rank]
@@ -53,7 +56,7 @@ def add_lora(model: PreTrainedModel, ranks: Mapping[str, int], lora: LoraConfig,
             raise UserError(
                 f"PEFT put no LoRA on {path!r} ({type(module).__name__}); leave it out of adapt.lora.targets"
             )
-        module.lora_A.float(), module.lora_B.float()
+        module.lora_A.to(DTYPES[lora.dtype]), module.lora_B.to(DTYPES[lora.dtype])
         if path not in linears:
             add_to_the_weight(module)
             continue

@@ -1,7 +1,8 @@
 """In which order a stacked matrix holds its experts: what the numbers say, where names and shapes are silent.
 
-Two signs, each of which favours one order of B over the other ([out, r, E] or [out, E, r]):
+Three signs, each of which favours one order of B over the other ([out, r, E] or [out, E, r]):
 
+- All experts share B (`adapt.lora.share: outer`): in the wrong order they do not have the same.
 - Whole experts are zero. Experts that no token reached, or that have no factors, have B = 0 in all of their ranks. In
   the wrong order their zeros are spread over all experts.
 - Experts were trained unequally, so the norms of B's columns differ between experts more than within one. The F
@@ -40,10 +41,14 @@ def sign_of(stacks: Iterable[tuple[Tensor, Tensor, int]]) -> Sign | None:
     Args:
         stacks: for each layer and projection, the two stored matrices [E·r, …] and […, r·E], and E.
     """
-    whole, torn = dict.fromkeys(_ORDERS, 0), dict.fromkeys(_ORDERS, 0)
+    whole, torn, shared = (dict.fromkeys(_ORDERS, 0) for _ in range(3))
     logs: dict[RowOrder, list[Tensor]] = {name: [] for name in _ORDERS}
     for first, second, experts in stacks:
         if experts == 1 or len(first) == experts:
+            continue
+        alike = [name for name, order in _ORDERS.items() if _is_shared(order.read(first, second, experts)[1])]
+        if len(alike) == 1:
+            shared[alike[0]] += 1
             continue
         for name, order in _ORDERS.items():
             one, other = order.read(first, second, experts)
@@ -54,6 +59,8 @@ def sign_of(stacks: Iterable[tuple[Tensor, Tensor, int]]) -> Sign | None:
             if norms.all():  # zero has no logarithm
                 logs[name].append(norms.double().log())
     for name, other_name in itertools.permutations(_ORDERS):
+        if shared[name] and not shared[other_name]:
+            return Sign(name, "all experts have the same in this order only")
         if whole[name] and not torn[name] and torn[other_name]:
             return Sign(name, f"{whole[name]} experts of a layer are zero as a whole in this order only")
     if sum(len(norms) - 1 for norms in logs["grouped"]) < _GROUPS:
@@ -67,6 +74,12 @@ def sign_of(stacks: Iterable[tuple[Tensor, Tensor, int]]) -> Sign | None:
         f"in this order the sizes of its columns differ between experts more than in the other (F = "
         f"{spread[best].statistic:.1f} and {spread[worse].statistic:.1f})",
     )
+
+
+def _is_shared(factors: Tensor) -> bool:
+    """Return whether the factors [E, …] of all experts that have any are the same, and of more than one."""
+    own = factors[factors.flatten(1).any(1)]
+    return len(own) > 1 and own.equal(own[:1].expand_as(own))
 
 
 class _Spread(NamedTuple):

@@ -3,7 +3,8 @@
 peft, unsloth     stacked, PEFT's order; unsloth also gets its note `lora_B_layout`
 unsloth-grouped   stacked, the order of Unsloth before September 2026
 vllm              per expert, or stacked where the base checkpoint stacks its experts; one rank and one scale
-sglang            per expert; one rank and one scale; of layers that it joins (q, k and v) all or none
+sglang            per expert; one rank and one scale; of layers that it joins (q, k and v) all or none; where all
+                  experts share A of gate_up and B of down, these once, [1, …] (`--experts-shared-outer-loras`)
 llama.cpp         per expert, as convert_lora_to_gguf.py takes it; one rank and one scale
 """
 
@@ -191,8 +192,37 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
     for name, one in every:
         even = one.scaled(scale).padded(rank)
         pairs[name] = ORDERS["peft"].write(even.A, even.B) if even.A.ndim == 3 else (even.A, even.B)
-    settings = uniform_settings([name for name, _ in every], rank, scale)
-    return LaidOut(layout, _named(pairs), settings, adapter, tuple(notes))
+    settings, tensors = uniform_settings([name for name, _ in every], rank, scale), _named(pairs)
+    if program == "sglang" and full.experts and (shared := _shared_outer(tensors, full, base)) is not None:
+        tensors = shared
+        notes.append(
+            "all experts share A of gate and up and B of down, which are stored once: an SGLang server that starts "
+            "without this adapter needs --experts-shared-outer-loras to load it"
+        )
+    return LaidOut(layout, tensors, settings, adapter, tuple(notes))
+
+
+def _shared_outer(tensors: Mapping[str, Tensor], adapter: Adapter, base: AdapterBase) -> dict[str, Tensor] | None:
+    """Return per-expert tensors with A of gate and up and B of down once for each layer, [1, …]; None if a layer has
+    different ones.
+
+    An expert without an update, whose other factor is zero, takes part in any.
+    """
+    once, most = dict(tensors), 0
+    for path in adapter.experts:
+        names = base.expert_names[path]
+        for role, leaf in names.roles.items():
+            outer, inner = ("B", "A") if role == DOWN else ("A", "B")
+            every = [f"{names.of(expert, role)}.lora_" for expert in range(base.layers[path].shape.num_experts)]
+            trained = [name for name in every if tensors[f"{name}{inner}.weight"].any()] or every[:1]
+            first = tensors[f"{trained[0]}{outer}.weight"]
+            if not all(tensors[f"{name}{outer}.weight"].equal(first) for name in trained):
+                return None
+            for name in every:
+                del once[f"{name}{outer}.weight"]
+            once[f"{names.prefix}.{leaf}.lora_{outer}.weight"] = first[None]
+            most = max(most, len(trained))
+    return once if most > 1 else None
 
 
 def _split_on_loading(adapter: Adapter, base: AdapterBase) -> str:

@@ -25,7 +25,9 @@ def export(
     format_: Annotated[
         Any,
         cli.choice(
-            "delta|peft|merged|vllm", "Trained tensors, PEFT adapter, whole checkpoint, vLLM adapter.", "--format"
+            "delta|peft|merged|vllm|sglang",
+            "Trained tensors, PEFT adapter, whole checkpoint, server adapter.",
+            "--format",
         ),
     ],
     out: Annotated[Path | None, cli.option("DIR", "Output folder, new or empty. Only --predict needs none.")] = None,
@@ -35,7 +37,11 @@ def export(
     ] = 0,
     into: Annotated[
         Any,
-        cli.choice("fp8|nvfp4|mxfp4", "Round a merged checkpoint, and say how much of the change survives.", "--into"),
+        cli.choice(
+            "fp8|mxfp8|nvfp4|mxfp4|int4",
+            "Round a merged checkpoint, and say how much of the change survives.",
+            "--into",
+        ),
     ] = None,
     push: Annotated[
         str | None, cli.option("ORG/NAME", "Also upload it to a private hub repo, with a model card.")
@@ -49,7 +55,7 @@ def export(
         raise UserError("--predict is for --format merged without --into; other exports are not predicted")
     if out is None and not predict:
         raise UserError("export needs --out, the folder to write to")
-    if check and format_ in ("delta", "vllm"):
+    if check and format_ in ("delta", "vllm", "sglang"):
         raise UserError(
             f"--check computes with stock transformers and PEFT, which do not read --format {format_}; use it with "
             "merged or peft"

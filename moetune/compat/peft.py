@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 
 class LoraFactor(nn.Linear):
-    """A low-rank factor with a float32 weight, cast to the dtype of the input in forward."""
+    """A low-rank factor whose weight is cast to the dtype of the input in forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight.to(x.dtype))
@@ -41,10 +41,11 @@ def compute_in_the_inputs_dtype(layer: Any, at_once: AtOnce) -> None:
 
 def _forward(layer: Any, at_once: AtOnce, x: Tensor) -> Tensor:
     """Forward of a PEFT layer: base(x) + B(scale · A(dropout(x))), or base(x) if adapters are disabled or merged."""
-    base, scale = layer.base_layer, layer.scaling["default"]
+    inside = layer._modules  # torch's lookup of a module as an attribute takes as long as a view
+    base, scale = inside["base_layer"], layer.scaling["default"]
     if layer.disable_adapters or layer.merged:
         return base(x)
-    A, B, dropout = (of["default"] for of in (layer.lora_A, layer.lora_B, layer.lora_dropout))
+    A, B, dropout = [inside[name]._modules["default"] for name in ("lora_A", "lora_B", "lora_dropout")]
     out: Tensor | None = None
     if torch.is_grad_enabled() and isinstance(dropout, nn.Identity):
         out = at_once(base, x, A, B, scale)
@@ -57,7 +58,7 @@ class ScaledFactor(nn.Linear):
     """A factor A that returns scale · A, in float32, to be multiplied with B instead of with an input."""
 
     def forward(self, scale: Any) -> Tensor:
-        return self.weight * scale
+        return self.weight.float() * scale
 
 
 def add_to_the_weight(layer: Any) -> None:

@@ -147,6 +147,7 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
     also replaces `sys.excepthook`, and DTensor caches meshes whose groups no longer exist afterwards; both are undone.
     Raises `AssertionError` if torch.distributed is initialized already.
     """
+    from torch.distributed.pipelining import schedules
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed import fake_pg  # registers the backend
@@ -158,9 +159,44 @@ def fake_process_group(rank: int, size: int) -> Iterator[None]:
         unseen = _disable_current_modes()(find_shape)
         stack.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen))
         stack.enter_context(patch.object(sys, "excepthook", sys.excepthook))
+        stack.enter_context(patch.object(schedules, "_batch_p2p", _InFlight.all_of))
         dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=size)
         stack.callback(_clear_sharding_prop_cache)
         stack.callback(dist.destroy_process_group)
+        yield
+
+
+class _InFlight:
+    """Tensors that a fake process group sends or receives: held until they are waited for, as NCCL does."""
+
+    def __init__(self, operations: list[dist.P2POp]) -> None:
+        self._tensors = [operation.tensor for operation in operations]
+        for operation in operations:
+            operation.op(operation.tensor, operation.peer, operation.group)
+
+    @classmethod
+    def all_of(cls, operations: list[dist.P2POp], desc: str | None = None) -> list["_InFlight"]:
+        """Replace the function by which a schedule sends and receives."""
+        return [cls(operations)] if operations else []
+
+    def wait(self) -> None:
+        self._tensors = []
+
+
+@contextmanager
+def shapes_are_given() -> Iterator[None]:
+    """Within the `with` block, let the stages of a pipeline trust the shapes that they were given.
+
+    Else torch lets its ranks vote, in each new schedule, on whether all of them were: a message to and fro.
+    """
+    from torch.distributed.pipelining._utils import InferenceMode
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+    def settle(schedule: Any, stages: list[Any], *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = InferenceMode.STATIC
+
+    with patch.object(_PipelineSchedule, "_warmup_p2p", settle):
         yield
 
 

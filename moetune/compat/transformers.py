@@ -353,6 +353,7 @@ def _code_of(function: Any) -> tuple[Any, ...] | None:
     return code.co_code, tuple(value for value in code.co_consts if value != function.__doc__), code.co_names
 
 
+_code_of_routers = functools.cache(_code_of)  # which are asked in each forward pass
 _RMS_NORMS = tuple(_code_of(norm.forward) for norm in (llama.LlamaRMSNorm, GptOssRMSNorm))
 _ROTARY = {name: _code_of(getattr(llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half")}
 _ROUTERS = tuple(_code_of(router.forward) for router in (MixtralTopKRouter, Qwen3MoeTopKRouter))
@@ -413,7 +414,7 @@ def softmax_router(router: nn.Module) -> SoftmaxRouter | None:
     the weights and the ids.
     """
     module: Any = router
-    code = _code_of(type(module).forward)
+    code = _code_of_routers(type(module).forward)
     if code not in _ROUTERS:
         return None
     is_mixtrals = code == _ROUTERS[0]

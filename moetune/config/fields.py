@@ -70,6 +70,22 @@ def _parse_expert_ids(value: object) -> object:
     return dict(sorted(by_layer.items()))
 
 
+def parse_stages(value: object) -> object:
+    """Parse pipeline stages such as `["0-13", "14-31"]` or `[0, "1-3"]` into pairs of first and last layer.
+
+    Raises:
+        ValueError: a stage is no number or range.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(
+            f"{shown(value)} is not a list of stages; write auto, or a range of layers for each: [0-13, 14-31]"
+        )
+    ids = [stage if isinstance(stage, (list, tuple)) and len(stage) == 2 else parse_ids(stage) for stage in value]
+    if any(isinstance(stage, str) for stage in ids):
+        raise ValueError("a stage is a range of layers such as 0-13, not a word")
+    return tuple((stage[0], stage[-1]) for stage in ids)  # type: ignore[index]
+
+
 def layer_range(text: str) -> tuple[int, ...] | None:
     """Parse a text such as `0-5,8` into a sorted tuple of integers; return None for any other, `all` and `none` too."""
     try:

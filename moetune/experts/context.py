@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -34,28 +35,28 @@ def read_rows(layer: int, ids: Tensor, num_experts: int, read: ReadCounts) -> li
     return read()
 
 
-def reading(counts: Tensor, order: Sequence[int], rows: int) -> ReadCounts:
+def reading(ends: Tensor, order: Sequence[int], rows: int) -> ReadCounts:
     """Return a function that copies counts to the host, waiting for the device, and returns them by expert id.
 
     Args:
-        counts: [E], the number of rows of each expert, from `sorted_positions`.
-        order: for each expert id, the index of its count in `counts`.
+        ends: [E], the cumulative sums of the experts' numbers of rows, from `sorted_positions`.
+        order: for each expert id, the index of its count.
         rows: the sum of the counts.
     """
 
     def read() -> list[int]:
-        by_place = listed(counts, rows)
+        by_place = listed(ends, rows)
         return [by_place[place] for place in order]
 
     return read
 
 
-def listed(counts: Tensor, rows: int) -> list[int]:
-    """Return counts [E] as a list; the host waits for the device.
+def listed(ends: Tensor, rows: int) -> list[int]:
+    """Return the counts whose cumulative sums are `ends` [E]; the host waits for the device.
 
     `rows`, their sum, is not used. It is for a replacement where tensors have no values, which must invent counts.
     """
-    return counts.tolist()
+    return [end - start for start, end in pairwise([0, *ends.tolist()])]
 
 
 def read_received(receive_RL: Tensor, send_counts: list[list[int]], rank: int) -> list[list[int]]:
@@ -80,7 +81,8 @@ class ExpertHooks:
 
     Attributes:
         count_rows: returns the number of rows of each expert, the only tensor values that shapes of a step depend on.
-            By default reads the counts; a prediction returns assumed numbers.
+            By default reads the counts; a prediction returns assumed numbers. Not called for a layer whose shapes do
+            not depend on them (`ExpertBank.counts_rows`).
         count_received: under expert parallelism, returns the number of rows that each rank sends for each expert of
             this rank. By default reads the exchanged counts; a prediction returns assumed numbers.
         gradient: called in backward with each fully trained parameter of an expert and its gradient, as soon as the

@@ -45,14 +45,14 @@ class ExpertWeights(Protocol):
     activation: Activation
     hooks: ExpertHooks
 
-    def groups(self, dtype: torch.dtype) -> Iterable[range]:
+    def groups(self, dtype: torch.dtype) -> list[range]:
         """Return ranges of slots; the experts of a range are dequantized to `dtype` and multiplied together."""
 
     def projections(self, slots: range, dtype: torch.dtype) -> tuple[Projection, Projection]:
         """Return the projections (gate_up, down) of the experts of one group, to be computed in `dtype`."""
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that train."""
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that train."""
 
 
 def expert_mlp(
@@ -85,9 +85,9 @@ def expert_mlp(
             receive the gradient ⟨dy, E_e(x)⟩, with E_e(x) the output of expert e.
     """
     rows: list[Tensor] = []
-    groups = list(experts.groups(x_TH.dtype))
+    groups = experts.groups(x_TH.dtype)
     apply: Callable[..., Tensor] = _ExpertMlp.apply
-    y_TH = apply(experts, permutation, groups, rows, x_TH, weights_TK, dense_TE, *experts.parameters())
+    y_TH = apply(experts, permutation, groups, rows, x_TH, weights_TK, dense_TE, *experts.trained_parameters())
     with torch.no_grad():
         kept = rows if keep_rows and y_TH.requires_grad else None
         _fill(experts, permutation, groups, x_TH, weights_TK, y_TH, kept, norms)
@@ -166,23 +166,23 @@ class _ExpertMlp(torch.autograd.Function):
     ) -> Tensor:
         ctx.experts, ctx.counts, ctx.top_k = experts, permutation.counts, permutation.top_k
         ctx.groups, ctx.rows = groups, rows  # of each group with tokens, filled later; empty if none are kept
-        ctx.save_for_backward(x_TH, weights_TK, permutation.order)
+        ctx.save_for_backward(x_TH, weights_TK, permutation.order, permutation.ends)
         return torch.empty_like(x_TH)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
-        x_TH, weights_TK, order = ctx.saved_tensors
-        experts, permutation = ctx.experts, Permutation(order, ctx.counts, ctx.top_k)
+        x_TH, weights_TK, order, ends = ctx.saved_tensors
+        experts, permutation = ctx.experts, Permutation(order, ctx.counts, ctx.top_k, ends)
         _, _, _, _, need_x, need_weights, need_dense, *_ = ctx.needs_input_grad
         # before any gradient is handed over, because the gradient hook may update the experts
         ddense_TE = _dense_gradient(experts, x_TH, dy_TH) if need_dense else None
         kept: list[Tensor] = ctx.rows[::-1]
         ctx.rows.clear()  # so that the rows of a group are freed with it
-        groups = ctx.groups if kept else list(experts.groups(x_TH.dtype))
+        groups = ctx.groups if kept else experts.groups(x_TH.dtype)
         weights, dx_TH = weights_TK.flatten(), torch.empty_like(x_TH) if need_x else None
         tokens = TokenRows(dy_TH.contiguous(), dx_TH, permutation, groups)
         dweights = torch.empty_like(weights) if need_weights else None
-        grads = Gradients(experts.hooks.gradient, complete=all(permutation.counts))
+        grads = Gradients(experts.hooks.gradient, complete=all(ctx.counts or [len(order)]))
 
         def add_group(group: RowGroup) -> None:
             """Add the gradients of one group; its dequantized weights and its kept or recomputed rows are freed on
@@ -222,11 +222,12 @@ class _ExpertMlp(torch.autograd.Function):
         tokens.finish()
         if grads.hook is not None:
             for slots in groups:
-                if not any(permutation.counts[slots.start : slots.stop]):
+                if not permutation.has_rows(slots):
                     for projection in experts.projections(slots, x_TH.dtype):
                         grads.hand_over(projection)
         dweights_TK = None if dweights is None else dweights.view_as(weights_TK)
-        return None, None, None, None, dx_TH, dweights_TK, ddense_TE, *map(grads.remaining, experts.parameters())
+        of_parameters = map(grads.remaining, experts.trained_parameters())
+        return None, None, None, None, dx_TH, dweights_TK, ddense_TE, *of_parameters
 
 
 def _dense_gradient(experts: ExpertWeights, x_TH: Tensor, dy_TH: Tensor) -> Tensor:

@@ -22,13 +22,13 @@ class RowGroup:
 
     Attributes:
         gemm: grouped product over the N rows.
-        at: slice of these rows among all T·K sorted rows.
+        at: slice of these rows among all T·K sorted rows; None if they are all of them.
         order: [N] flat positions token·K + choice of the rows, sorted by slot.
     """
 
     slots: range
     gemm: GroupedGemm
-    at: slice
+    at: slice | None
     order: Tensor
 
 
@@ -38,13 +38,15 @@ class Permutation:
 
     Attributes:
         order: [T·K] int64, the rows' flat positions token·K + choice in sorted order.
-        counts: each slot's number of rows.
+        counts: each slot's number of rows; None if the host does not know them, and all slots are one group.
         top_k: K.
+        ends: [E] int32, where the rows of each slot end in `order`; None if `counts` is not.
     """
 
     order: Tensor
-    counts: list[int]
+    counts: list[int] | None
     top_k: int
+    ends: Tensor | None = None
 
     @classmethod
     def of(cls, slots_TK: Tensor, counts: list[int]) -> "Permutation":
@@ -53,25 +55,32 @@ class Permutation:
 
     def groups(self, slots: Iterable[range]) -> Iterator[RowGroup]:
         """Yield a `RowGroup` for each range of slots that has at least one row."""
-        groups = [group for group in slots if any(self.counts[group.start : group.stop])]
-        ends = self._ends(groups)
-        starts = [0, *accumulate(self.counts)]
+        groups = [group for group in slots if self.has_rows(group)]
+        if (counts := self.counts) is None:
+            yield from (RowGroup(group, GroupedGemm([], self.ends), None, self.order) for group in groups)
+            return
+        ends = self._ends(counts, groups)
+        starts = [0, *accumulate(counts)]
         for group in groups:
             own = slice(group.start, group.stop)
-            gemm = GroupedGemm(self.counts[own], None if len(group) == 1 or ends is None else ends[own])
+            gemm = GroupedGemm(counts[own], None if len(group) == 1 or ends is None else ends[own])
             at = slice(starts[group.start], starts[group.stop])
             yield RowGroup(group, gemm, at, self.order[at])
 
-    def _ends(self, groups: list[range]) -> Tensor | None:
+    def has_rows(self, slots: range) -> bool:
+        """Return whether a group of slots has at least one row."""
+        return len(self.order) > 0 if self.counts is None else any(self.counts[slots.start : slots.stop])
+
+    def _ends(self, counts: list[int], groups: list[range]) -> Tensor | None:
         """Return where each slot's rows end, counted from the start of its group: [E] int32 on the device of `order`.
 
         None if every group has one expert.
         """
         if all(len(slots) == 1 for slots in groups):
             return None
-        ends = [0] * len(self.counts)
+        ends = [0] * len(counts)
         for slots in groups:
-            ends[slots.start : slots.stop] = accumulate(self.counts[slots.start : slots.stop])
+            ends[slots.start : slots.stop] = accumulate(counts[slots.start : slots.stop])
         is_cuda = self.order.is_cuda
         return torch.tensor(ends, dtype=torch.int32, pin_memory=is_cuda).to(self.order.device, non_blocking=True)
 
@@ -109,13 +118,13 @@ class TokenRows:
     def of(self, group: RowGroup) -> Tensor:
         """Return the rows [N, H] of a group's tokens: a new tensor, or the view that its results will overwrite."""
         if self.rows_SH is not None:
-            return self.rows_SH[group.at]
+            return self.rows_SH if group.at is None else self.rows_SH[group.at]
         rows_NH: Tensor = kernels.gather_rows(self.x_TH, group.order, self.top_k, None)
         return rows_NH
 
     def place(self, group: RowGroup) -> Tensor | None:
         """Return the view [N, H] to write a group's results to; None if they are to be passed to `add`."""
-        return None if self.rows_SH is None else self.rows_SH[group.at]
+        return None if self.rows_SH is None else self.of(group)
 
     def add(self, group: RowGroup, results_NH: Tensor) -> None:
         """Add a group's results [N, H], times their weights, to `out_TH`; does nothing if they were written to `place`.

@@ -7,7 +7,7 @@ Everywhere `gemm` (a `GroupedGemm`) says how many of the N rows belong to each e
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,11 @@ class Gradients(dict[nn.Parameter, Tensor]):
             self[parameter] = self._like(parameter)
         return self[parameter]
 
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add `gradient`, of the rows of one group, to a parameter that all groups share. The sum is in float32."""
+        gradient = gradient.float().view(parameter.shape)
+        self[parameter] = self[parameter].add_(gradient) if parameter in self else gradient
+
     def hand_over(self, projection: "Projection") -> None:
         """Call the hook with each fully trained parameter of a projection and its gradient, or zeros if it has none.
 
@@ -70,7 +75,7 @@ class Gradients(dict[nn.Parameter, Tensor]):
         """
         if parameter in self._handed_over:
             return None
-        return self[parameter] if parameter in self else torch.zeros_like(parameter)
+        return self[parameter].to(parameter.dtype) if parameter in self else torch.zeros_like(parameter)
 
 
 @dataclass
@@ -88,6 +93,8 @@ class LowRank:
         scale: alpha / rank.
         is_joined: whether, in groups of several experts, one kernel computes the product with W and adds these terms
             (`join`).
+        shared: the factor, "A" or "B", of which the layer has one for all experts (n is 1): it is read in place for
+            each expert, and its gradient is one product over all rows.
         xA: [N, P, r], input rows times Aᵀ; None until forward.
         dB: [N, P, r], gradients of the output rows times B; None until the gradient of the input rows is computed.
     """
@@ -98,18 +105,26 @@ class LowRank:
     is_interleaved: bool
     scale: float
     is_joined: bool = False
+    shared: Literal["A", "B"] | None = None
     xA: Tensor | None = None
     dB: Tensor | None = None
 
     @cached_property
     def A(self) -> Tensor:
         """The group's factors A as a view [C, P, r, in]."""
-        return self.A_all[self.slots]
+        return self._of_group(self.A_all, is_shared=self.shared == "A")
 
     @cached_property
     def B(self) -> Tensor:
         """The group's factors B as a view [C, P, out / P, r]."""
-        return self.B_all[self.slots]
+        return self._of_group(self.B_all, is_shared=self.shared == "B")
+
+    def _of_group(self, factor: Tensor, *, is_shared: bool) -> Tensor:
+        return factor.expand(self.slots.stop - self.slots.start, -1, -1, -1) if is_shared else self._own(factor)
+
+    def _own(self, of_all: Tensor) -> Tensor:
+        """Return the part of the group's experts in a tensor of all n experts: a view, or the tensor itself."""
+        return of_all if self.slots.stop - self.slots.start == len(of_all) else of_all[self.slots]
 
     def add(self, base: Tensor, out: Tensor, rows: Tensor, gemm: GroupedGemm, *, backward: bool) -> None:
         """Write `base` plus the low-rank terms of the rows to `out`, and keep the product with r columns.
@@ -147,12 +162,18 @@ class LowRank:
         by the routing weights, if given.
         """
         dout = self._in_parts(dout)
-        of_A, of_B = (grads.of(parameter)[self.slots] for parameter in (self.A_all, self.B_all))
+        of_A = None if self.shared == "A" else self._own(grads.of(self.A_all))
+        of_B = None if self.shared == "B" else self._own(grads.of(self.B_all))
         groups = gemm.ends, gemm.counts
         xA = kernels.low_rank(x, self.A, None, None, None, *groups, 1.0) if self.xA is None else self.xA
         dB = kernels.low_rank(dout, self.B.mT, None, None, None, *groups, 1.0) if self.dB is None else self.dB
         self.xA = self.dB = None
         kernels.low_rank_gradients_(dB, x, xA, dout, of_A, of_B, *(weights or (None, None)), *groups, self.scale)
+        factor = self.scale if weights is None else weights.column(x.dtype)[:, None] * self.scale
+        if self.shared == "A":
+            grads.add(self.A_all, (dB * factor).flatten(1).T @ x)
+        elif self.shared == "B":
+            grads.add(self.B_all, dout.T @ (xA * factor).flatten(1))
 
     def _in_parts(self, wide: Tensor) -> Tensor:
         """Return a view [N, P, out / P] of [N, out]; the tensor itself if P is 1."""
@@ -202,7 +223,7 @@ class Projection:
         if self._joins(gemm):
             matrices = (self.weights() if weights is None else weights).mT
             out = self._joined(x, matrices, gemm, into, backward=False)
-            return out if bias is None else out.add_(gemm.of_rows(bias))
+            return out if bias is None else out.add_(gemm.of_rows(bias, len(out)))
         # dequantized weights have no name here: they are freed before the low-rank terms are computed
         out = gemm.linear(x, self.weights() if weights is None else weights, bias)
         return self._with_low_rank(out, x, gemm, into, backward=False)

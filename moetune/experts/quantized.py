@@ -49,6 +49,7 @@ class QuantizedExperts(HostModule):
         self.count, self.shape, self.storage, self.pieces = count, shape, storage, pieces
         self.format = format_of(storage, double_quant)
         self._piece = shape[0] // pieces, shape[1]
+        self._views: dict[tuple[int, int], tuple[Tensor, dict[str, Tensor]]] = {}
         self.prefetcher = prefetcher
         self._quantizes_on = torch.device("cpu" if device is None else device)
         tables = self.format.tables()
@@ -107,8 +108,13 @@ class QuantizedExperts(HostModule):
         is unquantized and has that dtype.
         """
         buffers: Mapping[str, Any] = self._buffers if self.prefetcher is None else self.prefetcher.bring(self)
-        which = slice(which.start * self.pieces, which.stop * self.pieces)
-        stored = {name: buffer if name in self._tables else buffer[which] for name, buffer in buffers.items()}
+        # views of buffers take as long as a launch: they are made once, until the buffers are others
+        data, stored = self._views.get((which.start, which.stop), (None, {}))
+        if data is not buffers["data"]:
+            rows = slice(which.start * self.pieces, which.stop * self.pieces)
+            stored = {name: buffer if name in self._tables else buffer[rows] for name, buffer in buffers.items()}
+            if self.prefetcher is None:
+                self._views[which.start, which.stop] = buffers["data"], stored
         return self.format.dequantize(stored, self._piece, dtype).view(-1, *self.shape)
 
     def extra_repr(self) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -47,13 +48,13 @@ class ExportResult(Answer):
 
 def export(
     trained: Adapted | FinishedRun | Path | str,
-    format: Literal["delta", "peft", "merged", "vllm"],
+    format: Literal["delta", "peft", "merged", "vllm", "sglang"],
     out: Path | str,
     *,
     overwrite: bool = False,
     into: Into | None = None,
 ) -> ExportResult:
-    """Write the trained model of a run to the folder `out`, in one of four formats.
+    """Write the trained model of a run to the folder `out`, in one of five formats.
 
     If the run file sets `data.chat_template` or `data.template`, all formats but `delta` also hold the template with
     its arguments, as `chat_template.jinja`.
@@ -62,20 +63,22 @@ def export(
         trained: a run folder, of which `open_run` chooses the checkpoint; what it opened; or an adapted model in
             memory, whose base is what its `model.path` holds now.
         format: `delta`: only the tensors that trained in full precision. `peft`: a PEFT adapter. `merged`: a whole
-            checkpoint. `vllm`: an adapter for vLLM.
+            checkpoint. `vllm`, `sglang`: an adapter for vLLM or SGLang.
         out: the folder to write. It appears only when it is complete.
-        into: `fp8`, `nvfp4` or `mxfp4`, the quantized format to round a merged checkpoint to; None for no rounding.
+        into: `fp8`, `mxfp8`, `nvfp4`, `mxfp4` or `int4`, the quantized format to round a merged checkpoint to; None
+            for no rounding.
         overwrite: replace an earlier export in `out`, which must be new or empty otherwise.
 
     Raises:
         UserError: there is no such run, or it has no checkpoint; what was trained cannot be written in this format;
             `out` is occupied, or holds the run or its base. In all these cases nothing is written.
     """
-    from moetune.exporting.formats.adapter import write_peft, write_vllm
+    from moetune.exporting.formats.adapter import write_for_server, write_peft
 
     if into is not None and format != "merged":
         raise UserError(f"--into {into} rounds a whole checkpoint; use it with --format merged, not {format}")
-    writers = {"delta": write_delta, "peft": write_peft, "merged": write_merged, "vllm": write_vllm}
+    writers = {"delta": write_delta, "peft": write_peft, "merged": write_merged}
+    writers |= {program: partial(write_for_server, program) for program in ("vllm", "sglang")}
     out = Path(out)
     if isinstance(trained, FinishedRun):
         run = trained

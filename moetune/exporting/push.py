@@ -12,7 +12,7 @@ from moetune.files import Ledger, expanded
 from moetune.models.hub.delta_folder import MANIFEST
 from moetune.training.folder.run_folder import RUN_FILE, RunFolder
 
-_LIBRARIES = {"merged": "transformers", "peft": "peft", "vllm": "peft", "delta": None}
+_LIBRARIES = {"merged": "transformers", "peft": "peft", "vllm": "peft", "sglang": "peft", "delta": None}
 
 
 def model_card(run: Path, format: str) -> ModelCard:

@@ -33,7 +33,8 @@ class Quantized(Stored, ABC):
     """A weight that is stored quantized, in several tensors. Rows are dequantized when they are read.
 
     Attributes:
-        PATTERN: regular expression of the names of its parts: group 1 is the weight's name, group 2 the part.
+        PATTERN: regular expression of the names of its parts: group 1 with `TAIL` is the weight's name, group 2 the
+            part.
         MAIN: endings of the names of parts of which one set is always there, whatever other parts are missing.
         STACKS: whether the weight is a stack of all experts of a layer, [E, in, out], and not a matrix.
         file: file of the weight's largest part.
@@ -44,6 +45,7 @@ class Quantized(Stored, ABC):
     """
 
     PATTERN: ClassVar[str]
+    TAIL: ClassVar[str] = ""
     MAIN: ClassVar[tuple[tuple[str, ...], ...]] = (("",),)
     STACKS: ClassVar[bool] = False
 
@@ -109,6 +111,7 @@ class Format(ABC):
         bits: bits of a weight, its share of the scales included, in large matrices.
         is_read_apart: whether checkpoints in it have tensors for each matrix, of which one at a time is in memory.
         into_multiple: number of columns of which a matrix must have a multiple to be exported in it.
+        unpacked_by: bytes a weight that temporary tensors take while a published matrix is brought into the format.
         joins_scales: whether inference needs one largest scale for matrices that it joins.
     """
 
@@ -119,8 +122,9 @@ class Format(ABC):
     has_own_linear: ClassVar[bool] = False
     dtype: torch.dtype | None = None
     is_read_apart: ClassVar[bool] = False
-    into_multiple: ClassVar[int] = 1
+    into_multiple: int = 1
     joins_scales: ClassVar[bool] = False
+    unpacked_by: ClassVar[int] = 0
 
     @property
     def label(self) -> str:
@@ -179,6 +183,10 @@ class Format(ABC):
     def layout(self, *shape: int) -> Sizes:
         """Return part -> dtype and shape of a weight that is exported."""
         raise AssertionError(f"{self.name} is not exported")
+
+    def constants(self, *shape: int) -> dict[str, Tensor]:
+        """Return part -> values, of parts of an exported weight that only its shape determines."""
+        return {}
 
     def settings(self, others: list[str]) -> dict[str, Any]:
         """Return the `quantization_config` of an export in which the modules `others` are in 16 bits."""

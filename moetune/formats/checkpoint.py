@@ -5,7 +5,10 @@ A quantized weight is stored in several tensors, named by a pattern:
     MXFP4    <w>_blocks, <w>_scales                                          a layer's experts (gpt-oss)
     NVFP4    <w>, <w>_scale, <w>_scale_2                                     ModelOpt
              <w>_packed, <w>_scale, <w>_global_scale                         compressed-tensors
-    FP8      <w>, <w>_scale_inv                                              a scale for each block (DeepSeek-V3)
+    INT4     <w>_packed, <w>_scale, <w>_shape, <w>_zero_point                compressed-tensors
+             <w less .weight>.qweight, ….qzeros, ….scales, ….g_idx           GPTQ, AWQ, AutoRound
+    FP8      <w>, <w>_scale_inv or <w>_scale                                 for each block, row, matrix; MXFP8
+    FP8, FP4 <w>, <w less .weight>.scale                                     DeepSeek-V4
     4 bits   <w>, <w>.absmax, …, <w>.quant_state.bitsandbytes__<nf4 or fp4>  bitsandbytes
 
 There is one entry for each weight, under the name and with the shape that it has in 16 bits. Rows are dequantized when
@@ -22,9 +25,9 @@ from moetune.formats.base import require
 from moetune.formats.table import FORMATS
 from moetune.tensor_files import Stored, read_headers
 
-_LAYOUTS = [layout for format in FORMATS.values() for layout in format.layouts]
+_LAYOUTS = list(dict.fromkeys(layout for format in FORMATS.values() for layout in format.layouts))
 _MAIN = {main for layout in _LAYOUTS for main in layout.MAIN}
-_OF_ACTIVATIONS = re.compile(r".+\.(input_scale|input_global_scale|k_scale|v_scale)")
+_OF_ACTIVATIONS = re.compile(r".+\.(input_scale|input_global_scale|activation_scale|input_scale_ub|k_scale|v_scale)")
 """Pattern of the names of tensors that are left out."""
 
 
@@ -60,10 +63,11 @@ def _grouped(names: Iterable[str]) -> dict[str, dict[str, str]]:
     known = {name for name in names if not _OF_ACTIVATIONS.fullmatch(name)}
     groups: dict[str, dict[str, str]] = {}
     for name in sorted(known):
-        weight, part = next(
-            (match.groups() for one in _LAYOUTS if (match := re.fullmatch(one.PATTERN, name)) is not None), (name, "")
+        stem, part, tail = next(
+            ((*match.groups(), layout.TAIL) for layout in _LAYOUTS if (match := re.fullmatch(layout.PATTERN, name))),
+            (name, "", ""),
         )
-        if part and not any(known.issuperset(weight + end for end in main) for main in _MAIN):
-            weight, part = name, ""  # the other parts are missing: an ordinary tensor with such a name
-        groups.setdefault(weight, {})[part] = name
+        if part and not any(known.issuperset(stem + end for end in main) for main in _MAIN):
+            stem, part, tail = name, "", ""  # the other parts are missing: an ordinary tensor with such a name
+        groups.setdefault(stem + tail, {})[part] = name
     return groups

@@ -1,146 +1,297 @@
-"""FP8: 8-bit floats (E4M3) with a float32 scale for each block of 128 × 128 weights, as DeepSeek-V3 is published."""
+"""FP8: 8-bit floats (E4M3) with a scale for each block of 128 × 128 weights, as DeepSeek-V3 is published; for each row;
+for each matrix; or, a power of two, for 32 weights of a row (MXFP8)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from typing_extensions import TypedDict
 
+from moetune.config.schema import Storage
+from moetune.errors import UserError
 from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
-from moetune.formats.published import Settings, SourceQuantization, invalid, patterns_of
-from moetune.json_files import Amount, read_json
+from moetune.formats.published import Settings, SourceQuantization, invalid, left_out, settings_in
 from moetune.kernels import AT_ONCE, FP8_BLOCK
 from moetune.kernels.operators import operator
+from moetune.tensor_files import finite
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
+MX_BLOCK = 32  # weights of a row that share a power of two in MXFP8
+_POWERS = ("U8", "F8_E8M0")  # dtypes of scales that are powers of two, in 8 bits
 
 
-@operator(lambda data, scales, dtype: torch.empty_like(data, dtype=dtype))
-def dequantize_fp8(data: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+@operator(lambda data, *more: torch.empty_like(data, dtype=more[-1]))
+def dequantize_fp8(data: Tensor, scales: Tensor, high: int, wide: int, dtype: torch.dtype) -> Tensor:
     """Dequantize matrices of 8-bit floats, E4M3 without infinities: [n, R, C] in `dtype`.
 
     Weight and scale are multiplied in float32 and rounded once, bit for bit as by transformers' `Fp8Dequantize`.
-    torch's operations compute a row of blocks at a time.
+    torch's operations compute `AT_ONCE` weights at a time.
 
     Args:
         data: [n, R, C] uint8, the bits of the weights.
-        scales: [n, ⌈R / 128⌉, ⌈C / 128⌉] float32, one for each block of 128 × 128 weights.
+        scales: [n, ⌈R / high⌉, ⌈C / wide⌉], one for each block of high × wide weights: float32, or uint8 for 2 to the
+            power of the value - 127.
+        high, wide: rows and columns of a block; 0 for those of the matrix.
     """
     out = torch.empty_like(data, dtype=dtype)
     for matrix, of_blocks, result in zip(data.view(torch.float8_e4m3fn), scales, out, strict=True):
-        for weights, of_row, rows in zip(matrix.split(FP8_BLOCK), of_blocks, result.split(FP8_BLOCK), strict=True):
-            rows.copy_(weights.float().mul_(of_row.repeat_interleave(FP8_BLOCK)[: weights.shape[1]]))
+        _multiply(matrix, of_blocks, 0, (high, wide), result)
     return out
 
 
-@dataclass(frozen=True)
-class BlockFp8(Quantized):
-    """A matrix [out, in] of 8-bit floats with a scale for each block of (b0, b1) weights: [⌈out / b0⌉, ⌈in / b1⌉].
+def _multiply(weights: Tensor, scales: Tensor, first: int, block: tuple[int, int], out: Tensor) -> None:
+    """Write weights times their blocks' scales to `out`; `first` is the row of the matrix that is their first."""
+    columns, step = weights.shape[1], max(1, AT_ONCE // weights.shape[1])
+    high, wide = block[0] or first + len(weights), block[1] or columns
+    if scales.dtype == torch.uint8:
+        scales = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+    for part, rows in zip(weights.split(step), out.split(step), strict=True):
+        factors = scales[torch.arange(first, first + len(part), device=scales.device) // high]
+        rows.copy_(part.float().mul_(factors.repeat_interleave(wide, 1)[:, :columns]))
+        first += len(part)
 
-    Weight and scale are multiplied in float32 and rounded once to `dtype`, as transformers does.
+
+@dataclass(frozen=True)
+class StoredFp8(Quantized):
+    """A matrix [R, C] of 8-bit floats with a scale for each block of (b0, b1) weights: [⌈R / b0⌉, ⌈C / b1⌉].
+
+    Weight and scale are multiplied in float32 and rounded once to `dtype`, as transformers does. The scales are a part
+    `scale_inv` (DeepSeek-V3, transformers) or `scale` (compressed-tensors, ModelOpt).
     """
 
-    PATTERN = r"(.+\.weight)_(scale_inv)"
+    PATTERN = r"(.+\.weight)_(scale_inv|scale)"
 
     block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 
     @classmethod
     def opened(cls, parts: Parts) -> Self | None:
-        if "scale_inv" not in parts:
+        if "weight" in parts:  # DeepSeek-V4's own names
+            parts = {"": parts["weight"], "scale": parts["scale"]}
+        scales, weight = parts.get("scale_inv", parts.get("scale")), parts.get("")
+        if scales is None or weight is None or weight.dtype != "F8_E4M3":
             return None
-        high, wide = read_json(parts[""].file.parent / "config.json", _Config)["quantization_config"][
-            "weight_block_size"
-        ]
-        weight, scales = parts[""], parts["scale_inv"]
         rows, columns = weight.shape
-        require(scales.shape == (-(-rows // high), -(-columns // wide)) and scales.dtype in ("F32", "BF16"), parts)
-        return cls(weight.file, "BF16", weight.shape, 0, parts, (high, wide))
+        match scales.shape:
+            case () | (1,) | (1, 1):
+                block = rows, columns
+            case (count,) | (count, 1) if count == rows:
+                block = 1, columns
+            case (count, groups) if scales.dtype in _POWERS and (count, groups) == (rows, -(-columns // MX_BLOCK)):
+                block = 1, MX_BLOCK
+            case _:
+                block = _block(settings_in(weight.file.parent))
+        fits = scales.numel == -(-rows // block[0]) * -(-columns // block[1])
+        require(fits and scales.dtype in ("F32", "BF16", "F16", *_POWERS), parts)
+        return cls(weight.file, "BF16", weight.shape, 0, parts, block)
+
+    @property
+    def scales(self) -> str:
+        """The part with the scales."""
+        return "scale_inv" if "scale_inv" in self.parts else "scale"
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether 32 weights of a row share a power of two."""
+        return self.parts[self.scales].dtype in _POWERS and self.block == (1, MX_BLOCK)
 
     def is_in(self, format: Format) -> bool:
-        return super().is_in(format) and self.block == (FP8_BLOCK, FP8_BLOCK)
+        if not isinstance(format, Fp8) or format.is_mx != self.is_mx:
+            return False
+        return format.block_of(self.shape) == tuple(map(min, self.block, self.shape))
+
+    def read_scales(self) -> Tensor:
+        """Return the scales [⌈R / b0⌉, ⌈C / b1⌉], in float32 or, if `is_mx`, as bits in uint8.
+
+        Raises `UserError` if one is 0, NaN or infinite.
+        """
+        part = self.parts[self.scales]
+        scales = part.whole()
+        if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+            scales = finite(scales.view(torch.float8_e8m0fnu), part.name, part.file)
+            scales = scales.view(torch.uint8) if self.is_mx else scales.float()
+        else:
+            scales = scales.float()
+            if not scales.all():
+                raise UserError(
+                    f"{part.name} holds a scale that is 0, in {str(part.file)!r}; the checkpoint is damaged"
+                )
+        return scales.view([-(-size // block) for size, block in zip(self.shape, self.block, strict=True)])
 
     def as_rows(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-        stored["scale_inv"] = stored["scale_inv"].float()
-        return {"data": stored[""].view(torch.uint8), "scales": stored["scale_inv"]}
+        sizes = [-(-size // block) for size, block in zip(self.shape, self.block, strict=True)]
+        scales = stored[self.scales].view(sizes)
+        scales = scales.view(torch.uint8) if self.is_mx else scales.float()
+        return {"data": stored[""].view(torch.uint8), "scales": scales}
+
+    def as_parts(self, rows: Rows) -> dict[str, Tensor]:
+        part, scales = self.parts[self.scales], rows["scales"]
+        if part.dtype not in _POWERS:
+            return {self.scales: scales}
+        powers = scales if self.is_mx else scales.to(torch.float8_e8m0fnu)
+        if not self.is_mx and not powers.float().equal(scales):
+            raise UserError(
+                f"--into: {part.name} holds powers of two for blocks of weights, and what trained is too large for a "
+                "block; export without --into, or as an adapter"
+            )
+        return {self.scales: powers.view(part.torch_dtype)}
+
+    def quantized(self, expert: int = 0) -> dict[str, Tensor]:
+        return {"data": self.parts[""].rows().view(torch.uint8), "scales": self.read_scales()}
 
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
-        high, wide = self.block
-        weight = self.parts[""].rows(start, stop).to(device)
-        first = start // high
-        scales = self.parts["scale_inv"].rows(first, -(-(start + len(weight)) // high)).to(device).float()
-        scales = scales.repeat_interleave(wide, 1)[:, : weight.shape[1]]
-        rows = torch.empty(weight.shape, dtype=self.torch_dtype, device=device)
-        for number, scale in enumerate(scales, first):  # one row of blocks at a time, to save memory
-            those = slice(max(number * high - start, 0), (number + 1) * high - start)
-            rows[those] = weight[those].float() * scale
+        weights, scales = self.parts[""].rows(start, stop).to(device), self.read_scales().to(device)
+        rows = torch.empty(weights.shape, dtype=self.torch_dtype, device=device)
+        _multiply(weights, scales, start, self.block, rows)
         return rows
 
 
-class _Blocks(TypedDict):
-    weight_block_size: tuple[Amount, Amount]
-
-
-class _Config(TypedDict):
-    quantization_config: _Blocks
+def _block(settings: Settings) -> tuple[int, int]:
+    """Return the rows and columns of a block from settings; raise `UserError` if they are no two numbers."""
+    size = settings.get("weight_block_size")
+    for group in (settings.get("config_groups") or {}).values():
+        size = size or group.get("weights", {}).get("block_structure")
+    match size:
+        case [int(high), int(wide)] if high > 0 and wide > 0:
+            return high, wide
+        case _:
+            raise invalid("weight_block_size", size, "give two numbers")
 
 
 class Fp8(Format):
-    """8-bit floats in blocks of 128 × 128; quantized and dequantized bit for bit as by transformers."""
+    """8-bit floats in blocks; quantized and dequantized bit for bit as by transformers, MXFP8 quantized as by ModelOpt.
 
-    name, layouts = "fp8", (BlockFp8,)
-    bits, is_read_apart = 8, True
+    Attributes:
+        block: rows and columns of a block; 0 for those of the matrix.
+        is_mx: whether scales are powers of two, in 8 bits.
+    """
+
+    layouts = (StoredFp8,)
+    is_read_apart = True
+
+    def __init__(self, name: Storage, block: tuple[int, int], is_mx: bool = False) -> None:
+        self.name, self.block, self.is_mx = name, block, is_mx
+        self.bits, self.into_multiple = 8 + 8 / block[1] if is_mx else 8, block[1] if is_mx else 1
+
+    def block_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the rows and columns of a block of a matrix of this shape."""
+        return tuple(min(block or size, size) for size, block in zip(shape, self.block, strict=True))
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
-        high, wide = (-(-size // FP8_BLOCK) for size in shape)
-        return {"data": (torch.uint8, (count, *shape)), "scales": (torch.float32, (count, high, wide))}
+        high, wide = (-(-size // block) for size, block in zip(shape, self.block_of(shape), strict=True))
+        scales = torch.uint8 if self.is_mx else torch.float32
+        return {"data": (torch.uint8, (count, *shape)), "scales": (scales, (count, high, wide))}
 
     def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
-        """Quantize as `Format.quantize` says, bit for bit as transformers' `Fp8Quantize`, which refuses cut-off blocks.
+        """Quantize as `Format.quantize` says, bit for bit as transformers' `Fp8Quantize`, which leaves a matrix with
+        cut-off blocks in 16 bits.
 
-        A scale, by which codes are multiplied, brings the largest magnitude of its block to 448, the largest of FP8.
+        A scale, by which codes are multiplied, brings the largest magnitude of its block to 448, the largest of FP8; a
+        power of two brings it to at most that. A matrix with one scale is in memory in float32.
         """
         data, scales = row["data"], row["scales"]
         rows, columns = weight.shape
-        high = FP8_BLOCK * max(1, AT_ONCE // columns // FP8_BLOCK)
-        for first in range(0, rows, high):
-            part = weight[first : first + high].float()
+        high, wide = self.block_of(weight.shape)
+        step = high * max(1, AT_ONCE // columns // high)
+        for first in range(0, rows, step):
+            part = weight[first : first + step].float()
             count = len(part)
-            blocks = pad(part, (0, -columns % FP8_BLOCK, 0, -count % FP8_BLOCK))
-            blocks = blocks.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))  # [r, 128, c, 128]
+            blocks = pad(part, (0, -columns % wide, 0, -count % high))
+            blocks = blocks.unflatten(1, (-1, wide)).unflatten(0, (-1, high))  # [r, high, c, wide]
             of_blocks = blocks.abs().amax((1, 3))
-            factors = torch.where(of_blocks > 0, LARGEST / torch.where(of_blocks > 0, of_blocks, 1), 1)
-            stored = scales[first // FP8_BLOCK :][: len(factors)]
-            if keep:
-                fits = of_blocks <= LARGEST * stored * SLACK
-                factors = torch.where(fits, 1 / stored, factors)
-                stored.copy_(torch.where(fits, stored, 1 / factors))
-            else:
-                stored.copy_(1 / factors)
+            stored = scales[first // high :][: len(of_blocks)]
+            factors = self._factors(of_blocks, stored, keep)
             codes = (blocks * factors[:, None, :, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
             codes = codes.view(torch.uint8).flatten(0, 1).flatten(1)
-            data[first : first + high].copy_(codes[:count, :columns])
+            data[first : first + step].copy_(codes[:count, :columns])
+
+    def _factors(self, of_blocks: Tensor, stored: Tensor, keep: bool) -> Tensor:
+        """Return the factors to multiply blocks by, given their largest magnitudes, and set their scales `stored`."""
+        if self.is_mx:
+            exponents = torch.log2(of_blocks / LARGEST).ceil_().clamp_(-127, 127)  # -127 for zeros
+            if keep:
+                fits = of_blocks <= torch.ldexp(torch.full_like(of_blocks, LARGEST * SLACK), stored.int() - 127)
+                exponents = torch.where(fits, stored.float() - 127, exponents)
+            stored.copy_(exponents + 127)
+            return torch.exp2(-exponents)
+        factors = torch.where(of_blocks > 0, LARGEST / torch.where(of_blocks > 0, of_blocks, 1), 1)
+        if keep:
+            fits = of_blocks <= LARGEST * stored * SLACK
+            factors = torch.where(fits, 1 / stored, factors)
+            stored.copy_(torch.where(fits, stored, 1 / factors))
+        else:
+            stored.copy_(1 / factors)
+        return factors
 
     def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return dequantize_fp8(stored["data"], stored["scales"], dtype)
+        return dequantize_fp8(stored["data"], stored["scales"], *self.block, dtype)
 
     def published(self, method: str, settings: Settings) -> SourceQuantization | None:
-        if method != "fp8" or not (size := settings.get("weight_block_size")):
+        name = _published(method, settings)
+        if name is None or (name or "fp8") != self.name:
             return None
-        if not isinstance(size, list | tuple) or len(size) != 2 or not all(isinstance(one, int) for one in size):
-            raise invalid("weight_block_size", size, "give two numbers")
-        is_kept = [*size] == [FP8_BLOCK, FP8_BLOCK]
-        left_out = patterns_of(settings, "modules_to_not_convert")
-        return SourceQuantization(method, "fp8" if is_kept else None, gate_up_apart=is_kept, left_out=left_out)
+        return SourceQuantization(method, name or None, gate_up_apart=bool(name), left_out=left_out(settings))
 
     def layout(self, *shape: int) -> Sizes:
-        """DeepSeek-V3's: [out, in], and the scales."""
-        scales = tuple(-(-size // FP8_BLOCK) for size in shape)
-        return {"": (torch.float8_e4m3fn, shape), "scale_inv": (torch.float32, scales)}
+        """DeepSeek-V3's, [out, in] and the scales; of MXFP8 ModelOpt's and compressed-tensors'."""
+        (_, sizes), (kind, scales) = self.buffers(1, (shape[0], shape[1])).values()
+        name = "scale" if self.is_mx else "scale_inv"
+        return {"": (torch.float8_e4m3fn, sizes[1:]), name: (kind, scales[1:])}
 
     def settings(self, others: list[str]) -> dict[str, Any]:
+        if self.is_mx:
+            weights = {
+                "num_bits": 8, "type": "float", "strategy": "group", "group_size": MX_BLOCK, "symmetric": True,
+                "dynamic": False, "scale_dtype": "torch.uint8",
+            }  # fmt: skip
+            group = {"targets": ["Linear"], "weights": weights, "format": "mxfp8-quantized"}
+            return {
+                "quant_method": "compressed-tensors", "format": "mxfp8-quantized", "quantization_status": "compressed",
+                "config_groups": {"group_0": group}, "ignore": others,
+            }  # fmt: skip
         return {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK], "modules_to_not_convert": others,
+            "weight_block_size": [*self.block], "modules_to_not_convert": others,
         }  # fmt: skip
+
+
+def _published(method: str, settings: Settings) -> Storage | Literal[""] | None:
+    """Return the format of FP8 that settings describe; empty if it is read but not kept, None if it is none."""
+    if method == "mxfp8":
+        return "mxfp8"
+    if method == "fbgemm_fp8":
+        return "fp8-row"
+    if method == "modelopt":
+        return {"FP8": "fp8-tensor", "FP8_PER_CHANNEL_PER_TOKEN": "fp8-row", "MXFP8": "mxfp8"}.get(
+            str(settings.get("quant_algo"))
+        )  # type: ignore[return-value]
+    if method == "compressed-tensors":
+        kinds = {_strategy(group) for group in (settings.get("config_groups") or {}).values()}
+        is_fp8 = settings.get("format") in ("float-quantized", "naive-quantized", "mxfp8-quantized")
+        return kinds.pop() if is_fp8 and len(kinds) == 1 else None
+    if method != "fp8" or settings.get("expert_dtype") == "fp4":
+        return None
+    if settings.get("weight_block_size") is None:
+        return "fp8-tensor"
+    block = _block(settings)
+    return "mxfp8" if block == (1, MX_BLOCK) else "fp8" if block == (FP8_BLOCK, FP8_BLOCK) else ""
+
+
+def _strategy(group: Any) -> Storage | None:
+    """Return the format of a group of compressed-tensors' settings; None if it is none of FP8 that is read."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or (weights.get("num_bits"), weights.get("type")) != (8, "float"):
+        return None
+    if weights.get("strategy") == "group":
+        return "mxfp8" if weights.get("group_size") == MX_BLOCK else None
+    if weights.get("strategy") == "block":
+        return "fp8" if [*weights.get("block_structure", ())] == [FP8_BLOCK, FP8_BLOCK] else None
+    names: dict[Any, Storage] = {"tensor": "fp8-tensor", "channel": "fp8-row"}
+    return names.get(weights.get("strategy"))
+
+
+FORMATS_OF_FP8 = (
+    Fp8("fp8", (FP8_BLOCK, FP8_BLOCK)), Fp8("fp8-row", (1, 0)), Fp8("fp8-tensor", (0, 0)),
+    Fp8("mxfp8", (1, MX_BLOCK), True),
+)  # fmt: skip

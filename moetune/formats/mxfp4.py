@@ -14,6 +14,7 @@ from moetune.kernels.operators import operator
 from moetune.tensor_files import finite
 
 BLOCK = 32  # weights that share one scale
+_BYTES = ("I8", "U8")
 UNPACKED_AT_ONCE = 1 << 24  # weights that are dequantized at a time; their int32 indices take 32 MiB
 
 
@@ -76,10 +77,41 @@ class StoredMxfp4(Quantized):
         return convert_moe_packed_tensors(blocks, scales, dtype=self.torch_dtype)
 
 
+class Fp4Rows(Quantized):
+    """A matrix [R, C] in MXFP4: codes [R, C / 2], two in a byte, and exponents + 127 for 32 of a row, [R, C / 32].
+
+    Parts are `weight` and `scale` (DeepSeek-V4, under names of its own), or `packed` and `scale` (compressed-tensors).
+    """
+
+    PATTERN = r"((?:.+\.)?(?:layers|mtp)\.\d+\.(?:attn|ffn)\..+)\.(weight|scale)"
+    TAIL = ".weight"
+    MAIN = ((".weight", ".scale"),)
+
+    @classmethod
+    def opened(cls, parts: Parts) -> Self | None:
+        codes, scales = parts.get("weight", parts.get("packed")), parts.get("scale")
+        if parts.keys() - {"weight", "packed", "scale"} or codes is None or scales is None or codes.dtype not in _BYTES:
+            return None
+        rows, half = codes.shape
+        require(scales.dtype in ("U8", "F8_E8M0") and scales.shape == (rows, 2 * half / BLOCK), parts)
+        return cls(codes.file, "BF16", (rows, 2 * half), 0, parts)
+
+    def as_rows(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        codes, part = stored["weight" if "weight" in stored else "packed"], self.parts["scale"]
+        scales = finite(stored["scale"].view(torch.float8_e8m0fnu), part.name, part.file).view(torch.uint8)
+        return {"data": codes.view(torch.uint8).flatten(), "scales": scales.flatten()}
+
+    def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
+        rows = self.as_rows({name: part.rows(start, stop) for name, part in self.parts.items()})
+        pairs = Mxfp4().tables()["pairs"].to(device)
+        weights = dequantize_mxfp4(rows["data"].to(device), rows["scales"].to(device), pairs, self.torch_dtype)
+        return weights.view(-1, self.shape[1])
+
+
 class Mxfp4(Format):
     """E2M1 in blocks of 32 weights, of experts only; dequantized bit for bit as by transformers."""
 
-    name, layouts = "mxfp4", (StoredMxfp4,)
+    name, layouts = "mxfp4", (StoredMxfp4, Fp4Rows)
     bits, quantizes_linears, into_multiple = 4.25, False, BLOCK
 
     def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
@@ -116,7 +148,11 @@ class Mxfp4(Format):
         return weights.view(len(data), -1)[:, : rows * columns].reshape(-1, rows, columns)
 
     def published(self, method: str, settings: Settings) -> SourceQuantization | None:
-        return SourceQuantization(method, "mxfp4") if method == "mxfp4" else None
+        is_in_rows = method == "fp8" and settings.get("expert_dtype") == "fp4"  # DeepSeek-V4: experts only
+        is_in_rows |= (method, settings.get("format")) == ("compressed-tensors", "mxfp4-pack-quantized")
+        return (
+            SourceQuantization(method, "mxfp4", gate_up_apart=is_in_rows) if method == "mxfp4" or is_in_rows else None
+        )
 
     def layout(self, *shape: int) -> Sizes:
         """gpt-oss's, of the experts of a layer [E, in, out]."""

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from moetune.formats.base import SLACK, Format, Parts, Quantized, Rows, Sizes, require
 from moetune.formats.e2m1 import E2M1, LEVELS, e2m1_codes
-from moetune.formats.published import Settings, SourceQuantization, patterns_of
+from moetune.formats.published import Settings, SourceQuantization, left_out
 from moetune.kernels import AT_ONCE
 from moetune.kernels.operators import operator
 
@@ -140,8 +140,7 @@ class Nvfp4(Format):
         is_modelopt = method == "modelopt" and settings.get("quant_algo") in ("NVFP4", "W4A16_NVFP4")
         if not is_modelopt and (method, settings.get("format")) != ("compressed-tensors", "nvfp4-pack-quantized"):
             return None
-        left_out = patterns_of(settings, "ignore") or patterns_of(settings, "exclude_modules" if is_modelopt else "")
-        return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out)
+        return SourceQuantization(method, "nvfp4", gate_up_apart=True, left_out=left_out(settings))
 
     def layout(self, *shape: int) -> Sizes:
         """compressed-tensors': codes, the blocks' scales, and the global scale."""

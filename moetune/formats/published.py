@@ -1,18 +1,43 @@
 """`SourceQuantization`: the format in which a checkpoint is published, which decides `model.base: auto`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
+
+from transformers import PretrainedConfig
 
 from moetune.config.schema import ModelConfig, Storage
 from moetune.errors import UserError, shown
+from moetune.json_files import read_json
 
 Settings = Mapping[str, Any]
 """The `quantization_config` of a checkpoint."""
+SETTINGS = ("quantization_config", "compression_config", "quantization", "quant_config", "quantize_config")
+"""Keys of a configuration that say how its weights are quantized: transformers'; compressed-tensors' until 0.9; MLX's;
+others of programs' own."""
+SETTINGS_BESIDE = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "quantization_config.json": "auto-round",
+}
+"""File with the settings of a quantized checkpoint, where `config.json` has none -> the method of the program that
+writes it."""
+LEFT_OUT = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules", "exclude")
+"""Keys of `quantization_config` for the modules that are left in 16 bits: compressed-tensors' and ModelOpt's;
+transformers', and an alias that it takes; ModelOpt's in a file of its own; Quark's."""
 _IN_16_BITS: Storage = "nf4"
 """Storage that `model.base: auto` stands for, unless the checkpoint's own format can be kept."""
+SAVE_AGAIN = (
+    "if save_pretrained wrote this from a model loaded with dequantize=True, save it again with "
+    "save_original_format=False"
+)
+"""What to do about a checkpoint that transformers left half packed."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +50,7 @@ class SourceQuantization:
         double_quant: whether NF4 scales are stored in 8 bits; meaningful only if `base` is nf4.
         gate_up_apart: whether an expert's gate and up projections are quantized separately.
         is_read: whether moetune can read this format.
+        only: patterns of the paths of the only modules that are published quantized; none for all.
         left_out: patterns of the paths of modules that are published in 16 bits, beside others that are quantized: with
             wildcards, or regular expressions after `re:`.
     """
@@ -34,6 +60,7 @@ class SourceQuantization:
     double_quant: bool = True
     gate_up_apart: bool = False
     is_read: bool = True
+    only: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
     def settle(self, config: ModelConfig) -> ModelConfig:
@@ -56,26 +83,95 @@ class SourceQuantization:
     def leaves_out(self, path: str, config: ModelConfig) -> bool:
         """Return whether the `model:` section `config` keeps the published format, in which the module at `path` is in
         16 bits."""
-        return config.base == self.base and any(
-            re.match(pattern.removeprefix("re:"), path)
-            if pattern.startswith("re:")
-            else fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") or path.endswith(f".{pattern}")
-            for pattern in self.left_out
-        )
+        if config.base != self.base:
+            return False
+        is_in = not self.only or any(_names(pattern, path) for pattern in self.only)
+        return not is_in or any(_names(pattern, path) for pattern in self.left_out)
 
 
-def patterns_of(settings: Settings, key: str) -> tuple[str, ...]:
-    """Return the patterns (`SourceQuantization.left_out`) under a key of `quantization_config`, none if it is missing;
-    raise `UserError` if they are no list of strings, or one is no regular expression after `re:`."""
-    found = settings.get(key) or ()
-    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
-        raise invalid(key, found, "give a list of names")
-    for one in found:
-        try:
-            re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
-        except (re.error, OverflowError, RecursionError) as error:
-            raise invalid(key, one, str(error)) from None
-    return tuple(found)
+def _names(pattern: str, path: str) -> bool:
+    """Return whether a pattern of modules to leave in 16 bits names the module at `path`, or one around it.
+
+    It is a regular expression after `re:`, as compressed-tensors has them; else the path's beginning, with wildcards
+    (ModelOpt) or as a regular expression, or its end (transformers).
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), path) is not None
+    if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") or path.endswith(f".{pattern}"):
+        return True
+    with suppress(re.error):
+        return re.match(rf"(?:{pattern})(?:\.|$)", path) is not None
+    return False
+
+
+def left_out(settings: Settings) -> tuple[str, ...]:
+    """Return the patterns (`SourceQuantization.left_out`) under any key that programs have for them; raise `UserError`
+    if they are no list of strings, or one is no regular expression after `re:`."""
+    patterns: list[str] = []
+    for key in LEFT_OUT:
+        names = settings.get(key) or ()
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise invalid(key, names, "give a list of names")
+        for name in names:
+            try:
+                re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+            except (re.error, OverflowError, RecursionError) as error:
+                raise invalid(key, name, str(error)) from None
+        patterns += names
+    return tuple(patterns)
+
+
+def sections_with_settings(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield the section of a configuration, and each section in it, that says how its weights are quantized.
+
+    `config` is transformers' object, or the content of a `config.json`. Its settings are those under the section's keys
+    `SETTINGS`.
+    """
+    section = config if isinstance(config, dict) else vars(config)
+    if any(section.get(key) is not None for key in SETTINGS):
+        yield section
+    for key, value in list(section.items()):
+        if key not in SETTINGS and isinstance(value, dict | PretrainedConfig):
+            yield from sections_with_settings(value)
+
+
+def remove_settings(config: Any) -> None:
+    """Remove from a configuration, as `sections_with_settings` takes it, all that says how weights are quantized."""
+    for section in sections_with_settings(config):
+        for key in SETTINGS:
+            section.pop(key, None)
+
+
+def settings_beside(folder: Path) -> dict[str, Any]:
+    """Return the settings of a quantized checkpoint from a file beside its `config.json`; none if there is no file.
+
+    Raises `UserError` if the file is damaged.
+    """
+    for name, method in SETTINGS_BESIDE.items():
+        if (folder / name).is_file():
+            own = read_json(folder / name, dict[str, Any])
+            return {"quant_method": method} | own.get("quantization", own)
+    return {}
+
+
+def settings_in(folder: Path) -> Settings:
+    """Return the settings of a quantized checkpoint; raise `UserError` if they are damaged or there are none."""
+    file = folder / "config.json"
+    return _settings_in(folder, file.stat().st_mtime_ns if file.is_file() else 0)
+
+
+@lru_cache(maxsize=1)  # asked for by each tensor
+def _settings_in(folder: Path, _changed: int) -> Settings:
+    for section in sections_with_settings(read_json(folder / "config.json", dict[str, Any])):
+        for key in SETTINGS:
+            if isinstance(section.get(key), dict):
+                return dict(section[key])
+    if beside := settings_beside(folder):
+        return beside
+    raise UserError(
+        f"{str(folder / 'config.json')!r} does not say how the weights are quantized (quantization_config); "
+        + SAVE_AGAIN
+    )
 
 
 def invalid(key: str, value: object, reason: str) -> UserError:

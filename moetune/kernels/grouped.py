@@ -22,7 +22,7 @@ class GroupedGemm:
     """Products of N rows, sorted by expert, with one matrix for each of C experts.
 
     `counts` holds each expert's number of rows, and `ends` [C] int32, on the rows' device, the cumulative sums of
-    `counts`; None if C is 1.
+    `counts`; None if C is 1. `counts` is empty where the host does not know them (`reads_ends`).
     """
 
     counts: list[int]
@@ -41,18 +41,18 @@ class GroupedGemm:
         if self.ends is None:
             return torch.nn.functional.linear(x_Np, weights_Cqp[0], None if bias_Cq is None else bias_Cq[0])
         out_Nq = self.mm(x_Np, weights_Cqp.mT)
-        return out_Nq if bias_Cq is None else out_Nq.add_(self.of_rows(bias_Cq))
+        return out_Nq if bias_Cq is None else out_Nq.add_(self.of_rows(bias_Cq, len(x_Np)))
 
     def dot(self, x_Nq: Tensor, bias_Cq: Tensor) -> Tensor:
         """Return the dot product of each row with its expert's vector [q]: [N]."""
         if self.ends is None:
             return x_Nq @ bias_Cq[0]
-        return torch.einsum("nq,nq->n", x_Nq, self.of_rows(bias_Cq))
+        return torch.einsum("nq,nq->n", x_Nq, self.of_rows(bias_Cq, len(x_Nq)))
 
-    def of_rows(self, vectors_Cq: Tensor) -> Tensor:
-        """Return each row's copy of its expert's vector: [N, q]."""
+    def of_rows(self, vectors_Cq: Tensor, rows: int) -> Tensor:
+        """Return each row's copy of its expert's vector, for all N = `rows`: [N, q]."""
         assert self.ends is not None
-        numbers_N = torch.arange(sum(self.counts), dtype=torch.int32, device=self.ends.device)
+        numbers_N = torch.arange(rows, dtype=torch.int32, device=self.ends.device)
         return vectors_Cq.index_select(0, torch.searchsorted(self.ends, numbers_N, right=True, out_int32=True))
 
 
@@ -74,8 +74,9 @@ def product_of_groups(a: Tensor, b: Tensor, ends: Tensor | None, counts: Sequenc
 
 
 def _loop(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
-    """Compute `product_of_groups` with one torch product per expert."""
+    """Compute `product_of_groups` with one torch product per expert; without `counts` the host waits for `ends`."""
     out = _empty(a, b, ends, counts)
+    counts = counts or ends.diff(prepend=ends.new_zeros(1)).tolist()
     if b.dim() == 3:
         for rows, matrix, product in zip(a.split(counts), b.unbind(), out.split(counts), strict=True):
             torch.mm(rows, matrix, out=product)
@@ -92,7 +93,7 @@ def _by_torch(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tens
 
 def _empty(a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Tensor:
     """Return an uninitialized tensor in the shape of the product; also the operator's fake kernel."""
-    return a.new_empty((a.shape[0], b.shape[-1]) if b.dim() == 3 else (len(counts), a.shape[0], b.shape[-1]))
+    return a.new_empty((a.shape[0], b.shape[-1]) if b.dim() == 3 else (len(ends), a.shape[0], b.shape[-1]))
 
 
 def kernel_of(capability: tuple[int, int], a: Tensor, b: Tensor) -> Literal["torch", "triton"] | None:
@@ -111,6 +112,16 @@ def kernel_of(capability: tuple[int, int], a: Tensor, b: Tensor) -> Literal["tor
 def is_in_triton(capability: tuple[int, int], dtype: torch.dtype) -> bool:
     """Return whether Triton's kernel computes grouped products in a dtype on a GPU of this compute capability."""
     return capability[0] >= 8 and capability[0] != 9 and dtype in (torch.bfloat16, torch.float16)
+
+
+def reads_ends(capability: tuple[int, int], dtype: torch.dtype, *features: int) -> bool:
+    """Return whether a kernel finds the rows of each expert on the GPU itself, so that the host need not know `counts`.
+
+    `features` are those of all operands and products, whose rows are contiguous. None of the kernels may be left out
+    (`without_kernel`).
+    """
+    by_torch = capability[0] == 9 and dtype == torch.bfloat16 and all(size % 8 == 0 for size in features)
+    return (by_torch or is_in_triton(capability, dtype)) and not without_kernel()
 
 
 def _is_aligned(a: Tensor, b: Tensor) -> bool:

@@ -184,7 +184,7 @@ def low_rank(
         out: overwritten with base + scale · (x·firstᵀ)·secondᵀ: [N, P, q], or [N, q] with the sum over the parts.
     """
     parts, groups = range(first.shape[1]), (ends, counts)
-    first = first.to(x.dtype)
+    first = _cast(first, x.dtype)
     if x.dim() == 2:
         narrow = product_of_groups(x, first.flatten(1, 2).mT, *groups).unflatten(1, first.shape[1:3])
     else:
@@ -237,12 +237,17 @@ def _add_low_rank(
     scale: float,
 ) -> None:
     """Write base + scale · narrow·secondᵀ to `out`, for narrow rows [N, P, r]; other arguments as in `low_rank`."""
-    second = second.to(narrow.dtype)
+    second = _cast(second, narrow.dtype)
     if out.dim() == 2:
         _add_product(base, narrow.flatten(1), second.transpose(1, 2).flatten(2), out, ends, counts, scale)
     else:
         for part in range(second.shape[1]):
             _add_product(base[:, part], narrow[:, part], second[:, part], out[:, part], ends, counts, scale)
+
+
+def _cast(factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factors of C experts in `dtype`; of a factor that all share, the one cast copy for each."""
+    return factors[:1].to(dtype).expand_as(factors) if factors.stride(0) == 0 else factors.to(dtype)
 
 
 def _add_product(
@@ -261,8 +266,8 @@ def low_rank_gradients_(
     x: Tensor,
     narrow_in: Tensor,
     dout: Tensor,
-    of_first: Tensor,
-    of_second: Tensor,
+    of_first: Tensor | None,
+    of_second: Tensor | None,
     weights: Tensor | None,
     order: Tensor | None,
     ends: Tensor | None,
@@ -272,7 +277,8 @@ def low_rank_gradients_(
     """Write the gradients of both factors of `low_rank`, summed over each expert's rows; zeros without rows.
 
     With w the routing weight of a row, `of_first` [C, P, r, p] = scale · Σ w·narrow_outᵀ·x and `of_second` [C, P, q, r]
-    = scale · Σ w·doutᵀ·narrow_in. If `weights` and `order` are None, w is 1.
+    = scale · Σ w·doutᵀ·narrow_in. If `weights` and `order` are None, w is 1. A gradient that is None is
+    skipped.
 
     Args:
         narrow_out: dout·second, [N, P, r].
@@ -283,7 +289,8 @@ def low_rank_gradients_(
     factor: Tensor | float = scale
     if weights is not None and order is not None:
         factor = weights[order, None, None].to(x.dtype) * scale
-    of_first.copy_(product_of_groups((narrow_out * factor).flatten(1).T, x, ends, counts).view(of_first.shape))
-    dout, narrow_in = dout.view(len(dout), of_second.shape[1], -1) if dout.dim() == 2 else dout, narrow_in * factor
-    for part in range(of_second.shape[1]):
+    if of_first is not None:
+        of_first.copy_(product_of_groups((narrow_out * factor).flatten(1).T, x, ends, counts).view(of_first.shape))
+    dout, narrow_in = dout.view(len(dout), narrow_in.shape[1], -1) if dout.dim() == 2 else dout, narrow_in * factor
+    for part in () if of_second is None else range(of_second.shape[1]):
         of_second[:, part].copy_(product_of_groups(dout[:, part].T, narrow_in[:, part], ends, counts))

@@ -66,7 +66,8 @@ def weigh_backward(dweights: Tensor, logits: Tensor, ids: Tensor, normalized: bo
 def sorted_positions(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Sort `numbers` [n], integers from 0 to `count` - 1, by a stable sort.
 
-    Return the indices [n] int64 that sort them, and how often each number occurs, [count] int32.
+    Return the indices [n] int64 that sort them, and where each number ends among them, [count] int32: how many of
+    `numbers` are not greater.
 
     A GPU does it in two launches. The first counts how often each number occurs in each block of 512, into 4 · `count`
     bytes per block (`count` rounded up to a power of two); the second writes the indices. torch's operations first
@@ -75,4 +76,5 @@ def sorted_positions(numbers: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     order = torch.argsort(numbers.to(torch.uint8 if count <= 256 else torch.int32), stable=True)
     counts = torch.zeros(count, dtype=torch.int32, device=numbers.device)
-    return order, counts.scatter_(0, numbers.long(), 1, reduce="add")
+    counts.scatter_(0, numbers.long(), 1, reduce="add")
+    return order, counts.cumsum(0, dtype=torch.int32)

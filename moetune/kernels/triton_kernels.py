@@ -20,6 +20,7 @@ from moetune.kernels.triton_low_rank import low_rank, low_rank_gradients_  # noq
 
 BLOCKS_OF_64 = 64  # NF4 blocks of 64 weights per program, half as many as NVFP4 blocks of 16
 ROWS_OF_FP8 = 32  # rows of an FP8 block of 128 × 128 weights per program
+ROWS_OF_INT4, COLUMNS_OF_INT4 = 32, 128  # rows and columns of INT4 weights per program, which reads a scale for each 32
 COLUMNS = 1024  # columns of a program's block, times 2 or 4 in some kernels
 
 
@@ -94,7 +95,7 @@ def dequantize_nf4(data, absmax, nested, code, offset, weights, dtype):
     return out
 
 
-# --- int8, FP8, MXFP4 and NVFP4 -----------------------------------------------------------------------------------
+# --- int8, FP8, MXFP4, NVFP4 and INT4 -----------------------------------------------------------------------------
 
 
 @kernel()
@@ -126,24 +127,43 @@ def _e4m3(code):
 
 
 @kernel()
-def _dequantize_fp8(data, scales, out, rows, size, high, wide, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    matrix, block = tl.program_id(2).to(tl.int64), tl.program_id(0)
+def _dequantize_fp8(
+    data, scales, out, rows, size, high, wide, HIGH: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = block * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < size)[None, :]
     at = (matrix * rows + row)[:, None] * size + column[None, :]
-    scale = tl.load(scales + (matrix * high + tl.program_id(1) * ROWS // BLOCK) * wide + block)
-    value = _e4m3(tl.load(data + at, mask=inside, other=0).to(tl.int32)) * scale
+    value = _e4m3(tl.load(data + at, mask=inside, other=0).to(tl.int32))
+    scales += matrix * high * wide
+    if HIGH > 1:  # all of the program's weights are in one block
+        value *= tl.load(scales + tl.program_id(1) * ROWS // HIGH * wide + tl.program_id(0) * COLUMNS // WIDE)
+    else:
+        COUNT: tl.constexpr = COLUMNS // WIDE if WIDE < COLUMNS else 1  # blocks of a row
+        block = tl.program_id(0) * COLUMNS // WIDE + tl.arange(0, COUNT)
+        is_block = (row < rows)[:, None] & (block < wide)[None, :]
+        scale = tl.load(scales + row[:, None] * wide + block[None, :], mask=is_block, other=0)
+        value = tl.reshape(value, (ROWS, COUNT, COLUMNS // COUNT))
+        if scales.dtype.element_ty == tl.uint8:
+            exponent = scale.to(tl.int32) - 127
+            half = _power_of_two(exponent >> 1)  # two factors, so that both powers are normal numbers
+            value = value * half[:, :, None] * _power_of_two(exponent - (exponent >> 1))[:, :, None]
+        else:
+            value *= scale[:, :, None]
+        value = tl.reshape(value, (ROWS, COLUMNS))
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
-def dequantize_fp8(data, scales, dtype):
+def dequantize_fp8(data, scales, high, wide, dtype):
     out = torch.empty_like(data, dtype=dtype)
     count, rows, size = data.shape
     grid = (ceil_div(size, FP8_BLOCK), ceil_div(rows, ROWS_OF_FP8), count)
     _dequantize_fp8[grid](
-        data, scales, out, rows, size, scales.shape[1], scales.shape[2], BLOCK=FP8_BLOCK, ROWS=ROWS_OF_FP8
-    )
+        data, scales, out, rows, size, scales.shape[1], scales.shape[2], HIGH=high or 1 << 30, WIDE=wide or 1 << 30,
+        ROWS=ROWS_OF_FP8, COLUMNS=FP8_BLOCK,
+    )  # fmt: skip
     return out
 
 
@@ -202,6 +222,51 @@ def dequantize_nvfp4(data, scales, fractions, columns, dtype):
     out = data.new_empty(count, rows, columns, dtype=dtype)
     grid = (ceil_div(rows * wide, 2 * BLOCKS_OF_64), count)
     _dequantize_nvfp4[grid](data, scales, fractions, out, rows * wide, columns, wide, BLOCKS=2 * BLOCKS_OF_64)
+    return out
+
+
+@kernel()
+def _dequantize_int4(
+    data, scales, half, zeros, order, out, rows, columns, width, groups, GROUP: tl.constexpr, ORDERED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    first = tl.program_id(0) * COLUMNS
+    byte = first // 2 + tl.arange(0, COLUMNS // 2)
+    is_byte = inside[:, None] & (byte < width)[None, :]
+    at = data + matrix * rows * width + (row * width)[:, None] + byte[None, :]
+    pairs = tl.load(at, mask=is_byte, other=0).to(tl.int32)
+    column = first + tl.arange(0, COLUMNS)
+    is_column = column < columns
+    COUNT: tl.constexpr = COLUMNS if ORDERED else COLUMNS // 32  # scales of a row that are read: one for each thread
+    if ORDERED:
+        group = tl.load(order + matrix * columns + column, mask=is_column, other=0).to(tl.int32)
+    else:
+        group = (first + 32 * tl.arange(0, COUNT)) // GROUP
+        group = tl.where(group < groups, group, 0)
+    at = scales + matrix * rows * groups + (row * groups)[:, None] + group[None, :]
+    bits = tl.load(at, mask=inside[:, None], other=0)
+    of_bf16 = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    scale = tl.where(tl.load(half + matrix) != 0, bits.to(tl.float16, bitcast=True).to(tl.float32), of_bf16)
+    of_zeros = (groups + 1) // 2
+    at = zeros + matrix * rows * of_zeros + (row * of_zeros)[:, None] + (group // 2)[None, :]
+    zero = (tl.load(at, mask=inside[:, None], other=0).to(tl.int32) >> (4 * (group % 2))[None, :]) & 15
+    levels = tl.reshape(tl.join(pairs & 15, pairs >> 4), (ROWS, COUNT, COLUMNS // COUNT)) - zero[:, :, None]
+    value = tl.reshape(levels.to(tl.float32) * scale[:, :, None], (ROWS, COLUMNS)).to(out.dtype.element_ty)
+    at = out + matrix * rows * columns + (row * columns)[:, None] + column[None, :]
+    tl.store(at, value, mask=inside[:, None] & is_column[None, :])
+
+
+def dequantize_int4(data, scales, half, zeros, order, group, columns, dtype):
+    count, rows, width = data.shape
+    out = data.new_empty(count, rows, columns, dtype=dtype)
+    grid = (ceil_div(columns, COLUMNS_OF_INT4), ceil_div(rows, ROWS_OF_INT4), count)
+    _dequantize_int4[grid](
+        data, scales, half, zeros, data if order is None else order, out, rows, columns, width, scales.shape[2],
+        GROUP=group or 1 << 30, ORDERED=order is not None, ROWS=ROWS_OF_INT4, COLUMNS=COLUMNS_OF_INT4,
+    )  # fmt: skip
     return out
 
 

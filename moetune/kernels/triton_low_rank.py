@@ -9,6 +9,8 @@ Block sizes were not timed on a GPU; they are chosen to fit into the shared memo
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -111,6 +113,7 @@ def _low_rank(
                     tl.debug_barrier()  # the next product reads these sums
 
 
+@cache
 def _tiles(rank: int, dtype: torch.dtype, stacked: int = 1) -> dict[str, int]:
     """Return launch options by rank and dtype, so that a tile fits into shared memory and registers.
 
@@ -232,16 +235,19 @@ def _low_rank_gradients(
 
 
 def low_rank_gradients_(narrow_out, x, narrow_in, dout, of_first, of_second, weights, order, ends, counts, scale):
-    experts, parts, rank = of_first.shape[:3]
+    (_, parts, rank), experts = narrow_in.shape, len(of_second if of_first is None else of_first)
+    wide_in, wide_out = 0 if of_first is None else x.shape[1], 0 if of_second is None else dout.shape[-1]
+    none = narrow_in[None]  # in the place of a gradient that is skipped: no tile covers its 0 columns
+    of_first, of_second = none if of_first is None else of_first, none if of_second is None else of_second
     stacked = 2 if _alternates(dout) else 1
     # a rank of 64 in a tile becomes a WGMMA on 9.0, which some assemblers compile wrongly (triton-lang/triton#11781)
     tile = _tiles(min(32 // stacked, rank), x.dtype, stacked)
     ranks = ceil_div(rank, tile["RANK"])
-    tiles = sum(ceil_div(size, tile["WIDE"]) for size in (x.shape[1], dout.shape[-1] * stacked))
+    tiles = sum(ceil_div(size, tile["WIDE"]) for size in (wide_in, wide_out * stacked))
     weighted = weights is not None
     _low_rank_gradients[(experts, tiles * ranks, parts // stacked)](
         narrow_out, x, narrow_in, dout, of_first, of_second, weights if weighted else x, order if weighted else x,
-        x if ends is None else ends, x.shape[0], rank, x.shape[1], dout.shape[-1], parts * rank, *x.stride(),
+        x if ends is None else ends, x.shape[0], rank, wide_in, wide_out, parts * rank, *x.stride(),
         *_strides(dout, alternates=stacked == 2), *of_first.stride(), *of_second.stride(), float(scale),
         GROUPED=ends is not None, WEIGHTED=weighted, **tile | {"RANKS": ranks},
     )  # fmt: skip

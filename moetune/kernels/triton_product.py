@@ -154,10 +154,10 @@ def grouped_mm(a, b, ends, counts, tile=None):
         out = a.new_empty(a.shape[0], b.shape[2])
         _multiply(out, a, b, ends, None, tile)
         return out
-    out, run = a.new_empty(len(counts), a.shape[0], b.shape[1]), partial(_launch_outer, a, b, ends)
+    out, run = a.new_empty(len(ends), a.shape[0], b.shape[1]), partial(_launch_outer, a, b, ends)
     if out.numel():
         tiles = [tile for tile in TILES if tile.rows >= 64]
-        run(out, tile if tile in tiles else _tile(run, out, tiles, b.shape[0], len(counts), a.T, b))
+        run(out, tile if tile in tiles else _tile(run, out, tiles, b.shape[0], len(ends), a.T, b))
     return out
 
 

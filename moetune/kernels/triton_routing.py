@@ -129,7 +129,7 @@ def _count(numbers, counts, size, NUMBERS: tl.constexpr, AT_ONCE: tl.constexpr, 
 
 @kernel(do_not_specialize=["size", "blocks"], do_not_specialize_on_alignment=["numbers"])
 def _place(
-    numbers, counts, order, totals, size, blocks, experts,
+    numbers, counts, order, ends, size, blocks, experts,
     NUMBERS: tl.constexpr, AT_ONCE: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, EXPERTS)[None, :]
@@ -140,7 +140,7 @@ def _place(
         total += tl.sum(found, 0)
         before += tl.sum(tl.where(block < tl.program_id(0), found, 0), 0)
     if tl.program_id(0) == 0:
-        tl.store(totals + tl.arange(0, EXPERTS), total, mask=tl.arange(0, EXPERTS) < experts)
+        tl.store(ends + tl.arange(0, EXPERTS), tl.cumsum(total, 0), mask=tl.arange(0, EXPERTS) < experts)
     following = tl.cumsum(total, 0) - total + before  # where the block's next row of each expert belongs
     for first in range(0, NUMBERS, AT_ONCE):
         place = tl.program_id(0) * NUMBERS + first + tl.arange(0, AT_ONCE)
@@ -155,9 +155,9 @@ def sorted_positions(numbers, count):
     order = numbers.new_empty(len(numbers), dtype=torch.int64)
     blocks, experts = ceil_div(len(numbers), NUMBERS), next_power_of_2(count)
     counts = numbers.new_empty(blocks, experts, dtype=torch.int32)
-    totals = numbers.new_empty(count, dtype=torch.int32)
+    ends = numbers.new_empty(count, dtype=torch.int32)
     tile = {"NUMBERS": NUMBERS, "AT_ONCE": max(1, min(NUMBERS, AT_ONCE // experts)), "EXPERTS": experts}
     numbers = numbers.contiguous()
     _count[(blocks,)](numbers, counts, len(numbers), **tile)
-    _place[(blocks,)](numbers, counts, order, totals, len(numbers), blocks, count, **tile)
-    return order, totals if blocks else totals.zero_()
+    _place[(blocks,)](numbers, counts, order, ends, len(numbers), blocks, count, **tile)
+    return order, ends if blocks else ends.zero_()

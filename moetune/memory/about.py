@@ -12,6 +12,7 @@ from moetune.formats.table import format_of
 from moetune.models.selection import ranges
 from moetune.run.keeps import Kept
 from moetune.run.resolve import ResolvedRun
+from moetune.run.stages import bubble, in_flight, stages_a_rank
 
 _VERSION: str = vars(sys.modules["moetune"])["__version__"]  # the package is always imported before this module
 
@@ -23,7 +24,7 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
     base = format_of(config.model.base, config.model.double_quant).label
     batches = "1 micro-batch" if train.accumulate == 1 else f"{train.accumulate:,} micro-batches"
     step = f"{train.micro_batch} × {train.sequence_length:,} tokens, {batches} a step"
-    sizes = {axis: getattr(config.parallel, axis) for axis in ("replicate", "fsdp", "ep", "tp")}
+    sizes = {axis: getattr(config.parallel, axis) for axis in ("pp", "replicate", "fsdp", "ep", "tp")}
     layout = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     return (
         ("trains", "; ".join(trains(run))),
@@ -33,6 +34,7 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
         *([("router gradient", "dense, through all experts")] if train.dense_router_gradient else []),
         ("optimizer", optimizers(run)),
         *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),
+        *([("stages", stages(run))] if config.parallel.pp > 1 else []),
         ("moetune", version()),
     )
 
@@ -40,6 +42,19 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
 def version() -> str:
     """Format moetune's version and today's date, as `1.2.0, 2026-01-31`."""
     return f"{_VERSION}, {date.today().isoformat()}"
+
+
+def stages(run: ResolvedRun) -> str:
+    """Format the stages of a pipeline: layers and micro-batches in flight of each rank, and the bubble's share."""
+    parallel, count = run.config.parallel, run.config.train.accumulate
+    virtual = stages_a_rank(parallel)
+    ranks = []
+    for rank in range(parallel.pp):
+        layers = ", ".join(f"{stage.start}-{stage.stop - 1}" for stage in run.stages[rank :: parallel.pp])
+        flying = in_flight(parallel.schedule, parallel.pp, rank, virtual, count)
+        ranks.append(f"layers {layers} ({flying} in flight)")
+    waits = bubble(parallel.pp, virtual, count)
+    return f"{parallel.schedule}: {'; '.join(ranks)}; {waits:.0%} of a step waits for other stages"
 
 
 _WORDS: dict[Kept, str] = {

@@ -27,9 +27,10 @@ def by_kind(run: ResolvedRun, routing: AssumedRouting, find: Callable[[int], _Va
 def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
     """Return one key per rank, in rank order; ranks with equal keys need equal memory.
 
-    A key holds how the rank's experts of each layer train; the rank's shard if some trained tensor does not divide
-    evenly among the FSDP ranks; its `tp` index if the tokens do not divide evenly among the tensor-parallel ranks; and
-    with `by_expert` its `ep` index, because experts then receive different numbers of tokens.
+    A key holds the rank's stage of the pipeline; how the rank's experts of each layer train; the rank's shard if some
+    trained tensor does not divide evenly among the FSDP ranks; its `tp` index if the tokens do not divide evenly among
+    the tensor-parallel ranks; and with `by_expert` its `ep` index, because experts then receive different numbers of
+    tokens.
     """
     run = resolve(run, "cuda")
     parallel = run.config.parallel
@@ -41,7 +42,7 @@ def kinds_of_ranks(run: AnyRun, *, by_expert: bool) -> list[Hashable]:
     for rank in range(parallel.ranks):
         at = Coordinates.of(parallel, rank)
         shard = () if is_even else (at.fsdp, at.shard)
-        kinds.append((experts[at.ep], shard, at.ep if by_expert else 0, 0 if shares_evenly else at.tp))
+        kinds.append((at.pp, experts[at.ep], shard, at.ep if by_expert else 0, 0 if shares_evenly else at.tp))
     return kinds
 
 

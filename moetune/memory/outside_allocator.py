@@ -30,11 +30,12 @@ def communicators(parallel: ParallelConfig, channels: int) -> int:
         bytes = (rings + pairs) · channels · CONNECTION
 
     rings: number of distinct groups of ranks with which rank 0 communicates; a ring needs one connection per channel,
-    whatever its length. pairs: number of other ranks of its `ep` group; all-to-all needs a connection to each of them.
+    whatever its length. pairs: number of other ranks of its `ep` group, because all-to-all needs a connection to each;
+    and the neighbours of a stage of a pipeline.
     """
     groups = _groups(parallel)
     rings = len(set(groups.values()) - {frozenset({0})})
-    pairs = len(groups["ep"]) - 1
+    pairs = len(groups["ep"]) - 1 + min(2, parallel.pp - 1)
     return (rings + pairs) * channels * CONNECTION
 
 

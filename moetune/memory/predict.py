@@ -3,7 +3,7 @@
 import gc
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -28,6 +28,7 @@ from moetune.models.catalog.gpus import Gpu, alike_in_size, find_gpu
 from moetune.parallel.coordinates import data_ranks
 from moetune.run.keeps import is_open
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
+from moetune.run.stages import bubble, stages_a_rank
 from moetune.run.validation import refuse_unpredictable
 
 Allocator = Literal["default", "expandable"]
@@ -174,7 +175,7 @@ def _reported(
         timeline=fullest.timeline(),
         phases=fullest.phases(),
         collectives=fullest.collectives,
-        time=None if common["gpu"] is None else time_of(run.config, fullest, card),
+        time=None if common["gpu"] is None else slowest(run.config, found.values(), card),
     )
 
 
@@ -286,7 +287,15 @@ def time_of(config: RunConfig, traced: Trace, card: Gpu) -> Duration | None:
     """Return the estimated time of a traced step on a GPU; None if its speed is unknown or no work was counted."""
     train = config.train
     tokens = train.micro_batch * train.accumulate * train.sequence_length * data_ranks(config.parallel)
-    return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives))
+    parallel = config.parallel
+    waits = bubble(parallel.pp, stages_a_rank(parallel), train.accumulate)
+    return duration(traced.work, tokens, card, (one.bytes for one in traced.collectives), waits)
+
+
+def slowest(config: RunConfig, traces: Iterable[Trace], card: Gpu) -> Duration | None:
+    """Return the longest `time_of` of the ranks, of which some may share a trace."""
+    times = [time_of(config, traced, card) for traced in {id(traced): traced for traced in traces}.values()]
+    return max((time for time in times if time is not None), key=lambda time: time.seconds.slow, default=None)
 
 
 def largest_quantized(run: ResolvedRun) -> int:

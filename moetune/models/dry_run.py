@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -76,6 +77,53 @@ def refuse_unrunnable(plain: PreTrainedModel) -> None:
             f"{what}: the model cannot run with the settings of its config.json: {_settings(error, model)}"
             f"{one_line(error)}; correct them there"
         ) from error
+
+
+def flow_of(plain: PreTrainedModel) -> tuple[str, frozenset[str]]:
+    """Return why the decoder layers of a model cannot be divided over ranks that send each other hidden states, empty
+    if they can; and the names of the parameters that run after the last layer.
+
+    The outputs of all layers are detached, so that whatever else arrives from earlier ones still requires a gradient.
+    """
+    model, wrong = shortened(plain).eval(), []
+    layers = [*decoder_layers(model).values()]
+
+    def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        given = tree_leaves((args if layer is not layers[0] else args[1:], kwargs))
+        if any(isinstance(value, Tensor) and value.requires_grad for value in given):
+            wrong.append("a layer takes more than the hidden states of the layer before it")
+
+    def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or output.dim() != 3:
+            wrong.append("a layer returns more than hidden states")
+        return tree_map_only(Tensor, Tensor.detach, output)
+
+    for layer in layers:
+        layer.register_forward_pre_hook(before, with_kwargs=True)
+        layer.register_forward_hook(after, with_kwargs=True)
+    names: dict[int, str] = {}
+    try:
+        with QuickFakeMode(), without_fake_reports():
+            _fill(model)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter.is_floating_point())
+                names[id(parameter)] = name
+            with without_packages(model):
+                logits = model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.long), use_cache=False).logits
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return "its code reads the values of tensors", frozenset()
+    found, nodes, seen = set(), [logits.grad_fn], set()
+    while nodes:
+        if (node := nodes.pop()) is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(names[id(leaf)])
+        nodes += [following for following, _ in node.next_functions]
+    embedding = model.get_input_embeddings().weight
+    if model.get_output_embeddings().weight is not embedding and names[id(embedding)] in found:
+        wrong.append("what follows the layers takes the embedding's output")
+    return next(iter(wrong), ""), frozenset(found)
 
 
 def _fill(model: nn.Module) -> None:

@@ -72,13 +72,14 @@ class ExpertShape:
         return weights + (self.gate_up_rows + self.hidden if self.has_bias else 0)
 
     def trained_parameters(self, lora: LoraConfig | None, rank: int | None) -> int:
-        """Return how many parameters of one expert train: its LoRA factors of this rank (`ExpertLora` in
+        """Return how many parameters of one expert train: its own LoRA factors of this rank (`ExpertLora` in
         experts/bank.py), or all if `lora` or `rank` is None."""
         if lora is None or rank is None:
             return self.parameters_per_expert
         parts = 2 if self.has_gate else 1
         factors = parts if lora.gate_up == "split" else 1
-        return rank * (factors * self.hidden + (parts + 1) * self.intermediate + self.hidden)
+        outer = 0 if lora.share == "outer" else factors * self.hidden + self.hidden
+        return rank * (outer + (parts + 1) * self.intermediate)
 
 
 @dataclass(frozen=True)

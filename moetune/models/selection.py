@@ -35,17 +35,14 @@ class Selection:
     lora: LoraConfig | None
     left_out: tuple[str, ...] = ()
 
-    def without(self, layers: Collection[int], structure: ModelStructure) -> "Selection":
-        """Return the selection without what is in the decoder layers with the indices `layers`.
-
-        `structure` is that of the whole model.
-        """
-        rest = structure.without(layers)
+    def within(self, rest: ModelStructure) -> "Selection":
+        """Return what is selected of `rest`, the structure of a part of the model."""
+        layers = {layer.index for layer in rest.moe_layers}
         paths = {*rest.lora_layers(), *(layer.experts for layer in rest.moe_layers)}
         return Selection(
             self.full & {one.name for one in rest.parameters},
-            {layer: ids for layer, ids in self.experts.items() if layer not in layers},
-            {layer: ids for layer, ids in self.lora_experts.items() if layer not in layers},
+            {layer: ids for layer, ids in self.experts.items() if layer in layers},
+            {layer: ids for layer, ids in self.lora_experts.items() if layer in layers},
             tuple(path for path in self.lora_linears if path in rest.lora_layers()),
             {path: rank for path, rank in self.ranks.items() if path in paths},
             self.lora,

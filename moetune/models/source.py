@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from typing_extensions import TypedDict
 
 from moetune.errors import UserError, shown, suggest
 from moetune.files import expanded
 from moetune.formats.checkpoint import open_checkpoint
-from moetune.formats.published import SourceQuantization
+from moetune.formats.published import SourceQuantization, sections_with_settings, settings_beside
 from moetune.json_files import read_json
 from moetune.models.catalog import CatalogModel, find_model, model_names
 from moetune.models.hub.reach import UNREACHABLE, how_to_get, hub_is_reachable
@@ -34,10 +33,6 @@ from moetune.tensor_files import Stored, read_header
 _MOST_LAYERS = 1000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-
-
-class _ModelOpt(TypedDict):
-    quantization: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -156,7 +151,8 @@ def _of(name: str, config: PretrainedConfig, folder: str | None) -> ModelSource:
     if getattr(config, "dtype", None) not in _DTYPES:  # such as int8: no model is built or quantized in it
         config.dtype = None
     if manifest is not None:  # its config.json is the original's
-        how = replace(manifest.quantization, left_out=how.left_out if how.base == manifest.base else ())
+        only, left_out = (how.only, how.left_out) if how.base == manifest.base else ((), ())
+        how = replace(manifest.quantization, only=only, left_out=left_out)
     return ModelSource(name, config, folder, how, manifest)
 
 
@@ -190,10 +186,8 @@ def _config_in(path: str, folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many types of errors for an invalid config.json
         raise UserError(f"model {path!r}: config.json is not valid: {_one_line(error)}") from None
-    beside = folder / "hf_quant_config.json"
-    if getattr(config, "quantization_config", None) is None and beside.is_file():  # ModelOpt before 0.29
-        own = read_json(beside, _ModelOpt, f"model {path!r}: {beside.name}")
-        config.quantization_config = {"quant_method": "modelopt", **own["quantization"]}
+    if not any(sections_with_settings(config)) and (beside := settings_beside(folder)):
+        config.quantization_config = beside
     return config
 
 

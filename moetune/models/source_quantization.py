@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from moetune.config.schema import QuantizedDtype
 from moetune.errors import UserError, shown
 from moetune.files import check_path
-from moetune.formats.published import SourceQuantization
+from moetune.formats.published import SETTINGS, SourceQuantization, sections_with_settings
 from moetune.formats.table import FORMATS
 from moetune.json_files import Amount, read_json
 from moetune.models.hub.fingerprint import Base, Fingerprint
@@ -80,19 +80,31 @@ def read_quantized_manifest(folder: Path) -> QuantizedManifest | None:
 
 
 def quantization_of(config: PretrainedConfig) -> SourceQuantization:
-    """Return the format of a checkpoint from the `quantization_config` in its configuration.
+    """Return the format of a checkpoint from the settings in its configuration, at whatever depth.
 
-    ModelOpt's settings may also be in a file of their own (`models/source.py`).
+    Programs that do not write them there have a file of their own (`SETTINGS_BESIDE`).
 
     Raises:
         UserError: a setting that is read has a value of the wrong type, or a pattern is no regular expression.
     """
-    raw: Any = getattr(config, "quantization_config", None)
-    if raw is None:
-        return SourceQuantization()
+    formats: list[SourceQuantization] = []
+    for section in sections_with_settings(config):
+        for key in SETTINGS:
+            if (raw := section.get(key)) is not None and (how := _quantization(key, raw)) not in formats:
+                formats.append(how)
+    if len(formats) > 1:
+        return SourceQuantization(" and ".join(how.method for how in formats), is_read=False)
+    return formats[0] if formats else SourceQuantization()
+
+
+def _quantization(key: str, raw: Any) -> SourceQuantization:
+    """Return the format that the settings under one of the keys `SETTINGS` describe."""
     if not isinstance(raw, Mapping) and not hasattr(raw, "to_dict"):
-        raise UserError(f"config.json: quantization_config {shown(raw)} is not valid: give an object")
+        raise UserError(f"config.json: {key} {shown(raw)} is not valid: give an object")
     settings: Mapping[str, Any] = raw if isinstance(raw, Mapping) else raw.to_dict()
-    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
-    of_formats = (format.published(method, settings) for format in FORMATS.values())
-    return next(filter(None, of_formats), SourceQuantization(method, is_read=False))
+    method = settings.get("quant_method")
+    if method is None and (settings.get("load_in_4bit") or settings.get("load_in_8bit")):
+        method = "bitsandbytes"
+    name = f"{key} without quant_method" if method is None else str(getattr(method, "value", method))
+    of_formats = (format.published(name, settings) for format in FORMATS.values())
+    return next(filter(None, of_formats), SourceQuantization(name, is_read=False))

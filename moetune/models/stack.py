@@ -1,11 +1,13 @@
 """A transformers model's decoder stack and layers: `leave_out` skips layers, `made_alike` says which are identical."""
 
 import copy
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -32,6 +34,12 @@ def below_head(model: PreTrainedModel) -> nn.Module:
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return module path -> decoder layer, in the order of the forward pass."""
     return {path: module for path, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+
+
+def every_layer(model: nn.Module) -> dict[str, nn.Module]:
+    """Return module path -> decoder layer, in the order of the forward pass, those that are left out too."""
+    kinds = (GradientCheckpointingLayer, LeftOut)
+    return {path: module for path, module in model.named_modules() if isinstance(module, kinds)}
 
 
 class _LastReturned:
@@ -75,11 +83,114 @@ class LeftOut(nn.Module):
 def leave_out(model: nn.Module, layers: Collection[int]) -> None:
     """Replace the decoder layers with the indices `layers`, in place, so that the forward pass skips them."""
     last = _LastReturned()
-    for number, (path, layer) in enumerate(decoder_layers(model).items()):
+    for number, (path, layer) in enumerate(every_layer(model).items()):
+        if isinstance(layer, LeftOut):
+            continue
         if number in layers:
             model.set_submodule(path, LeftOut(layer, last))
         else:
             layer.register_forward_hook(last)
+
+
+@contextmanager
+def with_every_layer(model: nn.Module) -> Iterator[None]:
+    """Within the `with` block, put copies of the layers that are left out, on the meta device, in their places."""
+    left_out = {path: layer for path, layer in every_layer(model).items() if isinstance(layer, LeftOut)}
+    for path, layer in left_out.items():
+        model.set_submodule(path, copy.deepcopy(layer.__dict__["_layer"]))
+    try:
+        yield
+    finally:
+        for path, layer in left_out.items():
+            model.set_submodule(path, layer)
+
+
+# --- Stages of a pipeline ---------------------------------------------------------------------------------------------
+
+
+class _Received(LeftOut):
+    """Stands before a stage's first layer: returns the hidden states that the stage received (`hidden`)."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.hidden
+
+
+class _Reached(Exception):
+    """Ends the forward pass of a stage after its last layer; `args` has the hidden states."""
+
+
+class _End(LeftOut):
+    """Stands after a stage's last layer, and ends the forward pass there."""
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        raise _Reached(hidden_states)
+
+
+class OnOtherRank(nn.Module):
+    """Replacement for the embedding or the LM head on ranks without it; other attributes are read from the original.
+
+    Called with token ids, it returns zeros [..., hidden] that take the memory of one element: the stage replaces them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_module", module)  # past nn.Module, which would register a submodule
+        weight: Any = module.weight
+        self.width, self.dtype = weight.shape[-1], weight.dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OnOtherRank":
+        return OnOtherRank(self._module)
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
+
+
+class StageLayers:
+    """Runs one stage of a model: some consecutive decoder layers, and what comes before the first or after the last.
+
+    `layers` are their indices. Layers of other stages must be in the model's place, or left out (`leave_out`).
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: range) -> None:
+        self._model, self._swaps, last = model, dict[str, nn.Module](), _LastReturned()
+        self._received: _Received | None = None
+        self.is_last = True
+        for number, (path, layer) in enumerate(every_layer(model).items()):
+            if number == layers.start - 1:
+                self._received = self._swaps[path] = _Received(layer, last)
+            elif number == layers.stop:
+                self._swaps[path], self.is_last = _End(layer, last), False
+            elif number not in layers and not isinstance(layer, LeftOut):
+                self._swaps[path] = LeftOut(layer, last)
+
+    @contextmanager
+    def entered(self, hidden: Tensor | None) -> Iterator[None]:
+        """Within the `with` block the model runs this stage alone, on `hidden` in place of the layers before it."""
+        before = {path: self._model.get_submodule(path) for path in self._swaps}
+        try:
+            if self._received is not None:
+                self._received.hidden = hidden
+            for path, module in self._swaps.items():
+                self._model.set_submodule(path, module)
+            yield
+        finally:
+            for path, module in before.items():
+                self._model.set_submodule(path, module)
+            if self._received is not None:
+                self._received.hidden = None
+
+    def hidden_states(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the hidden states after the last layer of a stage that is not the model's last, or after the final
+        norm; call it within `entered`. `inputs` are those of the model's forward pass."""
+        try:
+            return below_head(self._model)(**inputs, use_cache=False)[0]
+        except _Reached as reached:
+            return reached.args[0]
 
 
 # --- Identical layers -------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Only shapes are read, so the model may be on the meta device. Dense models are s
 """
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -95,12 +95,17 @@ class ModelStructure:
 
     def without(self, layers: Collection[int]) -> "ModelStructure":
         """Return the structure without the decoder layers with the indices `layers`; `num_layers` stays as it is."""
+        return self.where(lambda name, layer: layer not in layers)
+
+    def where(self, holds: Callable[[str, int | None], bool]) -> "ModelStructure":
+        """Return the structure with the parameters for which `holds` is true, given name and decoder layer, and their
+        layers with experts."""
         return replace(
             self,
-            moe_layers=tuple(layer for layer in self.moe_layers if layer.index not in layers),
-            parameters=tuple(one for one in self.parameters if one.layer not in layers),
-            _linears={path: linear for path, linear in self._linears.items() if linear.layer not in layers},
-            _routers={path: router for path, router in self._routers.items() if router.layer not in layers},
+            moe_layers=tuple(layer for layer in self.moe_layers if holds(layer.experts, layer.index)),
+            parameters=tuple(one for one in self.parameters if holds(one.name, one.layer)),
+            _linears={path: one for path, one in self._linears.items() if holds(f"{path}.weight", one.layer)},
+            _routers={path: one for path, one in self._routers.items() if holds(f"{path}.weight", one.layer)},
         )
 
 

@@ -74,8 +74,8 @@ class TokenDispatcher:
         group, ranks, top_k, experts = self._ep.get_group(), self._ep.size(), ids_TK.shape[-1], self._order[layer]
         held = len(experts) // ranks
         places, rows = self._positions[layer][ids_TK.flatten()], ids_TK.numel()
-        order, counts_E = sorted_positions(places, len(experts))
-        read = reading(counts_E, self._places[layer], rows)
+        order, ends_E = sorted_positions(places, len(experts))
+        read = reading(ends_E, self._places[layer], rows)
         counts = hooks.count_rows(layer, ids_TK, len(experts), read)
         send_counts = [[counts[e] for e in experts[r * held : (r + 1) * held]] for r in range(ranks)]
         send_RL = torch.tensor(send_counts, device=hidden_TH.device)

@@ -8,9 +8,11 @@ import torch.distributed as dist
 
 from moetune.compat.torch import process_group
 
-Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast"]
+Collective = Literal[
+    "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "reduce", "broadcast", "point-to-point"
+]
 NAMESPACES = ("c10d", "_c10d_functional")
-_SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan"}
+_SENDS_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_", "check_for_nan", "recv_"}
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,8 @@ class Message:
         group: torch's name of the process group; empty for an unknown operation.
         ranks: number of ranks n in the group.
         bytes: bytes that this rank sends with a ring algorithm: (n - 1)/n of the whole tensor, twice that for
-            all-reduce; for all-to-all the rows for other ranks; for reduce and broadcast the whole tensor, and 0 on the
-            last rank of the ring. 0 for an unknown operation.
+            all-reduce; for all-to-all the rows for other ranks; for point-to-point the tensor; for reduce and broadcast
+            the whole tensor, and 0 on the last rank of the ring. 0 for an unknown operation.
     """
 
     kind: Collective | str
@@ -64,6 +66,8 @@ def message(func: Any, args: Any) -> Message | None:
             return _chain("reduce", args[0], args[1], end=args[3])
         case "c10d::broadcast_":
             return _chain("broadcast", args[0], args[1], end=args[2] - 1)
+        case "c10d::send":
+            return Message("point-to-point", _group(args[1]).group_name, 2, sum(tensor.nbytes for tensor in args[0]))
         case name:
             return None if func._opname in _SENDS_NOTHING else Message(name, "", 2, 0)
 

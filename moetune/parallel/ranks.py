@@ -16,6 +16,8 @@ from moetune.parallel.coordinates import Coordinates, data_ranks, expert_copies,
 from moetune.parallel.messages import Message
 from moetune.run.placement import EVERYTHING, Placement
 
+_AXES = ("pp", "replicate", "fsdp", "tp")
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -27,7 +29,7 @@ class Ranks:
         parallel: the run's layout.
         rank: number of this rank, from 0.
         placement: the experts that this rank stores.
-        dense: device mesh with dimensions (replicate, fsdp, tp); None for a single rank.
+        dense: device mesh with dimensions (pp, replicate, fsdp, tp); None for a single rank.
         expert: the same ranks as a mesh (copy, shard, ep): ranks along `ep` store different experts, the others the
             same. None if `parallel.ep` is 1.
         data: process group of the ranks that read different data and have the same part of every matrix; None for a
@@ -53,8 +55,8 @@ class Ranks:
         assert world == parallel.ranks, f"{world} processes, and parallel: asks for {parallel.ranks} ranks"
         dense = init_device_mesh(
             device_type,
-            (parallel.replicate, parallel.fsdp, parallel.tp),
-            mesh_dim_names=("replicate", "fsdp", "tp"),
+            (parallel.pp, parallel.replicate, parallel.fsdp, parallel.tp),
+            mesh_dim_names=_AXES,
         )
         expert = None
         if parallel.ep > 1:
@@ -80,7 +82,12 @@ class Ranks:
 
     @property
     def data_index(self) -> int:
-        """This rank's index among the `data_size` parts of the data; tensor-parallel ranks share one."""
+        """This rank's index among the `data_size` parts of the data; tensor-parallel ranks and stages share one."""
+        return self.generator % self.data_size
+
+    @property
+    def generator(self) -> int:
+        """A number for ranks that draw the same random numbers: those that differ in `tp` only."""
         return self.rank // self.parallel.tp
 
     @property
@@ -93,7 +100,7 @@ class Ranks:
 
         Sharded ones are DTensors. What belongs to experts (`of_expert`) is stored by only 1/`ep` of the ranks.
         """
-        parts = self.parallel.ep if of_expert else 1
+        parts = self.parallel.pp * (self.parallel.ep if of_expert else 1)
         if isinstance(tensor, DTensor):
             for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
                 parts *= 1 if placement.is_replicate() else size
@@ -111,13 +118,31 @@ class Ranks:
             dist.all_reduce(tensor, group=self.data)
         return tensor
 
+    def total_over_stages(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor in place over the stages of the pipeline that read this rank's data, and return it."""
+        if self.parallel.pp > 1 and self.dense is not None:
+            dist.all_reduce(tensor, group=self.dense.get_group("pp"))
+        return tensor
+
+    def of_all_stages(self, by_layer: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the tensors of the layers of all stages, by layer, on each of them; every rank must call this."""
+        if self.parallel.pp == 1:
+            return dict(by_layer)
+        device = next((tensor.device for tensor in by_layer.values()), None)
+        layers: dict[int, Tensor] = {}
+        for of_rank in self.gather({layer: tensor.cpu() for layer, tensor in by_layer.items()}):
+            layers |= of_rank
+        return {layer: layers[layer].to(device) for layer in sorted(layers)}
+
     def axis_of(self, sent: Message) -> str:
         """Return the axis of the layout along which a message goes; for an unknown process group, its name in torch.
 
-        Axes are "ep", "fsdp", "tp", "replicate", "efsdp" (ranks that shard the same experts), "data" (ranks that read
-        different data) and "all".
+        Axes are "ep", "pp", "fsdp", "tp", "replicate", "efsdp" (ranks that shard the same experts), "data" (ranks that
+        read different data) and "all".
         """
-        # axes with the same ranks share a process group in torch; only the experts use all-to-all
+        # axes with the same ranks share a process group in torch; only the experts use all-to-all, only stages send
+        if sent.kind == "point-to-point":
+            return "pp"
         if sent.kind == "all-to-all":
             return "ep"
         if self.parallel.engine == "deepspeed":  # it makes its own groups, each with all ranks
@@ -129,11 +154,12 @@ class Ranks:
         """Name of torch's process group -> axis."""
         if self.dense is None or dist.group.WORLD is None:
             return {}
-        groups = {dist.group.WORLD.group_name: "all", self.data.group_name: "data"}
+        groups = {self.dense.get_group("pp").group_name: "pp"}
+        groups |= {dist.group.WORLD.group_name: "all", self.data.group_name: "data"}
         if self.expert is not None:
             named = {"ep": "ep", "copy": "replicate", "shard": "efsdp"}
             groups |= {self.expert.get_group(dim).group_name: axis for dim, axis in named.items()}
-        sizes = zip(("replicate", "fsdp", "tp"), self.dense.shape, strict=True)
+        sizes = zip(_AXES[1:], self.dense.shape[1:], strict=True)
         return groups | {self.dense.get_group(axis).group_name: axis for axis, size in sizes if size > 1}
 
     def reduce(self, gradients: Mapping[nn.Parameter, Tensor], experts: Collection[nn.Parameter]) -> None:

@@ -68,7 +68,9 @@ def to_score(config: RunConfig) -> RunConfig:
 
 
 def refuse_dense(run: ResolvedRun) -> None:
-    """Raise `UserError` if the model of a run has no experts."""
+    """Raise `UserError` if the model of a run has no experts, or is divided over the stages of a pipeline."""
+    if run.config.parallel.pp > 1:
+        raise UserError("parallel.pp: scoring runs whole models; set parallel.pp: 1, and fsdp to as many ranks")
     if not run.structure.moe_layers:
         raise UserError(f"{run.config.model.path!r} is a dense model: it has no experts to score")
 

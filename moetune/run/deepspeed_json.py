@@ -122,6 +122,9 @@ def _problems(config: RunConfig) -> list[str]:
         problems.append(f"adapt.lora, which is in float32, beside whole weights in bf16: {problem}")
     if adapt.lora is not None and adapt.lora.lr_ratio != 1:
         problems.append("adapt.lora.lr_ratio: DeepSpeed has one optimizer for all; set it to 1, or use engine: fsdp2")
+    if adapt.lora is not None and adapt.lora.dtype != "fp32":
+        problem = "not tried with DeepSpeed; set fp32, or use engine: fsdp2"
+        return [*problems, f"adapt.lora.dtype: {adapt.lora.dtype}: {problem}"]
     optimizers = dict.fromkeys(config.optimizers.values())
     if len(optimizers) > 1:
         return [*problems, "optimizer: by part: DeepSpeed has one optimizer for all; give one, or use engine: fsdp2"]

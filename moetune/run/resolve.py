@@ -12,6 +12,7 @@ from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig, Resolve
 from moetune.config.schema import ModelConfig, RunConfig
 from moetune.errors import UserError
 from moetune.files import expanded
+from moetune.formats.published import remove_settings
 from moetune.models.dry_run import refuse_unrunnable
 from moetune.models.routers import ScoreFunction, correction_bias, score_functions
 from moetune.models.selection import NOTHING, select
@@ -159,8 +160,7 @@ def _plain_of(source: ModelSource, dtype: str) -> tuple[PretrainedConfig, PreTra
     `dtype` is a key of `DTYPES`.
     """
     settings = copy.deepcopy(source.config)
-    if getattr(settings, "quantization_config", None) is not None:
-        del settings.quantization_config
+    remove_settings(settings)
     set_attention(settings, "eager")
     settings.use_cache = False
     settings.dtype = DTYPES[dtype]

@@ -15,10 +15,11 @@ from moetune.config.memory_size import parse_size
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
 from moetune.config.schema import OptimizerConfig, Part
 from moetune.errors import UserError
+from moetune.formats.table import FORMATS
 from moetune.models.routers import ScoreFunction
 from moetune.models.selection import Selection
 from moetune.models.source import ModelSource
-from moetune.models.stack import decoder_layers, leave_out
+from moetune.models.stack import OnOtherRank, every_layer, leave_out
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES, DeviceType
 from moetune.run.keeps import Kept, kept_by_layer, section_of
@@ -26,6 +27,7 @@ from moetune.run.linears import linears_to_quantize
 from moetune.run.names import parts_by_name
 from moetune.run.placement import EVERYTHING, Placement
 from moetune.run.scores import Scores
+from moetune.run.stages import Held, stages_of
 
 _EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
 """Value of `train.expert_memory: auto` on each kind of device (docs/concepts/expert-bank.md).
@@ -54,7 +56,7 @@ class ResolvedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of compute and of trained weights. Low-rank factors are always float32."""
+        """Dtype of compute and of trained weights; that of low-rank factors is `adapt.lora.dtype`."""
         return DTYPES[self.config.dtype]
 
     @property
@@ -170,8 +172,9 @@ class ResolvedRun:
 
     def without_layers(self, layers: Collection[int]) -> "ResolvedRun":
         """Return a copy of the run, with a meta model of its own that skips the decoder layers with these indices."""
-        structure, selection = self.structure.without(layers), self.selection.without(layers, self.structure)
-        left_out = [layer for number, layer in enumerate(decoder_layers(self.model.plain).values()) if number in layers]
+        structure = self.structure.without(layers)
+        selection = self.selection.within(structure)
+        left_out = [layer for number, layer in enumerate(every_layer(self.model.plain).values()) if number in layers]
         plain = copy.deepcopy(self.model.plain, {id(layer): layer for layer in left_out})  # these are not copied
         leave_out(plain, layers)
         return replace(
@@ -181,6 +184,71 @@ class ResolvedRun:
             parts=parts_by_name(structure, selection),
             placement={layer: held for layer, held in self.placement.items() if layer not in layers},
         )
+
+    @cached_property
+    def stages(self) -> tuple[range, ...]:
+        """The decoder layers of each stage of the pipeline; one stage with all layers without `parallel.pp`.
+
+        With `stages: auto` they follow from the bytes of weights and, for what trains in full, of gradients and two
+        float32 states.
+        """
+        frozen, width = FORMATS[self.config.model.base].bits / 8, self.dtype.itemsize
+        packed = {f"{path}.weight" for path in self.quantized_linears}
+        chosen = {layer.index: len(self.selection.experts.get(layer.index, ())) for layer in self.structure.moe_layers}
+        totals = {layer.index: layer.shape.num_experts for layer in self.structure.moe_layers}
+        layers, outside = [0.0] * self.structure.num_layers, dict[bool, float]()
+        embedding = self.model.plain.get_input_embeddings().weight
+        for one in self.structure.parameters:
+            share = float(one.name in self.selection.full)
+            if one.component == "experts" and one.layer is not None:
+                share = chosen[one.layer] / totals[one.layer]
+            stored = frozen if one.component == "experts" or one.name in packed else width
+            size = one.numel * (share * (2 * width + 8) + (1 - share) * stored)
+            if one.layer is None:
+                is_first = self.model.plain.get_parameter(one.name) is embedding
+                outside[is_first] = outside.get(is_first, 0) + size
+                if is_first and one.name in self.structure.tied.values():
+                    outside[False] = outside.get(False, 0) + size
+            else:
+                layers[one.layer] += size
+        return stages_of(self.config.parallel, [*map(int, layers)], int(outside[True]), int(outside.get(False, 0)))
+
+    @property
+    def trains_before_stages(self) -> tuple[bool, ...]:
+        """For each stage of the pipeline, whether anything trains before its first layer."""
+        paths = [f"{path}." for path in every_layer(self.model.plain)]
+        plain = self.model.plain
+        embedding = next(path for path, one in plain.named_modules() if one is plain.get_input_embeddings())
+        first = min(
+            (n for n, path in enumerate(paths) if any(name.startswith(path) for name in self.parts)), default=len(paths)
+        )
+        if any(name.startswith(f"{embedding}.") for name in self.parts):
+            first = -1
+        return tuple(first < stage.start for stage in self.stages)
+
+    def held_at(self, pp: int) -> "ResolvedRun":
+        """Return a copy of the run with only what the rank with the index `pp` on the axis pp holds; the run itself
+        without `parallel.pp`."""
+        ranks = self.config.parallel.pp
+        if ranks == 1:
+            return self
+        held = Held.at(self.stages, ranks, pp)
+        run = self.without_layers({*range(self.structure.num_layers)} - held.layers)
+        plain = run.model.plain
+        paths = {module: path for path, module in plain.named_modules()}
+        embedding, head = paths[plain.get_input_embeddings()], paths[plain.get_output_embeddings()]
+        has = partial(held.has_outside, structure=self.structure, embedding=f"{embedding}.weight")
+        absent = [path for path in (embedding, head) if not has(f"{path}.weight")]
+        if head in absent and f"{head}.weight" in self.structure.tied and held.is_first:
+            absent.remove(head)  # the same tensor as the embedding
+        for path in absent:
+            plain.set_submodule(path, OnOtherRank(plain.get_submodule(path)))
+        if len(absent) == 2:
+            plain.all_tied_weights_keys = {}
+        structure = run.structure.where(lambda name, layer: layer is not None or has(name))
+        selection = run.selection.within(structure)
+        model = replace(run.model, structure=structure)
+        return replace(run, model=model, selection=selection, parts=parts_by_name(structure, selection))
 
     def refuse_other_scores(self, base: str | None) -> None:
         """Raise `UserError` if experts were chosen by scores of other weights than `base`: the digest of the checkpoint

@@ -3,7 +3,7 @@
 Each function yields one line for each problem; `resolve` raises all of them together in one `UserError`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import Any
 
@@ -17,12 +17,15 @@ from moetune.config.schema import KeptConfig, ModelConfig, OptimizerConfig, RunC
 from moetune.errors import UserError, counted
 from moetune.formats.published import SourceQuantization
 from moetune.formats.table import FORMATS
+from moetune.models.dry_run import flow_of
+from moetune.models.stack import every_layer
 from moetune.models.structure import ModelStructure
 from moetune.run.deepspeed_json import deepspeed_json
 from moetune.run.dtypes import DeviceType
 from moetune.run.keeps import recomputes_layers, unknown_layers
 from moetune.run.linears import LEFT_ALONE, SPLIT, read_directly, style_of, tensor_plan
 from moetune.run.resolved import ResolvedRun, raise_problems
+from moetune.run.stages import stages_a_rank
 
 
 def problems_of(run: ResolvedRun) -> Iterator[str]:
@@ -32,6 +35,7 @@ def problems_of(run: ResolvedRun) -> Iterator[str]:
     yield from _float16_problems(run)
     yield from unsharable_optimizers(run.config)
     yield from indivisible_sizes(run)
+    yield from pipeline_problems(run)
     yield from _unsplittable_attention(run)
     if run.config.parallel.engine == "deepspeed":
         try:
@@ -48,8 +52,10 @@ def unreadable_source(published: SourceQuantization, model: ModelConfig) -> Iter
     would keep its 4-bit format, but `double_quant` in the `model:` section differs from the checkpoint's."""
     if not published.is_read and model.weights == "pretrained":
         yield (
-            f"model.path: {model.path!r} is already quantized ({published.method}), which is not read; give an MXFP4, "
-            "NVFP4, FP8 (in blocks), 4-bit bitsandbytes, or a bf16 checkpoint of this model"
+            f"model.path: {model.path!r} is already quantized ({published.method}) in a way that is not read; of such "
+            "checkpoints MXFP4, NVFP4, FP8, MXFP8, 4 bits of bitsandbytes, and INT4 of compressed-tensors, GPTQ, AWQ "
+            "and AutoRound with 32, 64, 128 or all weights of a row to a scale are; give one of these, or a bf16 "
+            "checkpoint of this model"
         )
     kept = model.base == "auto" and published.method == "bitsandbytes" and "double_quant" in model.model_fields_set
     if kept and model.double_quant != published.double_quant:
@@ -110,6 +116,11 @@ def _model_problems(run: ResolvedRun) -> Iterator[str]:
             f"adapt.lora: {routers[0]} adds LoRA to its weight before DeepSpeed's ZeRO-3 gathers it; set "
             "parallel.engine: fsdp2 or parallel.zero: 2, or leave routers out of adapt.lora.targets"
         )
+    if selection.lora is not None and selection.lora.share == "outer":
+        if not selection.lora_experts:
+            yield "adapt.lora.share: outer is about factors of experts, and none gets any; leave it out"
+        if (ep := run.config.parallel.ep) > 1:
+            yield f"adapt.lora.share: outer: parallel.ep: {ep} divides the experts that share factors; set ep: 1"
     if (train.router_aux_loss or train.router_z_loss) and not layers:
         yield f"train.router_aux_loss / router_z_loss: {model_type!r} is a dense model without routers; set both to 0"
     if isinstance(train.keep_rows, int) and train.keep_rows > layers:
@@ -190,7 +201,12 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
     splits = config.parallel.fsdp * config.parallel.tp > 1
     for optimizer in dict.fromkeys(config.optimizers.values()):
         reasons = {
-            "fused_backward frees gradients before they are summed": optimizer.fused_backward,
+            "fused_backward frees gradients before they are summed"
+            + (
+                ", and updates weights while other micro-batches of the pipeline need them"
+                if config.parallel.pp > 1
+                else ""
+            ): optimizer.fused_backward,
             "offload moves gradients to the host before they are summed": optimizer.offload,
             "master_weights: stochastic rounds the ranks' copies differently": optimizer.master_weights == "stochastic",
             "it needs whole matrices": splits and optimizer.name in ("adafactor", "adalomo"),
@@ -198,6 +214,8 @@ def unsharable_optimizers(config: RunConfig) -> Iterator[str]:
         if any(reasons.values()):
             why = "; ".join(reason for reason, holds in reasons.items() if holds)
             remedy = "use adamw, adamw8bit, sgd or lion8bit with master_weights: none or fp32"
+            if config.adapt.lora is not None and config.adapt.lora.dtype == "bf16":
+                remedy += ", and for none adapt.lora.dtype: fp32"
             yield f"optimizer: over several ranks {optimizer.name} does not work: {why}; {remedy}"
 
 
@@ -220,6 +238,84 @@ def indivisible_sizes(run: ResolvedRun) -> Iterator[str]:
         yield f"parallel.ep: {ep} ranks cannot hold {named} experts evenly; set ep to {_divisors(gcd(*counts))}"
     if ep > 1 and ep % tp:
         yield f"parallel.ep: {ep} is no multiple of tp {tp}; set ep to a multiple of tp, or to 1"
+
+
+def pipeline_problems(run: ResolvedRun) -> Iterator[str]:
+    """Yield a line for each reason why the model's layers cannot be divided over the stages of a pipeline."""
+    parallel, train, layers = run.config.parallel, run.config.train, run.structure.num_layers
+    pp, stages = parallel.pp, parallel.stages
+    if pp == 1:
+        if stages != "auto" and len(stages) > 1:
+            yield f"parallel.stages: {len(stages)} stages, and pp: 1; set pp, the number of ranks, or leave stages out"
+        return
+    beside = [f"{axis}: {size}" for axis in ("fsdp", "ep", "tp") if (size := getattr(parallel, axis)) > 1]
+    if parallel.engine == "deepspeed":
+        beside.append("engine: deepspeed")
+    if beside:
+        yield f"parallel.pp: {pp} goes with replicate, not with {' and '.join(beside)}; leave one of them out"
+    if stages == "auto" and pp * stages_a_rank(parallel) > layers:
+        number = pp * stages_a_rank(parallel)
+        yield f"parallel.pp: {number} stages, and the model has {counted(layers, 'layer')}; set a lower pp"
+    if stages != "auto":
+        yield from _wrong_stages(stages, run)
+    count = train.accumulate
+    if parallel.schedule == "1f1b" and count < pp:
+        yield (
+            f"train.accumulate: {count}, and a pipeline of {pp} stages takes {pp} micro-batches or more at once; set "
+            f"accumulate: {pp} or more, or parallel.schedule: gpipe"
+        )
+    if parallel.schedule == "interleaved1f1b" and count % (rounds := max(1, count // pp)):
+        yield f"train.accumulate: {count} micro-batches do not divide into {rounds} rounds; set a multiple of pp: {pp}"
+    if run.config.model.experts_on == "host":
+        yield "model.experts_on: host fetches a layer ahead, and stages change direction; set gpu, or parallel.pp: 1"
+    if train.checkpointing == "offload":
+        yield "train.checkpointing: offload brings inputs back in one order, and stages have several; set full"
+    if train.dense_router_gradient:
+        yield "train.dense_router_gradient: it is not tested over the stages of a pipeline; leave it out, or set pp: 1"
+    if run.structure.num_layers != len(every_layer(run.model.plain)):
+        yield f"parallel.pp: the layers of {run.structure.model_type!r} hold layers themselves; set parallel.pp: 1"
+        return
+    yield from _not_one_after_the_other(run)
+
+
+def _wrong_stages(stages: Sequence[tuple[int, int]], run: ResolvedRun) -> Iterator[str]:
+    """Yield a line if `parallel.stages` do not hold each layer once, in order, or are not as many as the schedule
+    takes."""
+    parallel, layers = run.config.parallel, run.structure.num_layers
+    firsts = [0, *(last + 1 for _, last in stages)]
+    if firsts[-1] != layers or [first for first, _ in stages] != firsts[:-1]:
+        shown_ = ", ".join(f"{first}-{last}" for first, last in stages)
+        yield f"parallel.stages: [{shown_}] does not hold each of the layers 0-{layers - 1} once and in order; set auto"
+    interleaved = parallel.schedule == "interleaved1f1b"
+    wanted = (
+        f"{parallel.pp}, one for each rank" if not interleaved else f"a multiple of {parallel.pp}, two or more each"
+    )
+    fits = len(stages) % parallel.pp == 0 and len(stages) > parallel.pp if interleaved else len(stages) == parallel.pp
+    if not fits:
+        yield f"parallel.stages: {len(stages)} stages, and schedule: {parallel.schedule} takes {wanted}"
+
+
+def _not_one_after_the_other(run: ResolvedRun) -> Iterator[str]:
+    """Yield a line if a layer of the model takes more from the layers before it than their hidden states, or if
+    something trains outside of the layers that runs before them and is not the embedding."""
+    structure, selection = run.structure, run.selection
+    reason, after = flow_of(run.model.plain)
+    if reason:
+        yield f"parallel.pp: {structure.model_type!r} cannot be divided into stages: {reason}; set parallel.pp: 1"
+        return
+    embedding = run.model.plain.get_input_embeddings().weight
+    outside = {one.name for one in structure.parameters if one.layer is None}
+    chosen = {name for name in selection.full if name in outside}
+    chosen |= {f"{path}.weight" for path in selection.lora_linears if f"{path}.weight" in outside}
+    for name in sorted(chosen):
+        is_embedding = run.model.plain.get_parameter(name) is embedding
+        if is_embedding and name in structure.tied.values():
+            yield (
+                f"adapt: {name} is tied to the LM head, which is on another rank (parallel.pp), so the two would train "
+                "apart; leave it out of adapt, or set parallel.pp: 1"
+            )
+        elif not is_embedding and name not in after:
+            yield f"adapt: {name} runs before the decoder layers and would train on the wrong rank; leave it out"
 
 
 def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
@@ -249,8 +345,6 @@ def _unsplittable_attention(run: ResolvedRun) -> Iterator[str]:
 def untrainable_settings(config: RunConfig) -> Iterator[str]:
     """Yield a line for each setting with which a run can be neither trained nor predicted, whatever the model."""
     parallel = config.parallel
-    if parallel.pp > 1:
-        yield "parallel.pp: transformers' pipeline stages run forward only; set parallel.pp: 1 and a higher fsdp"
     if parallel.engine == "fsdp2" and parallel.offload != "none":
         yield f"parallel.offload: {parallel.offload} goes with engine: deepspeed; set that, or optimizer.offload"
     if config.train.on_oom != "error" and parallel.ranks > 1:
@@ -281,7 +375,9 @@ def divided_start(config: RunConfig) -> Iterator[str]:
     DeepSpeed divides the model afterwards. A resumed run does not load it, so this is no problem of the run file.
     """
     parallel = config.parallel
-    divide = [f"parallel.{axis}: {size}" for axis in ("fsdp", "ep", "tp") if (size := getattr(parallel, axis)) > 1]
+    divide = [
+        f"parallel.{axis}: {size}" for axis in ("fsdp", "ep", "tp", "pp") if (size := getattr(parallel, axis)) > 1
+    ]
     if config.adapt.start_from is not None and parallel.engine == "fsdp2" and divide:
         yield (
             f"adapt.start_from: it cannot be loaded into a model that {' and '.join(divide)} divide over ranks; set "

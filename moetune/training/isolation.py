@@ -11,7 +11,7 @@ from `position_ids`, and this works only if all of the following holds:
 The code of a model does not show this reliably, so the model is run, on rows of the length that it trains with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -24,12 +24,12 @@ from moetune.compat.transformers import attention_name
 from moetune.errors import UserError
 from moetune.experts.bank import ExpertBank
 from moetune.models.moe import is_experts
-from moetune.models.stack import below_head
+from moetune.models.stack import StageLayers, below_head
 from moetune.training.run_warnings import refuse_broken_weights
 
 
 @torch.no_grad()
-def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> None:
+def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int, stages: Sequence[StageLayers] = ()) -> None:
     """Raise `UserError` if the hidden states of a packed document depend on the document before it in the row.
 
     The same random document follows two different ones, and its hidden states [rows, tokens, hidden] must be equal bit
@@ -41,13 +41,14 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
         model: a causal LM, or PEFT's wrapper of one, with weights loaded, in the form in which it will train.
         micro_batch: the larger number of rows of a batch in training and in evaluation. At most 2 rows are tested.
         length: tokens per row; rows of one token are not tested.
+        stages: the stages of a pipeline that this rank holds. Each is tested alone, on random hidden states.
 
     Raises:
         UserError: the hidden states differ, or a weight of the model is not finite.
     """
     wrapped: Any = model
     embedding = wrapped.get_input_embeddings()
-    device, rows = embedding.weight.device, min(micro_batch, 2)
+    device, rows = next(model.parameters()).device, min(micro_batch, 2)
     first = length // 2 | 1  # odd, so that no block of 2, 4, 8, … tokens ends where the first document does
     if length <= first:
         return
@@ -57,13 +58,23 @@ def refuse_leaky_packing(model: nn.Module, micro_batch: int, length: int) -> Non
     positions = torch.cat([torch.arange(first), torch.arange(length - first)]).expand(rows, length).to(device)
     documents = document_inputs(wrapped)([first, length - first] * rows)
     documents = {name: value.to(device) if torch.is_tensor(value) else value for name, value in documents.items()}
+    hidden = torch.randn(2, rows, length, embedding.weight.shape[1], generator=generator)
+    hidden[1, :, first:] = hidden[0, :, first:]
     stack, was_training = below_head(wrapped), model.training
+
+    def states(number: int, stage: StageLayers | None) -> Tensor:
+        """Return the hidden states of the second document, after the document `number`."""
+        inputs = {"input_ids": ids[number].to(device), "position_ids": positions, **documents}
+        if stage is None:
+            return stack(**inputs, use_cache=False)[0][:, first:]
+        with stage.entered(hidden[number].to(device, wrapped.dtype)):
+            return stage.hidden_states(inputs)[:, first:]
+
     model.eval()  # no dropout or router jitter, which would draw random numbers
     try:
         with _without_experts(model):
             one, other = (
-                stack(input_ids=of.to(device), position_ids=positions, use_cache=False, **documents)[0][:, first:]
-                for of in ids
+                torch.stack([states(number, stage) for stage in stages or (None,)]) for number in range(len(ids))
             )
     finally:
         model.train(was_training)

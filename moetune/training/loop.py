@@ -36,9 +36,9 @@ from moetune.training.optim.values import as_float, generator_states, set_genera
 from moetune.training.order import share, shuffled
 from moetune.training.reporters import Reporters
 from moetune.training.run_warnings import RunWarnings, refuse_broken_weights
-from moetune.training.step.batch import Batch, Row, collate, uncounted
+from moetune.training.step.batch import Batch, Row, collate, collate_evenly, uncounted
 from moetune.training.step.loss import IGNORED
-from moetune.training.step.micro_step import held_out_loss
+from moetune.training.step.micro_step import count_loss_tokens, held_out_loss
 from moetune.training.step.observer import Where
 from moetune.training.step.router_losses import RouterWatch
 from moetune.training.step.stepper import Stepper
@@ -99,8 +99,8 @@ class Loop:
         """
         train, ranks, rows, resume = self.config.train, self.ranks, self.data.train, self.resume
         set_seed(train.seed)
-        if not ranks.is_single:  # ranks with different data draw different dropout masks
-            torch.manual_seed(train.seed + ranks.data_index)
+        if not ranks.is_single:  # ranks with different data or layers draw different dropout masks
+            torch.manual_seed(train.seed + ranks.generator)
         if resume is not None:
             with refusing_damage(resume):
                 checkpoint.read_optimizer(resume, self.adapted, self.optimizer)
@@ -110,7 +110,7 @@ class Loop:
             self.reporters = Reporters(self.config, self.folder.path)
         if resume is not None:
             with refusing_damage(resume):
-                trainer_state.read_generators(resume, ranks.data_index, self.device)
+                trainer_state.read_generators(resume, ranks.generator, self.device)
         elif self.data.eval is not None:
             self._evaluate(0.0)
         interval = Interval()  # its clock starts here
@@ -148,7 +148,8 @@ class Loop:
                     so_far = epoch + (min(first + train.accumulate, len(left)) + len(mine) - len(left)) / len(mine)
                     may_save = saves or (evaluates and train.early_stopping is not None)
                     if may_save or self.step % train.log_every == 0:  # a checkpoint does not save `interval`
-                        lr = self.optimizer.param_groups[0]["lr"]
+                        lrs = [group["lr"] for group in self.optimizer.param_groups[:1]]  # a stage may train nothing
+                        lr = lrs[0] if ranks.parallel.pp == 1 else next(chain.from_iterable(ranks.gather(lrs)))
                         moves = lr > 0 and self.step > train.warmup
                         tokens = torch.tensor(interval.sums.tokens, device=self.device)
                         self.tokens += int(ranks.total_over_data(tokens))
@@ -208,6 +209,12 @@ class Loop:
         tokens = self.ranks.total_over_data(torch.tensor(predicted, device=self.device))
         size, sums = self.micro_batch, Sums()
         parts = [(rows[at : at + size], counts) for rows, counts in batches for at in range(0, len(rows), size)]
+        if self.ranks.parallel.pp > 1:
+            self.where.step, self.where.micro_step, self.where.phase = self.step + 1, 0, "forward"
+            made = collate_evenly(parts, size, self.config.train.accumulate, self.collate)
+            for batch, done in zip(made, self.stepper.micro_steps([*map(self._on_device, made)], tokens), strict=True):
+                sums.add(done, batch["input_ids"].numel(), int(batch["is_token"].sum()))
+            return sums
         for number, (rows, counts) in enumerate(parts):
             self.where.step, self.where.micro_step, self.where.phase = self.step + 1, number, "forward"
             batch = self._batch(rows, counts)
@@ -287,7 +294,17 @@ class Loop:
         assert rows is not None
         batches = share(range(len(rows)), train.eval_micro_batch or train.micro_batch, self.ranks)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in batches:
+        at_once = train.accumulate if self.ranks.parallel.pp > 1 else 0  # micro-batches in the pipeline together
+        for first in range(0, len(batches) if at_once else 0, at_once or 1):
+            parts = [
+                ([rows[index] for index in batch.rows], batch.counts) for batch in batches[first : first + at_once]
+            ]
+            made = [
+                *map(self._on_device, collate_evenly(parts, max(len(b.rows) for b in batches), at_once, self.collate))
+            ]
+            loss, predicted = self.stepper.held_out_loss(made), sum(map(count_loss_tokens, made))
+            sums += torch.stack([self.ranks.total_over_stages(loss.double()), predicted.double()])
+        for batch in batches if not at_once else ():
             inputs = self._batch([rows[index] for index in batch.rows], batch.counts)
             loss, predicted = held_out_loss(model, self._on_device(inputs), memory)
             sums += torch.stack([loss.double(), predicted.double()])
@@ -308,7 +325,7 @@ class Loop:
         with self.folder.new_checkpoint(self.step, train.keep_checkpoints, needed, best) as aside:
             checkpoint.write(aside, self.adapted, self.optimizer, self.step)
             if self.ranks.coordinates.tp == 0:  # the other tp ranks have the same random numbers
-                trainer_state.write_generators(aside, self.ranks.data_index, self.device)
+                trainer_state.write_generators(aside, self.ranks.generator, self.device)
             if self.ranks.is_first:
                 trainer_state.write_state(aside, self.step, self.micro_batch, self.tokens, self.total_load)
 

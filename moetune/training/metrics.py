@@ -125,12 +125,13 @@ class Interval:
         loss = torch.stack(self.losses).mean().item() if self.losses else None
         seconds = time.perf_counter() - self.since
         load = {layer: ranks.total_over_data(tokens) for layer, tokens in self.sums.load.items()}
+        load = ranks.of_all_stages(load)
         add_load(total_load, load)
         load = {layer: tokens.cpu() for layer, tokens in load.items()}
         by_layer = load_by_layer(load)
         router_loss = self.sums.router_loss
         if router_loss is not None:
-            router_loss = ranks.total_over_data(router_loss) / self.updates
+            router_loss = ranks.total_over_stages(ranks.total_over_data(router_loss)) / self.updates
         updated = bool(self.losses) and moves and norm.item() > 0
         return {
             "step": step,

@@ -48,6 +48,7 @@ from moetune.training.preview import notes, steps_an_epoch
 from moetune.training.reporters import check_reporters
 from moetune.training.run_warnings import RunWarnings
 from moetune.training.same_run import Inputs
+from moetune.training.step.pipelined import stages_on
 
 MANY_EPOCHS = 10
 """With more epochs than this, `train` prints a warning that the length may be a mistake."""
@@ -177,7 +178,7 @@ def train(
         warnings = RunWarnings(adapted, counts["total"], console)
         if packing:
             rows = max(config.train.micro_batch, config.train.eval_micro_batch or 0)
-            refuse_leaky_packing(adapted.model, rows, config.train.sequence_length)
+            refuse_leaky_packing(adapted.model, rows, config.train.sequence_length, stages_on(adapted))
 
         # Optimizer states are counted after the first step; without room for the weights alone nothing is replaced.
         folder.refuse_full_disk(sum(local_tensor(p).nbytes for p in adapted.trainable().values()))
@@ -226,11 +227,13 @@ def _noted_in(problems: list[str]) -> Iterator[None]:
 def _without_weights(run: ResolvedRun) -> Adapted:
     """Raise `UserError` with all problems of the run file, or return the adapted model on the meta device."""
     pretrained, source = run.config.model.weights == "pretrained", run.model.source
+    drawn = "parallel.pp: each rank would draw random weights of its own; set model.weights: pretrained, or pp: 1"
     no_weights = [f"model {source.name!r} has no weights to load; use model.weights=random"]
     raise_problems(
         (
             *run.problems,
             *validation.untrainable_settings(run.config),
+            *([drawn] if run.config.parallel.pp > 1 and not pretrained else []),
             *validation.missing_packages(run.config, run.device_type),
             *(no_weights if pretrained and source.folder is None else []),
         )
@@ -321,6 +324,8 @@ def _refuse_different_ranks(adapted: Adapted, inputs: Inputs, base: Base | None)
         "the version of torch": torch.__version__,
         "what random weights were drawn": hashlib.sha256(drawn).hexdigest(),
     }
+    if ranks.parallel.pp > 1:  # each stage draws its own
+        mine["what random weights were drawn"] = None
     for rank, of_rank in enumerate(ranks.gather(mine)):
         for what, value in of_rank.items():
             if value != mine[what]:

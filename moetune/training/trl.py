@@ -163,6 +163,8 @@ def _refuse_what_trl_lacks(run: ResolvedRun) -> None:
     ignored = [f"train.{key}: {value}" for key in keys if (value := getattr(train, key)) != getattr(usual, key)]
     if lora is not None and lora.lr_ratio != 1:
         ignored.append(f"adapt.lora.lr_ratio: {lora.lr_ratio:g}")
+    if lora is not None and lora.dtype == "bf16":
+        ignored.append("the stochastic rounding of adapt.lora.dtype: bf16")
     if run.config.model.dtype == "fp16":
         ignored.append("the loss scale of model.dtype: fp16")
     thirds = {beta for optimizer in run.optimizers.values() for beta in (optimizer.betas or ())[2:]}

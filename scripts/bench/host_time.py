@@ -6,8 +6,9 @@ Full-size models with random weights, LoRA r16 on attention and experts, NF4, bf
 `--checkpointing auto` keeps what fits a card of `--gpu`. A micro-step is timed from its start until the backward pass
 has been asked for, as wall time and as the time that the process worked, autograd's threads included; the device is
 waited for before and after (`done`). Where the host is slower than the device, this is how long a step takes. On a null
-device (tests/nullcuda), whose kernels take no time, both numbers are the host's alone; on a card they have its waits
-for the device in them: CUDA waits by looking again and again.
+device (tests/nullcuda), whose kernels take no time, both numbers are the host's alone, and `waits` is how often the
+host waits for it in the last micro-step. On a card they have its waits for the device in them: CUDA waits by looking
+again and again.
 
 `seconds` is the median of the micro-steps after `WARM_UP`, which load kernels and make the routers' buffers.
 """
@@ -85,11 +86,13 @@ def host_time(case: Case, repetitions: int) -> dict[str, Any]:
     batch = batches_of(adapted)(case.rows)
     batch |= {name: value.cuda() for name, value in batch.items() if torch.is_tensor(value)}
     tokens = count_loss_tokens(batch)
-    seconds, done, worked = [], [], []
+    seconds, done, worked, waits = [], [], [], 0
     for _ in range(WARM_UP + repetitions):
         torch.cuda.synchronize()
         start, start_worked = time.perf_counter(), time.process_time()
+        before = nullcuda.asked() if nullcuda.is_present() else None
         micro_step(adapted.model, batch, tokens, watch, run.config.train)
+        waits = 0 if before is None else (nullcuda.asked() - before).synchronizations
         seconds.append(time.perf_counter() - start)
         worked.append(time.process_time() - start_worked)
         torch.cuda.synchronize()
@@ -99,6 +102,7 @@ def host_time(case: Case, repetitions: int) -> dict[str, Any]:
     return asdict(case) | {
         "layers": adapted.model.config.num_hidden_layers,
         "tokens": int(tokens),
+        "waits": waits if nullcuda.is_present() else None,
         "allocated": torch.cuda.max_memory_allocated(),
         "seconds": {"median": median(seconds), "all": seconds},
         "done": {"median": median(done), "all": done},
@@ -133,15 +137,18 @@ def main() -> None:
         "commit": commit(),
         "cases": [],
     }
-    print("| model | layers | rows | expert memory | checkpointing | asked for | done | of work | peak |")
-    print("|---|---:|---:|---:|---|---:|---:|---:|---:|")
+    print("| model | layers | rows | expert memory | checkpointing | asked for | done | of work | waits | peak |")
+    print("|---|---:|---:|---:|---|---:|---:|---:|---:|---:|")
     for model, size, which in product(options.models, options.expert_memory, options.checkpointing):
         case = Case(model, options.layers, size, which, options.rows, options.gpu)
         with nullcuda.answering() if nullcuda.is_present() else nullcontext():
             row = host_time(case, options.repetitions)
         times = " | ".join(f"{row[key]['median']:.3f} s" for key in ("seconds", "done", "worked"))
         peak = f"{row['allocated'] / 2**30:.2f} GiB"
-        print(f"| {model} | {row['layers']} | {case.rows} | {size} | {which} | {times} | {peak} |", flush=True)
+        print(
+            f"| {model} | {row['layers']} | {case.rows} | {size} | {which} | {times} | {row['waits']} | {peak} |",
+            flush=True,
+        )
         report["cases"].append(row)
         if options.json is not None:
             write_json(report, options.json)

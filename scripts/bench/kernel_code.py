@@ -110,9 +110,14 @@ def calls() -> Iterator[tuple[str, Callable[[], Any]]]:
     blocks = empty(size // 2, dtype=bytes_), empty(size // 32, dtype=bytes_), empty(256, 2, dtype=full)
     yield "MXFP4", partial(kernels.dequantize_mxfp4, *blocks, torch.bfloat16)
     eights = empty(1, 4096, 4096, dtype=bytes_), empty(1, 32, 32, dtype=full)
-    yield "FP8, blocks of 128 × 128", partial(kernels.dequantize_fp8, *eights, torch.bfloat16)
+    yield "FP8, blocks of 128 × 128", partial(kernels.dequantize_fp8, *eights, 128, 128, torch.bfloat16)
     fours = empty(1, size // 2, dtype=bytes_), empty(1, 4096, 256, dtype=bytes_), empty(1, 2, dtype=full)
     yield "NVFP4", partial(kernels.dequantize_nvfp4, *fours, 4096, torch.bfloat16)
+    for group in (32, 128):
+        scales, zeros = empty(1, 4096, 4096 // group, dtype=torch.int16), empty(1, 4096, 2048 // group, dtype=bytes_)
+        words = empty(1, 4096, 2048, dtype=bytes_), scales, empty(1, dtype=bytes_), zeros, None
+        unpack = partial(kernels.dequantize_int4, *words, group, 4096, torch.bfloat16)
+        yield f"INT4, groups of {group}", unpack
     weights, order = empty(128, dtype=full), torch.arange(64)
     for name, wide, gate in (("Mixtral", 14336, (False, 1.0, 0.0)), ("gpt-oss", 2880, (True, 1.702, 7.0))):
         yield f"gate of {name}", partial(kernels.gated, empty(64, 2 * wide), *gate)

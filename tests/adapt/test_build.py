@@ -31,7 +31,7 @@ from tests.thinned import in_pairs
 from tests.toys import EXPERTS, LAYERS, toy_model
 
 MODELS = ["mixtral", "qwen2_moe", "deepseek_v3", "gpt_oss"]
-BASES = ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "fp32"]
+BASES = ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "int4-g64-order", "fp32"]
 LORA = {"rank": 2, "alpha": 4}
 ADAPT: dict[str, dict[str, Any]] = {
     "router-only": {"router": "all"},

@@ -17,6 +17,7 @@ from moetune.adapt.checkpointing import _KERNELS, ChoicesOf, _Choices
 from moetune.errors import UserError
 from moetune.experts.context import ReadCounts
 from moetune.experts.projection import Projection
+from moetune.kernels import routing
 from moetune.run.resolve import resolve
 from tests.reference import build_toy, next_token_loss, token_ids
 from tests.toys import LAYERS, toy_config
@@ -211,20 +212,29 @@ def choosing() -> tuple[Choosing, Choosing]:
     return Choosing(_Choices(kept, again=False)), Choosing(_Choices(kept, again=True))
 
 
-def test_choices_are_watched_around_the_router_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dispatch mode costs microseconds for every operation under it."""
+@pytest.mark.parametrize("fused", [True, False])
+def test_choices_are_watched_around_the_router_alone(
+    fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dispatch mode costs microseconds for every operation under it; fused routers record and replay without one."""
     adapted = mixtral(tmp_path, ADAPT, "full")
     seen: list[str] = []
-    stock = _Choices.__torch_dispatch__
+    chosen: list[Tensor] = []
+    stock, choose = _Choices.__torch_dispatch__, routing.choose
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         seen.append(func.__name__)
         return stock(self, func, types, args, kwargs)
 
     monkeypatch.setattr(_Choices, "__torch_dispatch__", dispatch)
+    monkeypatch.setattr(routing, "choose", lambda logits, *rest: chosen.append(logits) or choose(logits, *rest))
+    if not fused:
+        for module in adapted.model.modules():
+            module.__dict__.pop("choices", None)
     next_token_loss(adapted.model(input_ids=token_ids(), use_cache=False).logits, token_ids()).backward()
-    assert seen.count("choose.default") == 2 * LAYERS
-    assert len(seen) <= 2 * LAYERS * 12
+    assert len(chosen) == (LAYERS if fused else 0)
+    assert seen.count("topk.default") == (0 if fused else 2 * LAYERS)
+    assert len(seen) <= (0 if fused else 2 * LAYERS * 12)
 
 
 def test_rows_are_counted_once_for_forward_and_recomputation(tmp_path: Path) -> None:

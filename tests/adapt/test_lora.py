@@ -11,6 +11,7 @@ from peft.tuners.lora import LoraLayer
 from moetune.adapt.build import Adapted
 from moetune.errors import UserError
 from moetune.models.routers import find_logits, logits_module
+from moetune.run.dtypes import DTYPES
 from moetune.run.names import is_second_factor
 from moetune.training.optim.optimizers import make_optimizer
 from tests.reference import excite_, run_config, small_linears_are_quantized
@@ -53,14 +54,14 @@ def test_one_shared_projection_of_one_layer(tmp_path: Path) -> None:
     assert on(adapted) == {"model.layers.2.mlp.shared_experts.gate_proj"}
 
 
-@pytest.mark.parametrize("base", ["nf4", "int8", "bf16", "fp32"])
-def test_factors_are_float32_scaled_and_without_effect_at_first(base: str, tmp_path: Path) -> None:
-    adapted = with_lora("mixtral", tmp_path, base=base, targets=["q_proj"])
+@pytest.mark.parametrize(("base", "dtype"), [("nf4", "fp32"), ("int8", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")])
+def test_factors_have_their_dtype_are_scaled_and_without_effect_at_first(base: str, dtype: str, tmp_path: Path) -> None:
+    adapted = with_lora("mixtral", tmp_path, base=base, targets=["q_proj"], dtype=dtype)
     for path in on(adapted):
         module = adapted.model.get_submodule(path)
         assert module.scaling["default"] == 3.0
         A, B = module.lora_A["default"].weight, module.lora_B["default"].weight
-        assert A.dtype == B.dtype == torch.float32
+        assert A.dtype == B.dtype == DTYPES[dtype]
         assert A.shape == (2, 32)
         assert 0 < A.abs().max() <= 1 / math.sqrt(32)
         assert not B.any()

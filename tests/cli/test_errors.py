@@ -226,7 +226,7 @@ REFUSED = {
     "predict {tiny} --measured gone": "cannot be read",
     "eval tiny-mixtral": "has no held-out data of its own; name some with --data",
     "eval tiny-mixtral --format alpca": "Did you mean 'alpaca'?",
-    "eval tiny-mixtral --base nf3": "--base 'nf3': give nf4, int8, fp8, nvfp4 or mxfp4",
+    "eval tiny-mixtral --base nf3": "--base 'nf3': give nf4, int8, fp8, fp8-row, fp8-tensor, mxfp8, nvfp4, mxfp4",
     "generate gone --prompt a": "neither a catalog name, nor a folder that exists",
     "generate tiny-mixtral --prompt a --samples 1": "--samples is for --prompts FILE",
     "generate tiny-mixtral --prompts p.jsonl --out o.jsonl --chat": "--chat is for --prompt;",

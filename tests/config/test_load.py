@@ -52,7 +52,10 @@ sheduler: cosine
     expected = [
         "model.path: missing, and required",
         "model.pth: unknown key. Did you mean 'path'?",
-        "model.base: 'nf5' is not valid; it may be 'auto', 'nf4', 'int8', 'fp8', 'nvfp4', 'mxfp4', 'bf16' or 'fp32'. "
+        "model.base: 'nf5' is not valid; it may be 'auto', 'nf4', 'int8', 'fp8', 'fp8-row', 'fp8-tensor', 'mxfp8', "
+        "'nvfp4', 'mxfp4', "
+        "'int4-g32', 'int4-g64', 'int4-g128', 'int4-row', 'int4-g32-order', 'int4-g64-order', 'int4-g128-order', "
+        "'bf16' or 'fp32'. "
         "Did you mean 'nf4'?",
         "adapt.experts.layer: unknown key. Did you mean 'layers'?",
         "adapt.experts.ids: range '5-2' runs backwards; write \"2-5\"",

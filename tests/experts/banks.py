@@ -24,7 +24,12 @@ PLANS = {
     "two trained": BankPlan(trained=(0, 5)),
     "all trained": BankPlan(trained=tuple(range(EXPERTS))),
     "fused LoRA on some": BankPlan(lora=LoraPlan((1, 2, 6), rank=3, alpha=6.0)),
+    "LoRA on all": BankPlan(lora=LoraPlan(tuple(range(EXPERTS)), rank=3, alpha=6.0)),
     "split LoRA on some": BankPlan(lora=LoraPlan((1, 2, 6), rank=3, alpha=6.0, split=True)),
+    "shared fused LoRA on some": BankPlan(lora=LoraPlan((1, 2, 6), rank=3, alpha=6.0, shared=True)),
+    "trained, shared split LoRA, frozen": BankPlan(
+        (0, 5), LoraPlan((1, 7), rank=2, alpha=1.0, split=True, shared=True)
+    ),
     "trained, fused LoRA, frozen": BankPlan(trained=(0, 5), lora=LoraPlan((1, 7), rank=2, alpha=1.0)),
     "trained, split LoRA, frozen": BankPlan((0, 5), LoraPlan((1, 7), rank=2, alpha=1.0, split=True)),
 }

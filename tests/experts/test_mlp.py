@@ -26,7 +26,7 @@ ROUTINGS = {
     "three choices": routed(top_k=3),
     "every expert": routed(top_k=EXPERTS),
 }
-STORAGES: list[Storage] = ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "bf16", "fp32"]
+STORAGES: list[Storage] = ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "int4-g32", "bf16", "fp32"]
 
 
 @pytest.mark.one_in(3)
@@ -46,7 +46,7 @@ def test_output_and_gradients_equal_autograd_through_the_stock_experts(
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
-@pytest.mark.parametrize("plan", ["fused LoRA on some", "split LoRA on some"])
+@pytest.mark.parametrize("plan", ["fused LoRA on some", "split LoRA on some", "shared fused LoRA on some"])
 def test_products_that_add_low_rank_terms(plan: str, model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU whose products are Triton's: one operator multiplies by W and by the second factor."""
     monkeypatch.setattr(bank_module, "is_in_triton", lambda capability, dtype: capability == (8, 6))
@@ -60,15 +60,51 @@ def test_products_that_add_low_rank_terms(plan: str, model_type: str, monkeypatc
 
 
 @pytest.mark.parametrize("model_type", LAYOUTS)
-@pytest.mark.parametrize(("plan", "group"), [("fused LoRA on some", 3), ("trained, split LoRA, frozen", 1)])
-def test_bfloat16_rows_give_bfloat16_rows_and_factors_keep_float32(plan: str, group: int, model_type: str) -> None:
+@pytest.mark.parametrize("plan", ["frozen", "LoRA on all"])
+@pytest.mark.parametrize("routing", ["as it falls", "without some experts", "three choices"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_one_group_is_computed_without_counts_on_the_host(
+    model_type: str, plan: str, routing: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose kernels read where each expert's rows end: the bits are those of the same group with counts."""
+    bank, given = bank_of(model_type, plan, group=EXPERTS), ROUTINGS[routing]
+    bank.context = replace(bank.context, keep_rows={bank.layer} if keeps else (), capability=(9, 0))
+    called: list[int] = []
+    monkeypatch.setattr(bank.hooks, "count_rows", lambda layer, ids, count, read: called.append(layer) or read())
+    expected = run(bank, given)
+    assert called == [bank.layer]
+    monkeypatch.setattr(bank_module, "reads_ends", lambda *_: True)
+    found = run(bank, given)
+    assert called == [bank.layer]
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    nothing = run(bank, routed(tokens=0))
+    assert not any(gradient.any() for gradient in nothing.values())
+    bank.context = replace(bank.context, expert_memory=0)
+    run(bank, given)
+    assert called == [bank.layer] * 2
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+@pytest.mark.parametrize(
+    ("plan", "group", "factors"),
+    [
+        ("fused LoRA on some", 3, torch.float32),
+        ("trained, split LoRA, frozen", 1, torch.float32),
+        ("split LoRA on some", 2, torch.bfloat16),
+    ],
+)
+def test_bfloat16_rows_give_bfloat16_rows_and_factors_keep_their_dtype(
+    plan: str, group: int, factors: torch.dtype, model_type: str
+) -> None:
     bank = bank_of(model_type, plan, "bf16", torch.bfloat16, group=group)
+    assert bank.lora is not None
+    bank.lora.to(factors)
     x_TH, ids_TK, weights_TK = routed()
     found = run(bank, (x_TH.bfloat16(), ids_TK, weights_TK))
     assert found["y"].dtype == found["x"].dtype == torch.bfloat16
     assert found["weights"].dtype == torch.float32
     for name, parameter in bank.named_parameters():
-        assert found[name].dtype == parameter.dtype == (torch.float32 if "lora" in name else torch.bfloat16)
+        assert found[name].dtype == parameter.dtype == (factors if "lora" in name else torch.bfloat16)
     expected = reference(model_type, bank, (x_TH.bfloat16(), ids_TK, weights_TK))
     # rounding decides on which side of gpt-oss's clamps a value is, and so whether it has a gradient
     assert_close(found, expected, tolerance=5e-2 if model_type == "gpt_oss" else 3e-2)

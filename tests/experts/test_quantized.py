@@ -1,7 +1,5 @@
 """Every storage holds exactly what bitsandbytes (or a cast) makes of each matrix, in exactly the promised bytes."""
 
-from itertools import product
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +17,12 @@ STORAGES: list[tuple[Storage, bool]] = [
     ("fp8", False),
     ("nvfp4", False),
     ("mxfp4", False),
+    ("int4-g32", False),
+    ("int4-row", False),
+    ("int4-g128-order", False),
+    ("fp8-row", False),
+    ("fp8-tensor", False),
+    ("mxfp8", False),
     ("bf16", False),
     ("fp32", False),
 ]
@@ -37,10 +41,16 @@ def matrix_bytes(storage: Storage, double_quant: bool, shape: tuple[int, int]) -
             return weights + 4 * shape[0]
         case "fp8":
             return weights + 4 * -(-shape[0] // 128) * -(-shape[1] // 128)
+        case "fp8-row" | "fp8-tensor" | "mxfp8":
+            return weights + {"fp8-row": 4 * shape[0], "fp8-tensor": 4}.get(storage, shape[0] * -(-shape[1] // 32))
         case "nvfp4":
             return 9 * shape[0] * -(-shape[1] // 16) + 8
         case "mxfp4":
             return 17 * -(-weights // 32)
+        case "int4-g32" | "int4-row" | "int4-g128-order":
+            groups = {"int4-g32": -(-shape[1] // 32), "int4-row": 1, "int4-g128-order": -(-shape[1] // 128)}[storage]
+            order = 2 * shape[1] if storage.endswith("order") else 0
+            return shape[0] * (4 * -(-shape[1] // 8) + 2 * groups + -(-groups // 2)) + order + 1
         case _:
             return weights * DTYPES[storage].itemsize
 
@@ -73,7 +83,7 @@ def test_a_matrix_is_stored_alone_and_comes_back_from_a_state_dict(storage: Stor
 
 @pytest.mark.parametrize(
     ("storage", "double_quant"),
-    [*product(["nf4"], [True, False]), ("int8", True), ("fp8", True), ("nvfp4", True), ("mxfp4", True), ("bf16", True)],
+    [case for case in STORAGES if case[0] != "fp32"],
 )
 @pytest.mark.parametrize("shape", [(256, 64), (64, 256), (96, 32), (24, 20), (256, 192)])  # whole blocks, and not
 def test_matrices_dequantized_together_are_those_dequantized_apart(
@@ -97,7 +107,7 @@ def test_a_meta_stack_stores_nothing_and_another_shape_is_refused() -> None:
         QuantizedExperts(1, (6, 20), "fp32").quantize_(0, torch.zeros(20, 6))
 
 
-@pytest.mark.parametrize("storage", ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "bf16", "fp32"])
+@pytest.mark.parametrize("storage", ["nf4", "int8", "fp8", "nvfp4", "mxfp4", "int4-g32", "bf16", "fp32"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_quantized_linear_computes_with_its_weight_and_keeps_nothing(storage: Storage, bias: bool) -> None:
     plain = nn.Linear(20, 6, bias=bias)

@@ -23,7 +23,7 @@ from moetune.models.hub.fingerprint import Base, take_fingerprint
 from tests import small
 from tests.exporting import runs
 from tests.exporting.runs import tensors_of, write_run
-from tests.published import write_4bit, write_fp8, write_mxfp4, write_nvfp4
+from tests.published import write_4bit, write_floats, write_fp8, write_int4, write_mxfp4, write_nvfp4
 from tests.reference import run_config, token_ids
 from tests.resolved import build, train
 
@@ -31,6 +31,12 @@ ADAPT: dict[str, dict[str, Any]] = {
     "lora": {"lora": {"rank": 2, "alpha": 4, "targets": ["attention", "experts"]}, "router": "all"},
     "full": {"router": "all", "experts": {"layers": "1", "ids": [0, 3]}},
 }
+
+INT4 = {
+    "compressed-tensors": "int4-g32", "gptq": "int4-g32-order", "awq": "int4-g32", "auto-round": "int4-g32",
+}  # fmt: skip
+FLOATS = {"tensor": "fp8-tensor", "modelopt": "fp8-tensor", "row": "fp8-row", "mxfp8": "mxfp8", "deepseek_v4": "mxfp4"}
+"""Program that publishes INT4, and kind of 8-bit floats -> the value of `model.base` that keeps its toy."""
 
 
 def write(folder: Path) -> Path:
@@ -102,17 +108,23 @@ def test_a_merged_checkpoint_has_frozen_weights_as_transformers_unpacks_them(run
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
-    ("kind", "adapt"), [("4bit", "full"), ("4bit", "lora"), ("fp8", "full"), ("fp8", "both"), ("nvfp4", "both")]
+    ("kind", "adapt"),
+    [("4bit", "full"), ("4bit", "lora"), ("fp8", "full"), ("fp8", "both"), ("nvfp4", "both")]
+    + [(producer, "both") for producer in (*INT4, *FLOATS)],
 )
 def test_other_formats_are_exported_in_16_bits(kind: str, adapt: str, tmp_path: Path) -> None:
     """Frozen weights as the checkpoint's own unpacking gives them, and the stock model computes what was trained."""
     if kind == "4bit":
         base = write_4bit(tmp_path / "base", "mixtral", hidden_size=64)
+    elif kind in INT4:
+        base = write_int4(tmp_path / "base", kind)
+    elif kind in FLOATS:
+        base = write_floats(tmp_path / "base", kind)
     else:
         write = write_fp8 if kind == "fp8" else write_nvfp4
         base = write(tmp_path / "base", "qwen3_moe", hidden_size=64, moe_intermediate_size=64)
     run = write_run(tmp_path / "run", base, runs.ADAPT[adapt], storage="auto")
-    assert run.adapted.run.config.model.base == ("nf4" if kind == "4bit" else kind)
+    assert run.adapted.run.config.model.base == ("nf4" if kind == "4bit" else (INT4 | FLOATS).get(kind, kind))
     export(run.path, "merged", tmp_path / "merged")
     expected, found = open_checkpoint(base), tensors_of(tmp_path / "merged")
     assert found.keys() == expected.keys()

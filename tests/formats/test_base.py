@@ -10,12 +10,13 @@ from moetune.experts.quantized import QuantizedExperts
 from moetune.formats.table import FORMATS
 
 
-@pytest.mark.parametrize("storage", ["fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("storage", ["fp8", "fp8-row", "nvfp4", "mxfp4", "int4-g32"])
 def test_weights_of_a_quantized_matrix_keep_their_bytes(storage: Storage) -> None:
     """Of blocks whose largest code is not the largest that there is; and a weight that is too large has a new scale."""
     stack = QuantizedExperts(1, (130, 160), storage)
     stack.quantize_(0, torch.randn(130, 160) * torch.logspace(-3, 0, 130)[:, None])
-    stack.scales.copy_(stack.scales * 3 if storage == "fp8" else (stack.scales + 1).clamp(max=126))
+    most = 126 if stack.scales.dtype == torch.uint8 else 2**15 - 1
+    stack.scales.copy_(stack.scales * 3 if storage.startswith("fp8") else (stack.scales + 1).clamp(max=most))
     before = stack.matrix(0, torch.float32)
     data, scales = stack.data[0].clone(), stack.scales[0].clone()
 

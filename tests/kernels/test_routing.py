@@ -27,6 +27,6 @@ def test_the_gradient_is_that_of_autograd(normalized: bool) -> None:
 @pytest.mark.parametrize(("size", "count"), [(0, 4), (1, 1), (100, 5), (67, 300)])
 def test_sorting_is_stable_and_counts(size: int, count: int) -> None:
     numbers = torch.randint(0, count, (size,), generator=torch.Generator().manual_seed(0))
-    order, counts = kernels.sorted_positions(numbers, count)
+    order, ends = kernels.sorted_positions(numbers, count)
     assert torch.equal(order, torch.argsort(numbers, stable=True))
-    assert torch.equal(counts.long(), torch.bincount(numbers, minlength=count))
+    assert torch.equal(ends.long(), torch.bincount(numbers, minlength=count).cumsum(0))

@@ -84,10 +84,10 @@ def answering(*, compares: bool = False) -> Iterator[None]:
     listed, tolist, cpu, compared = context.listed, Tensor.tolist, Tensor.cpu, check.compared
     with_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
 
-    def balanced(counts: Tensor, rows: int) -> list[int]:
-        found = listed(counts, rows)
-        each, extra = divmod(rows, len(counts))
-        return [each + (number < extra) for number in range(len(counts))] if counts.is_cuda else found
+    def balanced(ends: Tensor, rows: int) -> list[int]:
+        found = listed(ends, rows)
+        each, extra = divmod(rows, len(ends))
+        return [each + (number < extra) for number in range(len(ends))] if ends.is_cuda else found
 
     def ones(self: Tensor) -> Any:
         listed = tolist(self)

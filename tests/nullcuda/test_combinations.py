@@ -20,7 +20,8 @@ from tests.toys import toy_config
 
 SAMPLE = 60
 REFUSED = {("bf16", "fp16"), ("fp32", "bf16"), ("fp32", "fp16")}
-STORAGES, DTYPES = ("nf4", "int8", "fp8", "nvfp4", "mxfp4", "bf16", "fp32"), ("bf16", "fp16", "fp32")
+STORAGES = ("nf4", "int8", "fp8", "nvfp4", "mxfp4", "int4-g128", "bf16", "fp32")
+DTYPES = ("bf16", "fp16", "fp32")
 CHECKPOINTING, RESIDENCES = ("none", "experts_only", "full", "offload"), ("gpu", "host")
 Case = tuple[str, str, str, str, str]
 

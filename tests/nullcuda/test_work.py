@@ -53,6 +53,7 @@ def test_a_step_asks_no_more_of_the_device(model: str, tmp_path: Path) -> None:
 LAYER_BOUNDS = {  # of a layer at full width and one micro-step: launches forward, backward, by major capability
     ("mixtral-8x7b", "0"): {8: (98, 178), 9: (98, 178)},
     ("qwen3-30b-a3b", "256MiB"): {8: (52, 106), 9: (60, 118)},
+    ("qwen3-30b-a3b", "1GiB"): {8: (40, 80), 9: (40, 80)},
 }
 
 
@@ -72,7 +73,7 @@ def test_a_layer_of_full_width_asks_no_more_of_the_device(model: str, expert_mem
     most_forward, most_backward = LAYER_BOUNDS[model, expert_memory][torch.cuda.get_device_capability()[0]]
     assert forward.launches <= most_forward, forward
     assert backward.launches <= most_backward, backward
-    assert forward.synchronizations + backward.synchronizations <= 2
+    assert forward.synchronizations + backward.synchronizations <= (0 if expert_memory == "1GiB" else 2)
     assert update.synchronizations == 0
 
 

@@ -12,6 +12,7 @@ from tests import small
 from tests.resolved import train, verify
 
 TWO = {"fsdp": 2}
+IN_BF16 = {"lora": {"rank": 2, "alpha": 4, "targets": ["attention"], "dtype": "bf16"}}
 
 
 def config_of(model: Path, data: Path, tmp_path: Path, parallel: dict[str, Any], **sections: Any) -> RunConfig:
@@ -38,6 +39,7 @@ def config_of(model: Path, data: Path, tmp_path: Path, parallel: dict[str, Any],
         ),
         ({"replicate": 2}, {"optimizer": {"name": "lomo"}, "train": {"accumulate": 1}}, "lomo .* fused_backward frees"),
         (TWO, {"optimizer": {"name": "adamw", "master_weights": "stochastic"}}, "master_weights: stochastic rounds"),
+        (TWO, {"adapt": IN_BF16}, r"stochastic rounds .* for none adapt\.lora\.dtype: fp32"),
         (TWO | {"ep": 2, "load": "none.json"}, {}, r"parallel\.load 'none\.json'"),
         (
             TWO | {"ep": 2},

@@ -21,6 +21,16 @@ def config(small_data: Path, tmp_path: Path) -> RunConfig:
     return small.run_config(model, small_data, tmp_path / "run", adapt=adapt, train=settings, data={"packing": True})
 
 
+def test_factors_in_bf16_and_shared_ones_are_predicted_to_the_byte(config: RunConfig) -> None:
+    lora = {"rank": 8, "alpha": 8, "targets": ["attention", "experts"]}
+    peaks = []
+    for more in ({}, {"dtype": "bf16"}, {"dtype": "bf16", "share": "outer"}):
+        outcome = verify(config.but(adapt={"lora": config.adapt.lora.model_validate(lora | more)}), 2)
+        assert outcome.predicted["peak_allocated"] == outcome.measured["peak_allocated"], more
+        peaks.append(outcome.measured["peak_allocated"])
+    assert peaks[2] < peaks[1] < peaks[0]
+
+
 def test_verify_replays_every_call(config: RunConfig) -> None:
     outcome = verify(config, 2)
     assert (outcome.routing, outcome.holds) == ("measured", True)

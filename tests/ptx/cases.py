@@ -16,6 +16,7 @@ GATES = ((False, 1.0, 0.0), (True, 1.0, 0.0), (True, 1.702, 1.5), (False, 1.702,
 OPERATORS = (
     "low_rank", "low_rank_gradients_", "gated", "gated_backward_", "gather_rows", "sum_rows_", "add_rows_",
     "dequantize_nf4", "dequantize_int8", "dequantize_fp8", "dequantize_nvfp4", "dequantize_mxfp4",
+    "dequantize_int4",
 )  # fmt: skip
 
 
@@ -119,7 +120,14 @@ def fp8(draw: Draw, matrices: int, rows: int, columns: int) -> Call:
     codes = torch.arange(256, dtype=torch.uint8).repeat(-(-matrices * rows * columns // 256))
     codes[(codes & 127) == 127] = 0  # not a number
     scales = draw.normal(matrices, -(-rows // 128), -(-columns // 128), dtype=torch.float32)
-    return "dequantize_fp8", [codes[: matrices * rows * columns].view(matrices, rows, columns), scales, draw.dtype]
+    codes = codes[: matrices * rows * columns].view(matrices, rows, columns)
+    powers = (torch.arange(matrices * rows * -(-columns // 32)) % 10 + 117).byte().view(matrices, rows, -1)
+    kinds = (scales, 128, 128), (scales[:, :1, :1].contiguous(), 0, 0), (powers, 1, 32)
+    return "dequantize_fp8", [
+        codes,
+        *draw.one_of((*kinds, (draw.normal(matrices, rows, 1, dtype=torch.float32), 1, 0))),
+        draw.dtype,
+    ]
 
 
 def nvfp4(draw: Draw, matrices: int, rows: int, columns: int) -> Call:
@@ -128,6 +136,19 @@ def nvfp4(draw: Draw, matrices: int, rows: int, columns: int) -> Call:
     scales = torch.arange(matrices * rows * wide).remainder(127).to(torch.uint8).view(matrices, rows, wide)
     fractions = draw.normal(matrices, 2, dtype=torch.float32).abs() / 1000
     return "dequantize_nvfp4", [codes, scales, fractions, columns, draw.dtype]
+
+
+def int4(draw: Draw, matrices: int, rows: int, columns: int, group: int, ordered: bool) -> Call:
+    """Scales in float16 and bfloat16 by turns."""
+    groups = -(-columns // (group or columns))
+    codes = torch.arange(matrices * rows * 4 * -(-columns // 8)).to(torch.uint8).view(matrices, rows, -1)
+    zeros = torch.arange(matrices * rows * -(-groups // 2)).mul(7).to(torch.uint8).view(matrices, rows, -1)
+    half = torch.arange(matrices).remainder(2).to(torch.uint8)
+    scales = draw.normal(matrices, rows, groups, dtype=torch.float32) / 100
+    in_half, in_bf16 = scales.half().view(torch.int16), scales.bfloat16().view(torch.int16)
+    bits = torch.where(half[:, None, None] == 1, in_half, in_bf16)
+    order = (draw.permutation(matrices * columns) % groups).short().view(matrices, columns) if ordered else None
+    return "dequantize_int4", [codes, bits, half, zeros, order, group, columns, draw.dtype]
 
 
 def mxfp4(draw: Draw) -> Call:
@@ -166,6 +187,10 @@ def case(seed: int) -> Call:
         return fp8(draw, *one_of(((1, 24, 20), (2, 33, 130), (1, 130, 256))))
     if name == "dequantize_nvfp4":
         return nvfp4(draw, *one_of(((2, 24, 32), (1, 33, 7), (3, 5, 272))))
+    if name == "dequantize_int4":
+        return int4(
+            draw, *one_of(((2, 24, 64, 32), (1, 33, 200, 64), (2, 5, 272, 128), (2, 17, 300, 0))), one_of((0, 1))
+        )
     if name == "dequantize_mxfp4":
         return mxfp4(draw)
     return rows(draw, name, min(count, 64), one_of((8, 40, 100, 1024, 1030, 2880, 4096)), one_of((1, 2, 4, 8)))

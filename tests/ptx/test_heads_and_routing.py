@@ -77,5 +77,5 @@ def test_without_tokens_nothing_is_launched() -> None:
     heads, angles = torch.zeros(1, 2, 0, 8), torch.zeros(1, 0, 8)
     with emulated(86) as driver:
         assert triton_rotary.rotate(heads, heads, angles, angles, None, None, 0.0)[0].shape == heads.shape
-        order, counts = triton_routing.sorted_positions(torch.zeros(0, dtype=torch.int64), 4)
-    assert (len(order), counts.tolist(), driver.launched) == (0, [0] * 4, [])
+        order, ends = triton_routing.sorted_positions(torch.zeros(0, dtype=torch.int64), 4)
+    assert (len(order), ends.tolist(), driver.launched) == (0, [0] * 4, [])

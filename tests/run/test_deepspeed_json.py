@@ -105,6 +105,10 @@ def test_a_json_that_is_not_there() -> None:
             {}, {"model": {"dtype": "bf16"}, "adapt": small.ADAPT["lora"], "optimizer": {"master_weights": "fp32"}},
             "DeepSpeed wants one dtype of all that trains",
         ),
+        (
+            {}, {"adapt": {"lora": small.ADAPT["lora"]["lora"] | {"dtype": "bf16"}}},
+            "adapt.lora.dtype: bf16: not tried with DeepSpeed; set fp32",
+        ),
         ({}, {"train": {"max_grad_value": 1.0}}, "use train.max_grad_norm"),
         ({}, {"optimizer": {"name": "adamw8bit"}}, "optimizer.name adamw8bit"),
         ({}, {"optimizer": {"name": "lomo"}, "train": {"accumulate": 1}}, "optimizer.fused_backward"),

@@ -59,6 +59,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"train": {"checkpointing": {"attention": "all"}}, "model": {"attention": "eager"}},
         r"train\.checkpointing\.attention: eager attention has no kernel",
     ),
+    "factors to share, and none of experts": (
+        {"adapt": {"lora": {"rank": 2, "alpha": 4, "targets": ["attention"], "share": "outer"}}},
+        r"adapt\.lora\.share: outer is about factors of experts",
+    ),
+    "factors that experts on several ranks share": (
+        {
+            "adapt": {"lora": {"rank": 2, "alpha": 4, "share": "outer"}},
+            "parallel": {"fsdp": 2, "ep": 2},
+            "hardware": {"count": 2},
+        },
+        r"adapt\.lora\.share: outer: parallel\.ep: 2",
+    ),
     "weights that are gathered too late": (
         {
             "adapt": {"lora": {"rank": 2, "alpha": 4, "targets": ["router"]}},
@@ -85,9 +97,9 @@ def test_router_losses_of_a_dense_model(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_in_a_format_that_is_not_read_is_refused_unless_its_weights_are_drawn(tmp_path: Path) -> None:
-    config = toy_config("mixtral").to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    config = toy_config("mixtral").to_dict() | {"quantization_config": {"quant_method": "aqlm"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"already quantized \(gptq\).* or a bf16 checkpoint"):
+    with pytest.raises(UserError, match=r"already quantized \(aqlm\).* or a bf16 checkpoint"):
         resolve(config_of(tmp_path, {"router": "all"}), "cuda")
     drawn = resolve(config_of(tmp_path, {"router": "all"}, model={"weights": "random"}), "cuda")
     assert drawn.config.model.base == "nf4"

@@ -179,6 +179,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "factors in bf16": (
+        "lora",
+        {
+            "adapt": {"lora": small.ADAPT["lora"]["lora"] | {"dtype": "bf16"}},
+            "optimizer": {"name": "adamw8bit", "lr": 1.0e-3},
+        },
+    ),
     "float16": (
         "experts",
         {"model": {"dtype": "fp16"}, "optimizer": {"name": "lomo", "lr": 0.1}, "train": {"accumulate": 1}},

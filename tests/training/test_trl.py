@@ -305,7 +305,7 @@ def test_optimizers_that_trl_has_not(optimizer: dict[str, Any], named: str, toys
 
 def test_settings_that_trl_would_ignore_are_refused_together(toys: Callable[[str], Path]) -> None:
     optimizer = {"name": "ademamix8bit", "betas": [0.8, 0.9, 0.9999]}
-    lora = {"lora": ADAPT["lora"]["lora"] | {"lr_ratio": 4.0}}
+    lora = {"lora": ADAPT["lora"]["lora"] | {"lr_ratio": 4.0, "dtype": "bf16"}}
     arguments = trl_arguments(resolve(a_run(toys("mixtral"), ADAPT["lora"], optimizer=optimizer), "cpu"), "dpo")
     assert (arguments["adam_beta1"], arguments["adam_beta2"]) == (0.8, 0.9)
     train = {"max_grad_value": 0.5, "on_nonfinite": "skip", "router_z_loss": 0.1}
@@ -315,6 +315,7 @@ def test_settings_that_trl_would_ignore_are_refused_together(toys: Callable[[str
         trl_arguments(resolve(run, "cpu"), "dpo")
     for setting in (
         "train.max_grad_value: 0.5", "train.on_nonfinite: skip", "train.router_z_loss: 0.1", "adapt.lora.lr_ratio: 4",
+        "the stochastic rounding of adapt.lora.dtype: bf16",
         "model.dtype: fp16", "optimizer.betas, 0.99",
     ):  # fmt: skip
         assert setting in str(refused.value)

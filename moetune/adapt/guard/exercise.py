@@ -38,7 +38,8 @@ class BankSizes:
     """Properties of an expert layer that decide its calls of operators, apart from the number of token rows.
 
     Attributes:
-        lora: ids of the experts with LoRA; `rank` and `split` are as in `LoraPlan`.
+        lora: ids of the experts with LoRA; `rank` and `split` are as in `LoraPlan`, `lora_dtype` is its `dtype`, and
+            `share` is "outer" where they are shared.
         trained: number of experts that train in full, the last ones; all others are frozen without LoRA.
         storage, double_quant: as in `ExpertBank`.
         dtype: dtype of token rows.
@@ -59,6 +60,8 @@ class BankSizes:
     expert_memory: int
     split_gate_up: bool
     gate: tuple[float, float] | None
+    lora_dtype: str = "fp32"
+    share: str = "none"
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> None:
         """Build a bank of these sizes with random weights, and run it forward and backward twice.
@@ -84,7 +87,9 @@ class BankSizes:
     def _bank(self, device: torch.device) -> ExpertBank:
         shape, count, lora = self.shape, self.shape.num_experts, None
         if self.lora:
-            lora = LoraPlan(self.lora, self.rank, alpha=self.rank / 2, split=self.split)
+            lora = LoraPlan(
+                self.lora, self.rank, self.rank / 2, self.split, DTYPES[self.lora_dtype], self.share == "outer"
+            )
         plan = BankPlan(tuple(range(count - self.trained, count)), lora)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         context = ExpertContext(self.expert_memory, split_gate_up=self.split_gate_up, capability=capability)
@@ -119,7 +124,7 @@ class LinearSizes:
         storage: precision of the frozen weight.
         double_quant: whether NF4's scales are quantized.
         dtype: dtype of token rows.
-        rank: rank of LoRA's factors; 0 without LoRA.
+        rank: rank of LoRA's factors, of `lora_dtype`; 0 without LoRA.
     """
 
     inputs: int
@@ -128,6 +133,7 @@ class LinearSizes:
     double_quant: bool
     dtype: str
     rank: int
+    lora_dtype: str = "fp32"
 
     def exercise(self, device: torch.device, tokens: int = TOKENS) -> None:
         """Build a layer of these sizes with random weights, and run it forward and backward.
@@ -136,8 +142,8 @@ class LinearSizes:
         """
         base = self._base(device)
         if self.rank:
-            A = nn.Linear(self.inputs, self.rank, bias=False, device=device)
-            B = nn.Linear(self.rank, self.outputs, bias=False, device=device)
+            like = {"bias": False, "dtype": DTYPES[self.lora_dtype], "device": device}
+            A, B = nn.Linear(self.inputs, self.rank, **like), nn.Linear(self.rank, self.outputs, **like)
         for needs_gradient in (True, False) if self.rank else (True,):
             x = torch.randn(tokens, self.inputs, dtype=DTYPES[self.dtype], device=device)
             with torch.enable_grad():
@@ -235,6 +241,8 @@ def bank_samples(dtype: str, *, hidden: int = 192, intermediate: int = 144, rank
         replace(clamped, storage="fp8"),
         replace(plain, storage="nvfp4"),
         replace(plain, storage="mxfp4"),
+        replace(some, lora_dtype="bf16", share="outer"),
+        replace(clamped, split=False, share="outer"),
     )
 
 
@@ -291,6 +299,8 @@ def _bank_of(run: ResolvedRun, layer: MoeLayer, gate: tuple[float, float] | None
         expert_memory=run.expert_memory,
         split_gate_up=run.model.gate_up_apart,
         gate=gate,
+        lora_dtype="fp32" if lora is None else lora.dtype,
+        share="none" if lora is None else lora.share,
     )
 
 
@@ -322,7 +332,8 @@ def _linears_of(run: ResolvedRun) -> Iterator[LinearSizes]:
             storage = model.base if is_quantized else model.dtype
             rank = selection.ranks[path] if path in with_lora else 0
             sizes = linear.in_features, linear.out_features
-            yield LinearSizes(*sizes, storage, model.double_quant, model.dtype, rank)
+            lora_dtype = "fp32" if selection.lora is None else selection.lora.dtype
+            yield LinearSizes(*sizes, storage, model.double_quant, model.dtype, rank, lora_dtype)
 
 
 def _heads_of(run: ResolvedRun) -> Iterator[HeadSizes]:

@@ -25,9 +25,6 @@ FEW_ROWS = 1536
 bitsandbytes may then multiply 4-bit weights directly; for more rows it would dequantize them, in three launches.
 """
 
-_ONE = (None, None)
-"""Index that adds the axes [experts, parts] of size 1, which the kernels expect, to a factor."""
-
 
 def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float) -> Tensor | None:
     """Return base(x) + scale·B(A(x)), [..., q], as one autograd function; gradients flow to x, A and B.
@@ -41,12 +38,24 @@ def adapted(base: nn.Module, x: Tensor, A: nn.Module, B: nn.Module, scale: float
         A, B: linear layers with the factors [r, p] and [q, r].
         scale: LoRA's factor s.
     """
-    if type(base) not in (nn.Linear, Linear4bit, QuantizedLinear) or any(p.requires_grad for p in base.parameters()):
+    kind, bias, weights = type(base), base.bias, [A.weight, B.weight]
+    if kind not in (nn.Linear, Linear4bit, QuantizedLinear) or (bias is not None and bias.requires_grad):
         return None
-    for module in (base, A, B):
-        if isinstance(module.weight, DTensor) or module._forward_hooks or module._forward_pre_hooks:
+    if kind is not QuantizedLinear:  # whose weight never trains
+        weights.append(base.weight)
+        if weights[2].requires_grad:
             return None
-    return _AdaptedLinear.apply(base, x, A.weight, B.weight, scale)
+    for module in (base, A, B):
+        if module._forward_hooks or module._forward_pre_hooks:
+            return None
+    if any(isinstance(weight, DTensor) for weight in weights):
+        return None
+    return _AdaptedLinear.apply(base, x, weights[0], weights[1], scale)
+
+
+def _alone(factor: Tensor) -> Tensor:
+    """Return a view of a factor with the axes [experts, parts] of size 1, which the kernels expect."""
+    return factor.view(1, 1, *factor.shape)
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -60,7 +69,7 @@ class _AdaptedLinear(torch.autograd.Function):
             bias = None if base.bias is None else base.bias.to(x.dtype)
             out = nn.functional.linear(x, dequantized(base, x.dtype), bias)
         out_Nq = out.flatten(0, -2)
-        xA_Nr = kernels.low_rank(x_Np, A_rp[_ONE], B_qr[_ONE], out_Nq, out_Nq, None, [x_Np.shape[0]], scale)
+        xA_Nr = kernels.low_rank(x_Np, _alone(A_rp), _alone(B_qr), out_Nq, out_Nq, None, [len(x_Np)], scale)
         ctx.save_for_backward(x, A_rp, B_qr, xA_Nr)
         return out
 
@@ -69,13 +78,13 @@ class _AdaptedLinear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, A_rp, B_qr, xA_Nr = ctx.saved_tensors
         x_Np, dout_Nq = x.flatten(0, -2), dout.flatten(0, -2)
-        rows: Any = None, [x_Np.shape[0]]
+        rows: Any = None, [len(x_Np)]
         dx_Np = dout_Nq @ dequantized(ctx.base, dout.dtype) if ctx.needs_input_grad[1] else None
-        first, second = (None, None) if dx_Np is None else (A_rp.mT[_ONE], dx_Np)
-        dout_B_Nr = kernels.low_rank(dout_Nq, B_qr.mT[_ONE], first, second, second, *rows, ctx.scale)
+        first, second = (None, None) if dx_Np is None else (_alone(A_rp).mT, dx_Np)
+        dout_B_Nr = kernels.low_rank(dout_Nq, _alone(B_qr).mT, first, second, second, *rows, ctx.scale)
         dA_rp, dB_qr = torch.empty_like(A_rp), torch.empty_like(B_qr)
         kernels.low_rank_gradients_(
-            dout_B_Nr, x_Np, xA_Nr, dout_Nq, dA_rp[_ONE], dB_qr[_ONE], None, None, *rows, ctx.scale
+            dout_B_Nr, x_Np, xA_Nr, dout_Nq, _alone(dA_rp), _alone(dB_qr), None, None, *rows, ctx.scale
         )
         return None, None if dx_Np is None else dx_Np.view(x.shape), dA_rp, dB_qr, None
 
@@ -87,9 +96,13 @@ def dequantized(linear: Any, dtype: torch.dtype) -> Tensor:
         return linear.stack.matrix(0, dtype)
     if not isinstance(linear, Linear4bit):
         return linear.weight.to(dtype)
-    state: Any = getattr(linear.weight, "quant_state", None) or linear.quant_state
-    nested: Any = (None, None, None)
-    if state.nested:
-        nested = state.state2.absmax[None], state.state2.code, state.offset.view(1)
-    data = linear.weight.view(1, -1)
-    return dequantize_nf4(data, state.absmax[None], *nested, state.shape.numel(), dtype).view(state.shape)
+    weight = linear.weight
+    state: Any = getattr(weight, "quant_state", None) or linear.quant_state
+    device, stored = getattr(state, "as_stack", (None, ()))
+    if device != weight.device:  # views, which are made once for each device
+        nested: Any = (None, None, None)
+        if state.nested:
+            nested = state.state2.absmax[None], state.state2.code, state.offset.view(1)
+        stored = weight.data.view(1, -1), state.absmax[None], *nested, state.shape.numel()
+        state.as_stack = weight.device, stored
+    return dequantize_nf4(*stored, dtype).view(state.shape)

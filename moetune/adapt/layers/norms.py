@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from moetune.compat.torch import is_observed
 from moetune.compat.transformers import is_rms_norm
 
 _library = torch.library.Library("moetune", "FRAGMENT")
@@ -42,14 +43,16 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out, rstd = torch.ops.moetune.rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, rstd, weight)
+        out, rstd = (torch.ops.moetune.rms_norm.default if is_observed(x) else _norm)(x, weight, eps)
+        ctx.save_for_backward(x, rstd)
+        ctx.weight = weight  # frozen; checkpointing takes as long as a launch for each tensor that is saved
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return torch.ops.moetune.rms_norm_backward(dy.contiguous(), *ctx.saved_tensors), None, None
+        backward = torch.ops.moetune.rms_norm_backward.default if is_observed(dy) else _norm_backward
+        return backward(dy.contiguous(), *ctx.saved_tensors, ctx.weight), None, None
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -115,11 +115,11 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-        *_, q_weight, _, ctx.eps = given
-        ctx.save_for_backward(*((None, None) if q_weight is None else (q, k)), *given[:-1])
+        cos, sin, *ctx.weights, ctx.eps = given  # weights that train are not fused
+        ctx.save_for_backward(*((None, None) if ctx.weights[0] is None else (q, k)), cos, sin)
         return kernels.rotate(q, k, *given)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-        return *kernels.rotate_backward(dq, dk, *ctx.saved_tensors, ctx.eps), None, None, None, None, None
+        return *kernels.rotate_backward(dq, dk, *ctx.saved_tensors, *ctx.weights, ctx.eps), None, None, None, None, None

@@ -121,8 +121,15 @@ class _Matching:
                 f"{where}: gate and up share factors; set adapt.lora.gate_up: fused, rank: {factors.rank} and alpha: "
                 f"{plain_number(factors.rank * lora.scale)}"
             )
-        else:
-            self._take(where, names, factors.A[chosen].unflatten(1, (parts, -1)), B_parts)
+            return
+        A_parts = factors.A[chosen].unflatten(1, (parts, -1))
+        shared = {name: f"{projection}_{name}" in lora.shared for name in "AB"}
+        for name, of_experts in (("A", A_parts), ("B", B_parts)):
+            if shared[name] and not of_experts.equal(of_experts[:1].expand_as(of_experts)):
+                self.problems.append(f"{where}: experts have an {name} each, not one; set adapt.lora.share: none")
+                return
+        A, B = A_parts[:1] if shared["A"] else A_parts, B_parts[:1] if shared["B"] else B_parts
+        self._take(where, names, A, B)
 
     def _take(self, where: str, names: dict[str, str], A: Tensor, B: Tensor) -> None:
         """Take factors, `A` [..., r, in] and `B` [..., out, r], filled up to the ranks that the model has."""

@@ -15,6 +15,7 @@ from moetune.compat.transformers import unmatched_keys
 from moetune.errors import UserError, first_of, reading
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.published import SAVE_AGAIN
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.moe import MoeLayer
 from moetune.run.names import stacks
@@ -64,7 +65,9 @@ class CheckpointReader:
                 f"and there are {held:,}"
             )
         with reading(f"the weights of {name!r} in {str(folder)!r}"):
-            refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name)
+            is_half_packed = any(key.endswith(("_blocks", "_scale_inv")) for key in self._stored)
+            remedy = SAVE_AGAIN if is_half_packed else ""
+            refuse_misfit([*self._problems(plain)], f"the weights in {str(folder)!r}", name, remedy)
 
     def read_all(self, model: PreTrainedModel) -> None:
         """Read all weights into `model`, that of the `LoadTarget`, and replace its experts by banks."""
@@ -90,10 +93,10 @@ class CheckpointReader:
 
     def read_rest(self, model: PreTrainedModel) -> None:
         """Read all tensors other than the experts, tie weights, and compute buffers that no checkpoint contains."""
-        experts = {f"{path}.{stack}" for path, layer in self._target.layers.items() for stack in stacks(layer)}
+        held = model.state_dict().keys()  # experts are in banks now, and of a pipeline this rank holds some layers
         for name, mapping in self._mappings.items():
             path = name.removesuffix(".weight")
-            if name in experts or name not in self._names:
+            if name not in held or name not in self._names:
                 continue
             stored = self._stored[mapping.every_key()[0]]
             if path not in self._target.linears or path == name:
@@ -102,7 +105,7 @@ class CheckpointReader:
                 self._target.put_quantized_linear(path, stored)
             else:
                 self._target.put_linear(path, mapping.to_model(self._read))
-        model.tie_weights(missing_keys=set(self._missing), recompute_mapping=False)
+        model.tie_weights(missing_keys=self._missing & held, recompute_mapping=False)
         realize_buffers(model, self._target.device)
 
     def _read_apart(self, path: str, stack: str, mapping: KeyMapping) -> None:
@@ -148,6 +151,7 @@ class CheckpointReader:
 
     def _problems(self, plain: PreTrainedModel) -> Iterator[str]:
         """Yield a line for each tensor that is missing, unexpected, or has another shape or dtype than the model's."""
+        yield from self._unlike_others()
         state = plain.state_dict()
         unmapped = self._stored.keys() - {key for mapping in self._mappings.values() for key in mapping.every_key()}
         too_many = unmapped | (self._mappings.keys() - self._names)
@@ -170,6 +174,8 @@ class CheckpointReader:
                     for key, kind in types.items()
                     if kind not in WEIGHTS
                 )
+            if mapping.has_experts_apart and name not in of_experts:
+                continue  # of a layer on another rank, which checks it
             if name in of_experts and mapping.has_experts_apart:
                 yield from self._misfits_apart(of_experts[name], mapping, [1, *there.shape[1:]])
                 continue
@@ -179,6 +185,25 @@ class CheckpointReader:
                 yield f"{name} is {found}, not {[*there.shape]}, and [experts, in, out] is gpt-oss' layout of MXFP4"
             elif found != [*there.shape]:
                 yield f"{name} is {found}, not {[*there.shape]}"
+
+    def _unlike_others(self) -> Iterator[str]:
+        """Yield a line for each matrix that is stored otherwise than a checkpoint that `model.base` keeps says."""
+        format = self._target.format
+        if not format.is_read_apart or not any(self._is_kept(stored, stored.shape) for stored in self._stored.values()):
+            return
+        experts = {f"{path}.{stack}" for path, layer in self._target.layers.items() for stack in stacks(layer)}
+        linears = {f"{path}.weight" for path in self._target.linears}
+        for name, mapping in self._mappings.items():
+            if not (mapping.has_experts_apart if name in experts else name in linears and mapping.conversion is None):
+                continue
+            for key in mapping.every_key():
+                stored = self._stored[key]
+                if len(stored.shape) == 2 and not self._is_kept(stored, stored.shape):
+                    kind = "in another layout" if isinstance(stored, Quantized) else stored.dtype
+                    yield (
+                        f"{key} is {kind} and others are {format.name}, from which config.json does not except it; set "
+                        "model.base: nf4 to quantize all anew"
+                    )
 
     def _misfits_apart(self, layer: MoeLayer, mapping: KeyMapping, expected: list[int]) -> Iterator[str]:
         name, count = mapping.parameter, layer.shape.num_experts
@@ -233,8 +258,9 @@ def finish_reading(model: PreTrainedModel, folder: Path) -> None:
     model.eval()
 
 
-def refuse_misfit(wrong: Collection[str], what: str, model: str) -> None:
+def refuse_misfit(wrong: Collection[str], what: str, model: str, remedy: str = "") -> None:
     """Raise `UserError` if `wrong`, descriptions of tensors that do not fit, is not empty; the message lists the first
-    ten. `what` names the weights in it, in the plural."""
+    ten, and ends with `remedy`. `what` names the weights in it, in the plural."""
     if wrong:
-        raise UserError(f"{what} do not fit {model!r}: {'; '.join(first_of(sorted(wrong)))}")
+        told = [*first_of(sorted(wrong)), *filter(None, [remedy])]
+        raise UserError(f"{what} do not fit {model!r}: {'; '.join(told)}")

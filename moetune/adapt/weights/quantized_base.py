@@ -33,6 +33,7 @@ from moetune.models.hub.fingerprint import Fingerprint, digesting
 from moetune.models.hub.key_mapping import KeyMapping, key_mappings
 from moetune.models.hub.snapshot import QUANTIZED_MANIFEST, copy_small_file, small_files
 from moetune.models.source_quantization import REST, QuantizedManifest
+from moetune.models.stack import LeftOut, OnOtherRank
 from moetune.models.structure import tied_names
 from moetune.parallel.ranks import Ranks
 from moetune.run.resolve import ResolvedModel, ResolvedRun
@@ -219,6 +220,7 @@ def _fill(
 ) -> None:
     model = target.model
     unread = set(model.state_dict())
+    elsewhere = tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, LeftOut | OnOtherRank))
     files = [folder / name for name in sorted(manifest.files)]
     size, done = sum(file.stat().st_size for file in files), 0
     in_4bit: dict[str, dict[str, Tensor]] = {}
@@ -226,6 +228,8 @@ def _fill(
         with reading(repr(str(file)), remedy=_AGAIN):
             with safe_open(file, "pt", device="cpu") as opened:
                 for name in opened.keys():  # noqa: SIM118 (no dict)
+                    if name.startswith(elsewhere):
+                        continue
                     unread.discard(name)
                     path, _, state = name.rpartition(".weight")
                     tensor = finite(_read_held(opened, name, target), name, file)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from moetune.compat.bitsandbytes import Linear4bit, Params4bit
 from moetune.compat.transformers import activation_of, dtypes_kept
 from moetune.config.resolved import ResolvedModelConfig
-from moetune.experts.bank import BankPlan, ExpertBank, LoraPlan
+from moetune.experts.bank import BankPlan, ExpertBank, ExpertLora, LoraPlan
 from moetune.experts.context import ExpertContext
 from moetune.experts.host import stays_on_host
 from moetune.experts.quantized import QuantizedLinear
@@ -38,7 +38,7 @@ class LoadTarget:
     `stack` is transformers' name of the parameter that holds a layer's experts, such as `gate_up_proj`.
 
     Args:
-        selection: what trains.
+        structure, selection: the structure of the whole model, and what trains; of a pipeline `model` may lack layers.
         config: precision of the weights, and the memory that holds the experts.
         linears: paths of the linear layers that are stored in the precision `model.base`.
         device: where weights are put.
@@ -67,33 +67,36 @@ class LoadTarget:
     ) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, DTYPES[config.dtype]
         self.format = format_of(config.base, config.double_quant)
-        self.layers = {layer.experts: layer for layer in structure.moe_layers}
+        here, self._moe_layers = dict(model.named_modules()), structure.moe_layers
+        self.layers = {layer.experts: layer for layer in structure.moe_layers if layer.experts in here}
         self.linears = dict.fromkeys(linears)
         self.banks: dict[str, ExpertBank] = {}
         self._selection, self._context, self._placement = selection, context, placement
         self._on_read, self._read = on_read, 0
-        self._all = sum(part.numel for part in structure.parameters)
+        self._all = sum(parameter.numel() for parameter in model.parameters())
         self._kept_dtypes = dtypes_kept(model, self.dtype)
 
     # --- Experts ----------------------------------------------------------------------------------------------------
 
     def make_banks(self) -> None:
-        """Create the banks of all layers first, so that temporary tensors leave no gaps between them in memory."""
-        for path in self.layers:
-            self.bank(path)
+        """Create the banks of all layers first, so that temporary tensors leave no gaps between them in memory.
+
+        For layers on other ranks of a pipeline the initial LoRA factors are drawn and dropped, so that those of a layer
+        do not depend on the rank that holds it.
+        """
+        for layer in self._moe_layers:
+            if layer.experts in self.layers:
+                self.bank(layer.experts)
+            elif (plan := self._lora_plan(layer)) is not None:
+                ExpertLora(plan, (), layer.shape, layer.shape.gate_up_rows, self.device)
 
     def bank(self, path: str) -> ExpertBank:
         """Return the bank with the experts of one layer that this rank holds; create it if there is none."""
         if path not in self.banks:
-            layer, selection = self.layers[path], self._selection
-            lora, ids = selection.lora, selection.lora_experts.get(layer.index, ())
-            plan = None
-            if lora is not None and ids:
-                rank = selection.ranks[path]
-                plan = LoraPlan(ids, rank, lora.plain_alpha(rank), split=lora.gate_up == "split")
+            layer, plan = self.layers[path], self._lora_plan(self.layers[path])
             self.banks[path] = ExpertBank(
                 layer.shape,
-                BankPlan(selection.experts.get(layer.index, ()), plan),
+                BankPlan(self._selection.experts.get(layer.index, ()), plan),
                 activation_of(self.model.get_submodule(path), has_gate=layer.shape.has_gate),
                 storage=self.config.base,
                 double_quant=self.config.double_quant,
@@ -104,6 +107,16 @@ class LoadTarget:
                 context=self._context,
             )
         return self.banks[path]
+
+    def _lora_plan(self, layer: MoeLayer) -> LoraPlan | None:
+        """Return which experts of a layer get LoRA, and how; None if none does."""
+        selection = self._selection
+        lora, ids = selection.lora, selection.lora_experts.get(layer.index, ())
+        if lora is None or not ids:
+            return None
+        rank = selection.ranks[layer.experts]
+        split, shared = lora.gate_up == "split", lora.share == "outer"
+        return LoraPlan(ids, rank, lora.plain_alpha(rank), split, DTYPES[lora.dtype], shared)
 
     def put_expert(self, path: str, stack: str, expert: int, weight: Tensor) -> None:
         """Store one expert's matrix or bias, a matrix quantized unless the expert trains. `weight` is the expert's

@@ -110,6 +110,8 @@ class LoraConfig(Section):
         layers: layers that get factors.
         ids: experts that get factors, if `targets` includes `experts`.
         gate_up: `fused` shares one A between an expert's gate and up projections; `split` gives each its own.
+        share: `outer` gives all experts of a layer one A of gate_up and one B of down, as SGLang serves them.
+        dtype: in what factors and their gradients are stored. Updates of bf16 are rounded stochastically.
     """
 
     rank: LoraRank
@@ -121,6 +123,8 @@ class LoraConfig(Section):
     layers: Ids = "all"
     ids: IdsOrChoice = "all"
     gate_up: Literal["fused", "split"] = "fused"
+    share: Literal["none", "outer"] = "none"
+    dtype: Literal["fp32", "bf16"] = "fp32"
 
     @model_validator(mode="after")
     def _a_rank_for_each_target(self) -> "LoraConfig":

@@ -8,7 +8,10 @@ from moetune.config.fields import FilePath
 from moetune.config.schema.section import Section
 from moetune.errors import UserError
 
-QuantizedDtype = Literal["nf4", "int8", "fp8", "nvfp4", "mxfp4"]
+Int4Name = Literal[
+    "int4-g32", "int4-g64", "int4-g128", "int4-row", "int4-g32-order", "int4-g64-order", "int4-g128-order"
+]
+QuantizedDtype = Literal["nf4", "int8", "fp8", "fp8-row", "fp8-tensor", "mxfp8", "nvfp4", "mxfp4", Int4Name]
 Storage = Literal[QuantizedDtype, "bf16", "fp32"]
 
 
@@ -19,7 +22,7 @@ class ModelConfig(Section):
         path: a catalog name, a local folder in hub format, or a hub id.
         weights: read the published weights, or draw random ones.
         base: precision in which frozen weights are stored; `auto` keeps the format of checkpoints in NF4, MXFP4,
-            NVFP4 or FP8 and of quantized bases, and is nf4 for all others.
+            NVFP4, FP8 or INT4 and of quantized bases, and is nf4 for all others.
         double_quant: with nf4, store the scales in 8 bits.
         dtype: dtype of compute and of trained weights; `auto` is bf16 on a GPU and fp32 on a CPU.
         attention: the attention implementation, by transformers' name; `auto` is sdpa if it computes the model's

@@ -1,10 +1,10 @@
 """`parallel:` and `hardware:` of a run file: ranks, and the GPUs that memory is predicted for."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
 
-from moetune.config.fields import FilePath, HostSize, Positive, Size, Text
+from moetune.config.fields import FilePath, HostSize, Positive, Size, Text, parse_stages
 from moetune.config.schema.section import Section
 
 
@@ -17,7 +17,10 @@ class ParallelConfig(Section):
         ep: number of ranks that each layer's experts are divided over, out of the replicate · fsdp · tp ranks; adds no
             rank.
         tp: ranks that split the matrices of attention, and read the same data.
-        pp: pipeline stages; more than 1 is refused.
+        pp: ranks that divide the decoder layers among them, and read the same data: the stages of a pipeline.
+        schedule: order of the stages' forward and backward passes. With `interleaved1f1b` a rank has several stages.
+        stages: first and last decoder layer of each stage, such as ((0, 13), (14, 31)); `auto` divides them evenly by
+            the memory that ranks need.
         replicate: groups of `fsdp` ranks, each with a copy of the model; they read different data.
         zero: what is sharded over `fsdp` ranks: 1 optimizer states, 2 also gradients, 3 also weights.
         reshard: with `zero: 3`, free gathered weights between forward and backward.
@@ -33,6 +36,8 @@ class ParallelConfig(Section):
     ep: Size = 1
     tp: Size = 1
     pp: Size = 1
+    schedule: Literal["1f1b", "gpipe", "interleaved1f1b"] = "1f1b"
+    stages: Literal["auto"] | Annotated[tuple[tuple[int, int], ...], BeforeValidator(parse_stages)] = "auto"
     replicate: Size = 1
     zero: Literal[1, 2, 3] = 3
     reshard: bool = True

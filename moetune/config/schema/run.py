@@ -50,10 +50,20 @@ class RunConfig(Section):
 
     @property
     def optimizers(self) -> dict[Part, OptimizerConfig]:
-        """Part -> its optimizer; parts without an optimizer are left out."""
+        """Part -> its optimizer; parts without an optimizer are left out.
+
+        LoRA factors in bf16 are rounded stochastically unless they have float32 copies: an update is a fraction of `lr`
+        and most are below half a step of bf16.
+        """
         if isinstance(self.optimizer, OptimizerConfig):
-            return dict.fromkeys(PARTS, self.optimizer)
-        return {part: optimizer for part in PARTS if (optimizer := getattr(self.optimizer, part)) is not None}
+            by_part = dict.fromkeys(PARTS, self.optimizer)
+        else:
+            by_part = {part: given for part in PARTS if (given := getattr(self.optimizer, part)) is not None}
+        factors = by_part.get("lora")
+        in_bf16 = self.adapt.lora is not None and self.adapt.lora.dtype == "bf16"
+        if factors is not None and in_bf16 and factors.master_weights == "none" and not factors.offload:
+            by_part["lora"] = factors.but(master_weights="stochastic")
+        return by_part
 
     @model_validator(mode="after")
     def _fused_steps_are_single(self) -> "RunConfig":

@@ -1,7 +1,7 @@
-"""`write_peft` and `write_vllm`: export LoRA, and fully trained modules, as an adapter.
+"""`write_peft` and `write_for_server`: export LoRA, and fully trained modules, as an adapter.
 
 The layouts are those of `moetune.adapters.write`: `PeftModel.from_pretrained` loads the one for PEFT, and
-`vllm serve BASE --enable-lora --lora-modules NAME=DIR` the other.
+`vllm serve BASE --enable-lora --lora-modules NAME=DIR` or SGLang the others.
 """
 
 import copy
@@ -53,24 +53,26 @@ def write_peft(run: FinishedRun, out: Path) -> Written:
     return _write(adapter, base, "peft", out, original or source.name)
 
 
-def write_vllm(run: FinishedRun, out: Path) -> Written:
-    """Write the LoRA factors of a run as an adapter for vLLM into the folder `out`: tensors named as in the base
-    checkpoint, one rank, one scale.
+def write_for_server(program: str, run: FinishedRun, out: Path) -> Written:
+    """Write the LoRA factors of a run as an adapter for vLLM or SGLang, as `program` says, into the folder `out`:
+    tensors named as in the base checkpoint, one rank, one scale.
 
     Raises:
         UserError: the run has no LoRA, or also trains parameters in full precision; the base is missing or has changed;
-            or vLLM has no name for a parameter with LoRA in the form in which the base checkpoint stores it.
+            or the program has no name for a parameter with LoRA in the form in which the base checkpoint stores it.
     """
     selection = run.adapted.selection
     if run.config.adapt.lora is None:
         raise UserError(f"{run} has no adapt.lora, so there is no adapter; use --format merged")
     if selection.full or selection.experts:
         what = min(selection.full) if selection.full else "whole experts"
-        raise UserError(f"{run} trains {what} beside LoRA, and vLLM's adapters hold factors only; use --format merged")
+        raise UserError(
+            f"{run} trains {what} beside LoRA, and adapters of {program} hold factors only; use --format merged"
+        )
     folder = base_folder(run)
     confirmed_base(run, folder)
     adapter = _trained_adapter(run, {name: stored.rows().float() for name, stored in run.trained.items()}, {})
-    return _write(adapter, _base_of(run), "vllm", out, str(folder))
+    return _write(adapter, _base_of(run), program, out, str(folder))
 
 
 def _base_of(run: FinishedRun) -> AdapterBase:
@@ -105,8 +107,12 @@ def _trained_adapter(run: FinishedRun, trained: Mapping[str, Tensor], saved: Map
     for layer, own in adapted.expert_lora():
         factors = experts[layer.experts] = dict[str, Factors]()
         for projection in (GATE_UP, DOWN):
-            names = (f"{layer.experts}.lora.{projection}_{factor}" for factor in "AB")
-            A, B = (torch.stack([trained[f"{name}.{expert}"] for expert in own.slots]) for name in names)
+            A, B = (
+                torch.stack(
+                    [trained[f"{layer.experts}.lora.{own.stored_name(factor, expert)}"] for expert in own.slots]
+                )
+                for factor in (f"{projection}_A", f"{projection}_B")
+            )
             A, B = join_experts(A, B, own.slots, layer.shape.num_experts, own.rows_of_parts[projection])
             factors[projection] = Factors(A, B, own.scale)
     return Adapter(linears, experts, saved)

@@ -18,6 +18,7 @@ from moetune.exporting.folder import Written, write_export_manifest
 from moetune.exporting.formats.updates import placed, updates, write_updates
 from moetune.formats.base import Quantized
 from moetune.formats.checkpoint import open_checkpoint
+from moetune.formats.published import SETTINGS_BESIDE, remove_settings
 from moetune.json_files import read_json
 from moetune.models.hub.fingerprint import Fingerprint, take_fingerprint
 from moetune.models.hub.snapshot import copy_small_file, small_files
@@ -171,11 +172,12 @@ def _write_index(tensors: Mapping[str, Stored], out: Path) -> None:
 
 def write_config(folder: Path, out: Path, quantization: Mapping[str, Any] | None) -> None:
     """Write the `config.json` of the checkpoint in `folder` to `out`, with `quantization` as its `quantization_config`;
-    None for none. Remove ModelOpt's file of the same settings from `out`, where it was copied."""
+    None for none. Remove programs' files of the same settings from `out`, where they were copied."""
     config = read_json(folder / "config.json", dict[str, Any])
-    config.pop("quantization_config", None)
+    remove_settings(config)
     _write_json(out / "config.json", config if quantization is None else config | {"quantization_config": quantization})
-    (out / "hf_quant_config.json").unlink(missing_ok=True)
+    for name in SETTINGS_BESIDE:
+        (out / name).unlink(missing_ok=True)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

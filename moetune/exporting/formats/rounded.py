@@ -1,4 +1,4 @@
-"""`write_rounded`: a merged checkpoint in FP8, NVFP4 or MXFP4, and how much of the training survives the rounding.
+"""`write_rounded`: a merged checkpoint in FP8, NVFP4, MXFP4 or INT4, and how much of the training survives.
 
 A base that is published in the format is copied byte for byte, and the tensors that trained are rounded again, under
 the same names. Of any other base, experts and linear layers of the decoder are rounded, and all else is in 16 bits.
@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from moetune.config.schema import Storage
 from moetune.errors import UserError
 from moetune.exporting.finished_run import FinishedRun, base_folder, confirmed_base, manifest_entries
 from moetune.exporting.folder import Written, write_export_manifest
@@ -32,8 +33,10 @@ from moetune.run.names import stacks
 from moetune.run.resolved import ResolvedModel
 from moetune.tensor_files import INDEX_FILE, SINGLE_FILE, Stored
 
-Into = Literal["fp8", "nvfp4", "mxfp4"]
+Into = Literal["fp8", "mxfp8", "nvfp4", "mxfp4", "int4"]
 """A quantized format to export in: `--into`."""
+_INT4: Storage = "int4-g32"
+"""The format that `int4` stands for, unless the base is published in another kind of it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,10 @@ def write_rounded(run: FinishedRun, out: Path, into: Into) -> tuple[Written, tup
         UserError: the run began with random weights; the base is missing, has changed since the run, or has no tensor
             for a trained parameter; or checkpoints of the model type have no layout in this format.
     """
-    folder, model, format = base_folder(run), run.adapted.run.model, FORMATS[into]
+    folder, model = base_folder(run), run.adapted.run.model
+    published = model.source.quantization.base
+    is_kind = published is not None and published.split("-")[0] == into
+    format = FORMATS[published if published is not None and is_kind else _INT4 if into == "int4" else into]
     base = _open_exactly(folder)
     targets = placed(model, updates(run), base)
     own = [tensor for tensor in base.values() if isinstance(tensor, format.layouts)]
@@ -164,7 +170,10 @@ def _write_base(base: Mapping[str, Stored], chosen: set[str], folder: Path, out:
             return {f"{name}_{part}".rstrip("_"): kind for part, kind in format.layout(*tensor.shape).items()}
         return {name: (torch.bfloat16 if isinstance(tensor, Quantized) else tensor.torch_dtype, tensor.shape)}
 
-    create_files(base, out, parts)
+    created = create_files(base, out, parts)
+    for name in chosen:
+        for part, values in format.constants(*base[name].shape).items():
+            created[f"{name}_{part}"].write(values)
     others = [name for name, tensor in base.items() if name not in chosen and len(tensor.shape) == 2]
     write_config(folder, out, format.settings([name.removesuffix(".weight") for name in sorted(others)]))
     places = open_checkpoint(out)

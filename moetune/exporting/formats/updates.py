@@ -97,7 +97,8 @@ def _expert_lora(trained: Mapping[str, Trained], layer: MoeLayer, lora: ExpertLo
             matrix = matrix_of(stack)
             if matrix.endswith("_bias"):
                 continue
-            A, B = (trained[f"{layer.experts}.lora.{matrix}_{factor}.{expert}"] for factor in "AB")
+            names = (lora.stored_name(f"{matrix}_{factor}", expert) for factor in "AB")
+            A, B = (trained[f"{layer.experts}.lora.{name}"] for name in names)
             rows = partial(expert_with_lora, layer, stack, A, B, lora.rows_of_parts[matrix], lora.scale)
             yield Update(f"{layer.experts}.{stack}", expert, True, rows)
 

@@ -250,12 +250,12 @@ def _sort(capability: Capability, keys: Tensor, *_: Any) -> Iterator[int]:
 def _grouped_mm(capability: Capability, a: Tensor, b: Tensor, ends: Tensor, counts: Sequence[int]) -> Iterator[int]:
     """Yield the workspaces of torch's grouped product on compute capability 9.x; none if torch's kernel is not used.
 
-    `counts` are the rows of each expert. First the arguments of all products: for each, 3 sizes of 4 bytes, 3 addresses
-    and 3 strides of 8 bytes. Then CUTLASS's tensor descriptors: 4 of 128 bytes per multiprocessor, of which 132 are
-    assumed (H100 SXM). Verified on 9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
+    `ends` has an element for each expert. First the arguments of all products: for each, 3 sizes of 4 bytes, 3
+    addresses and 3 strides of 8 bytes. Then CUTLASS's tensor descriptors: 4 of 128 bytes per multiprocessor, of which
+    132 are assumed (H100 SXM). Verified on 9.0 only. Source: cuda/GroupMM.cu: bf16bf16_grouped_gemm_impl_sm90_sm100.
     """
     if kernel_of(capability, a, b) == "torch":
-        yield len(counts) * (3 * 4 + 3 * 8 + 3 * 8)
+        yield len(ends) * (3 * 4 + 3 * 8 + 3 * 8)
         yield 132 * 4 * 128
 
 

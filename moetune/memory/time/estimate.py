@@ -113,8 +113,11 @@ class Duration:
         }
 
 
-def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterable[int] = ()) -> Duration | None:
-    """Estimate the time of a step on a GPU; `sent` are the bytes that this rank sends in each collective.
+def duration(
+    work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterable[int] = (), bubble: float = 0.0
+) -> Duration | None:
+    """Estimate the time of a step on a GPU; `sent` are the bytes that this rank sends in each collective, and
+    `bubble` is the share of the step in which it waits for other stages of a pipeline.
 
     Returns None if `work` is empty or if one of the GPU's speeds is unknown (16-bit and 32-bit FLOP/s, memory
     bandwidth, host link). Without `card.interconnect`, communication is left out.
@@ -131,8 +134,14 @@ def duration(work: Mapping[WorkPart, Work], tokens: int, card: Gpu, sent: Iterab
     seconds["launches"] = total.launches * LAUNCH + total.own_launches * (OWN_LAUNCH - LAUNCH)
     if card.interconnect is not None:  # bandwidth of both directions together
         seconds["communication"] = sum(sent) / (card.interconnect.value / 2 * LINK)
+    if bubble:
+        computed = max(
+            sum(seconds.values()) - seconds.get("communication", 0.0) - seconds["launches"], seconds["launches"]
+        )
+        seconds["bubble"] = computed * bubble / (1 - bubble)
     beside = [seconds.get(part, 0.0) for part in ("transfers", "host", "communication")]
-    step = max(sum(seconds.values()) - sum(beside) - seconds["launches"], seconds["launches"])
+    waiting = seconds.get("bubble", 0.0)
+    step = max(sum(seconds.values()) - sum(beside) - seconds["launches"] - waiting, seconds["launches"]) + waiting
     of_card = card.capability in MEASURED
     spread = SPREAD if of_card else SPREAD_ELSEWHERE
     return Duration(

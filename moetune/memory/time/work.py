@@ -192,10 +192,13 @@ def _low_rank(x: Tensor, first: Tensor, second: Tensor | None, *_: Any) -> float
     return 2.0 * len(x) * first[0, ..., 0].numel() * (first.shape[-1] + (0 if second is None else second.shape[-2]))
 
 
-def _low_rank_gradients(narrow_out: Tensor, x: Tensor, narrow_in: Tensor, dout: Tensor, *_: Any) -> float:
+def _low_rank_gradients(
+    narrow_out: Tensor, x: Tensor, narrow_in: Tensor, dout: Tensor, of_A: Tensor | None, of_B: Tensor | None, *_: Any
+) -> float:
     """Return the FLOPs 2·n·(p + q) of both LoRA factors' gradients, for n elements in `narrow_out`, x [..., p], dout
-    [..., q]."""
-    return 2.0 * narrow_out.numel() * (x.shape[-1] + dout.shape[-1])
+    [..., q]; those of a gradient that is skipped do not count."""
+    wide = (0 if of_A is None else x.shape[-1]) + (0 if of_B is None else dout.shape[-1])
+    return 2.0 * narrow_out.numel() * wide
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *rest: Any, **_: Any) -> float:

@@ -59,10 +59,15 @@ class Shortened:
 
 
 def shorten(run: ResolvedRun, ranks: Ranks) -> Shortened:
-    """Return a run without the decoder layers for which identical layers can stand. Of `ranks` only the traced rank's
-    position on the `ep` axis matters, which decides the experts that it holds."""
-    stack = Stack.of(kinds_of(run, ranks.coordinates.ep))
-    return Shortened(run.without_layers(set(range(len(stack.like))) - set(stack.kept)), stack)
+    """Return a run without the decoder layers for which identical layers can stand.
+
+    Of `ranks` only the traced rank's positions on the axes `ep` and `pp` matter, which decide the experts and layers
+    that it holds: the stack is that of its own layers, numbered from 0.
+    """
+    at, kinds = ranks.coordinates, kinds_of(run, ranks.coordinates.ep)
+    mine = [layer for stage in run.stages[at.pp :: run.config.parallel.pp] for layer in stage]
+    stack = Stack.of([kinds[layer] for layer in mine])
+    return Shortened(run.without_layers(set(range(len(kinds))) - {mine[number] for number in stack.kept}), stack)
 
 
 @cache

@@ -35,7 +35,7 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
     - Weights are read in the dtype that `config.json` names. If it names none, or the checkpoint is quantized, they are
       read in the compute dtype. The largest of the other weights is also held in both dtypes while it is converted.
     - An MXFP4 checkpoint (17/32 bytes a weight): kept as it is, unless the base has another storage or experts train.
-    - An FP8 or NVFP4 checkpoint (1 or 9/16 bytes a weight): kept as it is under the same conditions.
+    - An FP8, NVFP4 or INT4 checkpoint: kept as it is under the same conditions.
 
     The host's peak is what stays in host memory plus the tensor that is being read, an expert's or the embedding.
 
@@ -69,7 +69,8 @@ def load_peaks(run: ResolvedRun, traced: Trace) -> LoadPeaks:
         published = run.model.source.quantization
         is_kept = model.base == published.base and run.config.adapt.experts is None
         if is_kept and FORMATS[model.base].is_read_apart:
-            host = max(host, int(matrix * FORMATS[model.base].bits / 8))
+            format = FORMATS[model.base]
+            host = max(host, int(matrix * (format.bits / 8 + format.unpacked_by)))
         elif published.method == "mxfp4":  # kept as it is, unless quantized otherwise or trained
             host = max(host, matrix * 17 // 32)
             if not is_kept:

@@ -21,6 +21,7 @@ from moetune.memory.trace.watched import Watched
 from moetune.models.catalog.gpus import Gpu
 from moetune.parallel.ranks import local_tensor
 from moetune.run.loss_memory import loss_bytes
+from moetune.run.stages import stages_a_rank
 from moetune.training.optim.offload import HostUpdater
 from moetune.training.optim.optimizers import make_optimizer
 from moetune.training.optim.updater import Updater
@@ -221,14 +222,12 @@ class Steps(Watched):
 
     def _step(self, tracker: Tracker, micro_steps: int) -> None:
         """Run the micro-steps of a step, then the update."""
-        for number in range(micro_steps):
+        if self.config.parallel.pp > 1:
+            self._pipelined(tracker, micro_steps)
+        for number in range(micro_steps if self.config.parallel.pp == 1 else 0):
             tracker.micro_step = number
             tracker.enter("forward")
-            batch = self.batch_of(self.config.train.micro_batch)
-            given = [value for value in batch.values() if torch.is_tensor(value)]
-            tracker.tag(given, "saved_activations")
-            # copies of the batch to the GPU, for which the host waits
-            tracker.note(Work(synchronizations=len(given), copied=sum(map(size_of, given))), "transfers")
+            batch = self._batch(tracker)
             tokens, last = count_loss_tokens(batch) * micro_steps, number == micro_steps - 1
             self._micro_step(batch, tokens, tracker, last=last)
             del batch
@@ -240,6 +239,24 @@ class Steps(Watched):
             tracker.add(tensor)
         tracker.tag(self.optimizer.states(), "optimizer_states")
 
+    def _batch(self, tracker: Tracker) -> Batch:
+        """Return a micro-batch as it arrives on the GPU."""
+        batch = self.batch_of(self.config.train.micro_batch)
+        given = [value for value in batch.values() if torch.is_tensor(value)]
+        tracker.tag(given, "saved_activations")
+        # copies of the batch to the GPU, for which the host waits
+        tracker.note(Work(synchronizations=len(given), copied=sum(map(size_of, given))), "transfers")
+        return batch
+
+    def _pipelined(self, tracker: Tracker, micro_steps: int) -> None:
+        """Run the micro-steps of a step over the stages of the pipeline, as far as this rank takes part."""
+        tracker.micro_step = 0
+        tracker.enter("forward")
+        batches = [self._batch(tracker) for _ in range(micro_steps)]
+        passes = micro_steps * stages_a_rank(self.config.parallel)
+        self.phases.begin(tracker, passes)
+        self.stepper.micro_steps(batches, count_loss_tokens(batches[0]) * micro_steps)
+
     def _evaluate(self, tracker: Tracker) -> None:
         """Run one batch of an evaluation, if there are rows for it."""
         if not self.held_out_rows:
@@ -248,7 +265,10 @@ class Steps(Watched):
         batch = self.batch_of(self.held_out_rows)
         tracker.tag(filter(torch.is_tensor, batch.values()), "saved_activations")
         self.adapted.model.eval()
-        held_out_loss(self.adapted.model, batch, loss_bytes(self.adapted.run))
+        if self.config.parallel.pp > 1:
+            self.stepper.held_out_loss([batch] * self.config.train.accumulate)
+        else:
+            held_out_loss(self.adapted.model, batch, loss_bytes(self.adapted.run))
         self.adapted.model.train()
 
     def _micro_step(self, batch: Batch, tokens: Tensor, tracker: Tracker, *, last: bool) -> None:

@@ -24,6 +24,7 @@ from moetune.memory.trace.loading import load_peaks
 from moetune.memory.trace.steps import STEPS, Steps, batches_of
 from moetune.memory.trace.views import Trace
 from moetune.models.catalog.gpus import Gpu
+from moetune.parallel.coordinates import Coordinates
 from moetune.parallel.distribute import micro_steps_are_alike
 from moetune.parallel.join import fake_ranks
 from moetune.run.resolve import AnyRun, ResolvedRun, resolve
@@ -91,9 +92,11 @@ def trace(
             if micro_steps is not None:
                 traced = steps.run(tracker, micro_steps, steps=steps_to_take)
             else:
-                most = 2 if micro_steps_are_alike(config.parallel) else 3
-                traced = steps.run(tracker, min(most, config.train.accumulate), first=1, short=short)
-        return replace(traced, load=load_peaks(whole, traced))
+                most, least = 2 if micro_steps_are_alike(config.parallel) else 3, 1
+                if config.parallel.pp > 1:  # each micro-batch has a buffer of its own for what it receives
+                    most, least = config.train.accumulate, config.parallel.pp
+                traced = steps.run(tracker, min(most, config.train.accumulate), first=least, short=short)
+        return replace(traced, load=load_peaks(whole.held_at(Coordinates.of(config.parallel, rank).pp), traced))
 
 
 @contextmanager

@@ -114,7 +114,8 @@ class Tracker(TorchDispatchMode):
         `part` of the memory report; do nothing for meta tensors and known storages."""
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self._alive or (not isinstance(tensor, FakeTensor) and tensor.is_meta):
+        is_meta = tensor.fake_device.type == "meta" if isinstance(tensor, FakeTensor) else tensor.is_meta
+        if key in self._alive or is_meta:
             return
         self._hold(storage, self.birth(storage.nbytes(), part, op, on_host=stays_on_host(tensor)))
         self.read_marks(tensor)

@@ -90,14 +90,17 @@ def parts_of(adapted: Adapted) -> dict[nn.Parameter, list[SavedPart]]:
     for name, parameter in adapted.trainable().items():
         bank = next((bank for path, bank in banks.items() if name.startswith(f"{path}.lora.")), None)
         if isinstance(bank, ExpertBank) and bank.lora is not None:
-            rows = range(len(bank.lora.slots))  # DeepSpeed gathers all rows when it saves
+            lora, (path, factor) = bank.lora, name.rsplit(".", 1)
+            slots = {
+                f"{path}.{lora.stored_name(factor, expert)}": 0 if factor in lora.shared else slot
+                for expert, slot in lora.slots.items()
+            }
+            rows = range(len(slots))  # DeepSpeed gathers all rows when it saves
             if isinstance(parameter, DTensor):
                 (first, *_), (count, *_) = shard_place(parameter)
                 rows = range(first, first + count)
             parts[parameter] = [
-                SavedPart(f"{name}.{expert}", parameter, slot - rows.start)
-                for expert, slot in bank.lora.slots.items()
-                if slot in rows
+                SavedPart(own, parameter, slot - rows.start) for own, slot in slots.items() if slot in rows
             ]
         else:
             parts[parameter] = [SavedPart(name, parameter)]

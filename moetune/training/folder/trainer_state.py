@@ -29,21 +29,21 @@ class _State(TypedDict):
     num_input_tokens_seen: Amount
 
 
-def write_generators(folder: Path, data_index: int, device: torch.device) -> None:
-    """Write the states of the CPU's and the GPU's random generators to `generators/<data_index>.safetensors` in a
+def write_generators(folder: Path, generator: int, device: torch.device) -> None:
+    """Write the states of the CPU's and the GPU's random generators to `generators/<generator>.safetensors` in a
     checkpoint folder.
 
-    Ranks with the same `Ranks.data_index` read the same data and have equal states: call this on one of them.
+    Ranks with the same `Ranks.generator` have equal states: call this on one of them.
     """
-    file = folder / "generators" / f"{data_index}.safetensors"
+    file = folder / "generators" / f"{generator}.safetensors"
     file.parent.mkdir(exist_ok=True)
     save_file({str(n): state for n, state in enumerate(generator_states(device))}, file)
 
 
-def read_generators(folder: Path, data_index: int, device: torch.device) -> None:
-    """Restore the states that `write_generators` wrote; without a file for this `data_index`, as with other ranks, they
+def read_generators(folder: Path, generator: int, device: torch.device) -> None:
+    """Restore the states that `write_generators` wrote; without a file for this `generator`, as with other ranks, they
     stay as they are."""
-    file = folder / "generators" / f"{data_index}.safetensors"
+    file = folder / "generators" / f"{generator}.safetensors"
     if file.is_file():
         states = load_file(file)
         set_generator_states([states[str(n)] for n in range(len(states))], device)
@@ -84,7 +84,7 @@ def read_total_load(folder: Path, adapted: Adapted) -> dict[int, Tensor]:
     """
     received = checkpoint.read_part(folder, LOAD_FILE, dict[Amount, list[Number]])
     load = {layer: torch.tensor(tokens, device=adapted.model.device) for layer, tokens in received.items()}
-    sizes = {layer.index: layer.shape.num_experts for layer in adapted.structure.moe_layers}
+    sizes = {layer.index: layer.shape.num_experts for layer in adapted.run.structure.moe_layers}
     if any(load_of.shape != (sizes.get(layer),) for layer, load_of in load.items()):
         raise ValueError(f"{LOAD_FILE} is of a model with other experts")
     return load

@@ -66,6 +66,32 @@ def uncounted(batch: dict[str, Any]) -> dict[str, Any]:
     return batch | {"labels": torch.full_like(labels, IGNORED), "is_token": torch.zeros_like(labels)}
 
 
+def collate_evenly(
+    parts: Sequence[tuple[Sequence[Row], bool]], size: int, count: int, collate: Callable[..., dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return `count` micro-batches of `size` rows and equal length, as the stages of a pipeline need them.
+
+    Missing rows and micro-batches are filled with copies of others that count neither in the loss nor in the expert
+    load.
+
+    Args:
+        parts: (rows, whether they count) of each micro-batch; at most `count`.
+        collate: `collate` with its other arguments.
+    """
+    longest = max(len(np.asarray(row["input_ids"])) for rows, _ in parts for row in rows)
+    batches = []
+    for rows, counts in [*parts, *[(parts[0][0], False)] * (count - len(parts))]:
+        batch = collate([*rows, *[rows[0]] * (size - len(rows))], at_least=longest)
+        if not counts:
+            batches.append(uncounted(batch))
+            continue
+        batch["is_token"] = batch.get("is_token", batch.get("attention_mask")).clone()
+        batch["labels"][len(rows) :] = IGNORED
+        batch["is_token"][len(rows) :] = 0
+        batches.append(batch)
+    return batches
+
+
 def _lengths(positions: np.ndarray) -> list[int]:
     """Return the lengths of the documents in a row; `positions` [S] restart at 0 with every document."""
     return np.diff(np.flatnonzero(positions == 0), append=len(positions)).tolist()

@@ -15,7 +15,7 @@ for every architecture whose routers return their logits.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +65,9 @@ class RouterWatch:
 
         def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._current is not None:
-                _, ids, weights = (value.detach() for value in (*args, *kwargs.values()))
-                self._current.load[layer.index] = _tokens(ids, weights, layer.shape.num_experts, self._current.mask)
+                _, ids, weights = (*args, *kwargs.values())
+                load = _tokens(ids.detach(), weights.detach(), layer.shape.num_experts, self._current.mask)
+                self._current.load[layer.index] = load
 
         router = logits_module(model, layer.router, layer.shape.num_experts)
         bank = model.get_submodule(layer.experts)
@@ -93,39 +94,59 @@ class RouterWatch:
             self._current = None
 
     def losses(self, routed: Routed, *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the scalars (balance loss, z-loss) over all layers, by the formulas at the top of this file.
+        """Return `losses_of` the `statistics` of a recording made with `logits=True`."""
+        return losses_of(self.statistics(routed), per_layer=per_layer)
 
-        If layers differ in their number of experts, a balance loss is computed for each number, and averaged.
-
-        Args:
-            routed: a recording made with `logits=True`.
-            per_layer: balance every layer separately, instead of the sum over layers.
+    def statistics(self, routed: Routed) -> dict[int, "Statistics"]:
+        """Return layer index -> the numbers that router losses are made of, from a recording made with `logits=True`.
 
         Raises:
             UserError: no logits were recorded for a layer, because its router does not return them.
         """
-        silent = sorted(self.layers.keys() - routed.logits.keys())
+        silent = sorted(routed.load.keys() - routed.logits.keys())
         if silent:
             raise UserError(
                 f"train.router_aux_loss / router_z_loss: the router of layer {silent[0]} "
                 f"({self.layers[silent[0]].router}) returns no logits; set both to 0 for this model"
             )
-        of_size: dict[int, list[tuple[Tensor, Tensor]]] = {}  # number of experts -> f and P of each layer
-        z = []
+        found: dict[int, Statistics] = {}
         for index, logits_TE in routed.logits.items():
             logits_TE = logits_TE.reshape(-1, logits_TE.shape[-1]).float()
             mask = routed.mask
             weight_T = torch.ones_like(logits_TE[:, 0]) if mask is None else mask.flatten().to(logits_TE.dtype)
             load_E, count = routed.load[index], weight_T.sum().clamp(min=1)
             weight_T = weight_T / count
-            of_size.setdefault(len(load_E), []).append((load_E / count, weight_T @ logits_TE.softmax(-1)))
-            z.append(weight_T @ logits_TE.logsumexp(-1).square())
-        balance = []
-        for size, of_layers in of_size.items():
-            f_LE, p_LE = (torch.stack(values) for values in zip(*of_layers, strict=True))
-            pooled = size * f_LE.mean(0) @ p_LE.mean(0)
-            balance.append(size * (f_LE * p_LE).sum(-1).mean() if per_layer else pooled)
-        return torch.stack(balance).mean(), torch.stack(z).mean()
+            found[index] = Statistics(
+                load_E / count, weight_T @ logits_TE.softmax(-1), weight_T @ logits_TE.logsumexp(-1).square()
+            )
+        return found
+
+
+class Statistics(NamedTuple):
+    """Load f [E], mean probability P [E] and z-loss (a scalar) of a layer."""
+
+    f_E: Tensor
+    p_E: Tensor
+    z: Tensor
+
+
+def losses_of(statistics: Mapping[int, Statistics], *, per_layer: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the scalars (balance loss, z-loss) over all layers, by the formulas at the top of this file.
+
+    If layers differ in their number of experts, a balance loss is computed for each number, and averaged. With
+    `per_layer` every layer is balanced separately, instead of the sum over layers.
+    """
+    of_size: dict[int, list[Statistics]] = {}
+    for of_layer in statistics.values():
+        of_size.setdefault(len(of_layer.f_E), []).append(of_layer)
+    balance = []
+    for size, of_layers in of_size.items():
+        f_LE, p_LE = (
+            torch.stack(values) for values in ([one.f_E for one in of_layers], [one.p_E for one in of_layers])
+        )
+        pooled = size * f_LE.mean(0) @ p_LE.mean(0)
+        balance.append(size * (f_LE * p_LE).sum(-1).mean() if per_layer else pooled)
+    return torch.stack(balance).mean(), torch.stack([one.z for one in statistics.values()]).mean()
 
 
 def add_load(sums: dict[int, Tensor], more: Mapping[int, Tensor]) -> None:
@@ -142,6 +163,6 @@ def _tokens(ids_TK: Tensor, weights_TK: Tensor, num_experts: int, mask: Tensor |
     A choice with routing weight 0 does not count: in ZAYA it means that the token skips the experts.
     """
     chosen_TK = weights_TK.reshape(-1, ids_TK.shape[-1])
-    counts_TK = chosen_TK.bool() if mask is None else torch.logical_and(chosen_TK, mask.flatten()[:, None])
-    counts = torch.zeros(num_experts, device=ids_TK.device)
-    return counts.index_add_(0, ids_TK.flatten(), counts_TK.flatten().to(counts.dtype))
+    counts_TK = torch.empty(chosen_TK.shape, device=ids_TK.device)
+    torch.logical_and(chosen_TK, chosen_TK if mask is None else mask.reshape(-1, 1), out=counts_TK)  # 1 or 0
+    return torch.zeros(num_experts, device=ids_TK.device).index_add_(0, ids_TK.flatten(), counts_TK.view(-1))

@@ -12,7 +12,7 @@ at all; a fused step without a norm has already updated the parameters that the 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -34,6 +34,7 @@ from moetune.training.step.batch import Batch
 from moetune.training.step.fused import FusedBackward
 from moetune.training.step.micro_step import MicroStep, micro_step
 from moetune.training.step.observer import StepObserver
+from moetune.training.step.pipelined import Pipeline
 from moetune.training.step.router_bias import RouterBiases
 from moetune.training.step.router_losses import RouterWatch
 
@@ -84,6 +85,7 @@ class Stepper:
         self.engine = next((u.engine for u in optimizer.updaters if isinstance(u, ZeroUpdater)), None)
         self._updates_in_backward = any(updater.fused for updater in optimizer.updaters)
         self._stack = below_head(adapted.model)
+        self._pipeline = Pipeline(adapted, self.watch) if adapted.ranks.parallel.pp > 1 else None
         self._of_experts = set(adapted.of_experts())
         self.loss = torch.zeros((), device=adapted.model.device)
         # norm of the gradients freed in backward, and names of those that were not finite
@@ -132,6 +134,31 @@ class Stepper:
         self.loss = self.loss + done.loss
         self._biases.count(done.load)
         return done
+
+    def micro_steps(self, batches: Sequence[Batch], total_tokens: Tensor | int) -> list[MicroStep]:
+        """Run all micro-batches of a step over the stages of the pipeline; every rank of it must call this.
+
+        Args:
+            batches: `train.accumulate` micro-batches of equal shapes, the same on every rank of the pipeline.
+            total_tokens: predicted tokens of the whole step, over micro-batches and ranks.
+        """
+        assert self._pipeline is not None
+        memory = loss_bytes(self.adapted.run, len(batches[0]["input_ids"]))
+        loss_scale = self.loss_scale
+        scale = (lambda loss: loss) if loss_scale is None else (lambda loss: loss * loss_scale.value)
+        done = self._pipeline.run(batches, total_tokens, memory, self.observer.backward, scale)
+        for one in done:
+            self.loss = self.loss + one.loss
+            self._biases.count(one.load)
+        return done
+
+    @torch.no_grad()
+    def held_out_loss(self, batches: Sequence[Batch]) -> Tensor:
+        """Return the summed token loss of batches of equal shapes over the stages of the pipeline: a scalar, 0 on ranks
+        without the last stage. Every rank of the pipeline must call this."""
+        assert self._pipeline is not None
+        memory = loss_bytes(self.adapted.run, len(batches[0]["input_ids"]))
+        return torch.stack([one.loss for one in self._pipeline.run(batches, 1, memory, None)]).sum()
 
     def _fused_passes(self, fused: FusedBackward, once: Callable[[], MicroStep]) -> MicroStep:
         """Run a micro-batch, by `once`, so that its backward pass updates or offloads each parameter of `fused`.

@@ -169,9 +169,9 @@ def test_a_file_that_was_cut_short_is_refused(whole: Path, tmp_path: Path) -> No
 
 def test_an_unknown_quantization_is_refused(whole: Path, tmp_path: Path) -> None:
     config = json.loads((whole / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    config["quantization_config"] = {"quant_method": "aqlm"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"already quantized \(gptq\)"):
+    with pytest.raises(UserError, match=r"already quantized \(aqlm\)"):
         read(tmp_path)
 
 

@@ -237,7 +237,7 @@ def test_the_command(packed: Path, tmp_path: Path, moetune: Run) -> None:
     assert "bytes in" in ended.out
     assert moetune("quantize", source, "--out", out).code == 2
     assert "not empty" in moetune("quantize", source, "--out", out).err
-    assert "fp8, nvfp4 or mxfp4" in moetune("quantize", source, "--out", tmp_path / "x", "--base", "fp32").err
+    assert "mxfp8, nvfp4, mxfp4, int4-g32" in moetune("quantize", source, "--out", tmp_path / "x", "--base", "fp32").err
     assert "quantized already" in moetune("quantize", out, "--out", tmp_path / "x").err
     assert "download it first" in moetune("quantize", "mixtral-8x7b", "--out", tmp_path / "x").err
     assert not (tmp_path / "x").exists()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from moetune.adapt.weights.published import read_published
@@ -270,6 +270,30 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"q_proj.weight' in .* do not fit together"):
         built(folder, FROZEN)
+
+
+@pytest.mark.parametrize(
+    ("write", "dequantize"),
+    [
+        (write_mxfp4, Mxfp4Config(dequantize=True)),
+        (
+            functools.partial(write_fp8, model_type="llama", hidden_size=256, intermediate_size=128),
+            FineGrainedFP8Config(dequantize=True),
+        ),
+    ],
+    ids=["mxfp4", "fp8"],
+)
+def test_what_transformers_saves_of_a_dequantized_model_is_refused_with_the_remedy(
+    tmp_path: Path, write: Callable[[Path], Path], dequantize: Any
+) -> None:
+    """findings/transformers_dequantized_saved_wrong.sh"""
+    published = write(tmp_path / "published")
+    model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32, quantization_config=dequantize)
+    model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(UserError, match="save it again with save_original_format=False"):
+        built(tmp_path / "saved", FROZEN)
+    model.save_pretrained(tmp_path / "whole", save_original_format=False)
+    built(tmp_path / "whole", FROZEN)
 
 
 NVFP4 = functools.partial(write_nvfp4, model_type="qwen3_moe", hidden_size=64, moe_intermediate_size=48)

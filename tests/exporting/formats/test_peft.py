@@ -30,6 +30,11 @@ ALL = ["attention", "experts"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"lora": LORA}),
     "mixtral split": ("mixtral", {"lora": LORA | {"gate_up": "split"}}),
+    "mixtral, shared": ("mixtral", {"lora": LORA | {"share": "outer", "ids": [1, 2, 5]}}),
+    "gpt_oss split, shared, in bf16": (
+        "gpt_oss", {"lora": LORA | {"gate_up": "split", "share": "outer", "dtype": "bf16"}},
+    ),
+    "mixtral in bf16": ("mixtral", {"lora": LORA | {"dtype": "bf16"}}),
     "experts alone": ("mixtral", {"lora": LORA | {"targets": ["experts"], "gate_up": "split"}}),
     "attention alone": ("mixtral", {"lora": LORA | {"targets": ["attention"], "layers": [1]}}),
     "one layer, three experts": ("mixtral", {"lora": LORA | {"layers": [1], "ids": [0, 3, 6], "gate_up": "split"}}),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from moetune.formats.checkpoint import open_checkpoint
 from moetune.formats.nvfp4 import StoredNvfp4
 from tests.exporting import runs
 from tests.exporting.runs import tensors_of, write_base, write_run
-from tests.published import write_fp8, write_mxfp4, write_nvfp4
+from tests.published import write_floats, write_fp8, write_int4, write_mxfp4, write_nvfp4
 from tests.reference import plain_weights, run_config, token_ids
 from tests.resolved import build
 
@@ -28,6 +29,11 @@ PUBLISHED: dict[str, tuple[Any, Callable[[Path], Path]]] = {
     "nvfp4": ("nvfp4", lambda folder: write_nvfp4(folder, "qwen3_moe", **SIZES)),
     "compressed-tensors": ("nvfp4", lambda folder: write_nvfp4(folder, "qwen3_moe", "compressed-tensors", **SIZES)),
     "mxfp4": ("mxfp4", lambda folder: write_mxfp4(folder, shards=True)),
+    **{producer: ("int4", partial(write_int4, producer=producer)) for producer in ("gptq", "awq", "auto-round")},
+    "mxfp8": ("mxfp8", partial(write_floats, kind="mxfp8")),
+    **{kind: ("fp8", partial(write_floats, kind=kind)) for kind in ("tensor", "modelopt", "row")},
+    "deepseek_v4": ("mxfp4", partial(write_floats, kind="deepseek_v4")),
+    "pack-quantized": ("int4", partial(write_int4, producer="compressed-tensors", left_out=["self_attn.o_proj"])),
 }
 
 
@@ -64,7 +70,8 @@ def test_a_published_format_is_written_again(kind: str, tmp_path: Path) -> None:
     again = build(
         run_config(tmp_path / "out", {"also": ["norm"]}, model={"weights": "pretrained", "dtype": "fp32"}), "cpu"
     )
-    assert again.run.config.model.base == into
+    assert again.run.config.model.base == run.adapted.run.config.model.base
+    assert again.run.config.model.base.split("-")[0] == into
     with torch.no_grad():
         logits, trained = (model.eval()(token_ids()).logits for model in (again.model, run.adapted.model))
     assert ((logits - trained).norm(dim=-1) / trained.norm(dim=-1)).median() < 0.3
@@ -75,7 +82,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("into", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("into", ["fp8", "mxfp8", "nvfp4", "int4"])
 def test_a_base_in_16_bits_is_quantized(into: Any, tmp_path: Path) -> None:
     """What did not train as `QuantizedExperts` quantizes it, and with one global scale for what vLLM joins."""
     base = write_base(tmp_path / "base", "qwen3_moe", dtype=torch.bfloat16, **SIZES)
@@ -85,7 +92,8 @@ def test_a_base_in_16_bits_is_quantized(into: Any, tmp_path: Path) -> None:
     assert plain.keys() == found.keys()
     path = "model.layers.0.mlp.experts.3"
     joined = torch.cat([plain[f"{path}.{name}_proj.weight"].rows() for name in ("gate", "up")])
-    stack = QuantizedExperts(1, tuple(joined.shape), into, pieces=2 if into == "fp8" else 1)
+    storage = "int4-g32" if into == "int4" else into
+    stack = QuantizedExperts(1, tuple(joined.shape), storage, pieces=2 if into == "fp8" else 1)
     stack.quantize_(0, joined)
     rows = torch.cat([found[f"{path}.{name}_proj.weight"].rows() for name in ("gate", "up")])
     assert torch.equal(rows, stack.matrix(0, torch.bfloat16))

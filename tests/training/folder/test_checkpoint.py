@@ -35,6 +35,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "bf16, 8 bits": {"name": "ademamix8bit"},
     "bf16, stochastic": {"name": "adamw8bit", "master_weights": "stochastic"},
     "bf16, adalomo": {"name": "adalomo", "master_weights": "stochastic"},
+    "factors in bf16": {"name": "adamw8bit"},
+    "factors that are shared": {"name": "adamw8bit"},
 }
 IN_8_BITS = ("adamw8bit", "lion8bit", "ademamix8bit")
 ALIGNED, ASTRIDE = 16, 11
@@ -46,6 +48,10 @@ def config_of(model: Path, adapt: str, optimizer: str, rank: int | None = None) 
     run = small.run_file(model, Path("-"), Path("-"), adapt, train={"accumulate": 1, "sequence_length": 16})
     run["model"]["dtype"] = "bf16" if optimizer.startswith("bf16") else "fp32"
     run["optimizer"] = {"lr": 1.0e-3} | OPTIMIZERS[optimizer]
+    if optimizer == "factors in bf16" and adapt == "lora":
+        run["adapt"] = {"lora": run["adapt"]["lora"] | {"dtype": "bf16"}}
+    if optimizer == "factors that are shared" and adapt == "lora":
+        run["adapt"] = {"lora": run["adapt"]["lora"] | {"share": "outer", "rank": 64}}
     if rank is not None:
         run["adapt"] = {"lora": run["adapt"]["lora"] | {"rank": rank}}
     return small.RunConfig.model_validate(run)

@@ -1,0 +1,194 @@
+"""INT4: whole numbers of 4 bits, of which a group of a row's weights shares a scale and a zero point.
+
+compressed-tensors, GPTQ, AutoRound and AWQ store the same numbers in other orders (`int4_layouts.py`). In memory they
+are alike: a weight is (code - zero) · scale.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moetune.config.schema import Storage
+from moetune.formats.base import Format, Rows, Sizes
+from moetune.formats.int4_layouts import Awq, Gptq, PackQuantized
+from moetune.formats.int4_values import dequantize_int4, group_of, packed, unpacked
+from moetune.formats.published import Settings, SourceQuantization, invalid, left_out
+from moetune.kernels import AT_ONCE
+
+ZERO, LARGEST = 8, 15  # zero point of a symmetric group; largest code
+_EPS = torch.finfo(torch.bfloat16).eps  # scale of a group of zeros, as compressed-tensors has it
+
+
+class Int4(Format):
+    """4-bit numbers with a scale in 16 bits and a zero point for each group; quantized as by compressed-tensors.
+
+    Attributes:
+        group: columns of a group; 0 for all columns of a row.
+        ordered: whether the columns of a group are anywhere in the row (act-order).
+    """
+
+    layouts = (PackQuantized, Gptq, Awq)
+    is_read_apart = True
+    unpacked_by = 4  # AWQ's codes, of which each takes a byte while they are transposed
+
+    def __init__(self, group: int, ordered: bool = False) -> None:
+        self.group, self.ordered = group, ordered
+        self.name = cast(Storage, f"int4-{f'g{group}' if group else 'row'}{'-order' if ordered else ''}")
+        self.bits, self.into_multiple = 4 + 20 / (group or 4096), group or 1
+
+    def groups(self, columns: int) -> int:
+        """Return the number of groups of a row."""
+        return -(-columns // (self.group or columns))
+
+    def buffers(self, count: int, shape: tuple[int, int]) -> Sizes:
+        rows, columns = shape
+        groups = self.groups(columns)
+        sizes: Sizes = {
+            "data": (torch.uint8, (count, rows, 4 * -(-columns // 8))),
+            "scales": (torch.int16, (count, rows, groups)),
+            "is_half": (torch.uint8, (count,)),
+            "zeros": (torch.uint8, (count, rows, -(-groups // 2))),
+        }
+        return sizes | ({"order": (torch.int16, (count, columns))} if self.ordered else {})
+
+    def quantize(self, weight: Tensor, row: Rows, largest: Tensor | None = None, keep: bool = False) -> None:
+        """Quantize as `Format.quantize` says: symmetrically, by the formulas of compressed-tensors.
+
+        The scale of a group is its largest magnitude / 7.5 in bfloat16. With `keep`, scale, zero point and the dtype of
+        scales stay.
+        """
+        columns = weight.shape[1]
+        if not keep:
+            row["is_half"].zero_()
+            if self.ordered:
+                row["order"].copy_(group_of(columns, self.group))
+        groups = row["order"].long() if self.ordered else group_of(columns, self.group, weight.device).long()
+        count, high = self.groups(columns), max(1, AT_ONCE // columns)
+        scales = row["scales"].view(torch.float16 if keep and row["is_half"] else torch.bfloat16)
+        for first in range(0, len(weight), high):
+            part = weight[first : first + high].float()
+            where = groups.expand_as(part)
+
+            def extreme(values: Tensor, which: str, where: Tensor = where) -> Tensor:
+                of_groups = values.new_zeros(len(values), count)
+                return of_groups.scatter_reduce(1, where, values, which, include_self=which == "amax")
+
+            scale = (extreme(part.abs(), "amax") / (LARGEST / 2)).to(scales.dtype)
+            scale = scale.where(scale != 0, _EPS)
+            zero = torch.full_like(scale, ZERO, dtype=torch.float32)
+            stored, of_zeros = scales[first : first + high], row["zeros"][first : first + high]
+            if keep:
+                before = unpacked(of_zeros, count).float()
+                scaled = part / stored.float()[:, groups] + before[:, groups]
+                fits = (extreme(scaled, "amin") >= -0.5) & (extreme(scaled, "amax") <= LARGEST + 0.5)
+                scale, zero = stored.where(fits, scale), before.where(fits, zero)
+            codes = (part / scale.float()[:, groups]).add_(zero[:, groups]).round_().clamp_(0, LARGEST)
+            # padding is 0, as compressed-tensors and gptqmodel have it
+            codes = pad(codes.to(torch.uint8), (0, -columns % 8))
+            row["data"][first : first + high].copy_(packed(codes))
+            stored.copy_(scale)
+            of_zeros.copy_(packed(zero.to(torch.uint8)))
+
+    def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        parts = (stored[name] for name in ("data", "scales", "is_half", "zeros"))
+        return dequantize_int4(*parts, stored.get("order"), self.group, shape[1], dtype)
+
+    def published(self, method: str, settings: Settings) -> SourceQuantization | None:
+        kinds = {"compressed-tensors": _pack_quantized, "gptq": _gptq, "awq": _awq, "auto-round": _auto_round}
+        kind = kinds[method](settings) if method in kinds else None
+        if kind is None or kind[0] != self.name:
+            return None
+        skipped, only = left_out(settings), tuple(kind[1])
+        more = tuple(kind[2])
+        return SourceQuantization(method, self.name, gate_up_apart=True, left_out=(*skipped, *more), only=only)
+
+    def layout(self, *shape: int) -> Sizes:
+        """compressed-tensors': codes, scales and the shape of the matrix."""
+        rows, columns = shape
+        return {
+            "packed": (torch.int32, (rows, -(-columns // 8))),
+            "scale": (torch.bfloat16, (rows, self.groups(columns))),
+            "shape": (torch.int64, (2,)),
+        }
+
+    def constants(self, *shape: int) -> dict[str, Tensor]:
+        return {"shape": torch.tensor(shape)}
+
+    def settings(self, others: list[str]) -> dict[str, Any]:
+        weights = {
+            "num_bits": 4, "type": "int", "strategy": "group" if self.group else "channel",
+            "group_size": self.group or None, "symmetric": True, "dynamic": False,
+        }  # fmt: skip
+        group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"}
+        return {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": group}, "ignore": others,
+        }  # fmt: skip
+
+
+# --- Settings of checkpoints ----------------------------------------------------------------------------------------
+
+_Kind = tuple[str, list[str], list[str]]
+"""Value of `model.base` that keeps a checkpoint; patterns of what alone is quantized, none for all, and of what not."""
+
+
+def _name(size: Any, ordered: bool = False) -> str:
+    """Return the value of `model.base` for groups of `size` columns, -1 or None for one group a row."""
+    return f"int4-{'row' if size in (-1, None) else f'g{size}'}{'-order' if ordered else ''}"
+
+
+def _pack_quantized(settings: Settings) -> _Kind | None:
+    groups = settings.get("config_groups")
+    if settings.get("format") != "pack-quantized" or not isinstance(groups, Mapping):
+        return None
+    names, targets = set(), []
+    for group in groups.values():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise invalid("config_groups", group, "give the settings of weights")
+        kind = weights.get("num_bits"), weights.get("type", "int"), weights.get("strategy")
+        if kind not in ((4, "int", "group"), (4, "int", "channel")) or weights.get("actorder") == "group":
+            return None
+        names.add(_name(weights.get("group_size") if kind[2] == "group" else -1))
+        targets += list(group.get("targets") or ())
+    return (names.pop(), [] if "Linear" in targets else targets, []) if len(names) == 1 else None
+
+
+def _gptq(settings: Settings) -> _Kind | None:
+    if settings.get("bits") != 4 or _format(settings) not in ("gptq", "gptq_v2"):
+        return None
+    dynamic = settings.get("dynamic") or {}
+    if any(not rule.startswith("-:") for rule in dynamic):  # layers in other numbers of bits
+        return None
+    blocks = settings.get("modules_in_block_to_quantize") or ()
+    only = [name for block in blocks for name in ([block] if isinstance(block, str) else block)]
+    skipped = [f"re:{rule.removeprefix('-:')}" for rule in dynamic]
+    return _name(settings.get("group_size"), bool(settings.get("desc_act"))), only, skipped
+
+
+def _awq(settings: Settings) -> _Kind | None:
+    kind = settings.get("version", settings.get("format", "gemm"))
+    if settings.get("bits", settings.get("w_bit")) != 4 or str(kind).lower() != "gemm":
+        return None
+    return _name(settings.get("group_size", settings.get("q_group_size"))), [], []
+
+
+def _auto_round(settings: Settings) -> _Kind | None:
+    others = settings.get("extra_config") or {}
+    in_16_bits = [name for name, one in others.items() if one.get("bits", 4) >= 16]
+    is_other = settings.get("bits") != 4 or settings.get("data_type", "int") != "int"
+    if is_other or len(in_16_bits) < sum("bits" in one or "group_size" in one for one in others.values()):
+        return None
+    regular = [f"re:{name}" if re.search(r"[*\\^$|]", name) else name for name in in_16_bits]
+    return _name(settings.get("group_size")), [], regular
+
+
+def _format(settings: Settings) -> str:
+    return str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
+
+
+FORMATS_OF_INT4 = (*(Int4(group) for group in (32, 64, 128, 0)), *(Int4(group, True) for group in (32, 64, 128)))

@@ -1,0 +1,115 @@
+"""A step's micro-batches over the stages of a pipeline: each rank runs its own layers, and the last one the loss.
+
+Every rank of a pipeline has all micro-batches of the step, in equal shapes. Stages send each other hidden states
+[B, S, H]; masks, positions and rotary tables are computed on each rank from the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from moetune.adapt.build import Adapted
+from moetune.models.stack import StageLayers
+from moetune.parallel.pipeline import run_stages
+from moetune.training.step.batch import Batch
+from moetune.training.step.loss import Chunks
+from moetune.training.step.micro_step import MicroStep, count_loss_tokens, token_loss
+from moetune.training.step.router_losses import Routed, RouterWatch, Statistics, add_load, losses_of
+
+
+def stages_on(adapted: Adapted) -> list[StageLayers]:
+    """Return the stages of the pipeline that are on this rank; none without `parallel.pp`."""
+    pp, at = adapted.ranks.parallel.pp, adapted.ranks.coordinates.pp
+    return [StageLayers(adapted.model, layers) for layers in adapted.run.stages[at::pp]] if pp > 1 else []
+
+
+class Pipeline:
+    """The stages of a model on this rank.
+
+    Args:
+        adapted: the part of the model that this rank holds.
+        watch: records the routing of its layers.
+    """
+
+    def __init__(self, adapted: Adapted, watch: RouterWatch) -> None:
+        run = adapted.run
+        self._adapted, self._watch, self._stages = adapted, watch, stages_on(adapted)
+        self._experts = {layer.index: layer.shape.num_experts for layer in run.structure.moe_layers}
+        self._trains_before = run.trains_before_stages
+        self._width = run.model.plain.get_input_embeddings().weight.shape[-1]
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        total_tokens: Tensor | int,
+        memory: int | Chunks | None,
+        around: Callable[[], AbstractContextManager[None]] | None,
+        scale: Callable[[Tensor], Tensor] = lambda loss: loss,
+    ) -> list[MicroStep]:
+        """Run forward and backward of all micro-batches; return what this rank knows of each, in order.
+
+        The loss is 0 on ranks without the last stage, and the expert load is that of this rank's layers.
+
+        Args:
+            batches: the micro-batches of the step, of equal shapes.
+            total_tokens: what losses are divided by.
+            memory: bytes that the logits of a chunk may take.
+            around: makes the context manager in which each backward pass runs; None for forward passes only.
+            scale: multiplies a loss before its backward pass.
+        """
+        model, device, train = self._adapted.model, self._adapted.model.device, self._adapted.run.config.train
+        shape_routing = bool(train.router_aux_loss or train.router_z_loss) and around is not None
+        nothing = torch.zeros((), device=device)
+        done = [MicroStep(nothing, nothing.clone() if shape_routing else None, {}) for _ in batches]
+
+        def forward(stage: int, number: int, received: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+            batch, layers = batches[number], self._stages[stage]
+            mask = batch.get("is_token", batch.get("attention_mask"))
+            hidden, statistics = (*received, None, None)[:2]
+            with layers.entered(hidden), self._watch.recording(mask, logits=shape_routing) as routed:
+                if layers.is_last:
+                    hidden, loss = None, token_loss(model, batch, total_tokens, memory)
+                else:
+                    inputs = {name: value for name, value in batch.items() if name not in ("labels", "is_token")}
+                    hidden = layers.hidden_states(inputs)
+            add_load(done[number].load, routed.load)
+            if shape_routing:
+                statistics = self._statistics(routed, statistics)
+            if hidden is not None:
+                return (hidden,) if statistics is None else (hidden, statistics)
+            router_loss = None
+            if statistics is not None:
+                of_layers = {
+                    n: Statistics(row[:experts], row[experts : 2 * experts], row[2 * experts])
+                    for row, (n, experts) in zip(statistics, self._experts.items(), strict=True)
+                }
+                balance, z = losses_of(of_layers, per_layer=train.router_aux_scope == "layer")
+                share = count_loss_tokens(batch) / total_tokens
+                router_loss = share * (train.router_aux_loss * balance + train.router_z_loss * z)
+            done[number] = MicroStep(
+                loss.detach(), None if router_loss is None else router_loss.detach(), done[number].load
+            )
+            return scale(loss if router_loss is None else loss + router_loss)
+
+        rows = batches[0]["input_ids"]
+        sent = [torch.empty(*rows.shape, self._width, dtype=self._adapted.run.dtype, device="meta")]
+        if shape_routing:
+            sent.append(torch.empty(len(self._experts), 2 * max(self._experts.values()) + 1, device="meta"))
+        run_stages(self._adapted.ranks, forward, len(batches), tuple(sent), self._trains_before, device, around)
+        return done
+
+    def _statistics(self, routed: Routed, before: Tensor | None) -> Tensor:
+        """Return what router losses are made of, a row for each layer with experts of the whole model: the rows of
+        this stage's layers, added to those from `before`; zeros for later ones."""
+        here = self._watch.statistics(routed)
+        width, device = 2 * max(self._experts.values()) + 1, self._adapted.model.device
+        rows = [
+            pad(torch.cat([here[n].f_E, here[n].p_E, here[n].z[None]]), (0, width - 2 * experts - 1))
+            if n in here
+            else torch.zeros(width, device=device)
+            for n, experts in self._experts.items()
+        ]
+        return torch.stack(rows) if before is None else before + torch.stack(rows)
