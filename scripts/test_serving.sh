@@ -4,8 +4,8 @@
 #
 #     bash scripts/test_serving.sh [--all]
 #
-# Without --all: Mixtral and gpt-oss, whose checkpoints have experts one by one and stacked; three minutes. With it: all
-# model types, and the page is written; a quarter of an hour.
+# Without --all: Mixtral and gpt-oss, whose checkpoints have experts one by one and stacked. With it: all
+# model types, and the page is written; four minutes of a core, twenty on a busy machine.
 # Makes .venv-serving/vllm and .venv-serving/others beside .venv, with Python 3.11: five minutes, 4 GB. Does nothing when
 # the same was installed before. SERVING_ENV names another folder, which is taken as it is.
 set -euo pipefail
@@ -68,8 +68,8 @@ printf '[vllm.general_plugins]\ncpu_moe_lora = cpu_moe_lora:register\n' >"$plugi
 touch "$plugin/RECORD"
 
 quietly() { "$@" >"$folder/log" 2>&1 || { tail -n 40 "$folder/log" >&2; exit 1; }; }
-python=$root/.venv/bin/python
-[ -x "$python" ] || python=${PYTHON:-python3}
+python=${PYTHON_MOETUNE:-$root/.venv/bin/python}
+[ -x "$python" ] || ./scripts/setup.sh
 echo "==> exports of toys"
 PYTHONPATH=$root quietly "$python" "$here/cases.py" "$folder/cases" ${types[@]+"${types[@]}"}
 echo "==> mlx-lm"

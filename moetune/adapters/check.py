@@ -123,8 +123,8 @@ def _as_it_is(found: Read, stored: StoredAdapter, base: AdapterBase, program: st
             other = "it takes lora_alpha / r of adapter_config.json for everything, and nothing else"
     if other is not None and tensors.keys() == laid.tensors.keys():
         alpha = stored.settings["lora_alpha"]
-        if program == "vllm" and not adapter.experts:
-            other = None  # to linear layers it applies rank_pattern, alpha_pattern and use_rslora
+        if program == "vllm" and found.layout in (None, "peft"):
+            other = None  # to linear layers and stacked experts it applies rank_pattern, alpha_pattern and use_rslora
         elif program == "llama.cpp":  # it takes lora_alpha / rank of each pair of factors
             others = [name for name, factors in adapter.named().items() if factors.scale * factors.rank != alpha]
             other = f"it ignores use_rslora and alpha_pattern, and would scale {others[0]} wrongly" if others else None

@@ -40,8 +40,11 @@ PROGRAMS = ("peft", "vllm", "sglang", "llama.cpp", "unsloth", "unsloth-grouped")
 """Programs to write an adapter for, which are the values of `--to`."""
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "llama.cpp": "llama.cpp"}
 """Those of them that serve, and their names."""
-_ROUTES_INSIDE = ("qwen3_moe",)
-"""Model types whose class in vLLM gives the router to its experts' runner, which calls it without its factors."""
+_ROUTES_INSIDE = (
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "exaone_moe", "glm4_moe_lite", "qwen3_moe", "qwen3_next",
+)  # fmt: skip
+"""Model types whose class in vLLM 0.32 gives the router to its experts' runner, which calls it without its factors, as
+was seen of Qwen3-MoE and DeepSeek-V3, and the others share that code."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,14 @@ def _for_server(adapter: Adapter, base: AdapterBase, program: str) -> LaidOut:
             f"{SERVERS[program]} does not apply factors on {split}: it splits the base's weight when it loads, so it "
             "would not compute what was trained; merge the adapter (moetune adapter merge, or export --format merged)"
             + (f", or train without it (adapt.lora.targets: [{rest}])" if rest else "")
+        )
+    latent = [
+        path for path in adapter.linears if f"{path.rpartition('.')[0]}.kv_a_proj_with_mqa" in base.structure.linears()
+    ]
+    if program == "llama.cpp" and latent:
+        raise UserError(
+            f"llama.cpp accepts factors on latent attention, such as {latent[0]}, and computes something else; "
+            "merge the adapter (moetune adapter merge, or export --format merged)"
         )
     kind = base.structure.model_type
     is_inert = program == "sglang" or (program == "vllm" and kind in _ROUTES_INSIDE)

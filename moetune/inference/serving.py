@@ -30,7 +30,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `--max-lora-rank` (0.32)."""
 _STEP = 256
 """Lengths of context are multiples of this."""
-_GGUF = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_GGUF: dict[object, str] = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Asks llama.cpp's server for the next token's log-probabilities after every prefix: `python ask_llama.py FOLDER OUT`.
 
-FOLDER is that of cases.py, with `NAME.gguf` of each merged export, adapter and base (see to_gguf.py). The server, that of
-xllamacpp, listens on loopback; adapters are chosen by each request. Runs in an environment with xllamacpp.
+FOLDER is that of cases.py, and OUT has `NAME.gguf` of each merged export, adapter and base (see to_gguf.py). The
+server, that of xllamacpp, listens on loopback; adapters are chosen by each request.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Asks mlx-lm for the next token's log-probabilities after every prefix, in merged exports: `python ask_mlx.py FOLDER OUT`
-(see cases.py). Runs in an environment with `mlx[cpu]` and mlx-lm."""
+"""Asks mlx-lm for the next token's log-probabilities after every prefix, in merged exports.
+
+python ask_mlx.py FOLDER OUT    # see cases.py; in an environment with `mlx[cpu]` and mlx-lm
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Asks vLLM for the next token's log-probabilities after every prefix: `python ask_vllm.py FOLDER OUT` (see cases.py).
 
-Adapters of one base are asked in one batch, mixed with the base itself, and merged exports one after the other. OUT gets
-an array of each case, or a text with the reason why there is none. Runs in vLLM's own environment.
+Adapters of one base are asked in one batch, mixed with the base itself, and merged exports one after the other. OUT
+gets an array of each case, or a text with the reason why there is none. Runs in vLLM's own environment.
 """
 
 from __future__ import annotations

@@ -132,11 +132,6 @@ def exports(base: Path, folder: Path, lora: dict[str, Any]) -> None:
             (folder / f"{name}.refused").write_text(str(error))
 
 
-def said(base: Path, entry: dict[str, Any]) -> str | None:
-    """Return what `moetune adapter check --for vllm` says against an adapter; None if nothing."""
-    return check_adapter(str(base), entry["path"], program="vllm").programs["vllm"]
-
-
 def write_case(folder: Path, base: Path, kind: str, lora: dict[str, Any]) -> list[dict[str, Any]]:
     """Write the exports of one kind, and of its faults; return them as entries of cases.json."""
     model_type, own = base.parent.name, base.parent / kind.replace(" ", "_")
@@ -151,7 +146,7 @@ def write_case(folder: Path, base: Path, kind: str, lora: dict[str, Any]) -> lis
         if (own / name).is_dir()
     ]
     for each in entries:
-        each["check"] = None if each["export"] == "merged" else said(base, each)
+        each["check"] = {} if each["export"] == "merged" else check_adapter(str(base), each["path"]).programs
     if kind == "all experts":
         _, of_base = _open_base(str(base))
         for fault, adapter in faulty(read(open_adapter(own / "peft"), of_base).adapter, of_base):
@@ -161,7 +156,7 @@ def write_case(folder: Path, base: Path, kind: str, lora: dict[str, Any]) -> lis
             convert_adapter(str(base), wrong, "vllm", own / f"{fault}-vllm", layout="peft")
             merge_adapter(str(base), wrong, own / f"{fault}-merged", layout="peft")
             entries += [
-                {**entry, "export": name, "path": str(own / f"{fault}-{name}"), "fault": fault, "check": None}
+                {**entry, "export": name, "path": str(own / f"{fault}-{name}"), "fault": fault, "check": {}}
                 for name in ("vllm", "merged")
             ]
     return entries

@@ -1,6 +1,6 @@
-"""A vLLM plugin: experts with LoRA on a CPU. In place of TritonExperts' kernels, loops in torch over experts and adapters.
+"""A vLLM plugin: experts with LoRA on a CPU, by loops in torch over experts and adapters in place of Triton's kernels.
 
-Everything else (loading, packing, stacking, slots, mapping of tokens to adapters, scheduling, the server) is vLLM's own.
+Everything else (loading, packing, stacking, slots, mapping of tokens to adapters, scheduling, the server) is vLLM's.
 """
 
 import torch
@@ -26,7 +26,9 @@ def apply(
 ):
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-    assert expert_map is None and a1q_scale is None and not apply_router_weight_on_input
+    assert expert_map is None
+    assert a1q_scale is None
+    assert not apply_router_weight_on_input
     ctx = self._lora_context
     n = hidden_states.shape[0]
     lora = torch.full((n,), -1) if ctx is None else ctx.punica_wrapper.token_lora_indices[:n]
@@ -43,7 +45,10 @@ def apply(
             if i < 0:
                 continue
             s = (ids == i).nonzero(as_tuple=True)[0]
-            parts = [(x[s] @ a[i, e].T) @ b[i, e].T for a, b in zip(ctx.w13_lora_a_stacked, ctx.w13_lora_b_stacked)]
+            parts = [
+                (x[s] @ a[i, e].T) @ b[i, e].T
+                for a, b in zip(ctx.w13_lora_a_stacked, ctx.w13_lora_b_stacked, strict=True)
+            ]
             h[s] += torch.stack(parts, -1).flatten(1) if oai and len(parts) == 2 else torch.cat(parts, 1)
         if oai:
             gate, up = h[:, ::2].clamp(max=7.0), h[:, 1::2].clamp(-7.0, 7.0)

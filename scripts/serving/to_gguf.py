@@ -1,7 +1,8 @@
-"""Converts the exports of cases.py for llama.cpp: `python to_gguf.py FOLDER OUT LLAMA_CPP`, in the project's environment.
+"""Converts the exports of cases.py for llama.cpp: `python to_gguf.py FOLDER OUT LLAMA_CPP`.
 
-OUT gets `NAME.gguf`, or `NAME.txt` with the last line of the converter's error. The toys' tokenizer is not among those that
-llama.cpp recognizes by a hash, so this check is replaced; prompts are ids, and do not depend on it.
+OUT gets `NAME.gguf`, or `NAME.txt` with the last line of the converter's error. The toys' tokenizer is not among those
+that llama.cpp recognizes by a hash, so this check is replaced; prompts are ids, and do not depend on it. Runs
+where torch, transformers and sentencepiece are.
 """
 
 from __future__ import annotations

@@ -210,13 +210,23 @@ def test_stacked_factors_in_vllm_by_type(model_type: str, said: str, tmp_path: P
     assert said in str(check(write(tmp_path, make_adapter(base, grow=True), base, "peft"), base).programs["vllm"])
 
 
-def test_vllm_drops_the_router_of_qwen3_moe_and_not_that_of_mixtral(tmp_path: Path) -> None:
-    for model_type, is_dropped in (("mixtral", False), ("qwen3_moe", True)):
-        base = base_of_toy(model_type)
-        layer = base.structure.moe_layers[0]
-        factors = Factors(torch.ones(2, layer.shape.hidden), torch.ones(layer.shape.num_experts, 2), 1.0)
-        if is_dropped:
-            with pytest.raises(UserError, match="vLLM has no LoRA on routers"):
-                laid_out(Adapter({layer.router: factors}, {}), base, "vllm")
-        else:
-            laid_out(Adapter({layer.router: factors}, {}), base, "vllm")
+@pytest.mark.parametrize(("model_type", "is_dropped"), [("mixtral", False), ("qwen3_moe", True), ("deepseek_v3", True)])
+def test_routers_that_vllm_calls_without_their_factors(model_type: str, is_dropped: bool) -> None:
+    base = base_of_toy(model_type)
+    layer = base.structure.moe_layers[0]
+    A, B = torch.ones(2, layer.shape.hidden), torch.ones(layer.shape.num_experts, 2)
+    adapter = Adapter({layer.router: Factors(A, B, 1.0)}, {})
+    assert laid_out(adapter, base, "llama.cpp").tensors
+    if is_dropped:
+        with pytest.raises(UserError, match=r"vLLM has no LoRA on routers, .*merge"):
+            laid_out(adapter, base, "vllm")
+    else:
+        assert laid_out(adapter, base, "vllm").tensors
+
+
+def test_latent_attention_is_merged_for_llama() -> None:
+    base = base_of_toy("deepseek_v3")
+    linears = {path: one for path, one in make_adapter(base).linears.items() if path.endswith("o_proj")}
+    assert laid_out(Adapter(linears, {}), base, "vllm").tensors
+    with pytest.raises(UserError, match=r"llama\.cpp accepts factors on latent attention, .*o_proj, .*merge"):
+        laid_out(Adapter(linears, {}), base, "llama.cpp")

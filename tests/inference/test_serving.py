@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ToyRun]:
 def options(plan: Serving) -> dict[str, str]:
     """Option -> value of the server's command; options without one are left out."""
     command = plan.commands[-1]
-    return {word: after for word, after in zip(command, command[1:], strict=False) if word.startswith("--")}
+    return {word: after for word, after in pairwise(command) if word.startswith("--")}
 
 
 def test_a_run_is_exported_and_its_rank_rounded_up(runs: Callable[[str], ToyRun]) -> None:
@@ -61,7 +62,7 @@ def test_factors_in_pefts_layout_need_the_mixed_format_or_are_refused(runs: Call
     assert "--enable-mixed-moe-lora-format" in plan.commands[-1]
     with pytest.raises(UserError, match=r"convert --to vllm: it accepts the adapter and drops its experts without a m"):
         serving(str(runs("mixtral").path.with_name("peft")), "vllm")
-    with pytest.raises(UserError, match="cannot read it: .*merge"):
+    with pytest.raises(UserError, match=r"cannot read it: .*merge"):
         serving(str(runs("gpt_oss").path.with_name("peft")), "llama.cpp")
 
 

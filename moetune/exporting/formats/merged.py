@@ -54,7 +54,7 @@ def complete_config(out: Path) -> tuple[str, ...]:
     Nothing is tied, if the weights there hold apart what it ties; and keys by which configurations said the same before
     transformers 5 stand beside those of today (seen in mlx-lm 0.32: without `rope_theta` it takes its own default).
     """
-    config, notes = read_json(out / "config.json", dict[str, Any]), ()
+    config, notes = read_json(out / "config.json", dict[str, Any]), tuple[str, ...]()
     sections = [section for section in (config, config.get("text_config")) if isinstance(section, dict)]
     for section in sections:
         for key, value in _old_keys(section).items():
@@ -71,7 +71,7 @@ def complete_config(out: Path) -> tuple[str, ...]:
 
 def _old_keys(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a section of a configuration says of positions and experts, by the keys before transformers 5."""
-    old, rope = {}, section.get("rope_parameters")
+    old, rope = dict[str, Any](), section.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:  # else one for each kind of layer, for which there was no key
         old |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         old["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
