@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -303,7 +303,7 @@ class ExpertBank(nn.Module):
 
     def trained_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that train, as `parameters` yields them, in a tenth of the time."""
-        modules = [part for full in self.trained.values() for part in (full.gate_up, full.down)]
+        modules: list[Any] = [part for full in self.trained.values() for part in full.children()]
         if self.lora is not None:
             modules.append(self.lora)
         return [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]

@@ -51,7 +51,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        backward = torch.ops.moetune.rms_norm_backward.default if is_observed(dy) else _norm_backward
+        backward: Any = torch.ops.moetune.rms_norm_backward.default if is_observed(dy) else _norm_backward
         return backward(dy.contiguous(), *ctx.saved_tensors, ctx.weight), None, None
 
 

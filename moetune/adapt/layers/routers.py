@@ -22,8 +22,7 @@ def fuse_routers(model: nn.Module) -> None:
     """Replace the forward method of every router whose code is Mixtral's or Qwen3-MoE's by the fused one, in place."""
     for module in model.modules():
         if softmax_router(module) is not None:
-            module.forward = partial(_forward, module)
-            module.choices = None
+            module.__dict__ |= {"forward": partial(_forward, module), "choices": None}
 
 
 class Choices(Protocol):

@@ -65,7 +65,7 @@ class RouterWatch:
 
         def saw_choice(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._current is not None:
-                _, ids, weights = (*args, *kwargs.values())
+                ids, weights = [*args, *kwargs.values()][1:]
                 load = _tokens(ids.detach(), weights.detach(), layer.shape.num_experts, self._current.mask)
                 self._current.load[layer.index] = load
 
