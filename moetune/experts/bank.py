@@ -161,9 +161,13 @@ class ExpertLora(nn.Module):
         """
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
-        of_gate_up, of_down = ("A", "B") if self.shared else (None, None)
-        gate_up = LowRank(self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, self.scale, joined, of_gate_up)
-        return gate_up, LowRank(self.down_A, self.down_B, slots, False, self.scale, joined, of_down)
+        settings = self.scale, joined
+        return (
+            LowRank(
+                self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, *settings, "A" if self.shared else None
+            ),
+            LowRank(self.down_A, self.down_B, slots, False, *settings, "B" if self.shared else None),
+        )
 
     def stored_name(self, factor: str, expert: int) -> str:
         """Return the name under which checkpoints hold an expert's part of a factor such as `down_A`."""
