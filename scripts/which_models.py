@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moetune.config.schema import RunConfig  # noqa: E402
+from moetune.memory.predict import predict  # noqa: E402
 from moetune.memory.report import MemoryReport  # noqa: E402
 from moetune.models.catalog import find_model, model_names  # noqa: E402
 from moetune.models.catalog.gpus import find_gpu  # noqa: E402
 from moetune.models.parameter_count import count_parameters  # noqa: E402
 from moetune.planning.from_options import config_of  # noqa: E402
-from moetune.planning.predict import predict  # noqa: E402
 from moetune.planning.predictor import Predictor  # noqa: E402
 from moetune.run.resolve import resolve  # noqa: E402
 
@@ -75,7 +75,7 @@ def cell(name: str, way: str) -> dict[str, Any]:
 def traced(config: RunConfig, card: str) -> MemoryReport:
     highest = Predictor().routing.highest
     assert highest is not None
-    return predict(config, gpu=card, routing=highest, advise=False)
+    return predict(config, gpu=card, routing=highest)
 
 
 def smallest_card(config: RunConfig) -> tuple[str, MemoryReport] | None:

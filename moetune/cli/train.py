@@ -53,7 +53,7 @@ def train(
         continues = resume != "never" and (Path(str(config.output)) / "run.yaml").exists()
         if is_open(config.train) and config.hardware.gpu is not None and not continues:
             whole = settled_on(whole, torch.device(this_device()))
-            chosen = whole.config.train.model_dump(mode="json", include={"checkpointing", "keep_rows"})
+            chosen = whole.config.train.model_dump(mode="json", include={"checkpointing", "keep_rows", "expert_memory"})
             more = [f"--set=train.{key}={json.dumps(value)}" for key, value in chosen.items()]
     resumes = "--resume auto continues from the last checkpoint"
     try:

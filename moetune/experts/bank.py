@@ -26,7 +26,7 @@ from moetune.kernels.grouped import is_in_triton, reads_ends
 from moetune.kernels.routing import sorted_positions
 from moetune.models.moe import ExpertShape
 
-_MOST_AT_ONCE = 2**31 - 1  # weights in one dequantization: bitsandbytes counts them in 32 bits
+MOST_AT_ONCE = 2**31 - 1  # weights in one dequantization: bitsandbytes counts them in 32 bits
 
 ExpertTensor = Literal["gate_up", "down", "gate_up_bias", "down_bias"]
 
@@ -75,7 +75,7 @@ def most_together(shape: ExpertShape, memory: int, dtype: torch.dtype) -> int:
     Each expert counts with the larger of its two matrices, in `dtype`. Together these have at most 2³¹ - 1 weights.
     """
     largest = shape.hidden * shape.gate_up_rows
-    return max(1, min(memory // (largest * dtype.itemsize), _MOST_AT_ONCE // largest))
+    return max(1, min(memory // (largest * dtype.itemsize), MOST_AT_ONCE // largest))
 
 
 def groups_of(kinds: Sequence[Kind], most: int, *, alone: bool = False) -> Iterator[range]:
@@ -161,9 +161,13 @@ class ExpertLora(nn.Module):
         """
         first = self.slots[experts[0]]
         slots = slice(first, first + len(experts))
-        of_gate_up, of_down = ("A", "B") if self.shared else (None, None)
-        gate_up = LowRank(self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, self.scale, joined, of_gate_up)
-        return gate_up, LowRank(self.down_A, self.down_B, slots, False, self.scale, joined, of_down)
+        settings = self.scale, joined
+        return (
+            LowRank(
+                self.gate_up_A, self.gate_up_B, slots, self.is_interleaved, *settings, "A" if self.shared else None
+            ),
+            LowRank(self.down_A, self.down_B, slots, False, *settings, "B" if self.shared else None),
+        )
 
     def stored_name(self, factor: str, expert: int) -> str:
         """Return the name under which checkpoints hold an expert's part of a factor such as `down_A`."""

@@ -292,5 +292,7 @@ def low_rank_gradients_(
     if of_first is not None:
         of_first.copy_(product_of_groups((narrow_out * factor).flatten(1).T, x, ends, counts).view(of_first.shape))
     dout, narrow_in = dout.view(len(dout), narrow_in.shape[1], -1) if dout.dim() == 2 else dout, narrow_in * factor
-    for part in () if of_second is None else range(of_second.shape[1]):
+    if of_second is None:
+        return
+    for part in range(of_second.shape[1]):
         of_second[:, part].copy_(product_of_groups(dout[:, part].T, narrow_in[:, part], ends, counts))

@@ -30,7 +30,7 @@ def about(run: ResolvedRun, capability: Capability | None) -> tuple[tuple[str, s
         ("trains", "; ".join(trains(run))),
         ("base", base + ", experts on the host" * (config.model.experts_on == "host")),
         ("attention", attention_in_words(config, run.model.plain, capability)),
-        ("batch", f"{step}, checkpointing {checkpointing(run)}"),
+        ("batch", f"{step}, checkpointing {checkpointing(run)}{_experts_at_once(run)}"),
         *([("router gradient", "dense, through all experts")] if train.dense_router_gradient else []),
         ("optimizer", optimizers(run)),
         *([("ranks", f"{config.parallel.engine}: {', '.join(layout)}")] if layout else []),
@@ -75,6 +75,14 @@ def checkpointing(run: ResolvedRun) -> str:
     same = [kept - {"attention"} if "rest" in kept else kept for kept in run.keeps.values()]
     counts = [f"{_WORDS[kept]} of {same.count(kept)}" for kept in _WORDS if kept in same]
     return f"full, kept of {counted(run.structure.num_layers, 'layer')}: {', '.join(counts)}"
+
+
+def _experts_at_once(run: ResolvedRun) -> str:
+    """Format a `train.expert_memory` other than `auto`; empty for a model without experts."""
+    size = run.config.train.expert_memory
+    if size == "auto" or not run.structure.moe_layers:
+        return ""
+    return ", experts one by one" if not run.expert_memory else f", experts in groups of {size}"
 
 
 def trains(run: ResolvedRun) -> Iterator[str]:

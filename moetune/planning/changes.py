@@ -149,9 +149,10 @@ def savings(config: RunConfig) -> Iterator[Saving]:
     """Yield the savings that `config` does not use yet, ordered by how much they change the training.
 
     1. Equal updates in slower steps: recomputation, gradients freed early, host memory instead of GPU memory.
-    2. Lower precision: stochastic rounding instead of master weights, 8-bit optimizer states, 4-bit frozen weights.
+    2. Lower precision: stochastic rounding instead of master weights, 8-bit optimizer states, LoRA factors in 16 bits,
+       4-bit frozen weights.
     3. The same step in smaller micro-batches.
-    4. Different training: shorter sequences, a lower LoRA rank, SGD.
+    4. Different training: shorter sequences, LoRA factors that experts share, a lower LoRA rank, SGD.
     """
     train, model, optimizer = config.train, config.model, config.optimizer
     single = optimizer if isinstance(optimizer, OptimizerConfig) else None
@@ -166,6 +167,8 @@ def savings(config: RunConfig) -> Iterator[Saving]:
     if single and not single.offload and not single.fused_backward:
         if train.accumulate == 1:
             why = "frees each gradient during backward; only the largest is alive, not all"
+            if train.max_grad_norm:
+                why += ". Clipping by norm takes a second pass; train.max_grad_norm: 0 needs none"
             yield Saving({"optimizer.fused_backward": True}, why, ("gradients",))
         if single.master_weights != "stochastic":
             why = "states, float32 weights and updates in host memory"
@@ -182,6 +185,10 @@ def savings(config: RunConfig) -> Iterator[Saving]:
     if single and (single.name, single.master_weights) != ("adamw8bit", "none"):
         why = "8-bit AdamW keeps 2 bytes a trained parameter, and no master weights"
         yield Saving({"optimizer.name": "adamw8bit", "optimizer.master_weights": "none"}, why, _UPDATED)
+    lora = config.adapt.lora
+    if lora is not None and lora.dtype == "fp32" and config.parallel.ranks == 1:
+        why = "LoRA factors and their gradients in 16 bits; updates are rounded stochastically"
+        yield Saving({"adapt.lora.dtype": "bf16"}, why, ("trainable_weights", "gradients"))
     if model.base == "nf4" and not model.double_quant:
         yield Saving({"model.double_quant": True}, "8 bits for the scales of frozen weights", ("frozen_weights",))
     if model.base not in ("nf4", "auto"):
@@ -191,9 +198,12 @@ def savings(config: RunConfig) -> Iterator[Saving]:
         yield Saving(dict(smaller), "the same step in smaller micro-batches", _ACTIVATIONS)
     if (half := train.sequence_length // 2) >= _SHORTEST:
         yield Saving({"train.sequence_length": half}, "half as many tokens at once", _ACTIVATIONS)
-    rank = None if config.adapt.lora is None else config.adapt.lora.rank
+    parts: tuple[PartName, ...] = ("trainable_weights", "gradients", *_UPDATED)
+    if lora is not None and "experts" in lora.targets and lora.share == "none" and config.parallel.ep == 1:
+        why = "all experts of a layer share LoRA's A of gate_up and B of down"
+        yield Saving({"adapt.lora.share": "outer"}, why, parts)
+    rank = None if lora is None else lora.rank
     if isinstance(rank, int) and rank // 2 >= _LOWEST:
-        parts: tuple[PartName, ...] = ("trainable_weights", "gradients", *_UPDATED)
         yield Saving({"adapt.lora.rank": rank // 2}, "LoRA factors of half the size", parts)
     if single and (single.name, single.master_weights) != ("sgd", "none"):
         why = "SGD without momentum keeps no states"

@@ -1,9 +1,11 @@
-"""`settled`: what each layer keeps, in place of `train.checkpointing: auto` or `train.keep_rows: auto`."""
-
-from collections.abc import Mapping
+"""`settled`: what takes the memory that is left, in place of `auto` in `train.checkpointing`, `keep_rows` and
+`expert_memory`."""
 
 import torch
 
+from moetune.config.memory_size import parse_size
+from moetune.config.schema import TrainConfig
+from moetune.experts.bank import MOST_AT_ONCE
 from moetune.memory.assumed_routing import UNKNOWN, AssumedRouting
 from moetune.memory.measurement.measure import catalog_name
 from moetune.memory.trace import NotTraceable
@@ -11,68 +13,90 @@ from moetune.models.catalog.gpus import Gpu
 from moetune.planning.fit import last_that_fits, surely_left
 from moetune.planning.predictor import Predictor
 from moetune.run.keeps import NOTHING, Keepable, Kept, is_open
-from moetune.run.resolve import ResolvedRun
+from moetune.run.resolved import LEAST_EXPERT_MEMORY, ResolvedRun
 
 
 def settled(run: ResolvedRun, gpu: str | Gpu, routing: AssumedRouting = UNKNOWN) -> ResolvedRun:
-    """Return a run with values in place of `train.checkpointing: auto` and `train.keep_rows: auto`, as many layers
-    keeping as much as surely fits a GPU; others unchanged.
+    """Return a run with values in place of `auto` in `train.checkpointing`, `train.keep_rows` and
+    `train.expert_memory`, the last of `_choices` that surely fits a GPU; others unchanged.
 
-    The last layers keep most: they are the first in backward, so their bytes are freed before other layers are
-    recomputed. A run of which `full` does not surely fit keeps nothing, so its verdict never changes.
+    A run of which the first choice does not surely fit takes that, so its verdict never changes.
 
     Raises:
         UserError: the run cannot be predicted.
     """
-    if not is_open(run.config.train):
-        return run
-    predictor = Predictor(gpu, routing, "high", run.device_type)
     choices = _choices(run)
+    if len(choices) == 1:
+        return choices[0]
+    predictor = Predictor(gpu, routing, "high", run.device_type)
     last, _ = last_that_fits(
         len(choices),
-        lambda number: predictor.of_resolved(run.keeping(choices[number])),
+        lambda number: predictor.of_resolved(choices[number]),
         surely_left,
         start=len(choices) - 1,
     )
-    return run.keeping(choices[max(last, 0)])
+    return choices[max(last, 0)]
 
 
-def _choices(run: ResolvedRun) -> list[dict[int, Kept]]:
-    """Return what layers may keep, from nothing to all that `auto` leaves open, each choice a layer more than the one
-    before: first attention's outputs, which take least for the time that they save; then the experts' rows; then the
-    rest of a layer."""
+def _choices(run: ResolvedRun) -> list[ResolvedRun]:
+    """Return a run with all that `auto` leaves open settled, from what takes least to what takes most.
+
+    First the memory of experts that are computed together doubles until it holds a layer's: on an H100 1 GiB took 24 %
+    off a micro-step of Qwen3-30B-A3B, and everything that layers can keep 7 % for 18 GiB (docs/benchmarks/card.md).
+    Then each choice keeps in a layer more than the one before: first attention's outputs, which take least for the time
+    that they save; then the experts' rows; then the rest of a layer. The last layers come first, because they are the
+    first in backward, so their bytes are freed before other layers are recomputed.
+    """
+    choices = [run.settled_as(None)]
+    if run.config.train.expert_memory == "auto" and (sizes := _expert_memories(run)):
+        choices = [choices[0].with_expert_memory(size) for size in sizes]
+    if not is_open(run.config.train):
+        return choices
+    most = run.with_expert_memory(choices[-1].config.train.expert_memory)
     layers = list(range(run.structure.num_layers))
     of_experts = [layer.index for layer in run.structure.moe_layers]
     steps: list[tuple[Keepable, list[int]]] = [("rows", of_experts)]
     if run.config.train.checkpointing == "auto":
         steps = [("attention", layers), *steps, ("rest", layers)]
     kept: dict[int, Kept] = {}
-    choices = [kept]
     for name, where in steps:
         for layer in reversed(where):
             kept = {**kept, layer: kept.get(layer, NOTHING) | {name}}
-            choices.append(kept)
+            choices.append(most.keeping(kept))
     return choices
 
 
-def settled_on(run: ResolvedRun, device: torch.device, before: Mapping[int, Kept] | None = None) -> ResolvedRun:
+def _expert_memories(run: ResolvedRun) -> list[str]:
+    """Return values of `train.expert_memory`, each twice the one before, up to what one dequantization of the largest
+    layer's experts takes; empty if the least does, or on a CPU."""
+    shapes = [layer.shape for layer in run.structure.moe_layers]
+    weights = max((shape.num_experts * shape.hidden * shape.gate_up_rows for shape in shapes), default=0)
+    most = min(weights, MOST_AT_ONCE) * run.dtype.itemsize
+    size, sizes = parse_size(LEAST_EXPERT_MEMORY["cuda"]) or 0, []
+    while run.device_type == "cuda" and size < most:
+        sizes.append(size)
+        size *= 2
+    return [f"{-(-size >> 20)}MiB" for size in (*sizes, most)] if sizes else []
+
+
+def settled_on(run: ResolvedRun, device: torch.device, before: TrainConfig | None = None) -> ResolvedRun:
     """Return `settled` for the GPU in `hardware.gpu`, or for `device` if that is not set.
 
-    On a CPU layers keep what is in `before`; if the model's code cannot be traced, they keep nothing. Raises
-    `UserError` if the run cannot be predicted.
+    On a CPU the run takes what it took `before`; if the model's code cannot be traced, the least. Raises `UserError` if
+    the run cannot be predicted.
 
     Args:
-        before: layer -> what it kept before the run was interrupted, which it keeps again if that surely fits.
+        before: the settings before the run was interrupted, which it takes again if they surely fit.
     """
-    if not is_open(run.config.train):
+    if not is_open(run.config.train) and run.config.train.expert_memory != "auto":
         return run
-    as_before = run.keeping(before or {})
+    as_before = run.settled_as(before)
     if device.type == "cpu":
         return as_before
     gpu = run.config.hardware.gpu or catalog_name(device)
     try:
-        if before and surely_left(Predictor(gpu, end="high").of_resolved(as_before)) >= 0:
+        if before is not None and surely_left(Predictor(gpu, end="high").of_resolved(as_before)) >= 0:
             return as_before
         return settled(run, gpu)
     except NotTraceable:
-        return run.keeping({})
+        return run.settled_as(None)

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from moetune.config.memory_size import parse_size
 from moetune.config.resolved import ResolvedConfig, ResolvedModelConfig
-from moetune.config.schema import OptimizerConfig, Part
+from moetune.config.schema import OptimizerConfig, Part, TrainConfig
 from moetune.errors import UserError
 from moetune.formats.table import FORMATS
 from moetune.models.routers import ScoreFunction
@@ -22,17 +22,18 @@ from moetune.models.source import ModelSource
 from moetune.models.stack import OnOtherRank, every_layer, leave_out
 from moetune.models.structure import ModelStructure
 from moetune.run.dtypes import DTYPES, DeviceType
-from moetune.run.keeps import Kept, kept_by_layer, section_of
+from moetune.run.keeps import Kept, is_open, kept_by_layer, section_of
 from moetune.run.linears import linears_to_quantize
 from moetune.run.names import parts_by_name
 from moetune.run.placement import EVERYTHING, Placement
 from moetune.run.scores import Scores
 from moetune.run.stages import Held, stages_of
 
-_EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
-"""Value of `train.expert_memory: auto` on each kind of device (docs/concepts/expert-bank.md).
+LEAST_EXPERT_MEMORY: dict[DeviceType, str] = {"cuda": "256MiB", "cpu": "16MiB"}
+"""The least that `train.expert_memory: auto` stands for on each kind of device (docs/concepts/expert-bank.md).
 
-On a GPU it holds a layer of small experts in a few kernel launches; on a CPU it fits the caches.
+On a GPU it holds a layer of small experts in a few kernel launches, and is more where memory is left
+(planning/settle.py); on a CPU it fits the caches.
 """
 
 
@@ -123,7 +124,7 @@ class ResolvedRun:
     def expert_memory(self) -> int:
         """Bytes that the dequantized matrices of experts computed together may take; 0 for one expert at a time."""
         asked = self.config.train.expert_memory
-        return parse_size(_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
+        return parse_size(LEAST_EXPERT_MEMORY[self.device_type] if asked == "auto" else asked) or 0
 
     @property
     def keeps_rows(self) -> frozenset[int]:
@@ -169,6 +170,18 @@ class ResolvedRun:
         else:
             config = self.config.but(train={"checkpointing": section_of(keeps)})
         return replace(self, config=config, keeps=kept_by_layer(config.train, self.structure))
+
+    def with_expert_memory(self, size: str) -> "ResolvedRun":
+        """Return a copy of the run with this `train.expert_memory`."""
+        return replace(self, config=self.config.but(train={"expert_memory": size}))
+
+    def settled_as(self, before: TrainConfig | None) -> "ResolvedRun":
+        """Return a copy of the run with the values of `before` in place of `auto` in `train.checkpointing`,
+        `train.keep_rows` and `train.expert_memory`; for None with those that take least."""
+        run, train = self, self.config.train
+        if before is not None and train.expert_memory == "auto":
+            run = run.with_expert_memory(before.expert_memory)
+        return run.keeping({} if before is None else kept_by_layer(before, run.structure)) if is_open(train) else run
 
     def without_layers(self, layers: Collection[int]) -> "ResolvedRun":
         """Return a copy of the run, with a meta model of its own that skips the decoder layers with these indices."""

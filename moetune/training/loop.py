@@ -18,9 +18,9 @@ from transformers import set_seed
 
 from moetune.adapt.attention import document_inputs
 from moetune.adapt.build import Adapted
+from moetune.config.schema import TrainConfig
 from moetune.errors import DoesNotFit, UserError
 from moetune.parallel.ranks import local_tensor
-from moetune.run.keeps import Kept
 from moetune.run.loss_memory import loss_bytes
 from moetune.run.resolve import ResolvedRun
 from moetune.training.data.load import Datasets
@@ -388,15 +388,14 @@ class Watcher:
 
     pace = Pace()
 
-    def settled(self, run: ResolvedRun, before: Mapping[int, Kept] | None) -> ResolvedRun:
-        """Return the run with values in place of `train.checkpointing: auto` and `train.keep_rows: auto`, as fit the
-        GPU.
+    def settled(self, run: ResolvedRun, before: TrainConfig | None) -> ResolvedRun:
+        """Return the run with values in place of `auto` in `train.checkpointing`, `train.keep_rows` and
+        `train.expert_memory`, as fit the GPU.
 
-        Called if one of them is `auto` and the run has a single rank, before the model is built, once it is known which
-        kernels work. `before` is decoder layer -> what it saved for backward before the run was interrupted; None for a
-        new run.
+        Called if the run has a single rank, before the model is built, once it is known which kernels work. `before`
+        are the settings before the run was interrupted; None for a new run.
         """
-        return run.keeping(before or {})
+        return run.settled_as(before)
 
     def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:
         """Return a context manager to enter while weights are read from `folder`; None for random weights.

@@ -29,7 +29,7 @@ from moetune.parallel.deepspeed import require_deepspeed
 from moetune.parallel.ranks import Ranks, local_tensor
 from moetune.run import validation
 from moetune.run.deepspeed_json import deepspeed_json
-from moetune.run.keeps import is_open, kept_by_layer
+from moetune.run.keeps import is_open
 from moetune.run.resolve import ResolvedRun, raise_problems
 from moetune.training.data.load import Datasets, data_of, pad_token_id
 from moetune.training.folder.run_folder import (
@@ -154,13 +154,11 @@ def train(
         if checkpoint is not None:
             folder.base()  # raises if base.json is damaged, before the weights are read
         run = checked(run, device, ranks, say)
-        if is_open(run.config.train):
-            before = None  # what layers saved for backward before the interruption, which gives the same numbers again
-            if checkpoint is not None:
-                before = kept_by_layer(load_run_config(folder.path / RUN_FILE).train, run.structure)
-            if not ranks.is_single and before is None:
-                say("note: what fits is not known before the ranks start, so layers keep nothing more than their input")
-            run = watcher.settled(run, before) if ranks.is_single else run.keeping(before or {})
+        # what was in place of `auto` before the interruption gives the same numbers again
+        before = None if checkpoint is None else load_run_config(folder.path / RUN_FILE).train
+        if is_open(run.config.train) and not ranks.is_single and before is None:
+            say("note: what fits is not known before the ranks start, so layers keep nothing more than their input")
+        run = watcher.settled(run, before) if ranks.is_single else run.settled_as(before)
         config = run.config
         inputs = _inputs(run, folder, data, checkpoint, say)
         weights = run.model.source.folder if config.model.weights == "pretrained" else None

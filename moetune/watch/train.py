@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from moetune.config.schema import TrainConfig
 from moetune.errors import DoesNotFit
 from moetune.memory.measurement.live import watch_cuda
 from moetune.parallel.ranks import SINGLE_RANK, Ranks
@@ -15,7 +16,6 @@ from moetune.planning.settle import settled_on
 from moetune.report.console import terminal
 from moetune.report.progress import ProgressBar, loading_progress
 from moetune.run.dtypes import device_kind
-from moetune.run.keeps import Kept
 from moetune.run.resolve import AnyRun, ResolvedRun, examine
 from moetune.training import run as training
 from moetune.training.loop import Loop, Watcher
@@ -37,7 +37,7 @@ class Watch(Watcher):
         self.memory: MemoryRecord | None = None
         self._seen = watch_cuda() if device.type == "cuda" else {}
 
-    def settled(self, run: ResolvedRun, before: Mapping[int, Kept] | None) -> ResolvedRun:
+    def settled(self, run: ResolvedRun, before: TrainConfig | None) -> ResolvedRun:
         return settled_on(run, self.device, before)
 
     def reading(self, folder: str | None) -> AbstractContextManager[Callable[[float], None] | None]:

@@ -25,9 +25,11 @@ MILDEST_FIRST = [
     "model.experts_on=host",
     "optimizer.master_weights=stochastic",
     "optimizer.name=adamw8bit",
+    "adapt.lora.dtype=bf16",
     "model.base=nf4",
     "train.micro_batch=1",
     "train.sequence_length=1024",
+    "adapt.lora.share=outer",
     "adapt.lora.rank=8",
     "optimizer.name=sgd",
 ]

@@ -16,6 +16,7 @@ from moetune.planning.predictor import Predictor
 from moetune.planning.settle import _choices, settled, settled_on
 from moetune.run.keeps import Keepable, Kept
 from moetune.run.resolve import ResolvedRun, resolve
+from moetune.run.resolved import LEAST_EXPERT_MEMORY
 from tests.memory.models import toy_run, write_toy
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8, "targets": ["attention", "experts"]}}
@@ -44,18 +45,18 @@ def test_each_choice_takes_more_and_the_last_that_fits_is_made(
 ) -> None:
     run = auto(tmp_path, model_type, 3, **train)
     choices = _choices(run)
-    assert choices[0] == {}
-    needs = [Predictor("24GiB", end="high").of_resolved(run.keeping(keeps)).span.high for keeps in choices]
+    assert choices[0].keeps == {}
+    needs = [Predictor("24GiB", end="high").of_resolved(choice).span.high for choice in choices]
     # the allocator's rounding may take a few KiB less for a choice that keeps more
     assert needs == pytest.approx(sorted(needs), rel=1e-4)
     assert needs[0] < needs[-1]
     for size in (needs[0] - 1, needs[0], (needs[0] + needs[-1]) // 2, needs[-1] - 1, needs[-1]):
         found = settled(run, f"{size}B")
-        made = [run.keeping(keeps).keeps for keeps in choices].index(found.keeps)
-        assert found.config.train == run.keeping(choices[made]).config.train
+        made = [choice.config.train for choice in choices].index(found.config.train)
+        assert found.keeps == choices[made].keeps
         assert made == 0 or needs[made] <= size
-        assert found.keeps == run.keeping(choices[-1]).keeps or needs[made + 1] > size
-        assert settled(found, f"{size}B") is found
+        assert made == len(choices) - 1 or needs[made + 1] > size
+        assert settled(found, f"{size}B").config == found.config
 
 
 @pytest.mark.parametrize("keep_rows", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -105,11 +106,40 @@ def test_before_an_interruption(tmp_path: Path) -> None:
     """What was kept is kept again where it surely fits, and on a CPU always."""
     run = auto(tmp_path, "mixtral", 8)
     keeps: dict[int, Kept] = {7: frozenset(("rows",))}
-    assert settled_on(run, torch.device("cpu"), keeps).keeps == keeps
+    before = run.keeping(keeps).config.train
+    assert settled_on(run, torch.device("cpu"), before).keeps == keeps
     assert settled_on(run, torch.device("cpu")).keeps == {}
     full = Predictor("24GiB", end="high").of_resolved(run.keeping({}))
     assert surely_left(full) > 0
     wide = replace(run, config=run.config.but(hardware={"gpu": "24GiB"}))
-    assert settled_on(wide, torch.device("cuda"), keeps).keeps == keeps
+    assert settled_on(wide, torch.device("cuda"), before).keeps == keeps
     narrow = replace(run, config=run.config.but(hardware={"gpu": f"{full.required}B"}))
-    assert settled_on(narrow, torch.device("cuda"), keeps).keeps == {}
+    assert settled_on(narrow, torch.device("cuda"), before).keeps == {}
+
+
+@pytest.mark.parametrize("checkpointing", ["full", pytest.param("auto", marks=pytest.mark.full)])
+def test_groups_of_experts_grow_first_and_never_make_a_run_not_fit(
+    checkpointing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LEAST_EXPERT_MEMORY, "cuda", "1MiB")
+    toy = write_toy(tmp_path, "mixtral", experts=16, num_hidden_layers=2, intermediate_size=4096)
+    sizes = {"sequence_length": 64, "loss_memory": "1MiB", "checkpointing": checkpointing}
+    run = resolve(toy_run(toy, "mixtral", LORA, train=sizes, model={"dtype": "bf16", "base": "nf4"}), "cuda")
+    choices = _choices(run)
+    memories = [choice.config.train.expert_memory for choice in choices]
+    assert memories[:2] == ["1MiB", "2MiB"]
+    assert len({*memories}) > 2
+    assert memories == sorted(memories, key=lambda size: int(size.removesuffix("MiB")))
+    assert all(choice.keeps == {} for choice in choices if choice.config.train.expert_memory != memories[-1])
+    needs = [Predictor("24GiB", end="high").of_resolved(choice).span.high for choice in choices]
+    for size in (needs[0] - 1, needs[0], needs[1], needs[-1]):
+        found = settled(run, f"{size}B")
+        made = choices[[choice.config.train for choice in choices].index(found.config.train)]
+        assert needs[choices.index(made)] <= max(size, needs[0])
+        report = predict(run, gpu=f"{size}B", advise=False)
+        assert report.verdict == predict(choices[0], gpu=f"{size}B", advise=False).verdict
+        assert f"experts in groups of {made.config.train.expert_memory}" in dict(report.about)["batch"]
+    assert settled(run, "24GiB").config.train == choices[-1].config.train
+    before = choices[1].config.train
+    assert settled_on(run, torch.device("cpu"), before).config.train == before
+    assert settled_on(run.with_expert_memory("0"), torch.device("cpu"), before).config.train.expert_memory == "0"

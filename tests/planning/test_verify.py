@@ -9,6 +9,8 @@ from moetune.memory.assumed_routing import BALANCED
 from tests import small
 from tests.resolved import verify
 
+SHARED = {"dtype": "bf16", "share": "outer"}
+
 
 @pytest.fixture
 def config(small_data: Path, tmp_path: Path) -> RunConfig:
@@ -24,11 +26,15 @@ def config(small_data: Path, tmp_path: Path) -> RunConfig:
 def test_factors_in_bf16_and_shared_ones_are_predicted_to_the_byte(config: RunConfig) -> None:
     lora = {"rank": 8, "alpha": 8, "targets": ["attention", "experts"]}
     peaks = []
-    for more in ({}, {"dtype": "bf16"}, {"dtype": "bf16", "share": "outer"}):
-        outcome = verify(config.but(adapt={"lora": config.adapt.lora.model_validate(lora | more)}), 2)
+    fused = {"name": "adamw8bit", "fused_backward": True}
+    for more, optimizer in (({}, {}), ({"dtype": "bf16"}, {}), ({"dtype": "bf16"}, fused), (SHARED, fused)):
+        own = {"adapt": {"lora": lora | more}, "train": config.train.model_dump() | {"max_grad_norm": 0}}
+        run = RunConfig.model_validate(config.model_dump() | own | ({"optimizer": optimizer} if optimizer else {}))
+        outcome = verify(run, 2)
         assert outcome.predicted["peak_allocated"] == outcome.measured["peak_allocated"], more
         peaks.append(outcome.measured["peak_allocated"])
-    assert peaks[2] < peaks[1] < peaks[0]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len({*peaks}) == len(peaks)
 
 
 def test_verify_replays_every_call(config: RunConfig) -> None:

@@ -142,8 +142,10 @@ class LinearSizes:
         """
         base = self._base(device)
         if self.rank:
-            like = {"bias": False, "dtype": DTYPES[self.lora_dtype], "device": device}
-            A, B = nn.Linear(self.inputs, self.rank, **like), nn.Linear(self.rank, self.outputs, **like)
+            A, B = (
+                nn.Linear(into, out, False, device, DTYPES[self.lora_dtype])
+                for into, out in ((self.inputs, self.rank), (self.rank, self.outputs))
+            )
         for needs_gradient in (True, False) if self.rank else (True,):
             x = torch.randn(tokens, self.inputs, dtype=DTYPES[self.dtype], device=device)
             with torch.enable_grad():

@@ -123,12 +123,12 @@ class _Matching:
             )
             return
         A_parts = factors.A[chosen].unflatten(1, (parts, -1))
-        shared = {name: f"{projection}_{name}" in lora.shared for name in "AB"}
+        is_one = {name: f"{projection}_{name}" in lora.shared for name in "AB"}
         for name, of_experts in (("A", A_parts), ("B", B_parts)):
-            if shared[name] and not of_experts.equal(of_experts[:1].expand_as(of_experts)):
+            if is_one[name] and not of_experts.equal(of_experts[:1].expand_as(of_experts)):
                 self.problems.append(f"{where}: experts have an {name} each, not one; set adapt.lora.share: none")
                 return
-        A, B = A_parts[:1] if shared["A"] else A_parts, B_parts[:1] if shared["B"] else B_parts
+        A, B = A_parts[:1] if is_one["A"] else A_parts, B_parts[:1] if is_one["B"] else B_parts
         self._take(where, names, A, B)
 
     def _take(self, where: str, names: dict[str, str], A: Tensor, B: Tensor) -> None:
