@@ -190,8 +190,12 @@ class ResolvedRun:
         left_out = [layer for number, layer in enumerate(every_layer(self.model.plain).values()) if number in layers]
         plain = copy.deepcopy(self.model.plain, {id(layer): layer for layer in left_out})  # these are not copied
         leave_out(plain, layers)
+        config = self.config
+        if config.parallel.pp > 1:  # what remains would be divided otherwise
+            config = config.but(parallel={"stages": [(stage.start, stage.stop - 1) for stage in self.stages]})
         return replace(
             self,
+            config=config,
             model=replace(self.model, plain=plain, structure=structure),
             selection=selection,
             parts=parts_by_name(structure, selection),

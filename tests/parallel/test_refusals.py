@@ -26,7 +26,7 @@ def config_of(model: Path, data: Path, tmp_path: Path, parallel: dict[str, Any],
 @pytest.mark.parametrize(
     ("parallel", "sections", "said"),
     [
-        ({"pp": 2}, {}, r"parallel\.pp: transformers' pipeline stages run forward only"),
+        ({"pp": 3}, {}, r"parallel\.pp: 3 stages, and the model has 2 layers"),
         (TWO | {"offload": "optimizer"}, {}, r"parallel\.offload"),
         ({"fsdp": 3, "ep": 3}, {}, r"parallel\.ep: 3 ranks cannot hold 4 experts evenly; set ep to 1, 2, 4"),
         ({"tp": 2, "fsdp": 3, "ep": 3}, {}, r"parallel\.ep: 3 is no multiple of tp 2"),

@@ -1,0 +1,248 @@
+"""Pipelines against one process: whole runs, checkpoints read by other layouts, predictions; and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moetune.config.schema import RunConfig
+from moetune.errors import UserError
+from moetune.exporting.export import export
+from moetune.memory.predict import predict
+from moetune.models.dry_run import flow_of
+from moetune.models.stack import StageLayers, every_layer
+from moetune.models.structure import meta_model
+from moetune.parallel.ranks import Ranks
+from moetune.run.resolve import resolve
+from moetune.run.stages import bubble, in_flight, stages_of
+from tests import small
+from tests.parallel import pipelines, predicted, world
+from tests.toys import expert_model_types, toy_config, toy_model
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {"pp": 2},
+    "gpipe": {"pp": 2, "schedule": "gpipe", "stages": [0, "1-3"]},
+    "interleaved1f1b": {"pp": 2, "schedule": "interleaved1f1b"},
+}
+BALANCED = {"train": {"router_aux_loss": 0.02, "router_z_loss": 0.01, "max_grad_norm": 0.1}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small.write_model(tmp_path_factory.mktemp("four") / "model", num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirteen rows: an epoch ends with a micro-batch too few and one of a single row."""
+    return small.write_data(tmp_path_factory.mktemp("data") / "rows.jsonl", small.DATA[:13])
+
+
+def assert_same(one: Path, other: Path, last: int) -> None:
+    """Two runs logged the same and ended with the same weights."""
+    for mine, expected in zip(small.read_metrics(other), small.read_metrics(one), strict=True):
+        assert mine.get("routing") == expected.get("routing")
+        for name in ("loss", "grad_norm", "router_loss", "eval_loss", "lr"):
+            if expected.get(name) is not None:
+                assert mine[name] == pytest.approx(expected[name], rel=1e-6), (name, mine["step"])
+    weights, of_one = (load_file(run / "checkpoints" / f"step-{last}" / "trained.safetensors") for run in (other, one))
+    assert weights.keys() == of_one.keys()
+    assert max(float((weights[name] - of_one[name]).abs().max()) for name in weights) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("schedule", "adapt", "packing"),
+    [
+        pytest.param(
+            schedule, adapt, packing, marks=[] if (schedule, adapt) == ("interleaved1f1b", "lora") else pytest.mark.full
+        )
+        for schedule in SCHEDULES
+        for adapt, packing in (("router", False), ("experts", False), ("lora", True))
+    ],
+)
+def test_a_pipeline_trains_as_one_process(
+    schedule: str, adapt: str, packing: bool, model: Path, data: Path, tmp_path: Path
+) -> None:
+    """With router losses, clipping, evaluation and, of experts, a last stage in which nothing trains."""
+    sections = BALANCED | {"data": {"train": str(data), "eval": str(data), "packing": packing}}
+    for name, parallel in (("one", {}), ("two", SCHEDULES[schedule])):
+        pipelines.run(pipelines.config_of(model, data, tmp_path / name, adapt, parallel, 5, **sections))
+    assert_same(tmp_path / "one", tmp_path / "two", 5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", [{"pp": 4}, {"pp": 2, "replicate": 2}])
+def test_four_ranks(parallel: dict[str, Any], model: Path, data: Path, tmp_path: Path) -> None:
+    for name, of in (("one", {}), ("four", parallel)):
+        pipelines.run(pipelines.config_of(model, data, tmp_path / name, "lora", of))
+    assert_same(tmp_path / "one", tmp_path / "four", 10)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_other_layouts_go_on_and_the_same_one_bit_by_bit(model: Path, data: Path, tmp_path: Path) -> None:
+    def go_on(name: str, parallel: dict[str, Any], steps: int) -> None:
+        config = pipelines.config_of(model, data, tmp_path / name, "experts", parallel, steps)
+        pipelines.run(config, resume="auto")
+
+    go_on("one", {}, 8)
+    for steps, parallel in ((2, {"pp": 2}), (4, {}), (6, SCHEDULES["interleaved1f1b"]), (8, {"replicate": 2})):
+        go_on("many", parallel, steps)
+    for steps in (3, 8):
+        go_on("again", {"pp": 2}, steps)
+    go_on("through", {"pp": 2}, 8)
+    ends = {
+        name: load_file(tmp_path / name / "checkpoints" / "step-8" / "trained.safetensors")
+        for name in ("one", "many", "again", "through")
+    }
+    assert max(float((ends["one"][key] - ends["many"][key]).abs().max()) for key in ends["one"]) < 2e-6
+    assert all(ends["again"][key].equal(ends["through"][key]) for key in ends["through"])
+    for name in ("one", "through"):
+        export(tmp_path / name, "merged", tmp_path / f"{name}-merged")
+    one, two = (load_file(next((tmp_path / f"{name}-merged").glob("*.safetensors"))) for name in ("one", "through"))
+    assert one.keys() == two.keys()
+    assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-6
+
+
+def measured(configs: list[RunConfig]) -> list[tuple[predicted.Solution, predicted.Counts]]:
+    ranks = Ranks.join(configs[0].parallel, "cpu")
+    return [predicted.measured(config, ranks) for config in configs]
+
+
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=[] if name == "interleaved1f1b" else pytest.mark.full) for name in SCHEDULES]
+)
+def test_a_prediction_is_what_real_ranks_take_and_send(schedule: str, model: Path, tmp_path: Path) -> None:
+    """On rank 0 gloo holds a message that was sent until its handle is dropped; NCCL until it is waited for."""
+    configs = [
+        pipelines.config_of(model, tmp_path, tmp_path / "out", adapt, SCHEDULES[schedule])
+        for adapt in ("experts", "lora")
+    ]
+    found = world.run(2, measured, configs)
+    for number, config in enumerate(configs):
+        for rank in range(2):
+            real, counts = found[rank][number]
+            told = predicted.predicted(config, rank, counts)
+            assert told.collectives == real.collectives
+            assert told.peak == pytest.approx(real.peak, rel=0.02 if rank == 0 else 1e-3)
+
+
+def test_a_report_names_the_stages(model: Path, tmp_path: Path) -> None:
+    config = pipelines.config_of(model, tmp_path, tmp_path / "out", "router", {"pp": 2, "stages": ["0-2", 3]})
+    report = predict(config, gpu="rtx-3090", simulated=False)
+    text = dict(report.about)["stages"]
+    assert text == "1f1b: layers 0-2 (2 in flight); layers 3-3 (1 in flight); 20% of a step waits for other stages"
+    assert [sent.axis for sent in report.collectives if sent.kind == "point-to-point"]
+    assert report.ranks[0].parts.frozen_weights > report.ranks[1].parts.frozen_weights
+    assert report.time is not None
+    assert report.time.parts["bubble"].fast > 0
+
+
+# --- Stages -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        name
+        if name in ("mixtral", "gpt_oss", "granitemoehybrid", "gemma4_text")
+        else pytest.param(name, marks=pytest.mark.full)
+        for name in expert_model_types()
+        if toy_config(name).get_text_config() is toy_config(name) or name == "mixtral"
+    ],
+)
+def test_stages_compute_what_the_model_does_or_are_refused(model_type: str) -> None:
+    """Of every architecture, bit by bit: scaled embeddings, hybrids and dense first layers included."""
+    why, _ = flow_of(meta_model(toy_config(model_type)))
+    assert bool(why) == (model_type in REFUSED), why
+    if why:
+        return
+    whole = toy_model(model_type).eval()
+    ids = torch.randint(5, 90, (2, 13), generator=torch.Generator().manual_seed(0))
+    count, hidden = len(every_layer(whole)), None
+    with torch.no_grad():
+        expected: Tensor = whole(input_ids=ids, use_cache=False).logits
+        for layers in (range(count // 2), range(count // 2, count)):
+            stage = StageLayers(whole, layers)
+            with stage.entered(hidden):
+                if not stage.is_last:
+                    hidden = stage.hidden_states({"input_ids": ids})
+                else:
+                    assert whole(input_ids=ids, use_cache=False).logits.equal(expected)
+
+
+REFUSED = {
+    "deepseek_v4", "gemma4_text", "glm_moe_dsa", "hy_v4", "inkling2_text", "qwen4_exp_text", "zaya"
+}  # fmt: skip
+"""Layers that return or take more than hidden states, or whose code reads values."""
+
+
+def test_stages_are_cut_where_the_heaviest_weighs_least(model: Path, tmp_path: Path) -> None:
+    config = pipelines.config_of(model, tmp_path, tmp_path / "out", "router", {"pp": 2})
+    assert stages_of(config.parallel, [4, 1, 1, 1, 1], 0, 0) == (range(1), range(1, 5))
+    assert stages_of(config.parallel, [1, 1, 1, 1], 2, 0) == (range(1), range(1, 4))
+    whole = resolve(config, "cpu").stages
+    assert [layer for stage in whole for layer in stage] == [0, 1, 2, 3]
+
+
+def test_micro_batches_in_flight_and_the_bubble() -> None:
+    assert [in_flight("1f1b", 4, rank, 1, 8) for rank in range(4)] == [4, 3, 2, 1]
+    assert in_flight("gpipe", 4, 0, 1, 8) == 8
+    assert bubble(4, 1, 8) == pytest.approx(3 / 11)
+    assert bubble(1, 1, 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sections", "message"),
+    [
+        ({"pp": 2, "fsdp": 2}, {}, r"parallel\.pp: 2 goes with replicate, not with fsdp: 2"),
+        ({"pp": 2, "engine": "deepspeed"}, {}, r"not with engine: deepspeed"),
+        ({"stages": ["0-1", "2-3"]}, {}, r"parallel\.stages: 2 stages, and pp: 1"),
+        ({"pp": 2, "stages": ["0-1", 3]}, {}, r"\[0-1, 3-3\] does not hold each of the layers 0-3 once"),
+        ({"pp": 2, "stages": [0, 1, "2-3"]}, {}, r"3 stages, and schedule: 1f1b takes 2, one for each rank"),
+        ({"pp": 8}, {"train": {"accumulate": 8}}, r"8 stages, and the model has 4 layers"),
+        ({"pp": 2}, {"train": {"accumulate": 1}}, r"train\.accumulate: 1, and a pipeline of 2 stages takes 2"),
+        (
+            {"pp": 2, "schedule": "interleaved1f1b"},
+            {"train": {"accumulate": 5}},
+            r"5 micro-batches do not divide into 2",
+        ),
+        ({"pp": 2}, {"train": {"checkpointing": "offload"}}, r"checkpointing: offload brings inputs back in one order"),
+        ({"pp": 2}, {"model": {"experts_on": "host", "base": "nf4"}}, r"experts_on: host fetches a layer ahead"),
+        (
+            {"pp": 2, "schedule": "gpipe"},
+            {"optimizer": {"name": "lomo"}, "train": {"accumulate": 1}},
+            r"other micro-batches of the pipeline need them",
+        ),
+        ({"pp": 2}, {"train": {"dense_router_gradient": True}}, r"not tested over the stages of a pipeline"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused_by_name(
+    parallel: dict[str, Any], sections: dict[str, Any], message: str, model: Path, tmp_path: Path
+) -> None:
+    more = {"hardware": {"count": parallel.get("pp", 1) * parallel.get("fsdp", 1)}}
+    config = pipelines.config_of(model, tmp_path, tmp_path / "out", "router", parallel, **sections | more)
+    with pytest.raises(UserError, match=message):
+        resolve(config, "cpu")
+
+
+def test_a_tied_embedding_stays_frozen(data: Path, tmp_path: Path) -> None:
+    tied = small.write_model(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
+    config = pipelines.config_of(tied, data, tmp_path / "out", "router", {"pp": 2}, adapt={"also": ["embedding"]})
+    with pytest.raises(UserError, match=r"is tied to the LM head, which is on another rank"):
+        resolve(config, "cpu")
+    resolve(pipelines.config_of(tied, data, tmp_path / "out", "router", {"pp": 2}), "cpu")
+
+
+@pytest.mark.full
+def test_tied_embeddings_and_what_trains_outside_of_the_layers(model: Path, data: Path, tmp_path: Path) -> None:
+    tied = small.write_model(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
+    for name, base, also in (("tied", tied, ["norm"]), ("untied", model, ["norm", "embedding", "lm_head"])):
+        for layout, parallel in (("one", {}), ("two", {"pp": 2})):
+            output = tmp_path / f"{name}-{layout}"
+            sections = {"adapt": {"also": also}, "model": {"path": str(base), "base": "fp32", "dtype": "fp32"}}
+            pipelines.run(pipelines.config_of(base, data, output, "router", parallel, 5, **sections))
+        assert_same(tmp_path / f"{name}-one", tmp_path / f"{name}-two", 5)
