@@ -84,5 +84,5 @@ def test_workflows_run_scripts_that_exist(name: str) -> None:
         runs = [step["run"] for step in job["steps"] if "run" in step]
         scripts |= {run.replace("${{ matrix.script }}", v.get("script", "")).split()[0] for run in runs for v in values}
     ours = {script for script in scripts if script.startswith("./")}
-    assert ours == {"./scripts/test.sh", "./scripts/test_cuda.sh"}
+    assert {"./scripts/test.sh", "./scripts/test_cuda.sh"} <= ours
     assert all(os.access(ROOT / script, os.X_OK) for script in ours)

@@ -58,7 +58,7 @@ READ_BY = {
     "models/source.py": "config.json: test_models.py",
     "exporting/formats/merged.py": "config.json: test_models.py",
     "models/hub/delta_folder.py": "delta/manifest.json",
-    "formats/fp8.py": "config.json: test_models.py",
+    "formats/published.py": "config.json: test_models.py",
     "tensor_files.py": "delta/delta.safetensors",
     "inference/run_page.py": "run/memory.json",
     "parallel/start_ranks.py": "a rank's last words, in a folder of our own",

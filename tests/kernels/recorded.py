@@ -37,8 +37,9 @@ def calls(
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for sizes in bank_samples(name, hidden=hidden, intermediate=intermediate, rank=rank):
+            bank = sizes.bank(device)  # an activation is recognized by calls with values over all of float32
             with CallsSeen(compute):
-                sizes.exercise(device, tokens)
+                sizes.exercise(device, tokens, bank)
     return list(found.values())
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from moetune.config.schema import RunConfig
-from moetune.errors import UserError
 from moetune.memory.report import Parts
 from moetune.memory.time.estimate import Duration, Range
 from moetune.planning.candidate import Candidate
@@ -62,5 +61,3 @@ def test_the_picture(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"plan{suffix}"
     plan_chart(made(TRAINED)).save(file)
     assert file.stat().st_size > 5_000
-    with pytest.raises(UserError, match=r"a figure is \.png or \.svg"):
-        plan_chart(made(TRAINED)).save(tmp_path / "plan.pdf")

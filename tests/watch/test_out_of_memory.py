@@ -222,7 +222,7 @@ def test_memory_that_runs_out_as_the_optimizer_is_made_is_reported(
     ("sections", "said"),
     [
         ({"optimizer": {"name": "lomo"}, "train": {"accumulate": 1}}, "fused_backward has updated weights"),
-        ({"parallel": {"fsdp": 2}}, "memory runs out on one rank"),
+        ({"parallel": {"fsdp": 2}}, "halve_micro_batch is for one GPU"),
     ],
 )
 def test_what_cannot_be_halved_is_refused(

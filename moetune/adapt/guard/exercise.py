@@ -63,14 +63,14 @@ class BankSizes:
     lora_dtype: str = "fp32"
     share: str = "none"
 
-    def exercise(self, device: torch.device, tokens: int = TOKENS) -> None:
-        """Build a bank of these sizes with random weights, and run it forward and backward twice.
+    def exercise(self, device: torch.device, tokens: int = TOKENS, bank: ExpertBank | None = None) -> None:
+        """Give a bank of these sizes, a new one if none is given, random weights; run it forward and backward twice.
 
         The first time, routing weights are float32 and have a gradient. The second time, they are constants in the
         dtype of the rows, and the gate_up rows of forward are kept for backward. The first expert receives no token if
         there are enough others.
         """
-        bank = self._bank(device)
+        bank = self.bank(device) if bank is None else bank
         _draw(bank)
         dtype, count = DTYPES[self.dtype], self.shape.num_experts
         idle = int(count > self.top_k)
@@ -84,7 +84,8 @@ class BankSizes:
                 y = expert_mlp(bank, x, weights, permutation, keep_rows=keep_rows)
                 y.backward(torch.randn_like(y))
 
-    def _bank(self, device: torch.device) -> ExpertBank:
+    def bank(self, device: torch.device) -> ExpertBank:
+        """Return a bank of these sizes, whose weights have no values yet."""
         shape, count, lora = self.shape, self.shape.num_experts, None
         if self.lora:
             lora = LoraPlan(
