@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moetune.config.schema import RunConfig  # noqa: E402
+from moetune.formats.published import sections_with_settings  # noqa: E402
 from moetune.memory.predict import predict  # noqa: E402
 from moetune.memory.report import MemoryReport  # noqa: E402
 from moetune.models.catalog import find_model, model_names  # noqa: E402
@@ -34,16 +35,22 @@ CARDS = {"24 GB": "rtx-4090", "48 GB": "l40s", "80 GB": "h100-80gb", "141 GB": "
 """Memory of a card as it is sold -> the card that is predicted for."""
 WAYS = ("lora", "router", "experts")
 TOKENS = 10_000_000
-ALIKE = {"qwen3.6-35b-a3b": "qwen3.5-35b-a3b", "qwen3-coder-30b-a3b": "qwen3-30b-a3b"}
+ALIKE = {
+    "nemotron-3.5-lightning-30b-a3b": "nemotron-3-nano-30b-a3b",
+    "qwen3.6-35b-a3b": "qwen3.5-35b-a3b",
+    "qwen3-coder-30b-a3b": "qwen3-30b-a3b",
+}
 """Models of the same shapes as another one, whose row they share."""
 MODELS = [name for name in model_names() if not name.startswith(("llama", "tiny")) and name not in ALIKE]
 
 
 def published_in(name: str) -> str:
-    """The format of the weights on the hub, as the configuration says."""
+    """The format of the weights on the hub, as the configuration says at whatever depth."""
     entry = find_model(name)
     assert entry is not None
-    return str(entry.config.get("quantization_config", {}).get("quant_method", "bf16")).upper()
+    section = next(sections_with_settings(entry.config), {})
+    settings = section.get("quantization_config", {"quant_method": "bf16"})
+    return {"pack-quantized": "INT4"}.get(settings.get("format", ""), settings["quant_method"].upper())
 
 
 def config_for(name: str, way: str, *, host: bool = False) -> RunConfig:
