@@ -19,4 +19,5 @@ def e2m1_codes(scaled: Tensor) -> Tensor:
     codes = torch.bucketize(scaled.abs(), middles, out_int32=True).to(torch.uint8)
     codes |= scaled.signbit().to(torch.uint8) << 3
     low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4
+    packed: Tensor = low | high << 4
+    return packed

@@ -225,7 +225,8 @@ class Fp8(Format):
         return factors
 
     def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return dequantize_fp8(stored["data"], stored["scales"], *self.block, dtype)
+        weights: Tensor = dequantize_fp8(stored["data"], stored["scales"], *self.block, dtype)
+        return weights
 
     def published(self, method: str, settings: Settings) -> SourceQuantization | None:
         name = _published(method, settings)

@@ -95,7 +95,8 @@ class Int4(Format):
 
     def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         parts = (stored[name] for name in ("data", "scales", "is_half", "zeros"))
-        return dequantize_int4(*parts, stored.get("order"), self.group, shape[1], dtype)
+        weights: Tensor = dequantize_int4(*parts, stored.get("order"), self.group, shape[1], dtype)
+        return weights
 
     def published(self, method: str, settings: Settings) -> SourceQuantization | None:
         kinds = {"compressed-tensors": _pack_quantized, "gptq": _gptq, "awq": _awq, "auto-round": _auto_round}

@@ -68,7 +68,10 @@ class StoredInt4(Quantized):
     def rows(self, start: int = 0, stop: int | None = None, device: torch.device | str = "cpu") -> Tensor:
         rows = {name: tensor.to(device)[None] for name, tensor in self.quantized().items()}
         parts = (rows[name] for name in ("data", "scales", "is_half", "zeros"))
-        return dequantize_int4(*parts, rows.get("order"), self.group, self.shape[1], self.torch_dtype)[0, start:stop]
+        weights: Tensor = dequantize_int4(*parts, rows.get("order"), self.group, self.shape[1], self.torch_dtype)[
+            0, start:stop
+        ]
+        return weights
 
 
 class PackQuantized(StoredInt4):

@@ -52,4 +52,5 @@ class Int8(Format):
 
     def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         data, absmax = stored["data"], stored["absmax"]
-        return dequantize_int8(data.flatten(0, 1), absmax.flatten(), dtype).view(data.shape)
+        weights: Tensor = dequantize_int8(data.flatten(0, 1), absmax.flatten(), dtype).view(data.shape)
+        return weights

@@ -105,7 +105,8 @@ class Fp4Rows(Quantized):
         rows = self.as_rows({name: part.rows(start, stop) for name, part in self.parts.items()})
         pairs = Mxfp4().tables()["pairs"].to(device)
         weights = dequantize_mxfp4(rows["data"].to(device), rows["scales"].to(device), pairs, self.torch_dtype)
-        return weights.view(-1, self.shape[1])
+        matrices: Tensor = weights.view(-1, self.shape[1])
+        return matrices
 
 
 class Mxfp4(Format):
@@ -145,7 +146,8 @@ class Mxfp4(Format):
     def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         data, (rows, columns) = stored["data"], shape
         weights = dequantize_mxfp4(data.flatten(), stored["scales"].flatten(), stored["pairs"], dtype)
-        return weights.view(len(data), -1)[:, : rows * columns].reshape(-1, rows, columns)
+        matrices: Tensor = weights.view(len(data), -1)[:, : rows * columns].reshape(-1, rows, columns)
+        return matrices
 
     def published(self, method: str, settings: Settings) -> SourceQuantization | None:
         is_in_rows = method == "fp8" and settings.get("expert_dtype") == "fp4"  # DeepSeek-V4: experts only

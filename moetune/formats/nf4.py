@@ -168,7 +168,8 @@ class Nf4(Format):
 
     def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         of_blocks = [stored.get(name) for name in ("absmax", "nested_absmax", "nested_code", "offset")]
-        return dequantize_nf4(stored["data"], *of_blocks, shape[0] * shape[1], dtype)
+        weights: Tensor = dequantize_nf4(stored["data"], *of_blocks, shape[0] * shape[1], dtype)
+        return weights
 
     def linear(self, linear: nn.Linear, weight: Tensor, dtype: torch.dtype, device: torch.device) -> nn.Module:
         quantized: Any = empty_linear(linear, dtype, self.double_quant)

@@ -134,7 +134,8 @@ class Nvfp4(Format):
             data[first : first + high].copy_(e2m1_codes(blocks / of_blocks[..., None]).flatten(1))
 
     def dequantize(self, stored: Rows, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        return dequantize_nvfp4(stored["data"], stored["scales"], stored["fractions"], shape[1], dtype)
+        weights: Tensor = dequantize_nvfp4(stored["data"], stored["scales"], stored["fractions"], shape[1], dtype)
+        return weights
 
     def published(self, method: str, settings: Settings) -> SourceQuantization | None:
         is_modelopt = method == "modelopt" and settings.get("quant_algo") in ("NVFP4", "W4A16_NVFP4")

@@ -150,7 +150,8 @@ def settings_beside(folder: Path) -> dict[str, Any]:
     for name, method in SETTINGS_BESIDE.items():
         if (folder / name).is_file():
             own = read_json(folder / name, dict[str, Any])
-            return {"quant_method": method} | own.get("quantization", own)
+            settings: dict[str, Any] = {"quant_method": method} | own.get("quantization", own)
+            return settings
     return {}
 
 

@@ -90,7 +90,7 @@ class Tracker(TorchDispatchMode):
         parts: Mapping[str, WorkPart] | None = None,
         on_cpu: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.log = Log()
         self.step = self.micro_step = 0
         self.phase: Phase = "load"
@@ -234,12 +234,12 @@ class Tracker(TorchDispatchMode):
         self._stacked = ExitStack()
         self._stacked.enter_context(noting_resizes(self.resized))
         self._stacked.enter_context(running_by(self._run))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._stacked.close()
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def _run(
         self, key: Hashable, function: Callable[[Sequence[Tensor]], Outputs], tensors: Sequence[Tensor]
