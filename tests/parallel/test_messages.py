@@ -12,10 +12,10 @@ from moetune.memory.trace import Trace
 from moetune.memory.trace.log import Log, Mark, Sent
 from moetune.parallel.messages import NAMESPACES, Message, message
 
-SILENT = {"_wrap_tensor_autograd", "wait_tensor", "barrier", "monitored_barrier_", "check_for_nan"}
+SILENT = {"_wrap_tensor_autograd", "wait_tensor", "barrier", "monitored_barrier_", "check_for_nan", "recv_"}
 COUNTED = {
     "allreduce_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_", "all_reduce", "all_reduce_",
-    "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "reduce_", "broadcast_",
+    "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "reduce_", "broadcast_", "send",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """`data:` of a run file: data sets, and how they become sequences."""
 
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,12 +34,14 @@ OneOrSeveral = Annotated[
 
 
 def _check_arguments(arguments: object) -> object:
-    """Return arguments of a chat template unchanged; raise `ValueError` for a name that none has, or a null."""
+    """Return arguments of a chat template unchanged; raise `ValueError` for a name that none has, a null or a date."""
     for name, value in arguments.items() if isinstance(arguments, dict) else ():
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"{name!r} is no name of a variable; write {{enable_thinking: false}}")
         if value is None:
             raise ValueError(f"{name} has no value; leave it out, and the chat template takes its own")
+        if isinstance(value, date):
+            raise ValueError(f"{name}: YAML reads {value} as a date; write it in quotes")
     return arguments
 
 

@@ -411,7 +411,7 @@ def test_separate_batches_are_padded_on_the_right(tmp_path):
     [
         ("m.content.split('</note>')[-1]", "'<note>small"),
         ("m.content[:31]", "'<note>small"),
-        ("m.content.split('</think>')[-1]", "'x</think>yes' in content of message 2"),
+        ("m.content.split('</think>')[-1]", "the text before </think> in message 2"),
         ("m.content | tojson | upper | trim", ""),
     ],
 )
